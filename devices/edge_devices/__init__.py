@@ -1,0 +1,1 @@
+"""The machine's floor: what this device is. Knows no model."""

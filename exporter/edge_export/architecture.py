@@ -1,0 +1,253 @@
+"""The facts in a Gemma 4 config.json, checked. Field names and defaults: transformers, models/gemma4/configuration_gemma4.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_export.errors import CheckpointError
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+MAX_LAYERS = 1024
+MAX_SIZE = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextArchitecture:
+    """A Gemma 4 decoder. `full_*` are the values of full-attention layers, the others those of sliding layers.
+
+    `per_layer_size` is the width of per-layer embeddings per layer (0: none). `kv_shared_layers` counts the last layers, which
+    own no K/V. `window` and `context` are in tokens.
+    """
+
+    hidden_size: int
+    layer_types: tuple[str, ...]
+    heads: int
+    kv_heads: int
+    full_kv_heads: int
+    full_kv_heads_differ: bool
+    head_dim: int
+    full_head_dim: int
+    intermediate_size: int
+    double_wide: bool
+    kv_shared_layers: int
+    k_eq_v: bool
+    window: int
+    context: int
+    vocab_size: int
+    per_layer_size: int
+    per_layer_vocab_size: int
+    experts: int
+    experts_used: int
+    expert_size: int
+    norm_epsilon: float
+    logit_softcap: float | None
+    full_rope_base: float
+    sliding_rope_base: float
+    full_rotary_share: float
+    tied: bool
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layer_types)
+
+    @property
+    def owning_layers(self) -> int:
+        """Number of layers, from the first, that own K/V rows."""
+        return self.layers - self.kv_shared_layers
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether this layer attends to a window."""
+        return self.layer_types[layer] == SLIDING
+
+    def head_dim_of(self, layer: int) -> int:
+        """Head dimension of this layer."""
+        return self.head_dim if self.is_sliding(layer) else self.full_head_dim
+
+    def kv_heads_of(self, layer: int) -> int:
+        """K/V heads of this layer."""
+        return self.kv_heads if self.is_sliding(layer) else self.full_kv_heads
+
+    def feed_forward_of(self, layer: int) -> int:
+        """Width of this layer's dense feed-forward block; doubled in K/V-shared layers of E2B (Gemma4TextMLP)."""
+        return self.intermediate_size * (2 if self.double_wide and layer >= self.owning_layers else 1)
+
+    def last_owner(self, kind: str) -> int:
+        """The last layer of this kind that owns K/V rows: the one K/V-shared layers read. Raises ValueError if there is none."""
+        return max(layer for layer in range(self.owning_layers) if self.layer_types[layer] == kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantArchitecture(TextArchitecture):
+    """A drafter: a decoder whose layers own no K/V. `target_hidden_size` is the width of the hidden rows it is fed."""
+
+    target_hidden_size: int
+    ordered_embeddings: bool
+    centroids: int
+    top_centroids: int
+
+
+class _Reader:
+    """Takes checked values out of one config object and names the file and key when one does not fit."""
+
+    def __init__(self, config: dict[str, Any], path: Path, where: str) -> None:
+        self.config, self.path, self.where = config, path, where
+
+    def wrong(self, key: str, wanted: str) -> CheckpointError:
+        found = repr(self.config.get(key))[:200]
+        return CheckpointError(f"{self.path}: {self.where}{key} is {found}, not {wanted}; use an unmodified Gemma 4 config")
+
+    def integer(self, key: str, low: int = 1, high: int = MAX_SIZE, default: int | None = None) -> int:
+        value = self.config.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not low <= value <= high:
+            raise self.wrong(key, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.config.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise self.wrong(key, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def section(self, key: str) -> _Reader:
+        value = self.config.get(key)
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return _Reader(value, self.path, f"{self.where}{key}.")
+
+    def demand(self, key: str, allowed: tuple[Any, ...]) -> None:
+        if self.config.get(key, allowed[0]) not in allowed:
+            raise self.wrong(key, " or ".join(repr(value) for value in allowed))
+
+
+def parse_architecture(config: dict[str, Any], path: Path) -> TextArchitecture:
+    """Reads a parsed config.json (`path` is for messages): published form or transformers' per_layer_config form.
+
+    Returns an AssistantArchitecture for assistants. Raises CheckpointError for other model types and for values out of range.
+    """
+    kind = config.get("model_type")
+    if kind not in TARGET_TYPES + ASSISTANT_TYPES:
+        known = ", ".join(TARGET_TYPES + ASSISTANT_TYPES)
+        raise CheckpointError(f"{path}: model_type is {kind!r}, not one of {known}; give a Gemma 4 checkpoint or its assistant")
+    outer = _Reader(config, path, "")
+    outer.demand("quantization_config", (None,))
+    text = outer if str(kind).endswith("_text") else outer.section("text_config")
+    if kind not in ASSISTANT_TYPES:
+        return TextArchitecture(**_text_fields(text, tied=outer.flag("tie_word_embeddings", True)))
+    fields = _text_fields(text, tied=outer.flag("tie_word_embeddings", True))
+    _check_assistant(text, fields)
+    return AssistantArchitecture(
+        **fields | {"kv_shared_layers": len(fields["layer_types"])},
+        target_hidden_size=outer.integer("backbone_hidden_size"),
+        ordered_embeddings=outer.flag("use_ordered_embeddings", False),
+        centroids=outer.integer("num_centroids", default=2048),
+        top_centroids=outer.integer("centroid_intermediate_top_k", default=32),
+    )
+
+
+def _text_fields(text: _Reader, *, tied: bool) -> dict[str, Any]:
+    text.demand("hidden_activation", ("gelu_pytorch_tanh",))
+    text.demand("attention_bias", (False, None))
+    text.demand("use_bidirectional_attention", (None, "vision"))
+    text.demand("quantization_config", (None,))
+    layer_types = _layer_types(text)
+    shared = text.integer("num_kv_shared_layers", 0, len(layer_types), default=0)
+    k_eq_v = text.flag("attention_k_eq_v", False)
+    unified = "unified" in str(text.config.get("model_type"))
+    per_layer_size = text.integer("hidden_size_per_layer_input", 0, default=0 if unified else 256)
+    heads, kv_heads = text.integer("num_attention_heads"), text.integer("num_key_value_heads")
+    full_head_dim, override = _full_layers(text, layer_types, k_eq_v)
+    full_kv_heads = kv_heads if override is None else override
+    for key, count in (("num_key_value_heads", kv_heads), ("num_global_key_value_heads", full_kv_heads)):
+        if heads % count:
+            raise CheckpointError(f"{text.path}: {heads} attention heads do not divide by {key} {count}; use an unmodified Gemma 4 config")
+    return {
+        "hidden_size": text.integer("hidden_size"), "layer_types": layer_types, "heads": heads, "kv_heads": kv_heads,
+        "full_kv_heads": full_kv_heads, "full_kv_heads_differ": override is not None, "head_dim": text.integer("head_dim"),
+        "full_head_dim": full_head_dim, "intermediate_size": text.integer("intermediate_size"),
+        "double_wide": text.flag("use_double_wide_mlp", False), "kv_shared_layers": shared, "k_eq_v": k_eq_v,
+        "window": text.integer("sliding_window"), "context": text.integer("max_position_embeddings"),
+        "vocab_size": text.integer("vocab_size"), "per_layer_size": per_layer_size,
+        "per_layer_vocab_size": text.integer("vocab_size_per_layer_input", default=262_144) if per_layer_size else 0,
+        "norm_epsilon": text.number("rms_norm_eps", 1e-6), "tied": tied and text.flag("tie_word_embeddings", True),
+        "logit_softcap": None if text.config.get("final_logit_softcapping") is None else text.number("final_logit_softcapping", 30.0),
+    } | _experts(text) | _rope(text)  # fmt: skip
+
+
+def _layer_types(text: _Reader) -> tuple[str, ...]:
+    layers = text.integer("num_hidden_layers", high=MAX_LAYERS)
+    kinds = text.config.get("layer_types")
+    if kinds is None:
+        kinds = [SLIDING if (layer + 1) % 6 else FULL for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (SLIDING, FULL) for kind in kinds):
+        raise text.wrong("layer_types", f"{layers} times {SLIDING} or {FULL}")
+    if kinds[-1] != FULL:
+        raise text.wrong("layer_types", f"a list that ends in {FULL}")
+    return tuple(kinds)
+
+
+def _full_layers(text: _Reader, layer_types: tuple[str, ...], k_eq_v: bool) -> tuple[int, int | None]:
+    """Head dimension and K/V heads (None: as sliding layers) of full layers, from either form of the config."""
+    if text.config.get("per_layer_config") is None:
+        head_dim = text.integer("global_head_dim", default=512)
+        named = text.config.get("num_global_key_value_heads") is not None
+        # transformers reads the count only where k = v.
+        return head_dim, text.integer("num_global_key_value_heads") if named and k_eq_v else None
+    overrides = text.section("per_layer_config")
+    full = [str(layer) for layer, kind in enumerate(layer_types) if kind == FULL]
+    sections = [overrides.section(key) for key in full if key in overrides.config]
+    if len(sections) != len(overrides.config):
+        raise text.wrong("per_layer_config", f"overrides of the full-attention layers {', '.join(full)}")
+    if not sections:
+        return text.integer("head_dim"), None
+    head_dim, count = sections[0].integer("head_dim", default=text.integer("head_dim")), sections[0].config.get("num_key_value_heads")
+    if any(section.config != sections[0].config for section in sections) or len(sections) != len(full):
+        raise text.wrong("per_layer_config", "the same for all full-attention layers")
+    return head_dim, None if count is None else sections[0].integer("num_key_value_heads")
+
+
+def _experts(text: _Reader) -> dict[str, int]:
+    if not text.flag("enable_moe_block", False):
+        return {"experts": 0, "experts_used": 0, "expert_size": 0}
+    experts = text.integer("num_experts")
+    used = text.integer("top_k_experts", high=experts)
+    return {"experts": experts, "experts_used": used, "expert_size": text.integer("moe_intermediate_size")}
+
+
+def _rope(text: _Reader) -> dict[str, float]:
+    if text.config.get("rope_parameters") is None:
+        return {"full_rope_base": 1e6, "sliding_rope_base": 1e4, "full_rotary_share": 0.25}
+    rope = text.section("rope_parameters")
+    full, sliding = rope.section(FULL), rope.section(SLIDING)
+    full.demand("rope_type", ("proportional",))
+    sliding.demand("rope_type", ("default",))
+    for part in (full, sliding):
+        part.demand("factor", (None, 1, 1.0))
+    share = full.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise full.wrong("partial_rotary_factor", "at most 1")
+    bases = {"full_rope_base": full.number("rope_theta", 1e6), "sliding_rope_base": sliding.number("rope_theta", 1e4)}
+    return bases | {"full_rotary_share": share}
+
+
+def _check_assistant(text: _Reader, fields: dict[str, Any]) -> None:
+    """The rules of transformers' Gemma4AssistantConfig.validate_architecture, and tied embeddings, which llama.cpp assumes."""
+    if fields["per_layer_size"] or fields["experts"] or fields["double_wide"] or not fields["tied"]:
+        raise CheckpointError(f"{text.path}: an assistant has tied embeddings and no per-layer embeddings, experts or double-wide MLP")
+    if fields["kv_shared_layers"] not in (0, len(fields["layer_types"])):
+        raise text.wrong("num_kv_shared_layers", "the number of layers (an assistant owns no K/V)")

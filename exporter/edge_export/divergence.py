@@ -1,0 +1,42 @@
+"""How far two sets of logits are apart. Arrays only: it knows no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Export against reference over all rows: largest absolute logit difference, mean KL(reference || export) in nats, share of equal argmax."""
+
+    max_abs_difference: float
+    mean_kl: float
+    greedy_agreement: float
+
+
+def divergence(reference: Rows, export: Rows) -> Divergence:
+    """Compares logits [rows, vocabulary], row by row so that no float64 copy of all rows is made. A NaN or infinity gives infinity."""
+    if not np.isfinite(export).all():
+        return Divergence(max_abs_difference=float("inf"), mean_kl=float("inf"), greedy_agreement=0.0)
+    divergences = [_kl(wanted, found) for wanted, found in zip(reference, export, strict=True)]
+    return Divergence(
+        max_abs_difference=float(np.abs(reference - export).max()),
+        mean_kl=float(np.mean(divergences)),
+        greedy_agreement=float((reference.argmax(1) == export.argmax(1)).mean()),
+    )
+
+
+def _kl(reference: Rows, export: Rows) -> float:
+    wanted, found = _log_softmax(reference), _log_softmax(export)
+    return float(np.sum(np.exp(wanted) * (wanted - found)))
+
+
+def _log_softmax(row: Rows) -> NDArray[np.float64]:
+    shifted = row.astype(np.float64) - row.max()
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result

@@ -1,0 +1,18 @@
+"""What can go wrong in an export. Each message says what was wrong, the value, and what to do.
+
+    ExportError
+      CheckpointError   a checkpoint that is missing, damaged, or not a Gemma 4 pair
+      ParityError       an export that does not compute what its checkpoint computes
+"""
+
+
+class ExportError(Exception):
+    """Base of all errors that the command prints as one sentence, with exit code 1."""
+
+
+class CheckpointError(ExportError):
+    """A source that cannot be read or is not what it was given as."""
+
+
+class ParityError(ExportError):
+    """The exported files differ from the reference by more than the limits."""

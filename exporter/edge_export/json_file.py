@@ -1,0 +1,32 @@
+"""JSON objects from files that may be hostile: size checked before reading, shape checked after."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from edge_export.errors import CheckpointError
+
+MAX_JSON_BYTES = 256 << 20
+
+
+def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Returns the JSON object in `path`. Raises CheckpointError if it is missing, larger than `most_bytes`, or no JSON object."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; download the checkpoint again, with all its files")
+    size = path.stat().st_size
+    if size > most_bytes:
+        raise CheckpointError(f"{path} has {size} bytes, more than the {most_bytes} such a file may have; check where it came from")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); download the checkpoint again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(data).__name__}, not an object; download the checkpoint again")
+    return data
+
+
+def read_optional_json_object(path: Path) -> dict[str, Any]:
+    """Like read_json_object, but a missing file is an empty object."""
+    return read_json_object(path) if path.is_file() else {}

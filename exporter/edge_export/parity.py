@@ -1,0 +1,311 @@
+"""Does the export compute what its checkpoint computes? Runs both on the same tokens and compares.
+
+The reference is transformers in float32 on the checkpoint itself; the export runs in llama.cpp through the runtime's own backend.
+This is the only module that imports torch and transformers, and the only one of the exporter that may open a backend.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_export.divergence import Divergence, Rows, divergence
+from edge_export.errors import ParityError
+from edge_runtime.errors import EdgeRuntimeError
+
+# transformers 5.19 brought the assistant; 5.23.0 refuses to build it ("cache-producing layer types").
+FIRST_TRANSFORMERS, END_TRANSFORMERS = (5, 19), (5, 23)
+SEED = 20260101
+# Rows whose logits are compared; before them as many tokens as the sliding window has rows, so that its edge is passed.
+ROWS = 64
+MAX_WINDOW = 1024
+# Rows per forward of the export; a draft starts after each, so there are ROWS / ROWS_PER_FORWARD contexts of drafts.
+ROWS_PER_FORWARD = 8
+DRAFT_LENGTH = 3
+
+TEXT = """The reader opens the file once, looks at the first bytes and decides what it is dealing with. If the size does not fit what the
+header promises, it says so and stops: a wrong answer that looks right costs more than no answer at all.
+
+def running_mean(values, width):
+    total, means = 0.0, []
+    for index, value in enumerate(values):
+        total += value
+        if index >= width:
+            total -= values[index - width]
+        means.append(total / min(index + 1, width))
+    return means
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What still counts as the same function: largest logit difference, mean KL in nats, shares of equal greedy tokens and drafts."""
+
+    max_abs_difference: float
+    mean_kl: float
+    greedy_agreement: float
+    draft_agreement: float
+
+
+# llama.cpp multiplies with activations rounded to the weights' type and keeps K/V in float16, transformers does not. Logits are capped
+# at +-30; a wrong tensor moves them by whole units and KL by tenths of a nat, rounding by the amounts below.
+UNQUANTIZED_LIMITS = {
+    "f32": Limits(max_abs_difference=0.25, mean_kl=0.002, greedy_agreement=0.95, draft_agreement=0.95),
+    "f16": Limits(max_abs_difference=0.5, mean_kl=0.005, greedy_agreement=0.95, draft_agreement=0.95),
+    "bf16": Limits(max_abs_difference=3.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9),
+}
+# Mean KL of the quantized file: several times what such files of real models show (0.01 at q8_0, 0.1 at 4 bits), since a small model
+# suffers more; a broken file is at whole nats. Greedy agreement is recorded, not judged: near-ties on odd text flip easily.
+QUANTIZED_KL_LIMITS = {"f16": 0.02, "bf16": 0.05, "q8_0": 0.1, "q6_k": 0.2, "q5_k_m": 0.4, "q4_k_m": 0.7, "q4_0": 1.0}
+# A draft counts as the reference's own when the reference rates it this close to its best, in shares of its logits' standard deviation.
+DRAFT_TIE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityRequest:
+    """What is compared. `exported_*` are the bundle's files, `unquantized_*` what they were quantized from (or the same).
+
+    `weight_type` is that of the unquantized target; `parameters` counts both models; `window` is the sliding window in tokens.
+    """
+
+    target_folder: Path
+    drafter_folder: Path
+    tokenizer_folder: Path
+    unquantized_target: Path
+    unquantized_drafter: Path
+    exported_target: Path
+    exported_drafter: Path
+    weight_type: str
+    quantizations: tuple[str, str]
+    parameters: int
+    window: int
+    threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rowset:
+    """What one implementation gave: logits [ROWS, vocabulary], and `drafts[i]` of DRAFT_LENGTH tokens at context `contexts[i]`."""
+
+    logits: Rows
+    contexts: tuple[int, ...]
+    drafts: tuple[tuple[int, ...], ...]
+
+
+def why_not(parameters: int) -> str | None:
+    """Returns the reason why parity cannot be measured here, or None if it can. Imports nothing heavy."""
+    for package in ("torch", "transformers"):
+        if _installed(package) is None:
+            return f"{package} is not installed; pip install 'edge-mtp[verify]' to compare with the reference"
+    found = _installed("transformers") or ""
+    if not FIRST_TRANSFORMERS <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < END_TRANSFORMERS:
+        return f"transformers {found} cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can; pip install 'edge-mtp[verify]'"
+    if _installed("llama-cpp-python") is None:
+        return "llama-cpp-python is not installed; pip install 'edge-mtp[llama]' to run the export"
+    needed, free = 4 * parameters, available_memory()
+    if free is not None and needed > free:
+        return f"the float32 reference needs {needed} bytes of memory, {free} are available"
+    return None
+
+
+def available_memory() -> int | None:
+    """Returns how many bytes of memory can be taken without swapping (MemAvailable), None where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else None
+
+
+def measure_parity(request: ParityRequest, notify: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Returns the figures for the manifest, or {"skipped": reason}.
+
+    Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond its limit, or if the export does not run.
+    """
+    reason = why_not(request.parameters)
+    if reason is not None:
+        return {"skipped": reason}
+    tokens = _tokens(request)
+    try:
+        plain = _export_rows(request, request.unquantized_target, request.unquantized_drafter, (request.weight_type,) * 2, tokens, notify)
+        same = request.unquantized_target == request.exported_target and request.unquantized_drafter == request.exported_drafter
+        final = plain if same else _export_rows(
+            request, request.exported_target, request.exported_drafter, request.quantizations, tokens, notify
+        )  # fmt: skip
+    except EdgeRuntimeError as error:
+        raise ParityError(f"the export does not run in llama.cpp: {error}; correct that, or export with --no-verify") from error
+    logits, agreements = _reference(request, tokens, [plain, final])
+    return _judged(request, len(tokens), divergence(logits, plain.logits), divergence(logits, final.logits), agreements, plain.contexts)
+
+
+def _judged(
+    request: ParityRequest, length: int, plain: Divergence, final: Divergence, agreements: list[float], contexts: tuple[int, ...]
+) -> dict[str, Any]:
+    limits, kl_limit = UNQUANTIZED_LIMITS[request.weight_type], QUANTIZED_KL_LIMITS[request.quantizations[0]]
+    _demand(f"largest logit difference of the {request.weight_type} export", plain.max_abs_difference, most=limits.max_abs_difference)
+    _demand(f"mean KL of the {request.weight_type} export", plain.mean_kl, most=limits.mean_kl)
+    _demand(f"greedy agreement of the {request.weight_type} export", plain.greedy_agreement, least=limits.greedy_agreement)
+    _demand(f"mean KL of the {request.quantizations[0]} target", final.mean_kl, most=max(kl_limit, limits.mean_kl))
+    _demand("share of drafts that are the reference assistant's", agreements[0], least=limits.draft_agreement)
+    return {
+        "reference": "transformers in float32",
+        "versions": {name: _installed(name) for name in ("torch", "transformers", "llama-cpp-python")},
+        "tokens": length,
+        "rows": ROWS,
+        "unquantized": {"weight_type": request.weight_type, **asdict(plain)},
+        "quantized": {"quantization": request.quantizations[0], **asdict(final)},
+        "drafts": {
+            "draft_length": DRAFT_LENGTH,
+            "contexts": list(contexts),
+            "unquantized_agreement": agreements[0],
+            "quantized_agreement": agreements[1],
+        },
+        "limits": {"unquantized": asdict(limits), "quantized": {"mean_kl": max(kl_limit, limits.mean_kl)}},
+    }
+
+
+def _demand(what: str, value: float, *, most: float = float("inf"), least: float = 0.0) -> None:
+    if not least <= value <= most:
+        bound = f"at most {most:g}" if value > most else f"at least {least:g}"
+        raise ParityError(f"parity failed: the {what} is {value:.4g}, {bound} is wanted; the bundle is refused (--no-verify skips this check)")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _tokens(request: ParityRequest) -> list[int]:
+    """TEXT as the reference tokenizes it, after a seeded shuffle of its own tokens that is as long as the window."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode(TEXT, add_special_tokens=False)
+    begin: list[int] = tokenizer.encode("", add_special_tokens=True)
+    generator = np.random.default_rng(SEED)
+    text = [ids[i % len(ids)] for i in range(ROWS + 1)]
+    return [*begin, *(int(ids[i]) for i in generator.integers(len(ids), size=min(request.window, MAX_WINDOW))), *text]
+
+
+def _export_rows(
+    request: ParityRequest, target_path: Path, drafter_path: Path, quantizations: tuple[str, str], tokens: list[int],
+    notify: Callable[[str], None],
+) -> Rowset:  # fmt: skip
+    """Runs files in llama.cpp. The last token is never decoded: it only begins the last draft."""
+    from edge_runtime.backends.llama_cpp import LlamaOptions, open_pair
+    from edge_runtime.probe import probe_load_options
+
+    answer = probe_load_options(target_path, drafter_path, list(quantizations), notify=notify)
+    options = LlamaOptions(context=len(tokens), threads=request.threads, use_extra_bufts=answer.use_extra_bufts)
+    target, drafter = open_pair(target_path, drafter_path, options)
+    with target:
+        _check_tokenizer(request, target.vocabulary.encode(TEXT, add_bos=False))
+        first = len(tokens) - 1 - ROWS
+        target.prefill(tokens[:first])
+        logits: list[Rows] = []
+        drafts: list[tuple[int, ...]] = []
+        contexts = tuple(range(first + ROWS_PER_FORWARD, len(tokens), ROWS_PER_FORWARD))
+        for end in contexts:
+            logits.append(np.array(target.verify(tokens[end - ROWS_PER_FORWARD : end])))
+            if drafter is not None:
+                drafts.append(tuple(drafter.draft(tokens[end], DRAFT_LENGTH)))
+        return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts))
+
+
+def _check_tokenizer(request: ParityRequest, found: list[int]) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    wanted = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / "tokenizer.json")).encode(TEXT, add_special_tokens=False)
+    if found != wanted:
+        first = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), min(len(found), len(wanted)))
+        raise ParityError(
+            f"parity failed: llama.cpp's tokenizer differs from the checkpoint's from token {first} of the test text on;"
+            " the bundle is refused (--no-verify skips this check)"
+        )
+
+
+def _reference(request: ParityRequest, tokens: list[int], rowsets: list[Rowset]) -> tuple[Rows, list[float]]:
+    """Returns the reference's logits [ROWS, vocabulary], and for each row set the share of its drafts that the assistant agrees with."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(request.threads)
+    try:
+        with torch.inference_mode():
+            target = _load(request.target_folder)
+            ids = torch.tensor([tokens[:-1]])
+            output = target(
+                input_ids=ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=ROWS
+            )  # fmt: skip
+            assistant = _load(request.drafter_folder)
+            # llama.cpp runs the dense head, so the reference does too.
+            assistant.config.use_ordered_embeddings = False
+            rows = _ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), request.window)
+            agreements = [_agreement(assistant, rows, tokens, rowset) for rowset in rowsets]
+            return output.logits[0].float().numpy(), agreements
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class _ReferenceRows:
+    """What the assistant reads: the embedding, hidden rows [1, T, hidden], K/V [1, heads, T, head_dim] by layer type, the window."""
+
+    embed: Any
+    hidden: Any
+    shared: dict[str, tuple[Any, Any]]
+    window: int
+
+    def before(self, position: int) -> dict[str, tuple[Any, Any]]:
+        """The K/V rows that a query at `position` sees: all before it, window - 1 of them on sliding layers."""
+        first = {"sliding_attention": max(0, position - self.window + 1)}
+        return {kind: tuple(rows[:, :, first.get(kind, 0) : position] for rows in pair) for kind, pair in self.shared.items()}  # type: ignore[misc]
+
+
+def _agreement(assistant: Any, rows: _ReferenceRows, tokens: list[int], rowset: Rowset) -> float:
+    """Unrolls the assistant at constant position along the export's drafts: every step is judged, whatever the step before gave."""
+    import torch
+
+    agreed = 0
+    for position, draft in zip(rowset.contexts, rowset.drafts, strict=True):
+        last, hidden, shared = tokens[position], rows.hidden[:, position - 1 : position], rows.before(position)
+        for token in draft:
+            output = assistant(
+                inputs_embeds=torch.cat([rows.embed(torch.tensor([[last]])), hidden], dim=-1),
+                position_ids=torch.tensor([[position]]), shared_kv_states=shared, use_cache=False,
+            )  # fmt: skip
+            logits, hidden = output.logits[0, -1].float(), output.last_hidden_state
+            agreed += bool(logits.max() - logits[token] <= DRAFT_TIE * logits.std())
+            last = token
+    return agreed / (len(rowset.contexts) * DRAFT_LENGTH)
+
+
+def _load(folder: Path) -> Any:
+    """Loads a checkpoint in float32; raises ParityError if transformers does not find every weight in it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
+    )
+    # Towers that are left out of a checkpoint and tied heads are no loss to the text model.
+    missing = [name for name in report["missing_keys"] if re.search(r"layers\.\d|embed_tokens|projection", name) and "tower" not in name]
+    if missing:
+        raise ParityError(f"transformers finds no {missing[0]} in {folder}; it cannot be the reference (--no-verify skips this check)")
+    return model.eval()
+
+
+def default_threads() -> int:
+    """Returns how many processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""Backends: one module per library, each behind the `Target` and `Drafter` seam of `base`."""

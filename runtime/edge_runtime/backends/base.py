@@ -1,0 +1,59 @@
+"""The seam between the loop and a backend. Plain token ids in, token ids and logits rows out.
+
+Hidden rows and K/V never cross it: a backend builds the drafter from its target, so there is one cache to roll back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Logits = NDArray[np.float32]
+
+
+class Target(Protocol):
+    """The model whose output counts. `length` is the number of tokens whose K/V rows are committed."""
+
+    length: int
+    context: int
+    rewind_slack: int
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the cache; computes no logits. `tokens` may be any length up to the context."""
+
+    def verify(self, tokens: Sequence[int]) -> Logits:
+        """One forward over `tokens`, appended to the cache; returns float32 logits [len(tokens), vocabulary].
+
+        The array may be a view that the next call overwrites.
+        """
+
+    def rollback(self, length: int) -> None:
+        """Forgets all rows from `length` on; the hidden row of the last kept token becomes the drafter's input."""
+
+    def close(self) -> None:
+        """Frees what the backend holds."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens that follow `last`, the newest token, which is not in the target's cache yet."""
+
+    def draft(self, last: int, draft_length: int) -> list[int]:
+        """Returns at most `draft_length` token ids; may return fewer. Leaves the target's cache as it is."""
+
+    def close(self) -> None:
+        """Frees what the backend holds."""
+
+
+class Vocabulary(Protocol):
+    """Text to token ids and back to bytes. `eog_tokens` are the ids that end a generation."""
+
+    eog_tokens: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of `text`, with the beginning-of-sequence token first."""
+
+    def piece(self, token: int) -> bytes:
+        """Returns the UTF-8 bytes of one token; a character may be spread over several."""

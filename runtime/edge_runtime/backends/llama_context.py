@@ -1,0 +1,161 @@
+"""The plain pieces under the llama.cpp backend: load a model, open a context, fill a batch, look at an array that C owns."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.llama_library import LlamaLibrary
+from edge_runtime.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.errors import BackendError, RequestError
+
+# See `rewind_slack`: with fewer rows per batch the sliding cache could not always be rewound by the longest draft.
+MIN_BATCH = 32
+# llama.cpp pads contexts to this (src/llama-context.cpp, n_ctx); asking for the padded size keeps n_batch from being cut to less.
+_CONTEXT_STEP = 256
+# include/llama.h, llama_decode
+_DECODE_CODES = {
+    1: "no room in the KV cache for the batch",
+    2: "the computation was aborted",
+    -1: "the batch was refused as invalid",
+    -2: "out of memory",
+    -3: "the computation failed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaOptions:
+    """How to open a pair. Raises RequestError if a number is out of its range.
+
+    `context` and `batch` are in tokens; `use_extra_bufts` lets llama.cpp repack weights for the CPU; `draft` keeps the target's
+    hidden rows, which only a drafter needs; `max_draft_length` bounds a draft, and a verify to one row more.
+    """
+
+    context: int
+    threads: int
+    batch: int = 512
+    use_extra_bufts: bool = True
+    draft: bool = True
+    max_draft_length: int = MAX_DRAFT_LENGTH
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise RequestError(f"context {self.context} holds no token; ask for at least 1")
+        if self.threads < 1:
+            raise RequestError(f"{self.threads} threads cannot work; ask for at least 1")
+        if self.batch < MIN_BATCH:
+            raise RequestError(f"batch {self.batch} is too small to rewind the sliding cache; ask for at least {MIN_BATCH}")
+        if not 0 <= self.max_draft_length <= MAX_DRAFT_LENGTH:
+            raise RequestError(f"draft length {self.max_draft_length} is not in 0..{MAX_DRAFT_LENGTH}; choose one in that range")
+
+
+class Batch:
+    """A llama_batch over arrays of our own, filled again and again. With `width` each row carries an embedding beside its token."""
+
+    def __init__(self, api: Any, rows: int, width: int = 0) -> None:
+        self._tokens = np.zeros(rows, dtype=np.int32)
+        self._positions = np.zeros(rows, dtype=np.int32)
+        self._flags = np.zeros(rows, dtype=np.int8)
+        self._embeddings = np.zeros((rows, width), dtype=np.float32)
+        # Null sequence ids mean sequence 0 (src/llama-batch.cpp, llama_batch_compat).
+        self.structure = api.llama_batch(
+            n_tokens=0,
+            token=self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            embd=self._embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) if width else None,
+            pos=self._positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            logits=self._flags.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def fill(self, tokens: NDArray[np.int64], position: int, flagged: int) -> None:
+        """Puts `tokens` at the positions from `position` on; the last `flagged` rows are computed to the end."""
+        rows = len(tokens)
+        self._tokens[:rows] = tokens
+        self._positions[:rows] = np.arange(position, position + rows)
+        self._flags[:rows] = 0
+        self._flags[rows - flagged : rows] = 1
+        self.structure.n_tokens = rows
+
+    def fill_step(self, token: int, embedding: NDArray[np.float32], position: int) -> None:
+        """Puts one flagged row with a token and an embedding [width]."""
+        self._tokens[0], self._positions[0], self._flags[0] = token, position, 1
+        self._embeddings[0] = embedding
+        self.structure.n_tokens = 1
+
+
+def floats(pointer: Any, rows: int, width: int) -> NDArray[np.float32]:
+    """Returns a view [rows, width] of floats that llama.cpp owns; raises BackendError if it has none."""
+    address = ctypes.cast(pointer, ctypes.c_void_p).value
+    if address is None:
+        raise BackendError("llama.cpp computed no rows to read; this build does not fit edge-mtp, install a release")
+    array = (ctypes.c_float * (rows * width)).from_address(address)
+    return np.frombuffer(memoryview(array), dtype=np.float32).reshape(rows, width)
+
+
+def load_model(library: LlamaLibrary, path: Path, options: LlamaOptions) -> Any:
+    """Returns the model's pointer. Raises BackendError, with llama.cpp's reason, if the file is missing or does not load."""
+    if not path.is_file():
+        raise BackendError(f"{path} is not a file; check the path or export the bundle again")
+    params = library.api.llama_model_default_params()
+    params.use_extra_bufts = options.use_extra_bufts
+    library.log.clear()
+    model = library.api.llama_model_load_from_file(str(path).encode(), params)
+    if not model:
+        raise BackendError(f"llama.cpp could not load {path}{library.quoted_error()}; export it again")
+    return model
+
+
+def context_params(library: LlamaLibrary, options: LlamaOptions, max_rows: int) -> Any:
+    """Returns llama_context_params for one sequence of which at most `max_rows` rows per forward are computed to the end."""
+    params = library.api.llama_context_default_params()
+    params.n_ctx = -(-options.context // _CONTEXT_STEP) * _CONTEXT_STEP
+    params.n_batch = params.n_ubatch = options.batch
+    # The default, n_batch, would reserve a logits row of the whole vocabulary for each row of a prefill.
+    params.n_outputs_max = max_rows
+    params.n_threads = params.n_threads_batch = options.threads
+    params.swa_full = False
+    return params
+
+
+def open_context(library: LlamaLibrary, model: Any, params: Any, path: Path) -> Any:
+    """Returns the context's pointer. Raises BackendError with llama.cpp's reason if it cannot be made."""
+    library.log.clear()
+    context = library.api.llama_init_from_model(model, params)
+    if not context:
+        raise BackendError(f"llama.cpp could not open {path.name} with a context of {params.n_ctx}{library.quoted_error()}; try less")
+    return context
+
+
+def check_architecture(library: LlamaLibrary, model: Any, wanted: str, path: Path) -> None:
+    """Raises BackendError unless the GGUF's general.architecture is `wanted`."""
+    found = metadata(library, model, "general.architecture")
+    if found != wanted:
+        raise BackendError(f"{path.name} has the architecture {found!r}, not {wanted!r}; give the files of an exported bundle")
+
+
+def metadata(library: LlamaLibrary, model: Any, key: str) -> str | None:
+    """Returns a scalar of the GGUF's metadata as text, or None if it is not there."""
+    buffer = ctypes.create_string_buffer(128)
+    written: int = library.api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace") if written >= 0 else None
+
+
+def rewind_slack(context: int, window: int, ubatch: int) -> int:
+    """Returns how many rows below the greatest length so far can always be gone back to, with any forwards in between.
+
+    src/llama-kv-cache-iswa.cpp keeps at least window + ubatch cells (all, if the context is smaller) though swa_full is off.
+    src/llama-kv-cache.cpp (find_slot) writes over a cell only when it lies outside the window of the row after the newest, so the
+    rows of the newest batch can always be dropped; and it takes the oldest cell first. Dropping r rows that straddle the ring's end
+    moves the head to its start and leaves up to r cells empty for one turn, which is why only half of ubatch is promised.
+    """
+    return context if window == 0 else min(context, ubatch // 2)
+
+
+def decode_error(library: LlamaLibrary, role: str, code: int, rows: int) -> BackendError:
+    """Returns the error for a llama_decode that did not return 0."""
+    meaning = _DECODE_CODES.get(code, "an unknown failure")
+    return BackendError(f"llama.cpp failed on {rows} {role} rows with code {code}, {meaning}{library.quoted_error()}; try again")

@@ -1,0 +1,131 @@
+"""The door to llama.cpp: the only module of the runtime that imports llama-cpp-python.
+
+The MTP interface is a staging one (src/llama-ext.h in llama.cpp) and changes between releases, so the version range is checked here
+and the symbols that are needed are looked for here. The library's log is kept in a ring instead of being printed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from edge_runtime.errors import BackendError
+
+INSTALL = "pip install 'edge-mtp[llama]'"
+FIRST_VERSION = (0, 3, 36)
+END_VERSION = (0, 3, 37)
+STAGING_SYMBOLS = (
+    "llama_set_embeddings_nextn",
+    "llama_get_embeddings_nextn",
+    "llama_get_embeddings_nextn_ith",
+    "llama_get_ctx_other",
+)
+# enum ggml_log_level in ggml/include/ggml.h
+_LOG_ERROR, _LOG_CONTINUED = 4, 5
+_LOG_LINES = 200
+
+
+class LogRing:
+    """The last lines that llama.cpp logged, with their levels."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[int, str]] = deque(maxlen=_LOG_LINES)
+
+    def add(self, level: int, text: str) -> None:
+        """Appends a line; text at the level `continued` is glued to the line before."""
+        if level == _LOG_CONTINUED and self._lines:
+            before, start = self._lines.pop()
+            self._lines.append((before, start + text))
+        else:
+            self._lines.append((level, text))
+
+    def clear(self) -> None:
+        """Forgets all lines; called before an operation whose errors are to be quoted."""
+        self._lines.clear()
+
+    def error(self) -> str:
+        """Returns the first error since `clear`, without the C function's name, or "" if there was none.
+
+        The first, because the ones that follow only say that the caller failed too.
+        """
+        for level, text in self._lines:
+            if level == _LOG_ERROR and text.strip():
+                return re.sub(r"^\w+: ", "", text.strip())
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaLibrary:
+    """The loaded library: `api` is llama_cpp's ctypes module, `staging` its module for the MTP symbols. Both are untyped."""
+
+    api: Any
+    staging: Any
+    version: str
+    log: LogRing
+    callback: Any
+
+    def quoted_error(self) -> str:
+        """Returns ": <the first logged error>" to end a sentence with, or "" if nothing was logged."""
+        error = self.log.error()
+        return f": {error}" if error else ""
+
+
+@functools.cache
+def library() -> LlamaLibrary:
+    """Loads and checks llama-cpp-python once. Raises BackendError if it is missing, of another version, or lacks a symbol."""
+    try:
+        import llama_cpp
+        import llama_cpp.llama_cpp as api
+    except ImportError as error:
+        raise BackendError(f"llama-cpp-python is not installed ({error}); run: {INSTALL}") from error
+    except (OSError, RuntimeError) as error:
+        raise BackendError(f"llama-cpp-python's shared library does not load ({error}); run: {INSTALL}") from error
+    check_version(llama_cpp.__version__)
+    try:
+        import llama_cpp.llama_cpp_ext as staging
+    except (ImportError, AttributeError) as error:
+        raise BackendError(f"llama-cpp-python {llama_cpp.__version__} has no MTP interface ({error}); run: {INSTALL}") from error
+    check_symbols(staging, llama_cpp.__version__)
+    log = LogRing()
+    callback = _route_log(api, log)
+    api.llama_backend_init()
+    return LlamaLibrary(api=api, staging=staging, version=str(llama_cpp.__version__), log=log, callback=callback)
+
+
+def check_version(version: str) -> None:
+    """Raises BackendError unless `version` is one that was run with this package."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    if not FIRST_VERSION <= numbers < END_VERSION:
+        first = ".".join(map(str, FIRST_VERSION))
+        raise BackendError(f"llama-cpp-python is {version}, but the MTP interface is known for {first} only; run: {INSTALL}")
+
+
+def check_symbols(staging: Any, version: str) -> None:
+    """Raises BackendError naming the staging functions that `staging` lacks."""
+    missing = [name for name in STAGING_SYMBOLS if not hasattr(staging, name)]
+    if missing:
+        raise BackendError(f"llama-cpp-python {version} lacks {', '.join(missing)}; run: {INSTALL}")
+
+
+def library_version() -> str:
+    """Returns the version of llama-cpp-python, e.g. "0.3.36"."""
+    return library().version
+
+
+def system_info() -> str:
+    """Returns llama.cpp's own line about the instruction sets it was built for and found."""
+    text: bytes = library().api.llama_print_system_info()
+    return text.decode("utf-8", "replace").strip()
+
+
+def _route_log(api: Any, log: LogRing) -> Any:
+    def keep(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+        log.add(level, text.decode("utf-8", "replace"))
+
+    callback = api.llama_log_callback(keep)
+    api.llama_log_set(callback, ctypes.c_void_p(0))
+    return callback

@@ -1,0 +1,213 @@
+"""The bundle: the file contract between the exporter, which writes it, and the runtime, which reads it.
+
+A bundle is a directory with `manifest.json` and the files it lists. This module knows files and facts; it opens no model.
+Layout and every field: docs/bundle.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from edge_runtime.errors import BundleError
+from edge_runtime.structure import StructureError, from_json, to_json
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+MAX_MANIFEST_BYTES = 4 << 20
+# A draft is never longer than this (see docs/bundle.md, rewind slack).
+MAX_DRAFT_LENGTH = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleFile:
+    """One file of the bundle; `path` is relative, with forward slashes. `role` is target, drafter, tokenizer or chat_template."""
+
+    path: str
+    role: str
+    format: str
+    bytes: int
+    sha256: str
+    quantization: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """One file of a source checkpoint, as it was when the bundle was made."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a model came from."""
+
+    origin: str
+    model_type: str
+    files: tuple[SourceFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCache:
+    """K/V rows of one kind of layer. A row is [kv_heads, head_dim] of `dtype`, for K and V each.
+
+    `owner_layers` are the target layers that write rows; `window` is the attention window in rows (None: all rows);
+    `capacity` is how many rows are kept.
+    """
+
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    capacity: int
+    window: int | None
+    owner_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheLayout:
+    """Who owns which K/V rows, and who reads them.
+
+    `layer_owners[i]` is the target layer whose rows target layer i attends to (itself unless its K/V is shared).
+    `drafter_sources[i]` is the target layer whose rows drafter layer i attends to; the drafter owns none.
+    `rewind_slack` is how many rows can be rolled back, at least the longest draft.
+    """
+
+    sliding: LayerCache | None
+    full: LayerCache
+    layer_owners: tuple[int, ...]
+    drafter_sources: tuple[int, ...]
+    rewind_slack: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Facts of the pair that a reader may want before it opens a model."""
+
+    family: str
+    hidden_size: int
+    layers: int
+    vocab_size: int
+    context_length: int
+    parameters: int
+    drafter_hidden_size: int
+    drafter_layers: int
+    drafter_parameters: int
+    ordered_embeddings: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSettings:
+    """Settings the exporter recommends; the command line may override them."""
+
+    draft_length: int = 3
+    context: int = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All of manifest.json."""
+
+    schema_version: int
+    created_by: str
+    created_at: str
+    sources: dict[str, Source]
+    architecture: Architecture
+    cache_layout: CacheLayout
+    files: tuple[BundleFile, ...]
+    left_out: tuple[str, ...] = ()
+    parity: dict[str, Any] | None = None
+    runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
+
+    def to_json(self) -> str:
+        """The exact text of manifest.json, ending in a newline."""
+        return json.dumps(to_json(self), indent=2) + "\n"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: its folder and its checked manifest."""
+
+    folder: Path
+    manifest: Manifest
+
+    def file(self, role: str, format: str | None = None) -> BundleFile:
+        """Returns the file with this role; raises BundleError if the bundle has none."""
+        for entry in self.manifest.files:
+            if entry.role == role and format in (None, entry.format):
+                return entry
+        wanted = role if format is None else f"{format} {role}"
+        raise BundleError(f"{self.folder}: the bundle has no {wanted}; export it again with this format")
+
+    def path(self, role: str, format: str | None = None) -> Path:
+        """Returns the path of the file with this role."""
+        return self.folder / self.file(role, format).path
+
+
+def open_bundle(folder: Path | str, *, check_hashes: bool = True) -> Bundle:
+    """Reads and checks a bundle: schema version, shape, paths inside the folder, sizes, and sha256 unless told otherwise.
+
+    Raises BundleError with one sentence that says what is wrong and what to do.
+    """
+    folder = Path(folder)
+    manifest = _read_manifest(folder)
+    _check_layout(folder, manifest.cache_layout, manifest.architecture)
+    for entry in manifest.files:
+        _check_file(folder, entry, check_hashes)
+    return Bundle(folder, manifest)
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the hex sha256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_NAME}; make one with edge-export")
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise BundleError(f"{path} has {path.stat().st_size} bytes, more than any manifest; export the bundle again")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is not JSON ({error}); export the bundle again") from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if type(version) is not int:
+        raise BundleError(f"{path} has no schema_version; it is not an edge-mtp manifest")
+    if version > SCHEMA_VERSION:
+        raise BundleError(f"{path} has schema version {version}, this reader knows up to {SCHEMA_VERSION}; upgrade edge-mtp")
+    try:
+        return from_json(Manifest, data, "manifest")
+    except StructureError as error:
+        raise BundleError(f"{path}: {error}; export the bundle again") from error
+
+
+def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture) -> None:
+    owners = set(layout.full.owner_layers) | set(layout.sliding.owner_layers if layout.sliding else ())
+    if len(layout.layer_owners) != architecture.layers or not set(layout.layer_owners) <= owners:
+        raise BundleError(f"{folder}: the cache layout names K/V owners {sorted(set(layout.layer_owners))} that own no rows; export it again")
+    if len(layout.drafter_sources) != architecture.drafter_layers or not set(layout.drafter_sources) <= owners:
+        raise BundleError(f"{folder}: the drafter reads layers {sorted(set(layout.drafter_sources))} that own no rows; export it again")
+    if layout.rewind_slack < MAX_DRAFT_LENGTH:
+        raise BundleError(f"{folder}: rewind slack {layout.rewind_slack} is below the longest draft {MAX_DRAFT_LENGTH}; export it again")
+
+
+def _check_file(folder: Path, entry: BundleFile, check_hash: bool) -> None:
+    relative = PurePosixPath(entry.path)
+    if relative.is_absolute() or ".." in relative.parts or "\\" in entry.path or not relative.parts:
+        raise BundleError(f"{folder}: the manifest names {entry.path!r}, a path outside the bundle; do not use this bundle")
+    path = folder / relative
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BundleError(f"{path} is a link that leaves the bundle; do not use this bundle")
+    if not path.is_file():
+        raise BundleError(f"{path} is missing; copy the bundle again or export it again")
+    if path.stat().st_size != entry.bytes:
+        raise BundleError(f"{path} has {path.stat().st_size} bytes, the manifest says {entry.bytes}; copy the bundle again")
+    if check_hash and sha256_of(path) != entry.sha256:
+        raise BundleError(f"{path} does not have the sha256 of the manifest; copy the bundle again or export it again")

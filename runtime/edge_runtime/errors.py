@@ -1,0 +1,23 @@
+"""What can go wrong in the runtime. Each message says what was wrong, the value, and what to do.
+
+    EdgeRuntimeError
+      BundleError     a bundle that cannot be honoured
+      BackendError    a backend that is missing, too old, or failed
+      RequestError    a prompt or an option that cannot be served
+"""
+
+
+class EdgeRuntimeError(Exception):
+    """Base of all errors that a command prints as one sentence, with exit code 1."""
+
+
+class BundleError(EdgeRuntimeError):
+    """The bundle is missing, damaged, newer than this reader, or asks for what cannot be honoured."""
+
+
+class BackendError(EdgeRuntimeError):
+    """The library behind a backend is missing, unfit, or refused to load or decode."""
+
+
+class RequestError(EdgeRuntimeError):
+    """The request does not fit the model: empty prompt, context overflow, draft longer than the rewind slack."""

@@ -1,0 +1,211 @@
+"""Finds out in a child process whether llama.cpp survives this machine, before it is loaded into the user's.
+
+A build can die by a signal on the processor it runs on: one made for AMX does on virtual machines that only claim to have it, as soon
+as a batch has a few rows of quantized weights. Without weight repacking (`use_extra_bufts`) it lives. The answer is remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from edge_runtime.backends.llama_library import library_version, system_info
+from edge_runtime.errors import BackendError, EdgeRuntimeError
+
+CACHE_VARIABLE = "EDGE_MTP_CACHE"
+CACHE_NAME = "probe.json"
+MAX_CACHE_BYTES = 1 << 20
+TIMEOUT_SECONDS = 120.0
+CHILD_COMMAND = (sys.executable, "-m", "edge_runtime.probe")
+_ROWS = 8
+_CONTEXT = 256
+_CPU_FIELDS = {"model name", "flags", "Features", "CPU implementer", "CPU variant", "CPU part", "CPU revision"}
+# What -DGGML_NATIVE=ON finds on such a machine, less AMX.
+_CURE_X86 = (
+    "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_BMI2=ON -DGGML_FMA=ON -DGGML_F16C=ON "
+    "-DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON"
+)
+_CURE_OTHER = "-DGGML_NATIVE=OFF"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeAnswer:
+    """How to load models on this machine. `reason` is a sentence; `from_cache` tells that no child was started this time."""
+
+    use_extra_bufts: bool
+    from_cache: bool
+    reason: str
+
+
+def probe_load_options(
+    target_path: Path,
+    drafter_path: Path | None,
+    quantizations: Sequence[str],
+    *,
+    notify: Callable[[str], None],
+    child_command: Sequence[str] = CHILD_COMMAND,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> ProbeAnswer:
+    """Returns the load options that a child process survived with these files, from memory if the same machine was asked before.
+
+    `notify` gets one sentence when a probe starts and one when a safer option was chosen. Raises BackendError if the files do not
+    load, or if no option keeps the child alive: the sentence names the signal and the build that cures it.
+    """
+    key = machine_key(quantizations)
+    cache = cache_path()
+    remembered = _read_answers(cache).get(key)
+    if remembered is not None:
+        return ProbeAnswer(use_extra_bufts=remembered, from_cache=True, reason="an earlier probe on this machine said so")
+    notify(f"First use with {' and '.join(dict.fromkeys(quantizations))} on this machine: trying llama.cpp in a child process.")
+    command = [*child_command, "--target", str(target_path.resolve())]
+    if drafter_path is not None:
+        command += ["--drafter", str(drafter_path.resolve())]
+    death = _run(command, timeout_seconds)
+    if death is None:
+        answer = ProbeAnswer(use_extra_bufts=True, from_cache=False, reason="the child decoded with all of llama.cpp's kernels")
+    else:
+        second = _run([*command, "--no-extra-bufts"], timeout_seconds)
+        if second is not None:
+            raise BackendError(
+                f"llama.cpp does not work on this machine: its child process {death}, without repacking it {second}; {_cure()}"
+            )
+        reason = f"llama.cpp's child process {death} with weight repacking and works without it"
+        answer = ProbeAnswer(use_extra_bufts=False, from_cache=False, reason=reason)
+        notify(f"{reason[0].upper()}{reason[1:]}, so it is off and prompts are slower; {_cure()}")
+    _remember(cache, key, answer.use_extra_bufts, notify)
+    return answer
+
+
+def machine_key(quantizations: Sequence[str]) -> str:
+    """Returns the sha256 under which an answer is remembered: processor, library version and build, quantizations of the files."""
+    facts = [_processor(), platform.machine(), library_version(), system_info(), list(quantizations)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def cache_path() -> Path:
+    """Returns where answers are remembered: probe.json in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    return (Path(folder) if folder else Path.home() / ".cache" / "edge-mtp") / CACHE_NAME
+
+
+def _processor() -> list[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return [platform.processor()]
+    pairs = (line.partition(":") for line in lines)
+    return sorted({f"{name.strip()}:{value.strip()}" for name, _, value in pairs if name.strip() in _CPU_FIELDS})
+
+
+def _run(command: Sequence[str], timeout_seconds: float) -> str | None:
+    """Runs a child. Returns None if it lived, else how it ended; raises BackendError with the child's sentence if it gave one."""
+    # Without this, ggml calls a debugger on the dying child to print its stack (ggml/src/ggml.c).
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
+    try:
+        child = subprocess.run(command, capture_output=True, timeout=timeout_seconds, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return f"gave no answer in {timeout_seconds:g} seconds"
+    except OSError as error:
+        raise BackendError(f"the probe could not be started ({error}); check that {command[0]} can be run") from error
+    if child.returncode < 0:
+        return f"died of {_signal_name(-child.returncode)}"
+    if child.returncode == 0 and _answer(child.stdout).get("alive") is True:
+        return None
+    sentence = _answer(child.stdout).get("error")
+    if isinstance(sentence, str):
+        raise BackendError(sentence)
+    return f"ended with exit code {child.returncode}"
+
+
+def _answer(output: bytes) -> dict[str, object]:
+    lines = output.decode("utf-8", "replace").strip().splitlines()
+    try:
+        data = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _cure() -> str:
+    flags = _CURE_X86 if platform.machine().lower() in {"x86_64", "amd64"} else _CURE_OTHER
+    build = f"pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=={library_version()}"
+    return f'to cure it, build it for less than it finds: CMAKE_ARGS="{flags}" {build}'
+
+
+def _read_answers(path: Path) -> dict[str, bool]:
+    """Returns the remembered answers; a file that is missing or damaged counts as empty."""
+    try:
+        if path.stat().st_size > MAX_CACHE_BYTES:
+            return {}
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    answers = data.get("use_extra_bufts") if isinstance(data, dict) else None
+    return {k: v for k, v in answers.items() if isinstance(v, bool)} if isinstance(answers, dict) else {}
+
+
+def _remember(path: Path, key: str, use_extra_bufts: bool, notify: Callable[[str], None]) -> None:
+    answers = {**_read_answers(path), key: use_extra_bufts}
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=CACHE_NAME, delete=False, encoding="utf-8") as file:
+            temporary = Path(file.name)
+            json.dump({"use_extra_bufts": answers}, file, indent=2)
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        notify(f"The probe's answer could not be kept in {path} ({error}); set {CACHE_VARIABLE} to a folder that can be written.")
+
+
+def decode_few_rows(target_path: Path, drafter_path: Path | None, use_extra_bufts: bool) -> None:
+    """What the child does: loads the files, decodes one row, then eight, then one draft step. Raises BackendError or dies."""
+    from edge_runtime.backends.llama_cpp import LlamaOptions, open_pair
+
+    options = LlamaOptions(context=_CONTEXT, threads=min(4, os.cpu_count() or 1), batch=64, use_extra_bufts=use_extra_bufts)
+    target, drafter = open_pair(target_path, drafter_path, options)
+    with target:
+        first = max(target.vocabulary.bos, 0)
+        target.verify([first])
+        target.verify([first] * _ROWS)
+        if drafter is not None:
+            drafter.draft(first, 1)
+
+
+@click.command()
+@click.option("--target", "target_path", required=True, type=click.Path(path_type=Path))
+@click.option("--drafter", "drafter_path", type=click.Path(path_type=Path))
+@click.option("--no-extra-bufts", is_flag=True, help="Load without weight repacking.")
+def main(target_path: Path, drafter_path: Path | None, no_extra_bufts: bool) -> None:
+    """Decodes a few rows and prints {"alive": true}, or {"error": "..."} with exit code 1."""
+    try:
+        decode_few_rows(target_path, drafter_path, not no_extra_bufts)
+    except EdgeRuntimeError as error:
+        click.echo(json.dumps({"error": str(error)}))
+        raise SystemExit(1) from error
+    click.echo(json.dumps({"alive": True}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What a run did, in counts and seconds; rates are derived, never stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class DecodeStats:
+    """Counts of one request. `accepted_at[i]` rounds accepted draft i, `drafted_at[i]` rounds drafted it (i from 0).
+
+    Times are seconds: `prefill_seconds` until the prompt is in the cache, `first_token_seconds` from the request until the first
+    emitted token, `decode_seconds` from the end of prefill until the last token.
+    """
+
+    prompt_tokens: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Adds one round."""
+        self.rounds += 1
+        self.tokens += emitted
+        self.drafted += drafted
+        self.accepted += accepted
+        while len(self.drafted_at) < drafted:
+            self.drafted_at.append(0)
+            self.accepted_at.append(0)
+        for i in range(drafted):
+            self.drafted_at[i] += 1
+            self.accepted_at[i] += i < accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted; None when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of rounds that accepted draft i, of those that drafted it."""
+        return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Emitted tokens / target forwards while decoding."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens / decode seconds."""
+        return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts, seconds and derived rates under stable keys."""
+        return {
+            "prompt_tokens": self.prompt_tokens, "tokens": self.tokens, "rounds": self.rounds, "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted, "acceptance_rate": self.acceptance_rate,
+            "acceptance_by_position": self.acceptance_by_position, "tokens_per_round": self.tokens_per_round,
+            "tokens_per_second": self.tokens_per_second, "prefill_seconds": self.prefill_seconds,
+            "time_to_first_token_seconds": self.first_token_seconds, "decode_seconds": self.decode_seconds,
+        }  # fmt: skip

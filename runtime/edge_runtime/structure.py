@@ -1,0 +1,75 @@
+"""JSON to frozen dataclasses and back, checked at the door. Knows no bundle: only dataclasses, scalars, lists and dicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class StructureError(ValueError):
+    """A value does not have the shape its dataclass asks for; the message names the place."""
+
+
+def to_json(value: Any) -> Any:
+    """Turns dataclasses into plain JSON values, tuples into lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [to_json(v) for v in value]
+    if isinstance(value, dict):
+        return {k: to_json(v) for k, v in value.items()}
+    return value
+
+
+def from_json(cls: type[T], data: Any, where: str) -> T:
+    """Builds `cls` from parsed JSON. Unknown keys are ignored (a newer minor writer may add some); missing ones are not.
+
+    Raises StructureError with the path of the first value that does not fit.
+    """
+    if not isinstance(data, dict):
+        raise StructureError(f"{where} is {_kind(data)}, not an object")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name in data:
+            values[field.name] = _value(hints[field.name], data[field.name], f"{where}.{field.name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise StructureError(f"{where}.{field.name} is missing")
+    return cls(**values)
+
+
+def _value(hint: Any, data: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if data is None and type(None) in arguments:
+            return None
+        return _value(next(a for a in arguments if a is not type(None)), data, where)
+    if dataclasses.is_dataclass(hint):
+        return from_json(typing.cast(type[Any], hint), data, where)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise StructureError(f"{where} is {_kind(data)}, not a list")
+        return tuple(_value(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin is dict:
+        if not isinstance(data, dict):
+            raise StructureError(f"{where} is {_kind(data)}, not an object")
+        return {str(k): _value(arguments[1], v, f"{where}.{k}") for k, v in data.items()}
+    return _scalar(hint, data, where)
+
+
+def _scalar(hint: Any, data: Any, where: str) -> Any:
+    if hint is Any:
+        return data
+    if hint is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if type(data) is not hint:
+        raise StructureError(f"{where} is {_kind(data)}, not {hint.__name__}")
+    return data
+
+
+def _kind(data: Any) -> str:
+    return "null" if data is None else f"{type(data).__name__} {str(data)[:40]!r}"

@@ -1,0 +1,147 @@
+"""Times our loop and llama.cpp's own `llama-speculative-simple` on the same pair, the same build and the same prompts, in turn.
+
+    scripts/build_llama_cpp.sh .venv build/llama.cpp
+    LLAMA_CPP_LIB_PATH=build/llama.cpp/bin python scripts/bench_peers.py BUNDLE --tools build/llama.cpp/bin
+
+LLAMA_CPP_LIB_PATH lets llama-cpp-python load the very libraries the tools use. Run it on a quiet machine; quote the ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.policies import Fixed
+from edge_runtime.session import Session, open_session
+
+DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
+COUNTS = re.compile(r"n_(drafted|accept)\s+=\s+(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One timed request."""
+
+    side: str
+    draft_length: int
+    repeat: int
+    prompt: int
+    tokens: int
+    seconds: float
+    drafted: int
+    accepted: int
+
+
+def run_ours(session: Session, prompt: str, length: int, tokens: int) -> dict[str, float]:
+    """One request through our loop."""
+    generation = session.generate(prompt, max_tokens=tokens, policy=Fixed(length))
+    for _ in generation.rounds():
+        pass
+    stats = generation.stats
+    return {"tokens": stats.tokens, "seconds": stats.decode_seconds, "drafted": stats.drafted, "accepted": stats.accepted}
+
+
+def run_peer(command: list[str], prompt: str, length: int, tokens: int) -> dict[str, float]:
+    """One request through llama-speculative-simple; raises ClickException with its last lines when it fails."""
+    full = [*command, "--no-escape", "-p", prompt, "-n", str(tokens), "--spec-draft-n-max", str(length)]
+    done = subprocess.run(full, capture_output=True, text=True, errors="replace", timeout=600, check=False)
+    output = done.stdout + done.stderr
+    timing, counts = DECODED.search(output), dict(COUNTS.findall(output))
+    if done.returncode or not timing:
+        raise click.ClickException(f"{command[0]} ended with {done.returncode}: {' '.join(output.splitlines()[-3:])}")
+    return {"tokens": int(timing[1]), "seconds": float(timing[2]), "drafted": int(counts["drafted"]), "accepted": int(counts["accept"])}
+
+
+def peer_command(tools: Path, session: Session, threads: int, extra_bufts: bool) -> list[str]:
+    """The tool on the bundle's own files, greedy, on CPU."""
+    bundle = session.bundle
+    command = [
+        str(tools / "llama-speculative-simple"), "-m", str(bundle.path("target", "gguf")), "-md", str(bundle.path("drafter", "gguf")),
+        "--spec-type", "draft-mtp", "--temp", "0", "-c", str(bundle.manifest.runtime.context), "-t", str(threads), "-ngl", "0",
+    ]  # fmt: skip
+    return command if extra_bufts else [*command, "--no-repack"]
+
+
+def measure(session: Session, command: list[str], prompts: list[str], lengths: list[int], repeats: int, tokens: int) -> list[Sample]:
+    """All samples: for each repeat, prompt and draft length ours and then the peer's, every other repeat the other way round."""
+    samples = []
+    runs = [(r, p, k) for r in range(repeats) for p in range(len(prompts)) for k in lengths]
+    with click.progressbar(runs, label="measuring", file=sys.stderr) as bar:
+        for repeat, prompt, length in bar:
+            for side in ("ours", "llama.cpp") if repeat % 2 == 0 else ("llama.cpp", "ours"):
+                text = prompts[prompt]
+                figures = run_ours(session, text, length, tokens) if side == "ours" else run_peer(command, text, length, tokens)
+                samples.append(Sample(side=side, draft_length=length, repeat=repeat, prompt=prompt, **figures))  # type: ignore[arg-type]
+    return samples
+
+
+def speed(samples: Iterable[Sample]) -> float:
+    """Median over the repeats of tokens per second, all prompts of a repeat taken together."""
+    by_repeat: dict[int, list[Sample]] = {}
+    for sample in samples:
+        by_repeat.setdefault(sample.repeat, []).append(sample)
+    return statistics.median(sum(s.tokens for s in group) / sum(s.seconds for s in group) for group in by_repeat.values())
+
+
+def table(samples: list[Sample]) -> str:
+    """A Markdown table; ratios are against our own plain decoding and against the peer at the same draft length."""
+
+    def pick(side: str, length: int) -> list[Sample]:
+        return [s for s in samples if s.side == side and s.draft_length == length]
+
+    def acceptance(chosen: list[Sample]) -> str:
+        drafted = sum(s.drafted for s in chosen)
+        return f"{sum(s.accepted for s in chosen) / drafted:.1%}" if drafted else "-"
+
+    plain = speed(pick("ours", 0))
+    lines = [
+        "| draft length | ours tok/s | over plain | accepted | llama.cpp tok/s | accepted | ours / llama.cpp |",
+        "|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for length in sorted({s.draft_length for s in samples}):
+        ours, peer = pick("ours", length), pick("llama.cpp", length)
+        lines.append(
+            f"| {length or 'plain'} | {speed(ours):.1f} | {speed(ours) / plain:.2f} | {acceptance(ours)} "
+            f"| {speed(peer):.1f} | {acceptance(peer)} | {speed(ours) / speed(peer):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--tools", type=click.Path(path_type=Path, exists=True), required=True, help="Folder of llama.cpp's binaries.")
+@click.option("--prompts", type=click.Path(path_type=Path, exists=True), required=True, help="JSON list of prompts.")
+@click.option("--count", default=2, help="How many of them to use.")
+@click.option("--lengths", default="0,1,2,3,4,5,6,7,8", help="Draft lengths; 0 is plain decoding.")
+@click.option("--repeats", default=5)
+@click.option("--tokens", default=128)
+@click.option("--threads", default=os.cpu_count() or 1)
+@click.option("--output", type=click.Path(path_type=Path), help="Write all samples as JSON.")
+def main(
+    bundle: Path, tools: Path, prompts: Path, count: int, lengths: str, repeats: int, tokens: int, threads: int, output: Path | None
+) -> None:  # fmt: skip
+    """Compare our loop with llama.cpp's own on BUNDLE."""
+    texts = json.loads(prompts.read_text())[:count]
+    try:
+        with open_session(bundle, threads=threads, notify=lambda text: click.echo(text, err=True)) as session:
+            command = peer_command(tools, session, threads, session.target.use_extra_bufts)
+            samples = measure(session, command, texts, [int(k) for k in lengths.split(",")], repeats, tokens)
+    except EdgeRuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    if output:
+        output.write_text(json.dumps([vars(s) for s in samples], indent=1) + "\n")
+    click.echo(table(samples))
+
+
+if __name__ == "__main__":
+    main()

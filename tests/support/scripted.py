@@ -1,0 +1,107 @@
+"""Scripted stand-ins for the backend seam: as small as the seam, deterministic, and strict about how they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edge_runtime.backends.base import Logits
+
+VOCABULARY = 17
+
+
+def next_token(context: Sequence[int]) -> int:
+    """What the scripted target says after `context`: depends on all of it, so a wrong cache shows."""
+    state = 7
+    for token in context:
+        state = (state * 31 + token + 3) % 1009
+    return state % VOCABULARY
+
+
+class ScriptedTarget:
+    """A target whose greedy choice is `next_token` of everything in its cache. Records the rows it computed."""
+
+    def __init__(self, context: int = 512, rewind_slack: int = 12) -> None:
+        self.context = context
+        self.rewind_slack = rewind_slack
+        self.cache: list[int] = []
+        self.rows: list[int] = []
+        self._batch_start = 0
+        self.closed = False
+
+    @property
+    def length(self) -> int:
+        return len(self.cache)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self._append(tokens)
+
+    def verify(self, tokens: Sequence[int]) -> Logits:
+        assert tokens, "verify needs a row"
+        start = len(self.cache)
+        self._append(tokens)
+        self.rows.append(len(tokens))
+        logits = np.zeros((len(tokens), VOCABULARY), dtype=np.float32)
+        for i in range(len(tokens)):
+            logits[i, next_token(self.cache[: start + i + 1])] = 1.0
+        return logits
+
+    def rollback(self, length: int) -> None:
+        assert 0 <= length <= len(self.cache)
+        assert length == 0 or len(self.cache) - length <= self.rewind_slack, "rolled back further than the slack"
+        del self.cache[length:]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        assert len(self.cache) + len(tokens) <= self.context, "wrote past the context"
+        self._batch_start = len(self.cache)
+        self.cache.extend(tokens)
+
+
+class ScriptedDrafter:
+    """Drafts through `guess(context, position)`; sees the target's cache as the real drafter does, and must not change it."""
+
+    def __init__(self, target: ScriptedTarget, guess: Callable[[list[int], int], int]) -> None:
+        self._target = target
+        self._guess = guess
+        self.lengths: list[int] = []
+        self.closed = False
+
+    def draft(self, last: int, draft_length: int) -> list[int]:
+        context = [*self._target.cache, last]
+        drafts: list[int] = []
+        for position in range(draft_length):
+            drafts.append(self._guess(context + drafts, position))
+        self.lengths.append(draft_length)
+        return drafts
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def plain_greedy(prompt: Sequence[int], max_tokens: int, stop: frozenset[int] = frozenset()) -> list[int]:
+    """The reference: one token at a time."""
+    context, out = list(prompt), []
+    while len(out) < max_tokens:
+        token = next_token(context)
+        context.append(token)
+        out.append(token)
+        if token in stop:
+            break
+    return out
+
+
+class LetterVocabulary:
+    """Token ids as letters; token 16 is the first half of a two-byte character, 15 its second half."""
+
+    def __init__(self, eog: frozenset[int] = frozenset()) -> None:
+        self.eog_tokens = eog
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) % VOCABULARY for c in text]
+
+    def piece(self, token: int) -> bytes:
+        return {16: b"\xc3", 15: b"\xa9"}.get(token, bytes([97 + token]))
