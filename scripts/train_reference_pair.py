@@ -16,13 +16,14 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
+
 from refpair import corpus, evaluate
 from refpair import tokenizer as gemma_tokenizer
 from refpair.card import write_card
 from refpair.drafter import DrafterRecipe, train_drafter
 from refpair.target import TargetRecipe, train_target, validation_loss
-from tokenizers import Tokenizer
-from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
 STAGES = ("target", "write", "drafter", "evaluate")
 TEXT_LENGTH = 256
@@ -35,10 +36,12 @@ EVALUATION_PROMPTS = 24
 
 
 def log(record: dict[str, object]) -> None:
+    """Prints one JSON line to standard error."""
     click.echo(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}), err=True)
 
 
 def target_stage(output: Path, minutes: float, seed: int) -> None:
+    """Learns the tokenizer, trains the target and measures it as it is shipped."""
     train, held = corpus.load_splits()
     tokenizer = gemma_tokenizer.build([d.text for d in train.code + train.prose], TargetRecipe.vocab_size)
     folder = output / "target"
@@ -89,6 +92,7 @@ def write_stage(output: Path, minutes: float, seed: int) -> None:
 
 
 def drafter_stage(output: Path, minutes: float, write_minutes: float, seed: int) -> None:
+    """Distils the drafter from the shipped target on the texts of the write stage."""
     target = load_target(output)
     texts = np.load(output / "texts.npy")
     recipe = DrafterRecipe(minutes=minutes, seed=seed)

@@ -18,10 +18,11 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from refpair.drafter import draft_states, target_rows
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
+
+from refpair.drafter import draft_states, target_rows
 
 # Softcapping bounds target logits to 30; rows this long put the unused ones near -30 even where the fit is poor.
 SCALE = 60.0
@@ -44,7 +45,7 @@ def away_from(rows: torch.Tensor) -> torch.Tensor:
     direction = torch.linalg.lstsq(rows.double(), torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0]
     tightest = float((rows.double() @ direction).min())
     if tightest < TIGHTEST_FIT:
-        raise click.ClickException(f"no direction keeps unused tokens away from every hidden row (tightest {tightest:.3f}); leave the vocabulary")
+        raise click.ClickException(f"unused tokens would come near some hidden row (tightest fit {tightest:.3f}); leave the vocabulary")
     return direction.float()
 
 
@@ -124,9 +125,8 @@ def main(pair: Path, output: Path, intermediate: int, vocabulary: int) -> None:
     config = json.loads((pair / "target" / "config.json").read_text())
     factor, rest = divmod(intermediate, config["intermediate_size"])
     if rest or factor < 1 or vocabulary % config["vocab_size"] or vocabulary < config["vocab_size"]:
-        raise click.ClickException(
-            f"--intermediate {intermediate} and --vocabulary {vocabulary} must be multiples of {config['intermediate_size']} and {config['vocab_size']}"
-        )
+        old = f"{config['intermediate_size']} and {config['vocab_size']}"
+        raise click.ClickException(f"--intermediate {intermediate} and --vocabulary {vocabulary} must be multiples of {old}")
     if output.exists():
         raise click.ClickException(f"{output} exists; choose a new folder")
     target_direction, drafter_direction = directions(pair)

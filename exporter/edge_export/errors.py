@@ -1,8 +1,8 @@
 """What can go wrong in an export. Each message says what was wrong, the value, and what to do.
 
-    ExportError
-      CheckpointError   a checkpoint that is missing, damaged, or not a Gemma 4 pair
-      ParityError       an export that does not compute what its checkpoint computes
+ExportError
+  CheckpointError   a checkpoint that is missing, damaged, or not a Gemma 4 pair
+  ParityError       an export that does not compute what its checkpoint computes
 """
 
 

@@ -103,10 +103,14 @@ class _Reader:
     def header(self) -> GgufHeader:
         """Reads all that comes before the tensor data."""
         if self._take(4) != _MAGIC:
-            raise CheckpointError(f"{self._path} is not a GGUF file: it does not begin with {_MAGIC.decode()}; give a GGUF or a checkpoint folder")
+            raise CheckpointError(
+                f"{self._path} is not a GGUF file: it does not begin with {_MAGIC.decode()}; give a GGUF or a checkpoint folder"
+            )
         version = self._number("I")
         if version not in _VERSIONS:
-            raise CheckpointError(f"{self._path} has GGUF version {version}, known are {_VERSIONS[0]} and {_VERSIONS[-1]}; convert it again")
+            raise CheckpointError(
+                f"{self._path} has GGUF version {version}, known are {_VERSIONS[0]} and {_VERSIONS[-1]}; convert it again"
+            )
         tensor_count, key_count = self._number("Q"), self._number("Q")
         if tensor_count > _MAX_TENSORS or key_count > _MAX_KEYS:
             raise self._corrupt(f"it claims {tensor_count} tensors and {key_count} keys")
@@ -123,7 +127,9 @@ class _Reader:
         for info in tensors:
             if info.offset + info.bytes > self._size:
                 end = info.offset + info.bytes
-                raise CheckpointError(f"{self._path} is truncated: tensor {info.name} ends at byte {end} of {self._size}; fetch the file again")
+                raise CheckpointError(
+                    f"{self._path} is truncated: tensor {info.name} ends at byte {end} of {self._size}; fetch the file again"
+                )
         if len({info.name for info in tensors}) != len(tensors):
             raise self._corrupt("a tensor name comes twice")
         return GgufHeader(path=self._path, keys=keys, tensors=tensors)
@@ -136,7 +142,9 @@ class _Reader:
         shape = tuple(self._number("Q") for _ in range(dimensions))
         kind, offset = self._number("I"), self._number("Q")
         if kind not in _BLOCKS:
-            raise CheckpointError(f"{self._path}: tensor {name} has the unknown type {kind}; convert the model again with a current llama.cpp")
+            raise CheckpointError(
+                f"{self._path}: tensor {name} has the unknown type {kind}; convert the model again with a current llama.cpp"
+            )
         per_block, block_bytes = _BLOCKS[kind]
         weights = prod(shape)
         if not weights or shape[0] % per_block or offset % alignment:

@@ -6,6 +6,7 @@ The child is this very module: `python -m edge_export.quantize SOURCE DESTINATIO
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import IO
 
 from edge_export.errors import ExportError
+from edge_export.safetensors_file import FloatType
 
 # enum llama_ftype in llama.cpp's include/llama.h
 _FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 # Written by our own converter, without llama.cpp.
-DIRECT = ("f16", "bf16")
+DIRECT: dict[str, FloatType] = {"f16": "f16", "bf16": "bf16"}
 QUANTIZATIONS = ("q4_0", "q4_k_m", "q5_k_m", "q6_k", "q8_0", "f16", "bf16")
 # Bits per weight of a whole file, for progress and the space check: what the mix of types comes to, with a tied embedding at q6_K.
 _BITS = {"q4_0": 5.2, "q4_k_m": 5.5, "q5_k_m": 6.0, "q6_k": 6.7, "q8_0": 8.6, "f16": 16.1, "bf16": 16.1}
@@ -77,10 +79,8 @@ def library_version() -> str:
 def _follow(child: subprocess.Popen[bytes], destination: Path, progress: Callable[[int], None]) -> None:
     seen = 0
     while True:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
         size = destination.stat().st_size if destination.exists() else 0
         progress(size - seen)
         seen = size

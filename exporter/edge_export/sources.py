@@ -19,7 +19,15 @@ from edge_runtime.bundle import Source, SourceFile
 # What an export reads of a hub repository.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")
 # Beside the weights, what of a checkpoint folder ends up in the bundle.
-_SIDE_FILES = ("config.json", "generation_config.json", INDEX_NAME, TOKENIZER_NAME, "tokenizer_config.json", "chat_template.jinja", "README.md")
+_SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    INDEX_NAME,
+    TOKENIZER_NAME,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "README.md",
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PIECE_BYTES = 4 << 20
 
@@ -67,7 +75,9 @@ def resolve_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSou
     if first.checkpoint.model_type.endswith("_assistant"):
         raise CheckpointError(f"{target} is an assistant, not a target; give the full model first, its assistant second")
     if not second.checkpoint.model_type.endswith("_assistant"):
-        raise CheckpointError(f"{drafter} is a {second.checkpoint.model_type} model, not an MTP assistant; give its assistant as the drafter")
+        raise CheckpointError(
+            f"{drafter} is a {second.checkpoint.model_type} model, not an MTP assistant; give its assistant as the drafter"
+        )
     check_pair(first.checkpoint, second.checkpoint)
     first, second = _with_tokenizer(first, None), _with_tokenizer(second, first.path)
     _check_vocabularies(first, second)
@@ -134,7 +144,9 @@ def _with_tokenizer(source: ResolvedSource, other: Path | None) -> ResolvedSourc
 def _check_vocabularies(target: ResolvedSource, drafter: ResolvedSource) -> None:
     """Compares pieces when a GGUF is involved; for two folders `check_pair` did."""
     if (target.gguf or drafter.gguf) and _pieces(target) != _pieces(drafter):
-        raise CheckpointError(f"{drafter.origin} is not the assistant of {target.origin}: their vocabularies differ; give the halves of one release")
+        raise CheckpointError(
+            f"{drafter.origin} is not the assistant of {target.origin}: their vocabularies differ; give the halves of one release"
+        )
 
 
 def _pieces(source: ResolvedSource) -> LongArray:

@@ -1,10 +1,10 @@
 """The device's floor: a bundle in, tokens out.
 
-    with edge_runtime.open_session("bundle") as session:
-        generation = session.generate("def fibonacci(n):", max_tokens=64)
-        for piece in generation:
-            print(piece, end="", flush=True)
-        print(generation.stats.acceptance_rate)
+with edge_runtime.open_session("bundle") as session:
+    generation = session.generate("def fibonacci(n):", max_tokens=64)
+    for piece in generation:
+        print(piece, end="", flush=True)
+    print(generation.stats.acceptance_rate)
 """
 
 from edge_runtime.bundle import Bundle, open_bundle

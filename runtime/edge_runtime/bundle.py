@@ -191,9 +191,11 @@ def _read_manifest(folder: Path) -> Manifest:
 def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture) -> None:
     owners = set(layout.full.owner_layers) | set(layout.sliding.owner_layers if layout.sliding else ())
     if len(layout.layer_owners) != architecture.layers or not set(layout.layer_owners) <= owners:
-        raise BundleError(f"{folder}: the cache layout names K/V owners {sorted(set(layout.layer_owners))} that own no rows; export it again")
+        named = sorted(set(layout.layer_owners))
+        raise BundleError(f"{folder}: the cache layout names K/V owners {named} that own no rows; export it again")
     if len(layout.drafter_sources) != architecture.drafter_layers or not set(layout.drafter_sources) <= owners:
-        raise BundleError(f"{folder}: the drafter reads layers {sorted(set(layout.drafter_sources))} that own no rows; export it again")
+        read = sorted(set(layout.drafter_sources))
+        raise BundleError(f"{folder}: the drafter reads layers {read} that own no rows; export it again")
     if layout.rewind_slack < MAX_DRAFT_LENGTH:
         raise BundleError(f"{folder}: rewind slack {layout.rewind_slack} is below the longest draft {MAX_DRAFT_LENGTH}; export it again")
 

@@ -1,9 +1,9 @@
 """What can go wrong in the runtime. Each message says what was wrong, the value, and what to do.
 
-    EdgeRuntimeError
-      BundleError     a bundle that cannot be honoured
-      BackendError    a backend that is missing, too old, or failed
-      RequestError    a prompt or an option that cannot be served
+EdgeRuntimeError
+  BundleError     a bundle that cannot be honoured
+  BackendError    a backend that is missing, too old, or failed
+  RequestError    a prompt or an option that cannot be served
 """
 
 

@@ -84,7 +84,12 @@ class Session:
         self.vocabulary = vocabulary
 
     def generate(
-        self, prompt: str | Sequence[int], *, max_tokens: int = 128, draft_length: int | None = None, policy: DraftLengthPolicy | None = None
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        draft_length: int | None = None,
+        policy: DraftLengthPolicy | None = None,
     ) -> Generation:
         """Starts a greedy request on an empty cache. `prompt` is text or token ids.
 

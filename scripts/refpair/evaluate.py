@@ -35,9 +35,7 @@ class Acceptance:
 
 
 @torch.no_grad()
-def write_on(
-    target: Gemma4ForCausalLM, prompts: np.ndarray, new_tokens: int, choose: Callable[[torch.Tensor], torch.Tensor]
-) -> np.ndarray:
+def write_on(target: Gemma4ForCausalLM, prompts: np.ndarray, new_tokens: int, choose: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
     """Continues prompts [N, P] by `new_tokens` tokens each; `choose` maps logits [N, V] to ids [N]. Returns [N, P + new_tokens]."""
     tokens = torch.from_numpy(prompts.astype(np.int64))
     cache, step = DynamicCache(config=target.config), tokens

@@ -21,6 +21,7 @@ VISIBLE_TOKENS = [
     "<tool_response|>", '<|"|>',
 ]  # fmt: skip
 SPECIAL_TOKENS = CONTROL_TOKENS + VISIBLE_TOKENS
+NAMED_TOKENS = {"<pad>", "<eos>", "<bos>", "<unk>", "<mask>"}
 BYTE_TOKENS = [f"<0x{b:02X}>" for b in range(256)]
 NEWLINE_RUNS = 16
 # Pieces never cross these borders while they are learned. Digits stay single, as in Gemma.
@@ -49,11 +50,10 @@ def learn_merges(texts: Iterable[str], vocab_size: int) -> tuple[dict[str, int],
     return _with_newline_runs(model["vocab"], [(a, b) for a, b in model["merges"]], vocab_size)
 
 
-def _with_newline_runs(
-    vocab: dict[str, int], merges: list[tuple[str, str]], size: int
-) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _with_newline_runs(vocab: dict[str, int], merges: list[tuple[str, str]], size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Every run of up to NEWLINE_RUNS newlines is one piece, as in Gemma; the rarest learned pieces make room."""
-    newline_merges = [("\n" * (n - 1), "\n") for n in range(2, NEWLINE_RUNS + 1)]
+    # Every split of a run is a merge, shortest runs first, so that merging always ends in the one piece of the whole run.
+    newline_merges = [("\n" * a, "\n" * (n - a)) for n in range(2, NEWLINE_RUNS + 1) for a in range(n - 1, 0, -1)]
     merges = [m for m in merges if "\n" not in m[0]]
     runs = ["\n" * n for n in range(1, NEWLINE_RUNS + 1)]
     kept = [piece for piece, _ in sorted(vocab.items(), key=lambda item: item[1]) if "\n" not in piece]
@@ -86,7 +86,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>",
         "pad_token": "<pad>", "mask_token": "<mask>", "add_bos_token": True, "clean_up_tokenization_spaces": False,
-        "model_max_length": 8192,
+        "model_max_length": 8192, "extra_special_tokens": [t for t in SPECIAL_TOKENS if t not in NAMED_TOKENS],
     }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tiny_members import MEMBERS
 
 gguf = pytest.importorskip("gguf")

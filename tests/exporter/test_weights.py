@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tiny_members import write_tokenizer
 
 pytest.importorskip("gguf")

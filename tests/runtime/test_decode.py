@@ -7,10 +7,10 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import VOCABULARY, ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
 
 from edge_runtime.decode import Round, decode
 from edge_runtime.policies import Fixed
+from scripted import VOCABULARY, ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
 
 
 def right(context: list[int], position: int) -> int:

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from scripted import LetterVocabulary, ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
 
-from edge_runtime.bundle import Architecture, Bundle, CacheLayout, LayerCache, Manifest, RuntimeSettings
 from edge_runtime.comparison import compare, comparison_table
 from edge_runtime.errors import RequestError
 from edge_runtime.lossless import check_lossless
 from edge_runtime.policies import Fixed
-from edge_runtime.session import Session
-
-FULL = LayerCache(kv_heads=1, head_dim=4, dtype="f16", capacity=64, window=None, owner_layers=(0,))
-MANIFEST = Manifest(
-    schema_version=1, created_by="test", created_at="2026-01-01T00:00:00Z", sources={},
-    architecture=Architecture(
-        family="custom", hidden_size=8, layers=1, vocab_size=17, context_length=64, parameters=1, drafter_hidden_size=4,
-        drafter_layers=1, drafter_parameters=1, ordered_embeddings=False,
-    ),
-    cache_layout=CacheLayout(sliding=None, full=FULL, layer_owners=(0,), drafter_sources=(0,), rewind_slack=12),
-    files=(), runtime=RuntimeSettings(draft_length=2, context=64),
-)  # fmt: skip
-
-
-def make_session(guess=None, eog=frozenset(), context: int = 512) -> Session:
-    target = ScriptedTarget(context=context)
-    drafter = ScriptedDrafter(target, guess or (lambda c, _: next_token(c)))
-    return Session(Bundle(Path("nowhere"), MANIFEST), target, drafter, LetterVocabulary(eog))
+from scripted import LetterVocabulary, make_session, plain_greedy
 
 
 def test_pieces_arrive_round_by_round_and_make_the_whole_text():

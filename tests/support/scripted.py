@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from edge_runtime.backends.base import Logits
+from edge_runtime.bundle import Architecture, Bundle, CacheLayout, LayerCache, Manifest, RuntimeSettings
+from edge_runtime.session import Session
 
 VOCABULARY = 17
 
@@ -105,3 +108,22 @@ class LetterVocabulary:
 
     def piece(self, token: int) -> bytes:
         return {16: b"\xc3", 15: b"\xa9"}.get(token, bytes([97 + token]))
+
+
+FULL = LayerCache(kv_heads=1, head_dim=4, dtype="f16", capacity=64, window=None, owner_layers=(0,))
+MANIFEST = Manifest(
+    schema_version=1, created_by="test", created_at="2026-01-01T00:00:00Z", sources={},
+    architecture=Architecture(
+        family="custom", hidden_size=8, layers=1, vocab_size=17, context_length=64, parameters=1, drafter_hidden_size=4,
+        drafter_layers=1, drafter_parameters=1, ordered_embeddings=False,
+    ),
+    cache_layout=CacheLayout(sliding=None, full=FULL, layer_owners=(0,), drafter_sources=(0,), rewind_slack=12),
+    files=(), runtime=RuntimeSettings(draft_length=2, context=64),
+)  # fmt: skip
+
+
+def make_session(guess: Callable[[list[int], int], int] | None = None, eog: frozenset[int] = frozenset(), context: int = 512) -> Session:
+    """A session over scripted models; the drafter is always right unless told otherwise."""
+    target = ScriptedTarget(context=context)
+    drafter = ScriptedDrafter(target, guess or (lambda c, _: next_token(c)))
+    return Session(Bundle(Path("nowhere"), MANIFEST), target, drafter, LetterVocabulary(eog))

@@ -1,0 +1,99 @@
+"""A folder that appears whole or not at all: it is filled under a temporary name beside its place, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from edge_export.errors import ExportError
+from edge_runtime.bundle import MANIFEST_NAME
+
+_PARTIAL, _REPLACED = "partial", "replaced"
+
+
+def check_output(output: Path, force: bool) -> None:
+    """Raises ExportError if `output` may not be written: no parent, or something is there that `force` does not cover.
+
+    What earlier exports left here that were killed is removed first, and a bundle that one was about to replace is put back.
+    """
+    parent = output.absolute().parent
+    if not parent.is_dir():
+        raise ExportError(f"{parent} is no folder, so {output.name} cannot be written there; make it first")
+    if not os.access(parent, os.W_OK):
+        raise ExportError(f"{parent} cannot be written; choose another place for the bundle")
+    _clear_leftovers(output.absolute())
+    if not os.path.lexists(output):
+        return
+    if not force:
+        raise ExportError(f"{output} exists already; choose another name, or replace it with --force")
+    if output.is_symlink() or not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST_NAME).is_file()):
+        raise ExportError(f"{output} is not a bundle, so --force does not replace it; remove it yourself or choose another name")
+
+
+@contextlib.contextmanager
+def partial_folder(output: Path, force: bool) -> Iterator[Path]:
+    """Yields an empty folder beside `output`; on success it becomes `output`, otherwise it is removed.
+
+    With `force` a bundle that is there is replaced at that moment; without, one that appeared meanwhile is an ExportError.
+    """
+    output = output.absolute()
+    partial = _sibling(output, _PARTIAL, os.getpid())
+    try:
+        partial.mkdir()
+        yield partial
+        check_output(output, force)
+        _move_in(partial, output)
+    except OSError as error:
+        where = error.filename or partial
+        raise ExportError(f"the export to {output} failed ({error.strerror or error}: {where}); check the disk and the sources") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_in(partial: Path, output: Path) -> None:
+    if not os.path.lexists(output):
+        partial.rename(output)
+        return
+    replaced = _sibling(output, _REPLACED, os.getpid())
+    output.rename(replaced)
+    try:
+        partial.rename(output)
+    except BaseException:
+        replaced.rename(output)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sibling(output: Path, kind: str, process: int) -> Path:
+    return output.with_name(f".{output.name}.{kind}-{process}")
+
+
+def _clear_leftovers(output: Path) -> None:
+    pattern = re.compile(rf"\.{re.escape(output.name)}\.({_PARTIAL}|{_REPLACED})-(\d+)")
+    for path in sorted(output.parent.iterdir()):
+        found = pattern.fullmatch(path.name)
+        if found is None or path.is_symlink() or not path.is_dir() or _alive(int(found.group(2))):
+            continue
+        if found.group(1) == _REPLACED and not os.path.lexists(output):
+            path.rename(output)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    """Whether another process with this id runs. Our own id on a leftover is that of an earlier run (containers reuse small ids)."""
+    if process == os.getpid():
+        return False
+    if os.name == "nt":
+        return True  # asking would end it
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True

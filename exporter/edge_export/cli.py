@@ -1,0 +1,175 @@
+"""`edge-export`: makes a bundle from a Gemma 4 target and its MTP drafter. Progress goes to standard error, results to standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+from edge_export.errors import ExportError
+from edge_export.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest, export_pair
+from edge_export.quantize import QUANTIZATIONS
+from edge_export.reference import reference_pair
+from edge_runtime.bundle import Bundle
+from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.structure import to_json
+
+EXAMPLES = """
+\b
+Examples:
+  edge-export google/gemma-4-E2B-it google/gemma-4-E2B-it-assistant -o e2b
+  edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --context 8192
+  edge-export target-q4_0.gguf ./drafter -o my-bundle --force
+  edge-export --reference-pair -o reference
+"""
+
+
+class Amount(ProgressColumn):
+    """Bytes done and wanted, speed and time left; nothing for a step that counts no bytes."""
+
+    def render(self, task: Task) -> Text:
+        """Returns e.g. "1.2 GB of 3.4 GB, 210.0 MB/s, ETA 11 s"."""
+        if not task.fields["counted"]:
+            return Text("")
+        parts = [f"{size(int(task.completed))} of {size(int(task.total or 0))}"]
+        if not task.finished and task.speed:
+            parts.append(f"{size(int(task.speed))}/s")
+        if not task.finished and task.time_remaining is not None:
+            parts.append(f"ETA {task.time_remaining:.0f} s")
+        return Text(", ".join(parts))
+
+
+class Display:
+    """Shows an export on standard error: one bar per step, with bytes, speed and time left. Implements `export.Progress`."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = Bars(
+            TextColumn("{task.description}"), BarColumn(bar_width=12), TimeElapsedColumn(), Amount(), console=console
+        )  # fmt: skip
+        self._task: TaskID | None = None
+
+    def step(self, title: str, total_bytes: int | None) -> None:
+        """Finishes the bar before and begins one; without a total it only moves."""
+        self._finish()
+        self._task = self._bars.add_task(title, total=total_bytes, counted=total_bytes is not None)
+
+    def advance(self, done_bytes: int) -> None:
+        """Moves the bar."""
+        if self._task is not None:
+            self._bars.advance(self._task, done_bytes)
+
+    def say(self, sentence: str) -> None:
+        """Prints a sentence above the bars."""
+        self._bars.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._finish()
+        self._bars.stop()
+
+    def _finish(self) -> None:
+        """Totals are estimates, so a finished step sets its own."""
+        if self._task is not None:
+            task = next(task for task in self._bars.tasks if task.id == self._task)
+            self._bars.update(self._task, total=max(task.completed, 1), completed=max(task.completed, 1))
+
+
+def size(count: int) -> str:
+    """Returns bytes for people: 1.5 MB."""
+    value, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def summary(bundle: Bundle) -> Table:
+    """The table at the end: every file of the bundle with its size."""
+    table = Table(title=f"{bundle.folder}: Gemma 4 {bundle.manifest.architecture.family}", title_justify="left")
+    for column, justify in (("file", "left"), ("role", "left"), ("quantization", "left"), ("size", "right")):
+        table.add_column(column, justify="right" if justify == "right" else "left", overflow="fold")
+    for entry in bundle.manifest.files:
+        table.add_row(entry.path, entry.role, entry.quantization or "", size(entry.bytes))
+    table.add_section()
+    table.add_row("together", "", "", size(sum(entry.bytes for entry in bundle.manifest.files)))
+    return table
+
+
+def parity_sentence(parity: dict[str, Any] | None) -> str:
+    """One sentence about the comparison with the reference."""
+    if not parity or "skipped" in parity:
+        return f"Parity not measured: {(parity or {}).get('skipped', 'no reason given')}."
+    plain, final, drafts = parity["unquantized"], parity["quantized"], parity["drafts"]
+    return (
+        f"Parity with {parity['reference']}: unquantized logits within {plain['max_abs_difference']:.3g}, "
+        f"{final['quantization']} mean KL {final['mean_kl']:.3g} and greedy agreement {final['greedy_agreement']:.0%}, "
+        f"drafts agree {drafts['unquantized_agreement']:.0%} ({drafts['quantized_agreement']:.0%} quantized)."
+    )
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("target", required=False)
+@click.argument("drafter", required=False)
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to make.")
+@click.option(
+    "--target-quant", type=click.Choice(QUANTIZATIONS),
+    help=f"Target's weights.  [default: {TARGET_QUANTIZATION}, the 4-bit type that CPUs repack and run fastest]",
+)  # fmt: skip
+@click.option(
+    "--drafter-quant", type=click.Choice(QUANTIZATIONS),
+    help=f"Drafter's weights.  [default: {DRAFTER_QUANTIZATION}: it is a few percent of the target's size, and 4 bits cost it acceptance]",
+)  # fmt: skip
+@click.option(
+    "--context", type=click.IntRange(min=1), help="Tokens the KV cache is laid out for.  [default: 4096, or the model's if shorter]"
+)
+@click.option("--no-verify", is_flag=True, help="Do not compare the export with the reference implementation.")
+@click.option("--force", is_flag=True, help="Replace an existing bundle, once the new one is whole.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@click.option("--reference-pair", "shipped", is_flag=True, help="Export the small trained pair shipped with this package.")
+@click.version_option(package_name="edge-mtp")
+def main(
+    target: str | None, drafter: str | None, output: Path, target_quant: str | None, drafter_quant: str | None, context: int | None,
+    no_verify: bool, force: bool, as_json: bool, shipped: bool,
+) -> None:  # fmt: skip
+    """Export TARGET and its MTP assistant DRAFTER as one bundle.
+
+    Each is a Hugging Face folder, a hub id, or an existing GGUF (checked, then taken as it is).
+    """
+    if shipped and (target or drafter):
+        raise click.UsageError("--reference-pair is exported instead of TARGET and DRAFTER; leave them out")
+    if not shipped and not (target and drafter):
+        raise click.UsageError("give TARGET and DRAFTER, or --reference-pair")
+    console = Console(stderr=True)
+    try:
+        if shipped:
+            target, drafter = map(str, reference_pair())
+        request = ExportRequest(
+            target=str(target), drafter=str(drafter), output=output, target_quantization=target_quant, drafter_quantization=drafter_quant,
+            context=context, verify=not no_verify, force=force,
+        )  # fmt: skip
+        with Display(console) as display:
+            bundle = export_pair(request, display)
+    except (ExportError, EdgeRuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo("stopped; nothing was left behind", err=True)
+        sys.exit(130)
+    if as_json:
+        click.echo(json.dumps({"bundle": str(bundle.folder), **to_json(bundle.manifest)}, ensure_ascii=False))
+        return
+    Console().print(summary(bundle))
+    console.print(parity_sentence(bundle.manifest.parity), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,257 @@
+"""The export: a target and its drafter in, a bundle out, in visible steps, whole or not at all."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from edge_export.atomic_folder import check_output, partial_folder
+from edge_export.cache_plan import architecture, cache_layout
+from edge_export.errors import ExportError
+from edge_export.gguf_file import gguf_bytes, write_gguf
+from edge_export.parity import ParityRequest, measure_parity
+from edge_export.quantize import DIRECT, check_quantization, expected_bytes, library_version, quantize_gguf
+from edge_export.safetensors_file import FloatType
+from edge_export.sources import ResolvedSource, manifest_source, resolve_pair, source_files
+from edge_export.vocabulary import TOKENIZER_NAME, read_vocabulary
+from edge_runtime.bundle import MANIFEST_NAME, SCHEMA_VERSION, Bundle, BundleFile, Manifest, RuntimeSettings, Source, open_bundle, sha256_of
+
+TARGET_QUANTIZATION = "q4_0"
+DRAFTER_QUANTIZATION = "q8_0"
+DEFAULT_CONTEXT = 4096
+# Tokenizer, template, manifest: what a bundle holds beside the models.
+_SMALL_FILES_BYTES = 64 << 20
+_PIECE_BYTES = 4 << 20
+_CHAT_TEMPLATE = "chat_template.jinja"
+
+
+class Progress(Protocol):
+    """Hears how an export goes on."""
+
+    def step(self, title: str, total_bytes: int | None) -> None:
+        """A step begins; `total_bytes` is None where there is nothing to count, and otherwise an estimate."""
+
+    def advance(self, done_bytes: int) -> None:
+        """So many more bytes of the step are done."""
+
+    def say(self, sentence: str) -> None:
+        """Something worth telling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """What to export. A source is a checkpoint folder, a hub id, or a GGUF, which is taken as it is.
+
+    Quantizations: one of quantize.QUANTIZATIONS, or None for the default. `context` in tokens (None: 4096, or the model's own if shorter).
+    """
+
+    target: str
+    drafter: str
+    output: Path
+    target_quantization: str | None = None
+    drafter_quantization: str | None = None
+    context: int | None = None
+    verify: bool = True
+    force: bool = False
+    threads: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """One half on its way into the bundle: `unquantized` is written first, `exported` is the bundle's file (both may be the same)."""
+
+    source: ResolvedSource
+    quantization: str
+    weight_type: FloatType
+    unquantized: Path
+    exported: Path
+
+    @property
+    def taken(self) -> bool:
+        """Whether it is an existing GGUF."""
+        return self.source.gguf is not None
+
+    @property
+    def direct(self) -> bool:
+        """Whether our converter writes the bundle's file itself."""
+        return self.unquantized == self.exported
+
+
+def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
+    """Makes the bundle `request.output` and returns it, opened and checked.
+
+    Raises ExportError (CheckpointError, ParityError); then nothing is left behind and a bundle that was there is as it was.
+    """
+    for quantization in (request.target_quantization, request.drafter_quantization):
+        if quantization is not None:
+            check_quantization(quantization)
+    check_output(request.output, request.force)
+    progress.step("Open the checkpoints", None)
+    target, drafter = resolve_pair(request.target, request.drafter)
+    context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
+    layout = cache_layout(target.checkpoint, drafter.checkpoint, context)
+    for part in (target, drafter):
+        for left_out in part.checkpoint.left_out:
+            progress.say(f"Left out of the {part.role}: {left_out}.")
+    with partial_folder(request.output, request.force) as folder:
+        models = (
+            _planned(target, request.target_quantization, TARGET_QUANTIZATION, folder),
+            _planned(drafter, request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
+        )
+        check_space(models, folder)
+        for model in models:
+            _make(model, request.threads or _processors(), progress)
+        parity = _parity(request, models, progress)
+        for model in models:
+            if not model.direct:
+                model.unquantized.unlink(missing_ok=True)
+        files = _files(models, _copy_texts(target, folder, progress), folder, progress)
+        manifest = Manifest(
+            schema_version=SCHEMA_VERSION,
+            created_by=f"edge-mtp {version('edge-mtp')}",
+            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            sources={part.role: _hashed_source(part, progress) for part in (target, drafter)},
+            architecture=architecture(target.checkpoint, drafter.checkpoint, context),
+            cache_layout=layout,
+            files=files,
+            left_out=tuple(f"{part.role}: {name}" for part in (target, drafter) for name in part.checkpoint.left_out),
+            parity=parity,
+            runtime=RuntimeSettings(context=context),
+        )
+        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        # The hashes were just computed from these very files; shape, sizes and layout are checked once more as a reader would.
+        open_bundle(folder, check_hashes=False)
+    return Bundle(request.output, manifest)
+
+
+def check_space(models: tuple[_Model, ...], folder: Path) -> None:
+    """Raises ExportError if the disk has no room for the unquantized files and the bundle together."""
+    needed = _SMALL_FILES_BYTES
+    for model in models:
+        if model.taken:
+            needed += model.source.path.stat().st_size
+            continue
+        needed += gguf_bytes(model.source.checkpoint, model.weight_type, tokenizer_folder=model.source.tokenizer_folder)
+        if not model.direct:
+            needed += expected_bytes(model.source.checkpoint.parameters, model.quantization)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ExportError(
+            f"{folder.parent} has {free} bytes free, the export needs about {needed} (unquantized files and bundle together);"
+            " free some space or choose another disk"
+        )
+
+
+def _planned(source: ResolvedSource, wanted: str | None, default: str, folder: Path) -> _Model:
+    if source.quantization is not None:
+        if wanted is not None:
+            raise ExportError(
+                f"{source.origin} is a GGUF and taken as it is ({source.quantization}); leave --{source.role}-quant out, or give the checkpoint"
+            )
+        path = folder / f"{source.role}-{source.quantization}.gguf"
+        return _Model(source=source, quantization=source.quantization, weight_type="f32", unquantized=path, exported=path)
+    quantization = wanted or default
+    exported = folder / f"{source.role}-{quantization}.gguf"
+    direct = DIRECT.get(quantization)
+    if direct is not None:
+        return _Model(source=source, quantization=quantization, weight_type=direct, unquantized=exported, exported=exported)
+    library_version()
+    weight_type = source.stored_type
+    unquantized = folder / f"{source.role}-unquantized-{weight_type}.gguf"
+    return _Model(source=source, quantization=quantization, weight_type=weight_type, unquantized=unquantized, exported=exported)
+
+
+def _make(model: _Model, threads: int, progress: Progress) -> None:
+    source = model.source
+    if model.taken:
+        progress.step(f"Copy the {source.role}", source.path.stat().st_size)
+        _copy(source.path, model.exported, progress.advance)
+        return
+    total = gguf_bytes(source.checkpoint, model.weight_type, tokenizer_folder=source.tokenizer_folder)
+    progress.step(f"Convert the {source.role} to {model.weight_type}", total)
+    write_gguf(source.checkpoint, model.unquantized, model.weight_type, progress.advance, tokenizer_folder=source.tokenizer_folder)
+    if not model.direct:
+        progress.step(
+            f"Quantize the {source.role} to {model.quantization}", expected_bytes(source.checkpoint.parameters, model.quantization)
+        )
+        quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance)
+
+
+def _parity(request: ExportRequest, models: tuple[_Model, _Model], progress: Progress) -> dict[str, Any]:
+    if not request.verify:
+        return {"skipped": "it was switched off with --no-verify"}
+    target, drafter = models
+    tokenizer_folder = target.source.tokenizer_folder
+    if target.taken or drafter.taken or tokenizer_folder is None:
+        taken = " and ".join(model.source.role for model in models if model.taken)
+        result: dict[str, Any] = {"skipped": f"the {taken} came as GGUF, without a checkpoint to compare with"}
+    else:
+        progress.step("Compare with the reference", None)
+        result = measure_parity(
+            ParityRequest(
+                target_folder=target.source.path, drafter_folder=drafter.source.path, tokenizer_folder=tokenizer_folder,
+                unquantized_target=target.unquantized, unquantized_drafter=drafter.unquantized,
+                exported_target=target.exported, exported_drafter=drafter.exported,
+                weight_type=target.weight_type, quantizations=(target.quantization, drafter.quantization),
+                parameters=target.source.checkpoint.parameters + drafter.source.checkpoint.parameters,
+                window=target.source.checkpoint.architecture.window, context=target.source.checkpoint.architecture.context,
+                threads=request.threads or _processors(),
+            ),
+            progress.say,
+        )  # fmt: skip
+    if "skipped" in result:
+        progress.say(f"Parity was not measured: {result['skipped']}.")
+    return result
+
+
+def _copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> list[tuple[str, Path]]:
+    """Puts tokenizer and chat template into the bundle; returns (role, path) of each. A GGUF carries its tokenizer itself."""
+    progress.step("Copy the tokenizer", None)
+    made: list[tuple[str, Path]] = []
+    template: str | None = None
+    if target.gguf is not None:
+        found = target.gguf.keys.get("tokenizer.chat_template")
+        template = found if isinstance(found, str) else None
+    elif target.tokenizer_folder is not None:
+        made.append(("tokenizer", folder / TOKENIZER_NAME))
+        _copy(target.tokenizer_folder / TOKENIZER_NAME, folder / TOKENIZER_NAME, lambda _: None)
+        template = read_vocabulary(target.tokenizer_folder).chat_template
+    if template is not None:
+        made.append(("chat_template", folder / _CHAT_TEMPLATE))
+        (folder / _CHAT_TEMPLATE).write_text(template, encoding="utf-8", newline="")
+    return made
+
+
+def _files(models: tuple[_Model, ...], texts: list[tuple[str, Path]], folder: Path, progress: Progress) -> tuple[BundleFile, ...]:
+    progress.step("Hash the bundle", None)
+    entries: list[tuple[str, Path, str, str | None]] = [(model.source.role, model.exported, "gguf", model.quantization) for model in models]
+    entries += [(role, path, path.suffix[1:], None) for role, path in texts]
+    return tuple(
+        BundleFile(
+            path=path.relative_to(folder).as_posix(), role=role, format=kind, bytes=path.stat().st_size, sha256=sha256_of(path),
+            quantization=quantization,
+        )
+        for role, path, kind, quantization in entries
+    )  # fmt: skip
+
+
+def _hashed_source(source: ResolvedSource, progress: Progress) -> Source:
+    progress.step(f"Hash the {source.role}'s source", sum(path.stat().st_size for path in source_files(source)))
+    return manifest_source(source, progress.advance)
+
+
+def _copy(source: Path, destination: Path, progress: Callable[[int], None]) -> None:
+    with source.open("rb") as reader, destination.open("wb") as writer:
+        while piece := reader.read(_PIECE_BYTES):
+            writer.write(piece)
+            progress(len(piece))
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,112 @@
+"""The edge-run command over a scripted session: streams, JSON, refusals, exit codes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from edge_runtime import cli
+from edge_runtime.errors import BundleError
+from scripted import make_session
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):
+    def call(*arguments: str, stdin: str | None = None, **session: Any) -> Result:
+        monkeypatch.setattr(cli, "open_session", lambda *_, **__: make_session(**session))
+        return CliRunner().invoke(cli.main, list(arguments), input=stdin)
+
+    return call
+
+
+def test_text_goes_out_and_figures_go_to_the_person(run):
+    result = run("bundle", "abc", "--max-tokens", "12")
+    assert result.exit_code == 0
+    assert len(result.stdout.strip()) >= 6
+    assert "tok/s" not in result.stdout
+    assert "100.0% of drafts accepted" in result.stderr
+    assert "12 tokens" in result.stderr
+
+
+def test_plain_decoding_reports_no_acceptance(run):
+    result = run("bundle", "abc", "--draft-length", "0")
+    assert "accepted" not in result.stderr
+    assert "1.00 tokens per round" in result.stderr
+
+
+def test_json_is_one_object(run):
+    result = run("bundle", "abc", "--json", "--verify-lossless", "--max-tokens", "9")
+    record = json.loads(result.stdout)
+    assert record["prompt"] == "abc"
+    assert record["stats"]["tokens"] == 9
+    assert record["lossless"]["equal"] is True
+
+
+def test_verify_lossless_says_so(run):
+    assert "lossless: all 20 tokens equal" in run("bundle", "abc", "--verify-lossless", "--max-tokens", "20").stderr
+
+
+def test_compare_ends_in_a_table(run):
+    result = run("bundle", "abc", "--compare", "--max-tokens", "12", "--repeats", "2")
+    assert result.exit_code == 0
+    for row in (
+        "tok/s",
+        "speed-up over plain",
+        "accepted at draft 2",
+        "tokens per round",
+        "time to first token",
+        "peak memory",
+        "same output",
+    ):
+        assert row in result.stdout
+    assert json.loads(run("bundle", "abc", "--compare", "--json", "--max-tokens", "8").stdout)["same_tokens"] is True
+
+
+def test_prompt_from_standard_input(run):
+    assert json.loads(run("bundle", "-", "--json", stdin="cab").stdout)["prompt"] == "cab"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bundle",),
+        ("bundle", "x", "--draft-length", "13"),
+        ("bundle", "x", "--max-tokens", "0"),
+        ("bundle", "x", "--compare", "--verify-lossless"),
+    ],
+)
+def test_usage_errors_exit_2(run, arguments):
+    assert run(*arguments).exit_code == 2
+
+
+def test_errors_are_one_sentence_with_exit_1(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise BundleError("nowhere is not a bundle; make one with edge-export")
+
+    monkeypatch.setattr(cli, "open_session", refuse)
+    result = CliRunner().invoke(cli.main, ["nowhere", "x"])
+    assert result.exit_code == 1
+    assert result.stderr == "Error: nowhere is not a bundle; make one with edge-export\n"
+
+
+def test_empty_prompt_is_refused_after_opening(run):
+    result = run("bundle", "")
+    assert result.exit_code == 1
+    assert "no tokens" in result.stderr
+
+
+def test_interrupt_exits_130(monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "open_session", interrupt)
+    result = CliRunner().invoke(cli.main, ["bundle", "x"])
+    assert result.exit_code == 130
+    assert "stopped" in result.stderr
+
+
+def test_help_has_examples(run):
+    assert "edge-run my-bundle" in run("--help").stdout
