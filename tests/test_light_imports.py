@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +25,16 @@ def test_public_names_exist():
     import edge_runtime
 
     assert [n for n in edge_runtime.__all__ if not hasattr(edge_runtime, n)] == []
+
+
+@pytest.mark.parametrize("package", ["exporter/edge_export", "runtime/edge_runtime", "devices/edge_devices"])
+def test_one_heavy_library_has_one_importing_module(package):
+    importers: dict[str, set[str]] = {}
+    for path in (Path(__file__).parent.parent / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            for name in names:
+                importers.setdefault(name.split(".")[0], set()).add(path.name)
+    shared = {library: sorted(files) for library, files in importers.items() if library in HEAVY - {"rich"} and len(files) > 1}
+    assert shared == {}

@@ -26,6 +26,10 @@ def check_output(output: Path, force: bool) -> None:
     if not os.access(parent, os.W_OK):
         raise ExportError(f"{parent} cannot be written; choose another place for the bundle")
     _clear_leftovers(output.absolute())
+    _check_place(output, force)
+
+
+def _check_place(output: Path, force: bool) -> None:
     if not os.path.lexists(output):
         return
     if not force:
@@ -45,7 +49,7 @@ def partial_folder(output: Path, force: bool) -> Iterator[Path]:
     try:
         partial.mkdir()
         yield partial
-        check_output(output, force)
+        _check_place(output, force)
         _move_in(partial, output)
     except OSError as error:
         where = error.filename or partial

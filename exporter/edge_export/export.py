@@ -198,7 +198,7 @@ def _parity(request: ExportRequest, models: tuple[_Model, _Model], progress: Pro
                 target_folder=target.source.path, drafter_folder=drafter.source.path, tokenizer_folder=tokenizer_folder,
                 unquantized_target=target.unquantized, unquantized_drafter=drafter.unquantized,
                 exported_target=target.exported, exported_drafter=drafter.exported,
-                weight_type=target.weight_type, quantizations=(target.quantization, drafter.quantization),
+                weight_types=(target.weight_type, drafter.weight_type), quantizations=(target.quantization, drafter.quantization),
                 parameters=target.source.checkpoint.parameters + drafter.source.checkpoint.parameters,
                 window=target.source.checkpoint.architecture.window, context=target.source.checkpoint.architecture.context,
                 threads=request.threads or _processors(),

@@ -127,9 +127,7 @@ class _Reader:
         for info in tensors:
             if info.offset + info.bytes > self._size:
                 end = info.offset + info.bytes
-                raise CheckpointError(
-                    f"{self._path} is truncated: tensor {info.name} ends at byte {end} of {self._size}; fetch the file again"
-                )
+                raise CheckpointError(f"{self._path} is truncated: {info.name} ends at byte {end} of {self._size}; fetch the file again")
         if len({info.name for info in tensors}) != len(tensors):
             raise self._corrupt("a tensor name comes twice")
         return GgufHeader(path=self._path, keys=keys, tensors=tensors)

@@ -75,7 +75,7 @@ QUANTIZED_KL_LIMITS = {"f16": 0.02, "bf16": 0.05, "q8_0": 0.1, "q6_k": 0.2, "q5_
 class ParityRequest:
     """What is compared. `exported_*` are the bundle's files, `unquantized_*` what they were quantized from (or the same).
 
-    `weight_type` is that of the unquantized target; `parameters` counts both models; `window` and `context` are the target's, in tokens.
+    `weight_types` are those of the unquantized target and drafter; `parameters` counts both models; `window` and `context` are the target's, in tokens.
     """
 
     target_folder: Path
@@ -85,7 +85,7 @@ class ParityRequest:
     unquantized_drafter: Path
     exported_target: Path
     exported_drafter: Path
-    weight_type: str
+    weight_types: tuple[str, str]
     quantizations: tuple[str, str]
     parameters: int
     window: int
@@ -140,7 +140,7 @@ def measure_parity(request: ParityRequest, notify: Callable[[str], None] = lambd
         return {"skipped": reason}
     tokens = _tokens(request)
     try:
-        plain = _export_rows(request, request.unquantized_target, request.unquantized_drafter, (request.weight_type,) * 2, tokens, notify)
+        plain = _export_rows(request, request.unquantized_target, request.unquantized_drafter, request.weight_types, tokens, notify)
         same = request.unquantized_target == request.exported_target and request.unquantized_drafter == request.exported_drafter
         final = plain if same else _export_rows(
             request, request.exported_target, request.exported_drafter, request.quantizations, tokens, notify
@@ -154,18 +154,20 @@ def measure_parity(request: ParityRequest, notify: Callable[[str], None] = lambd
 def _judged(
     request: ParityRequest, length: int, plain: Divergence, final: Divergence, agreements: list[float], contexts: tuple[int, ...]
 ) -> dict[str, Any]:
-    limits, kl_limit = UNQUANTIZED_LIMITS[request.weight_type], QUANTIZED_KL_LIMITS[request.quantizations[0]]
-    _demand(f"largest logit difference of the {request.weight_type} export", plain.max_abs_difference, most=limits.max_abs_difference)
-    _demand(f"mean KL of the {request.weight_type} export", plain.mean_kl, most=limits.mean_kl)
-    _demand(f"greedy agreement of the {request.weight_type} export", plain.greedy_agreement, least=limits.greedy_agreement)
+    weight_type = request.weight_types[0]
+    limits, kl_limit = UNQUANTIZED_LIMITS[weight_type], QUANTIZED_KL_LIMITS[request.quantizations[0]]
+    draft_limit = min(UNQUANTIZED_LIMITS[kind].draft_agreement for kind in request.weight_types)
+    _demand(f"largest logit difference of the {weight_type} export", plain.max_abs_difference, most=limits.max_abs_difference)
+    _demand(f"mean KL of the {weight_type} export", plain.mean_kl, most=limits.mean_kl)
+    _demand(f"greedy agreement of the {weight_type} export", plain.greedy_agreement, least=limits.greedy_agreement)
     _demand(f"mean KL of the {request.quantizations[0]} target", final.mean_kl, most=max(kl_limit, limits.mean_kl))
-    _demand("share of drafts that are the reference assistant's", agreements[0], least=limits.draft_agreement)
+    _demand("share of drafts that are the reference assistant's", agreements[0], least=draft_limit)
     return {
         "reference": "transformers in float32",
         "versions": {name: _installed(name) for name in ("torch", "transformers", "llama-cpp-python")},
         "tokens": length,
         "rows": ROWS,
-        "unquantized": {"weight_type": request.weight_type, **asdict(plain)},
+        "unquantized": {"weight_type": weight_type, **asdict(plain)},
         "quantized": {"quantization": request.quantizations[0], **asdict(final)},
         "drafts": {
             "draft_length": DRAFT_LENGTH,

@@ -28,7 +28,8 @@ _BITS = {"q4_0": 5.2, "q4_k_m": 5.5, "q5_k_m": 6.0, "q6_k": 6.7, "q8_0": 8.6, "f
 # llama.cpp's own default is 8 GiB of rows at once; an export is to stay below its largest tensor + 500 MB.
 MAX_BUFFER_BYTES = 192 << 20
 _POLL_SECONDS = 0.2
-_LOG_ERROR, _LOG_CONTINUED = 3, 5
+# enum ggml_log_level in ggml/include/ggml.h
+_LOG_ERROR, _LOG_CONTINUED = 4, 5
 
 
 def check_quantization(quantization: str) -> None:

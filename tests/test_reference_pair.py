@@ -1,0 +1,127 @@
+"""The shipped pair end to end: its format, and export -> run -> acceptance, losslessness, and llama.cpp's own tool on the same files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from edge_runtime.lossless import check_lossless
+from edge_runtime.policies import Fixed
+from edge_runtime.session import Session, open_session
+from silent import Silent
+
+PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pair"
+MAX_PAIR_BYTES = 30_000_000
+# A near-tie: two float16 paths that sum in another order may differ by this much.
+NEAR_TIE = 0.05
+
+
+def prompts(kind: str) -> list[str]:
+    return json.loads((PAIR / f"prompts.{kind}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+    from edge_export.export import ExportRequest, export_pair
+
+    output = tmp_path_factory.mktemp("exported") / "bundle"
+    request = ExportRequest(
+        target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, target_quantization="f16", drafter_quantization="f16",
+        context=1024, verify=False,
+    )  # fmt: skip
+    export_pair(request, Silent())
+    return output
+
+
+@pytest.fixture(scope="module")
+def session(bundle: Path, tmp_path_factory: pytest.TempPathFactory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGE_MTP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        with open_session(bundle) as opened:
+            yield opened
+
+
+def test_pair_is_small_and_bf16():
+    files = [f for f in PAIR.rglob("*") if f.is_file()]
+    assert sum(f.stat().st_size for f in files) <= MAX_PAIR_BYTES
+    for role in ("target", "drafter"):
+        with (PAIR / role / "model.safetensors").open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        kinds = {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+        assert kinds <= {"BF16", "I64"}, "weights are bfloat16, the token ordering is int64"
+
+
+def test_pair_has_the_traits_of_the_e2b_family():
+    target = json.loads((PAIR / "target" / "config.json").read_text())
+    assert target["layer_types"][-2:] == ["sliding_attention", "full_attention"]
+    assert target["num_kv_shared_layers"] == 4
+    assert target["use_double_wide_mlp"]
+    assert target["hidden_size_per_layer_input"] > 0
+    assert target["final_logit_softcapping"] == 30.0
+    assert target["tie_word_embeddings"]
+    assert target["rope_parameters"]["full_attention"]["rope_type"] == "proportional"
+    drafter = json.loads((PAIR / "drafter" / "config.json").read_text())
+    assert drafter["use_ordered_embeddings"]
+    assert drafter["text_config"]["layer_types"] == ["sliding_attention"] * 3 + ["full_attention"]
+    assert drafter["backbone_hidden_size"] == target["hidden_size"]
+
+
+def test_transformers_loads_both_and_nothing_is_missing():
+    transformers = pytest.importorskip("transformers", reason="needs edge-mtp[verify]")
+    for role, name in (("target", "Gemma4ForCausalLM"), ("drafter", "Gemma4AssistantForCausalLM")):
+        _, report = getattr(transformers, name).from_pretrained(PAIR / role, output_loading_info=True)
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+        assert not report["mismatched_keys"]
+
+
+@pytest.mark.parametrize(("kind", "least"), [("code", 0.60), ("prose", 0.45)])
+def test_held_out_prompts_accept_most_drafts(session: Session, kind: str, least: float):
+    """The card's figures over 24 prompts are higher; eight prompts may fall a little below them."""
+    drafted = accepted = 0
+    for prompt in prompts(kind)[:8]:
+        generation = session.generate(prompt, max_tokens=128, policy=Fixed(3))
+        generation.text()
+        drafted, accepted = drafted + generation.stats.drafted, accepted + generation.stats.accepted
+    assert accepted / drafted >= least
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_drafts_leave_the_output_as_it_is(session: Session, length: int):
+    for prompt in [*prompts("code")[:2], *prompts("prose")[:2]]:
+        generation = session.generate(prompt, max_tokens=100, policy=Fixed(length))
+        generation.text()
+        report = check_lossless(session, generation)
+        assert report.equal or abs(report.logit_gap or 0.0) < NEAR_TIE, report.sentence()
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("kind", ["code", "prose"])
+def test_llama_cpps_own_tool_runs_the_pair_and_accepts_as_much(bundle: Path, session: Session, kind: str):
+    folder = os.environ.get("EDGE_MTP_LLAMA_CPP_BIN")
+    if not folder:
+        pytest.skip("EDGE_MTP_LLAMA_CPP_BIN does not name llama.cpp's binaries; make llama-cpp builds them")
+    counts = {"ours": [0, 0], "peer": [0, 0]}
+    for prompt in prompts(kind)[:4]:
+        generation = session.generate(prompt, max_tokens=120, policy=Fixed(3))
+        generation.text()
+        counts["ours"][0] += generation.stats.accepted
+        counts["ours"][1] += generation.stats.drafted
+        command = [
+            str(Path(folder) / "llama-speculative-simple"), "-m", str(bundle / "target-f16.gguf"), "-md", str(bundle / "drafter-f16.gguf"),
+            "--spec-type", "draft-mtp", "--spec-draft-n-max", "3", "--temp", "0", "-n", "119", "-c", "1024", "-ngl", "0", "--no-escape",
+            "-t", "2", "-p", prompt,
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=True)
+        found = dict(re.findall(r"n_(drafted|accept)\s+=\s+(\d+)", done.stdout + done.stderr))
+        counts["peer"][0] += int(found["accept"])
+        counts["peer"][1] += int(found["drafted"])
+    ours, peer = (accepted / drafted for accepted, drafted in counts.values())
+    assert abs(ours - peer) <= 0.02, counts
