@@ -22,6 +22,7 @@ import click
 
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.policies import Fixed
+from edge_runtime.probe import probe_load_options
 from edge_runtime.session import Session, open_session
 
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
@@ -51,28 +52,55 @@ def run_ours(session: Session, prompt: str, length: int, tokens: int) -> dict[st
     return {"tokens": stats.tokens, "seconds": stats.decode_seconds, "drafted": stats.drafted, "accepted": stats.accepted}
 
 
-def run_peer(command: list[str], prompt: str, length: int, tokens: int) -> dict[str, float]:
-    """One request through llama-speculative-simple; raises ClickException with its last lines when it fails."""
-    full = [*command, "--no-escape", "-p", prompt, "-n", str(tokens), "--spec-draft-n-max", str(length)]
-    done = subprocess.run(full, capture_output=True, text=True, errors="replace", timeout=600, check=False)
-    output = done.stdout + done.stderr
-    timing, counts = DECODED.search(output), dict(COUNTS.findall(output))
-    if done.returncode or not timing:
-        raise click.ClickException(f"{command[0]} ended with {done.returncode}: {' '.join(output.splitlines()[-3:])}")
-    return {"tokens": int(timing[1]), "seconds": float(timing[2]), "drafted": int(counts["drafted"]), "accepted": int(counts["accept"])}
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """llama.cpp's tools on the bundle's own files: greedy, on the CPU, without weight repacking where our own side has to do without."""
+
+    tools: Path
+    target: Path
+    drafter: Path
+    context: int
+    threads: int
+    repack: bool
+
+    def run(self, session: Session, prompt: str, length: int, tokens: int) -> dict[str, float]:
+        """One request; plain decoding is timed by llama-bench at the prompt's depth, as the other tool has no plain mode."""
+        if length == 0:
+            return self._plain(len(session.vocabulary.encode(prompt)), tokens)
+        output = self._output(
+            "llama-speculative-simple", "-md", str(self.drafter), "--spec-type", "draft-mtp", "--spec-draft-n-max", str(length),
+            "--temp", "0", "-c", str(self.context), "-n", str(tokens), "--no-escape", "-p", prompt, *([] if self.repack else ["--no-repack"]),
+        )  # fmt: skip
+        timing, counts = DECODED.search(output), dict(COUNTS.findall(output))
+        if not timing:
+            raise click.ClickException(f"llama-speculative-simple printed no timing: {' '.join(output.splitlines()[-3:])}")
+        return {"tokens": int(timing[1]), "seconds": float(timing[2]), "drafted": int(counts["drafted"]), "accepted": int(counts["accept"])}
+
+    def _plain(self, depth: int, tokens: int) -> dict[str, float]:
+        output = self._output("llama-bench", "-p", "0", "-n", str(tokens), "-d", str(depth), "-r", "1", "-o", "json")
+        record = json.loads(output[output.index("[") : output.rindex("]") + 1])[0]
+        return {"tokens": tokens, "seconds": tokens / record["avg_ts"], "drafted": 0, "accepted": 0}
+
+    def _output(self, tool: str, *arguments: str) -> str:
+        command = [str(self.tools / tool), "-m", str(self.target), "-t", str(self.threads), "-ngl", "0", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=600, check=False)
+        if done.returncode:
+            raise click.ClickException(f"{tool} ended with {done.returncode}: {' '.join(done.stderr.splitlines()[-3:])}")
+        return done.stdout if tool == "llama-bench" else done.stdout + done.stderr
 
 
-def peer_command(tools: Path, session: Session, threads: int, extra_bufts: bool) -> list[str]:
-    """The tool on the bundle's own files, greedy, on CPU."""
+def peer_for(session: Session, tools: Path, threads: int) -> Peer:
+    """The tools on the files the session has open."""
     bundle = session.bundle
-    command = [
-        str(tools / "llama-speculative-simple"), "-m", str(bundle.path("target", "gguf")), "-md", str(bundle.path("drafter", "gguf")),
-        "--spec-type", "draft-mtp", "--temp", "0", "-c", str(bundle.manifest.runtime.context), "-t", str(threads), "-ngl", "0",
-    ]  # fmt: skip
-    return command if extra_bufts else [*command, "--no-repack"]
+    files = bundle.file("target", "gguf"), bundle.file("drafter", "gguf")
+    target, drafter = (bundle.folder / f.path for f in files)
+    answer = probe_load_options(target, drafter, [f.quantization or "unknown" for f in files], notify=lambda _: None)
+    return Peer(
+        tools=tools, target=target, drafter=drafter, context=bundle.manifest.runtime.context, threads=threads, repack=answer.use_extra_bufts
+    )
 
 
-def measure(session: Session, command: list[str], prompts: list[str], lengths: list[int], repeats: int, tokens: int) -> list[Sample]:
+def measure(session: Session, peer: Peer, prompts: list[str], lengths: list[int], repeats: int, tokens: int) -> list[Sample]:
     """All samples: for each repeat, prompt and draft length ours and then the peer's, every other repeat the other way round."""
     samples = []
     runs = [(r, p, k) for r in range(repeats) for p in range(len(prompts)) for k in lengths]
@@ -80,7 +108,7 @@ def measure(session: Session, command: list[str], prompts: list[str], lengths: l
         for repeat, prompt, length in bar:
             for side in ("ours", "llama.cpp") if repeat % 2 == 0 else ("llama.cpp", "ours"):
                 text = prompts[prompt]
-                figures = run_ours(session, text, length, tokens) if side == "ours" else run_peer(command, text, length, tokens)
+                figures = run_ours(session, text, length, tokens) if side == "ours" else peer.run(session, text, length, tokens)
                 samples.append(Sample(side=side, draft_length=length, repeat=repeat, prompt=prompt, **figures))  # type: ignore[arg-type]
     return samples
 
@@ -134,8 +162,8 @@ def main(
     texts = json.loads(prompts.read_text())[:count]
     try:
         with open_session(bundle, threads=threads, notify=lambda text: click.echo(text, err=True)) as session:
-            command = peer_command(tools, session, threads, session.target.use_extra_bufts)
-            samples = measure(session, command, texts, [int(k) for k in lengths.split(",")], repeats, tokens)
+            peer = peer_for(session, tools, threads)
+            samples = measure(session, peer, texts, [int(k) for k in lengths.split(",")], repeats, tokens)
     except EdgeRuntimeError as error:
         raise click.ClickException(str(error)) from error
     if output:
