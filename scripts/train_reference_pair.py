@@ -132,7 +132,9 @@ def evaluate_stage(output: Path, seed: int) -> None:
 
 def save_model(model: torch.nn.Module, folder: Path) -> None:
     """Writes bf16 safetensors as a Gemma 4 checkpoint has them; the float32 weights in memory stay as they are."""
-    state = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    # The head is tied to the embedding: one copy is stored, as in the published checkpoints.
+    kept = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    state = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in kept.items()}
     model.save_pretrained(folder, state_dict=state)
     config = folder / "config.json"  # save_pretrained names the dtype of the weights in memory, not of the file
     config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))

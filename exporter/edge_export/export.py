@@ -190,24 +190,20 @@ def _parity(request: ExportRequest, models: tuple[_Model, _Model], progress: Pro
     tokenizer_folder = target.source.tokenizer_folder
     if target.taken or drafter.taken or tokenizer_folder is None:
         taken = " and ".join(model.source.role for model in models if model.taken)
-        result: dict[str, Any] = {"skipped": f"the {taken} came as GGUF, without a checkpoint to compare with"}
-    else:
-        progress.step("Compare with the reference", None)
-        result = measure_parity(
-            ParityRequest(
-                target_folder=target.source.path, drafter_folder=drafter.source.path, tokenizer_folder=tokenizer_folder,
-                unquantized_target=target.unquantized, unquantized_drafter=drafter.unquantized,
-                exported_target=target.exported, exported_drafter=drafter.exported,
-                weight_types=(target.weight_type, drafter.weight_type), quantizations=(target.quantization, drafter.quantization),
-                parameters=target.source.checkpoint.parameters + drafter.source.checkpoint.parameters,
-                window=target.source.checkpoint.architecture.window, context=target.source.checkpoint.architecture.context,
-                threads=request.threads or _processors(),
-            ),
-            progress.say,
-        )  # fmt: skip
-    if "skipped" in result:
-        progress.say(f"Parity was not measured: {result['skipped']}.")
-    return result
+        return {"skipped": f"the {taken} came as GGUF, without a checkpoint to compare with"}
+    progress.step("Compare with the reference", None)
+    return measure_parity(
+        ParityRequest(
+            target_folder=target.source.path, drafter_folder=drafter.source.path, tokenizer_folder=tokenizer_folder,
+            unquantized_target=target.unquantized, unquantized_drafter=drafter.unquantized,
+            exported_target=target.exported, exported_drafter=drafter.exported,
+            weight_types=(target.weight_type, drafter.weight_type), quantizations=(target.quantization, drafter.quantization),
+            parameters=target.source.checkpoint.parameters + drafter.source.checkpoint.parameters,
+            window=target.source.checkpoint.architecture.window, context=target.source.checkpoint.architecture.context,
+            threads=request.threads or _processors(),
+        ),
+        progress.say,
+    )  # fmt: skip
 
 
 def _copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> list[tuple[str, Path]]:
