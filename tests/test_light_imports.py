@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ HEAVY = {"torch", "transformers", "onnxruntime", "llama_cpp", "gguf", "tokenizer
 @pytest.mark.parametrize("package", ["edge_runtime", "edge_devices", "edge_export"])
 def test_importing_a_package_brings_nothing_heavy(package):
     code = f"import json, sys, {package}; print(json.dumps(sorted(m.split('.')[0] for m in sys.modules)))"
-    loaded = set(json.loads(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    loaded = set(json.loads(child.stdout))
     assert package in loaded
     assert not HEAVY & loaded
 

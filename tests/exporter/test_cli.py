@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 from click.testing import CliRunner, Result
 
 from edge_export import cli, reference

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
 from edge_export import atomic_folder, export
 from edge_export.errors import ExportError
 from edge_export.export import ExportRequest, export_pair

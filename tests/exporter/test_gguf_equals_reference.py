@@ -17,9 +17,9 @@ from tiny_members import MEMBERS
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.peer
 
-from edge_export.checkpoint import open_checkpoint  # noqa: E402
-from edge_export.gguf_file import gguf_bytes, write_gguf  # noqa: E402
-from edge_export.safetensors_file import FloatType  # noqa: E402
+from edge_export.checkpoint import open_checkpoint
+from edge_export.gguf_file import gguf_bytes, write_gguf
+from edge_export.safetensors_file import FloatType
 
 WEIGHT_TYPES: list[FloatType] = ["f32", "f16", "bf16"]
 # Keys or tensors that may differ, with the reason. Empty: nothing differs.

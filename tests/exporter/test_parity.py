@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
 from edge_export import export, parity
 from edge_export.divergence import agrees, divergence
 from edge_export.errors import ParityError

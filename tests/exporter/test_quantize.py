@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
 from edge_export import quantize
 from edge_export.checkpoint import open_checkpoint
 from edge_export.errors import ExportError

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
 from edge_export.cache_plan import architecture, cache_layout
 from edge_export.checkpoint import open_checkpoint
 from edge_export.errors import CheckpointError
