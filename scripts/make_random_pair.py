@@ -9,7 +9,6 @@ tokenizer is the reference pair's, filled up with unused tokens.
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +20,7 @@ from edge_export.architecture import parse_architecture
 from edge_export.reference import reference_pair
 from edge_export.safetensors_file import to_bfloat16
 from edge_export.tensor_shapes import TOKEN_ORDERING, Shapes, needed_shapes
+from refpair.grow import write_grown_tokenizer
 
 BLOCK = 8 << 20
 SHARD_BYTES = 2 << 30
@@ -104,13 +104,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], vocabulary: int, seed
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     write_shards(needed_shapes(parse_architecture(config, folder / "config.json")), folder, seed)
-    source = reference_pair()[0]
-    tokenizer = json.loads((source / "tokenizer.json").read_text())
-    pieces = tokenizer["model"]["vocab"]
-    pieces |= {f"<unused{i}>": i for i in range(len(pieces), vocabulary)}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(source / name, folder / name)
+    write_grown_tokenizer(reference_pair()[0], folder, vocabulary)
 
 
 @click.command(context_settings={"show_default": True})

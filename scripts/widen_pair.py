@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
 from refpair.drafter import draft_states, target_rows
+from refpair.grow import write_grown_tokenizer
 
 # Softcapping bounds target logits to 30; rows this long put the unused ones near -30 even where the fit is poor.
 SCALE = 60.0
@@ -107,12 +108,7 @@ def write_folder(source: Path, output: Path, state: dict[str, torch.Tensor], con
     output.mkdir(parents=True)
     save_file({k: v.contiguous() for k, v in state.items()}, output / "model.safetensors", metadata={"format": "pt"})
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tokenizer = json.loads((source / "tokenizer.json").read_text())
-    pieces = tokenizer["model"]["vocab"]
-    pieces |= {f"<unused{i}>": i for i in range(len(pieces), vocabulary)}
-    (output / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(source / name, output / name)
+    write_grown_tokenizer(source, output, vocabulary)
 
 
 @click.command(context_settings={"show_default": True})

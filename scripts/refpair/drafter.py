@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
-from refpair.target import optimizers_for, rate_at, set_rates
+from refpair.target import optimizers_for, rate_at, set_rates, take_step
 
 MASKED = -1e9
 
@@ -196,15 +196,9 @@ def train_drafter(
         tokens = torch.from_numpy(chosen.astype(np.int64))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = step_loss(drafter, target, tokens, read_rows(target, tokens), recipe)
-        loss.backward()
-        nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if not math.isfinite(loss.item()):
-            raise FloatingPointError(f"distillation loss became {loss.item()} at step {step}: lower the rates")
+        value = take_step(drafter, optimizers, loss, step)
         if step % 20 == 0:
-            report({"step": step, "minutes": (time.monotonic() - started) / 60, "loss": loss.item()})
+            report({"step": step, "minutes": (time.monotonic() - started) / 60, "loss": value})
         if step % 500 == 499:
             checkpoint(drafter)
         step += 1

@@ -95,6 +95,18 @@ def set_rates(optimizers: list[torch.optim.Optimizer], share: float) -> None:
             group["lr"] = group["peak"] * share
 
 
+def take_step(model: nn.Module, optimizers: list[torch.optim.Optimizer], loss: torch.Tensor, step: int) -> float:
+    """One clipped optimizer step; returns the loss. Raises FloatingPointError when it is no number any more."""
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if not math.isfinite(value := loss.item()):
+        raise FloatingPointError(f"the loss became {value} at step {step}: lower the rates")
+    return value
+
+
 def windows(tokens: np.ndarray, length: int, batch: int, seed: int) -> Iterator[torch.Tensor]:
     """Yields int64 batches [batch, length + 1] at random offsets, each epoch a fresh permutation of the windows."""
     generator = np.random.default_rng(seed)
@@ -137,15 +149,9 @@ def train_target(
         set_rates(optimizers, rate_at(progress, recipe.warm_up, recipe.cool_down))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = step_loss(model, next(short if progress < 1 - recipe.long_share else long))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if not math.isfinite(loss.item()):
-            raise FloatingPointError(f"training loss became {loss.item()} at step {step}: lower the rates")
+        value = take_step(model, optimizers, loss, step)
         if step % 20 == 0:
-            report({"step": step, "minutes": (time.monotonic() - started) / 60, "loss": loss.item()})
+            report({"step": step, "minutes": (time.monotonic() - started) / 60, "loss": value})
         if step % 500 == 499:
             report({"step": step, "validation_loss": validation_loss(model, held_out, recipe.sequence_length, QUICK_WINDOWS)})
             checkpoint(model)
