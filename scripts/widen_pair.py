@@ -105,6 +105,7 @@ def widen_drafter(folder: Path, output: Path, vocabulary: int, direction: torch.
 
 def write_folder(source: Path, output: Path, state: dict[str, torch.Tensor], config: dict[str, Any], vocabulary: int) -> None:
     """Writes one checkpoint folder with its grown tokenizer."""
+    state.pop("lm_head.weight", None)  # a copy of the tied embedding, which has grown
     output.mkdir(parents=True)
     save_file({k: v.contiguous() for k, v in state.items()}, output / "model.safetensors", metadata={"format": "pt"})
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
