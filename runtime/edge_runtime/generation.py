@@ -72,6 +72,9 @@ class Generation:
         """Yields non-empty pieces of text until the request is done."""
         waiting = 0
         for one in self.rounds():
+            if not self.options.stop:
+                for token in one.tokens:
+                    self._feed(token)
             waiting += len(one.tokens)
             if waiting >= self.options.chunk_size and (text := self._text.take()):
                 yield text
@@ -108,7 +111,11 @@ class Generation:
         """Runs the request to its end and returns all text."""
         return "".join(self)
 
+    def _feed(self, token: int) -> bool:
+        return self._text.feed(self._session.vocabulary.piece(token))
+
     def _ends(self, token: int) -> bool:
-        # The text is made token by token, as plain decoding would: so a stop string ends the request at the same token.
-        stopped = self._text.feed(self._session.vocabulary.piece(token))
+        # With stop strings the text is made token by token inside the loop, as plain decoding would: so they end the request at the
+        # same token. Without them the loop does no text work, and its seconds hold none.
+        stopped = bool(self.options.stop) and self._feed(token)
         return stopped or token in self._session.vocabulary.eog_tokens

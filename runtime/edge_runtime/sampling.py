@@ -146,9 +146,13 @@ class Sampler:
 
 
 def _top_k(row: Logits, k: int) -> Tokens:
+    """Returns ascending indices of the k greatest logits (0: all); of equal ones at the edge the first."""
     if not 0 < k < row.size:
         return np.arange(row.size)
-    return np.sort(np.argpartition(row, -k)[-k:])
+    edge = np.partition(row, -k)[-k]
+    above = np.flatnonzero(row > edge)
+    level = np.flatnonzero(row == edge)[: k - len(above)]
+    return np.sort(np.concatenate([above, level]))
 
 
 def _nucleus(weights: Weights, share: float) -> Tokens:

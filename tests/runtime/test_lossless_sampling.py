@@ -144,6 +144,15 @@ def test_rejection_accepts_everything_from_a_drafter_that_is_the_target():
     assert len(target.rows) == 10  # 5 tokens a forward
 
 
+def test_match_drafts_under_the_same_bias_and_penalties():
+    """Greedy but for a ban and a penalty: a drafter that is the target is then always right, position by position."""
+    params = SamplingParams(temperature=0, presence_penalty=1.5, penalty_window=3, logit_bias={2: -np.inf})
+    target = StochasticTarget(TARGET)
+    rule = MatchRule(Sampler(params), PROMPT, np.random.default_rng(1).random)
+    write(target, StochasticDrafter(target, TARGET), PROMPT, rule, length=4, tokens=50)
+    assert len(target.rows) == 10
+
+
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_match_with_a_seed_writes_the_same_with_any_drafts(length):
     def run(drafter, length):

@@ -14,7 +14,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.sampling import Sampler, SamplingParams
 
 SIZE = 12
-# Multiples of 1/16 with distinct values: no ties, and sums that are the same however they are ordered up to rounding.
+# Distinct multiples of 1/4: a bias or a penalty can make ties.
 rows = st.permutations(range(-SIZE, SIZE)).map(lambda values: np.array(values[:SIZE], dtype=np.float32) / 4)
 params = st.builds(
     SamplingParams,
@@ -32,14 +32,16 @@ pasts = st.lists(st.integers(0, SIZE - 1), max_size=10)
 
 
 def naive(logits, recent, wanted: SamplingParams) -> np.ndarray:
-    """Every step on dense float64, one after the other, in llama.cpp's order."""
-    row = logits.astype(np.float64)
+    """Every step one after the other, in llama.cpp's order. Logits stay float32, so that rounding makes the same ties as in the sampler."""
+    row = logits.copy()
     for token, bias in wanted.logit_bias.items():
-        row[token] += bias
+        row[token] += np.float32(bias)
+    penalty = np.float32(wanted.repetition_penalty)
     window = recent[-wanted.penalty_window :]
     for token in set(window):
-        row[token] = row[token] / wanted.repetition_penalty if row[token] > 0 else row[token] * wanted.repetition_penalty
-        row[token] -= window.count(token) * wanted.frequency_penalty + wanted.presence_penalty
+        value = row[token] / penalty if row[token] > 0 else row[token] * penalty
+        row[token] = float(value) - window.count(token) * wanted.frequency_penalty - wanted.presence_penalty
+    row = row.astype(np.float64)
     order = sorted(range(SIZE), key=lambda t: -row[t])
     order = order[: wanted.top_k or SIZE]
     weights = np.exp(row[order] - row.max())
@@ -90,6 +92,12 @@ def test_temperature_zero_is_the_likeliest_token_after_bias_and_penalties():
     assert Sampler(SamplingParams(temperature=0, logit_bias={1: -math.inf}))(row).tokens.tolist() == [2]
     assert Sampler(SamplingParams(temperature=0, repetition_penalty=2.0)).likeliest(row, [1]) == 2
     assert not Sampler(SamplingParams(temperature=0, top_k=3)).adjusts
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_of_equal_logits_at_the_edge_of_top_k_the_first_stay(k):
+    row = np.array([1, 2, 0, 2, 1, 2, 1], dtype=np.float32)
+    assert Sampler(SamplingParams(top_k=k))(row).tokens.tolist() == sorted([1, 3, 5, 0, 4][:k])
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30])
