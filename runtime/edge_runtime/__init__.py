@@ -9,6 +9,7 @@ with edge_runtime.open_session("bundle") as session:
 
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
+from edge_runtime.sampling import SamplingParams
 from edge_runtime.session import Generation, Session, open_session
 from edge_runtime.stats import DecodeStats
 
@@ -20,6 +21,7 @@ __all__ = [
     "EdgeRuntimeError",
     "Generation",
     "RequestError",
+    "SamplingParams",
     "Session",
     "open_bundle",
     "open_session",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from edge_runtime.backends.base import Logits
+from edge_runtime.distribution import Distribution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +23,33 @@ def accept_greedy(drafts: Sequence[int], logits: Logits) -> Verdict:
     `logits` are float32 [len(drafts) + 1, vocabulary]; row i predicts the token at draft i's place. Rows after the first
     mismatch are not looked at.
     """
+    return accept_by_match(drafts, lambda position: int(logits[position].argmax()))
+
+
+def accept_by_match(drafts: Sequence[int], choose: Callable[[int], int]) -> Verdict:
+    """Accepts drafts as long as they equal what the target chooses at their places; `choose(i)` is asked once per place, in order.
+
+    All emitted tokens are the target's own choices: drafts change nothing but how many of them one forward yields, so the same
+    random numbers give the same output for any drafter. Positions after the first mismatch are not asked for.
+    """
     for position, draft in enumerate(drafts):
-        choice = int(logits[position].argmax())
+        choice = choose(position)
         if choice != draft:
             return Verdict(accepted=position, next_token=choice)
-    return Verdict(accepted=len(drafts), next_token=int(logits[len(drafts)].argmax()))
+    return Verdict(accepted=len(drafts), next_token=choose(len(drafts)))
+
+
+def accept_by_rejection(
+    drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution], random: Callable[[], float]
+) -> Verdict:
+    """Speculative sampling: emits tokens distributed as the target's, if draft i was drawn from `proposed[i]`.
+
+    With p = `target(i)` and q = `proposed[i]` a draft x stands with probability min(1, p(x) / q(x)); in place of the first that does
+    not, a token is drawn from max(p - q, 0), normalised; after the last that does, from p. `random` gives uniform numbers of
+    [0, 1). Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
+    """
+    for position, draft in enumerate(drafts):
+        p, q = target(position), proposed[position]
+        if random() * q.of(draft) >= p.of(draft):
+            return Verdict(accepted=position, next_token=p.less(q).draw(random()))
+    return Verdict(accepted=len(drafts), next_token=target(len(drafts)).draw(random()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import click
 
 from edge_runtime.comparison import compare, comparison_table
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.lossless import check_lossless
+from edge_runtime.policies import POLICIES, draft_length_policy
+from edge_runtime.sampling_options import request_options, sampling_options
 from edge_runtime.session import Generation, Session, open_session
 
 EXAMPLES = """
@@ -22,6 +26,7 @@ Examples:
   edge-run my-bundle --draft-length 0 "plain decoding, no drafts"
   edge-run my-bundle --verify-lossless --max-tokens 200 "class Stack:"
   edge-run my-bundle --compare "import os"
+  edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
   echo "from standard input" | edge-run my-bundle -
 """
 
@@ -33,8 +38,10 @@ class RunOptions:
     prompt: str
     max_tokens: int
     draft_length: int | None
+    policy: str
     as_json: bool
     verify_lossless: bool
+    request: Mapping[str, Any]
 
 
 def note(text: str) -> None:
@@ -44,7 +51,9 @@ def note(text: str) -> None:
 
 def run_once(session: Session, options: RunOptions) -> None:
     """Streams one generation and says how it went."""
-    generation = session.generate(options.prompt, max_tokens=options.max_tokens, draft_length=options.draft_length)
+    start = session.bundle.manifest.runtime.draft_length if options.draft_length is None else options.draft_length
+    policy = draft_length_policy(options.policy, start)
+    generation = session.generate(options.prompt, max_tokens=options.max_tokens, policy=policy, **options.request)
     pieces = []
     for piece in generation:
         pieces.append(piece)
@@ -88,10 +97,23 @@ def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
     Console().print(comparison_table(comparison))
 
 
+def check_combination(request: Mapping[str, Any], policy: str, draft_length: int | None, *, comparing: bool, verify_lossless: bool) -> None:
+    """Raises a usage error for options that contradict each other."""
+    if comparing and verify_lossless:
+        raise click.UsageError("--compare and --verify-lossless are two different runs; give one of them")
+    if comparing and (policy != "fixed" or request["sampling"] != GREEDY_PARAMS or request["stop"]):
+        raise click.UsageError("--compare is greedy, with a fixed draft length and no stop strings; leave those options out")
+    if policy == "stepped" and draft_length is not None:
+        raise click.UsageError("--policy stepped has its own draft lengths; leave --draft-length out")
+    if verify_lossless and not GenerationOptions(sampling=request["sampling"], acceptance=request["acceptance"]).repeatable:
+        raise click.UsageError("--verify-lossless needs temperature 0, or --acceptance match with a --seed: other runs differ by chance")
+
+
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("prompt")
 @click.option("--draft-length", type=click.IntRange(0, 12), help="Tokens to draft per round; 0 is plain decoding.  [default: the bundle's]")
+@click.option("--policy", type=click.Choice(POLICIES), default="fixed", help="How the draft length follows the acceptance.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens to generate; drafts never count.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the bundle's]")
@@ -100,17 +122,20 @@ def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and show a table.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="With --compare: runs of each; medians are shown.")
 @click.option("--check/--no-check", "check_hashes", default=True, help="Check the files' sha256 before use.")
+@sampling_options
 @click.version_option(package_name="edge-mtp")
 def main(
-    bundle: Path, prompt: str, draft_length: int | None, max_tokens: int, threads: int | None, context: int | None, as_json: bool,
-    verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool,
+    bundle: Path, prompt: str, draft_length: int | None, policy: str, max_tokens: int, threads: int | None, context: int | None,
+    as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter."""
-    if comparing and verify_lossless:
-        raise click.UsageError("--compare and --verify-lossless are two different runs; give one of them")
-    text = sys.stdin.read() if prompt == "-" else prompt
-    options = RunOptions(prompt=text, max_tokens=max_tokens, draft_length=draft_length, as_json=as_json, verify_lossless=verify_lossless)
     try:
+        request = request_options(sampling)
+        check_combination(request, policy, draft_length, comparing=comparing, verify_lossless=verify_lossless)
+        options = RunOptions(
+            prompt=sys.stdin.read() if prompt == "-" else prompt, max_tokens=max_tokens, draft_length=draft_length, policy=policy,
+            as_json=as_json, verify_lossless=verify_lossless, request=request,
+        )  # fmt: skip
         with open_session(bundle, threads=threads, context=context, check_hashes=check_hashes, notify=note) as session:
             if comparing:
                 run_comparison(session, options, repeats)

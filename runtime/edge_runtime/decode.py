@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from edge_runtime.acceptance import accept_greedy
 from edge_runtime.backends.base import Drafter, Target
 from edge_runtime.policies import DraftLengthPolicy
+from edge_runtime.rules import GREEDY, AcceptanceRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,33 +20,33 @@ class Round:
 
 
 def decode(
-    target: Target, drafter: Drafter | None, last: int, policy: DraftLengthPolicy, *, max_tokens: int, stop: Collection[int] = ()
-) -> Iterator[Round]:
-    """Yields rounds of greedy decoding until `max_tokens` tokens are out, a token of `stop` came, or the context is full.
+    target: Target, drafter: Drafter | None, last: int, policy: DraftLengthPolicy, *, max_tokens: int,
+    rule: AcceptanceRule = GREEDY, ends: Callable[[int], bool] = lambda _: False,
+) -> Iterator[Round]:  # fmt: skip
+    """Yields rounds until `max_tokens` tokens are out, `ends` said yes, or the context is full.
 
-    `last` is the newest token; all tokens before it are in the target's cache, and so they are again after every round. The
-    emitted tokens equal the target's own greedy output, whatever the drafter proposes; a token of `stop` is emitted as the last
-    one. Method: Leviathan et al. 2023 (arXiv 2211.17192), greedy case, with Gemma 4's drafter, which reads the target's own rows.
+    `last` is the newest token; all tokens before it are in the target's cache, and so they are again after every round. What is
+    emitted is the target's own, token for token or in distribution as `rule` has it, whatever the drafter proposes. `ends` is asked
+    once about each emitted token, in order; the one it says yes to is the last. Method: Leviathan et al. 2023 (arXiv 2211.17192),
+    with Gemma 4's drafter, which reads the target's own rows.
     """
-    left = max_tokens
-    while left > 0 and target.length < target.context:
+    left, ended = max_tokens, False
+    while left > 0 and not ended and target.length < target.context:
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
         room = min(policy.draft_length(), left - 1, target.context - target.length - 1, target.rewind_slack)
-        drafts = drafter.draft(last, room) if drafter is not None and room > 0 else []
+        drafts = drafter.draft(last, room, rule.choose) if drafter is not None and room > 0 else []
         start = target.length
-        verdict = accept_greedy(drafts, target.verify([last, *drafts]))
-        tokens = _until_stop((*drafts[: verdict.accepted], verdict.next_token), stop)
+        verdict = rule.accept(drafts, target.verify([last, *drafts]))
+        tokens, ended = _until_end((*drafts[: verdict.accepted], verdict.next_token), ends)
         target.rollback(start + len(tokens))  # all emitted tokens but the newest, and the one that came before them
         policy.observe(len(drafts), verdict.accepted)
         yield Round(drafted=len(drafts), accepted=min(verdict.accepted, len(tokens)), tokens=tokens)
         last, left = tokens[-1], left - len(tokens)
-        if last in stop:
-            return
 
 
-def _until_stop(tokens: tuple[int, ...], stop: Collection[int]) -> tuple[int, ...]:
-    """Cuts after the first stop token, exactly where plain decoding ends."""
+def _until_end(tokens: tuple[int, ...], ends: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:
+    """Cuts after the token that ends the request, exactly where plain decoding ends; tells whether there is one."""
     for i, token in enumerate(tokens):
-        if token in stop:
-            return tokens[: i + 1]
-    return tokens
+        if ends(token):
+            return tokens[: i + 1], True
+    return tokens, False

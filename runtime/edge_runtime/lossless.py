@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from edge_runtime.errors import RequestError
 from edge_runtime.policies import Fixed
 from edge_runtime.session import Generation, Session
 
@@ -32,7 +33,7 @@ class LosslessReport:
     def sentence(self) -> str:
         """One sentence for people."""
         if self.equal:
-            return f"lossless: all {self.tokens} tokens equal plain greedy decoding"
+            return f"lossless: all {self.tokens} tokens equal plain decoding"
         return (
             f"first divergence at output token {self.position}: {self.draft_token} instead of {self.plain_token}, "
             f"whose logits are {self.logit_gap:.3g} apart in plain decoding"
@@ -40,8 +41,13 @@ class LosslessReport:
 
 
 def check_lossless(session: Session, generation: Generation) -> LosslessReport:
-    """Reruns a finished request plainly and compares token by token."""
-    plain = session.generate(generation.prompt, max_tokens=len(generation.tokens), policy=Fixed(0))
+    """Reruns a finished request plainly and compares token by token. Raises RequestError if its tokens may differ by chance."""
+    options = generation.options
+    if not options.repeatable:
+        raise RequestError("sampled tokens differ from run to run; compare at temperature 0, or with acceptance by match and a seed")
+    plain = session.generate(
+        generation.prompt, max_tokens=len(generation.tokens), policy=Fixed(0), sampling=options.sampling, acceptance=options.acceptance
+    )
     for _ in plain.rounds():
         pass
     for position, (expected, got) in enumerate(zip(plain.tokens, generation.tokens, strict=False)):

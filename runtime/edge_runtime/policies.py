@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
 from edge_runtime.bundle import MAX_DRAFT_LENGTH
 from edge_runtime.errors import RequestError
+
+POLICIES = ("fixed", "rolling", "stepped")
+WINDOW_ROUNDS = 10
 
 
 class DraftLengthPolicy(Protocol):
@@ -35,3 +40,88 @@ class Fixed:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """A fixed length learns nothing."""
+
+
+class RecentAcceptance:
+    """Accepted / drafted over the last `window` rounds that drafted anything."""
+
+    def __init__(self, window: int) -> None:
+        if window < 1:
+            raise RequestError(f"the window is {window} rounds; it must be at least 1")
+        self._rounds: deque[tuple[int, int]] = deque(maxlen=window)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Counts one round."""
+        if drafted:
+            self._rounds.append((drafted, accepted))
+
+    @property
+    def rate(self) -> float | None:
+        """None before anything was drafted."""
+        drafted = sum(d for d, _ in self._rounds)
+        return sum(a for _, a in self._rounds) / drafted if drafted else None
+
+
+class Rolling:
+    """After each round one token more if the acceptance of the last `window` rounds is above `threshold`, `penalty` tokens less if below.
+
+    The length stays within [shortest, longest]; a `penalty` may be a fraction, the length is rounded down. 0 is not reached: a
+    policy that drafts nothing would never learn that drafts pay again.
+    """
+
+    def __init__(
+        self, start: int, *, shortest: int = 1, longest: int = 8, threshold: float = 0.7, penalty: float = 1.0, window: int = WINDOW_ROUNDS
+    ) -> None:
+        if not 1 <= shortest <= longest <= MAX_DRAFT_LENGTH:
+            raise RequestError(f"draft lengths from {shortest} to {longest} are no range within 1..{MAX_DRAFT_LENGTH}")
+        if not shortest <= start <= longest:
+            raise RequestError(f"the first draft length {start} is outside {shortest}..{longest}; choose one inside")
+        if not 0 <= threshold <= 1:
+            raise RequestError(f"the acceptance threshold is {threshold}; it must be 0 to 1")
+        if not (penalty > 0 and math.isfinite(penalty)):
+            raise RequestError(f"the rejection penalty is {penalty}; it must be a number of tokens above 0")
+        self._length = float(start)
+        self._bounds = (shortest, longest)
+        self._threshold = threshold
+        self._penalty = penalty
+        self._recent = RecentAcceptance(window)
+
+    def draft_length(self) -> int:
+        """Returns the present length."""
+        return int(self._length)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Lengthens, shortens, or leaves the length at exactly the threshold and after a round that drafted nothing."""
+        self._recent.add(drafted, accepted)
+        rate = self._recent.rate
+        if not drafted or rate is None or rate == self._threshold:
+            return
+        shortest, longest = self._bounds
+        self._length = min(max(self._length + (1 if rate > self._threshold else -self._penalty), shortest), longest)
+
+
+class Stepped:
+    """6 tokens where the acceptance of the last `window` rounds is above 0.9, 4 above 0.7, else 2; 2 before anything is known."""
+
+    def __init__(self, *, window: int = WINDOW_ROUNDS) -> None:
+        self._recent = RecentAcceptance(window)
+
+    def draft_length(self) -> int:
+        """Returns the step of the present acceptance."""
+        rate = self._recent.rate or 0.0
+        return 6 if rate > 0.9 else 4 if rate > 0.7 else 2
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Counts the round."""
+        self._recent.add(drafted, accepted)
+
+
+def draft_length_policy(name: str, start: int) -> DraftLengthPolicy:
+    """Returns the policy of that name. `start` is the length of `fixed` and the first one of `rolling`; `stepped` has its own steps."""
+    if name == "fixed":
+        return Fixed(start)
+    if name == "rolling":
+        return Rolling(start)
+    if name == "stepped":
+        return Stepped()
+    raise RequestError(f"policy {name!r} is not known; choose one of {', '.join(POLICIES)}")

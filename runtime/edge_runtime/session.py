@@ -3,75 +3,26 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from edge_runtime.backends.base import Drafter, Target, Vocabulary
 from edge_runtime.bundle import Bundle, open_bundle
-from edge_runtime.decode import Round, decode
+from edge_runtime.decode import Round
 from edge_runtime.errors import RequestError
+from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions
 from edge_runtime.policies import DraftLengthPolicy, Fixed
-from edge_runtime.stats import DecodeStats
-from edge_runtime.text import TextStream
+from edge_runtime.rules import DEFAULT_ACCEPTANCE
+from edge_runtime.sampling import SamplingParams
+
+__all__ = ["Generation", "Session", "default_threads", "open_session"]
 
 
 def default_threads() -> int:
     """Returns how many processors this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class Generation:
-    """One request: iterate it for text pieces, each the moment its tokens are accepted; `stats` and `tokens` grow meanwhile.
-
-    Nothing runs before the first piece is asked for; leaving the loop early ends the request.
-    """
-
-    def __init__(self, session: Session, prompt: Sequence[int], policy: DraftLengthPolicy, max_tokens: int) -> None:
-        self.stats = DecodeStats(prompt_tokens=len(prompt))
-        self.tokens: list[int] = []
-        self.prompt = list(prompt)
-        self._session = session
-        self._policy = policy
-        self._max_tokens = max_tokens
-
-    def __iter__(self) -> Iterator[str]:
-        """Yields non-empty pieces of text until the request is done."""
-        stream, vocabulary = TextStream(), self._session.vocabulary
-        for one in self.rounds():
-            if text := "".join(stream.feed(vocabulary.piece(token)) for token in one.tokens):
-                yield text
-        if text := stream.finish():
-            yield text
-
-    def rounds(self) -> Iterator[Round]:
-        """Yields rounds of token ids, for those who want no text. Use either this or the pieces, once."""
-        target, stats = self._session.target, self.stats
-        begin = time.perf_counter()
-        target.rollback(0)
-        target.prefill(self.prompt[:-1])
-        stats.prefill_seconds = time.perf_counter() - begin
-        rounds = decode(
-            target, self._session.drafter, self.prompt[-1], self._policy,
-            max_tokens=self._max_tokens, stop=self._session.vocabulary.eog_tokens,
-        )  # fmt: skip
-        while True:
-            begin = time.perf_counter()  # only the loop's own time counts, not what the caller does with a round
-            one = next(rounds, None)
-            if one is None:
-                return
-            stats.decode_seconds += time.perf_counter() - begin
-            if not stats.rounds:
-                stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
-            stats.count_round(one.drafted, one.accepted, len(one.tokens))
-            self.tokens += one.tokens
-            yield one
-
-    def text(self) -> str:
-        """Runs the request to its end and returns all text."""
-        return "".join(self)
 
 
 class Session:
@@ -90,21 +41,32 @@ class Session:
         max_tokens: int = 128,
         draft_length: int | None = None,
         policy: DraftLengthPolicy | None = None,
+        sampling: SamplingParams = GREEDY_PARAMS,
+        acceptance: str = DEFAULT_ACCEPTANCE,
+        stop: Sequence[str] = (),
+        chunk_size: int = 1,
+        on_round: Callable[[Round], None] | None = None,
     ) -> Generation:
-        """Starts a greedy request on an empty cache. `prompt` is text or token ids.
+        """Starts a request on an empty cache, greedy unless `sampling` says otherwise. `prompt` is text or token ids.
 
-        `draft_length` 0 is plain decoding; None takes the bundle's recommendation. Raises RequestError when the prompt does not fit.
+        `draft_length` 0 is plain decoding; None takes the bundle's recommendation; a `policy` decides instead of it. `acceptance`
+        is "rejection" or "match": both leave the target's distribution as it is. For the rest see `GenerationOptions`.
+        Raises RequestError when the prompt does not fit or an option makes no sense.
         """
+        options = GenerationOptions(
+            max_tokens=max_tokens, sampling=sampling, acceptance=acceptance, stop=stop, chunk_size=chunk_size, on_round=on_round
+        )
         ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise RequestError("the prompt has no tokens; give at least one (a beginning-of-sequence token will do)")
         if len(ids) >= self.target.context:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context {self.target.context}; shorten it or raise --context")
-        if max_tokens < 1:
-            raise RequestError(f"max_tokens is {max_tokens}; ask for at least 1")
+        vocabulary_size = self.bundle.manifest.architecture.vocab_size
+        if sampling.logit_bias and max(sampling.logit_bias) >= vocabulary_size:
+            raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
         if policy is None:
             policy = Fixed(self.bundle.manifest.runtime.draft_length if draft_length is None else draft_length)
-        return Generation(self, ids, policy, max_tokens)
+        return Generation(self, ids, policy, options)
 
     def close(self) -> None:
         """Frees the models."""

@@ -1,8 +1,13 @@
-"""Token bytes to text, as a stream. Knows no logits and no drafts."""
+"""Token bytes to text, as a stream that ends at stop strings. Knows no logits and no drafts."""
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
+
+from edge_runtime.errors import RequestError
+
+MAX_STOP_LENGTH = 1000
 
 
 class TextStream:
@@ -18,3 +23,75 @@ class TextStream:
     def finish(self) -> str:
         """Returns what is left; an unfinished character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
+
+
+class StopStrings:
+    """Cuts a stream of text before the stop string that is complete first; of several complete at once, before the longest.
+
+    Where the text is split does not matter. What may be the beginning of a stop string is held back until that is clear.
+    Raises RequestError for an empty stop string, and for one of more than `MAX_STOP_LENGTH` characters.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str):
+            raise RequestError(f"stop is the string {stops!r}; give a list of strings")
+        for stop in stops:
+            if not 0 < len(stop) <= MAX_STOP_LENGTH:
+                raise RequestError(f"a stop string has {len(stop)} characters; give it 1 to {MAX_STOP_LENGTH}")
+        self.found: str | None = None
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """Returns the text that is certain to stand; nothing more once a stop string was found."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        hits = [(place + len(stop), place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if hits:
+            _, place, self.found = min(hits)
+            self._held = ""
+            return text[:place]
+        begun = max((_begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - begun :]
+        return text[: len(text) - begun]
+
+    def finish(self) -> str:
+        """Returns what was held back and turned out to be no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _begun(text: str, stop: str) -> int:
+    """Returns how many characters at the end of `text` may be the beginning of `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class OutputText:
+    """The text of one request: token pieces go in one by one, text that stands comes out when asked for."""
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self._characters = TextStream()
+        self._stops = StopStrings(stop)
+        self._ready: list[str] = []
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that was found, if any."""
+        return self._stops.found
+
+    def feed(self, piece: bytes) -> bool:
+        """Takes the bytes of one token; returns whether a stop string is complete: then the request is over."""
+        self._ready.append(self._stops.feed(self._characters.feed(piece)))
+        return self._stops.found is not None
+
+    def take(self) -> str:
+        """Returns the text that became certain since the last call."""
+        text = "".join(self._ready)
+        self._ready.clear()
+        return text
+
+    def finish(self) -> str:
+        """Returns the rest, once no token follows: what was held back too, unless a stop string ended it."""
+        self._ready += [self._stops.feed(self._characters.finish()), self._stops.finish()]
+        return self.take()

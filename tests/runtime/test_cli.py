@@ -76,6 +76,15 @@ def test_prompt_from_standard_input(run):
         ("bundle", "x", "--draft-length", "13"),
         ("bundle", "x", "--max-tokens", "0"),
         ("bundle", "x", "--compare", "--verify-lossless"),
+        ("bundle", "x", "--compare", "--temperature", "1"),
+        ("bundle", "x", "--compare", "--policy", "rolling"),
+        ("bundle", "x", "--policy", "stepped", "--draft-length", "2"),
+        ("bundle", "x", "--top-p", "0.9"),
+        ("bundle", "x", "--verify-lossless", "--temperature", "1", "--seed", "1", "--acceptance", "rejection"),
+        ("bundle", "x", "--verify-lossless", "--temperature", "1", "--acceptance", "match"),
+        ("bundle", "x", "--logit-bias", "five=2"),
+        ("bundle", "x", "--logit-bias", "5"),
+        ("bundle", "x", "--acceptance", "luck"),
     ],
 )
 def test_usage_errors_exit_2(run, arguments):
@@ -110,3 +119,44 @@ def test_interrupt_exits_130(monkeypatch):
 
 def test_help_has_examples(run):
     assert "edge-run my-bundle" in run("--help").stdout
+
+
+def tokens_of(result: Result) -> str:
+    assert result.exit_code == 0, result.stderr
+    text: str = json.loads(result.stdout)["text"]
+    return text
+
+
+def test_a_seed_makes_sampling_repeatable(run):
+    sampled = ("bundle", "abc", "--json", "--temperature", "1.5", "--top-k", "12", "--seed")
+    assert tokens_of(run(*sampled, "7")) == tokens_of(run(*sampled, "7")) != tokens_of(run(*sampled, "8"))
+
+
+def test_options_reach_the_sampler(run):
+    plain = tokens_of(run("bundle", "abc", "--json"))
+    banned = tokens_of(run("bundle", "abc", "--json", "--logit-bias", "2=-inf", "--logit-bias", "3=-inf"))
+    assert {"c", "d"} <= set(plain)
+    assert not {"c", "d"} & set(banned)
+    penalised = tokens_of(run("bundle", "abc", "--json", "--max-tokens", "12", "--presence-penalty", "2"))
+    assert len(set(penalised)) == 12
+
+
+def test_text_ends_before_a_stop_string(run):
+    plain = tokens_of(run("bundle", "abc", "--json"))
+    assert tokens_of(run("bundle", "abc", "--json", "--stop", "#", "--stop", plain[9:12])) == plain.partition(plain[9:12])[0]
+
+
+@pytest.mark.parametrize("policy", ["fixed", "rolling", "stepped"])
+def test_any_policy_writes_the_same(run, policy):
+    assert tokens_of(run("bundle", "abc", "--json", "--policy", policy)) == tokens_of(run("bundle", "abc", "--json", "--draft-length", "0"))
+
+
+def test_a_seeded_match_can_be_verified(run):
+    result = run("bundle", "abc", "--temperature", "1", "--seed", "1", "--acceptance", "match", "--verify-lossless", "--max-tokens", "20")
+    assert "lossless: all 20 tokens equal" in result.stderr
+
+
+def test_bad_values_are_refused_with_the_value(run):
+    result = run("bundle", "abc", "--temperature", "-1")
+    assert result.exit_code == 1
+    assert "temperature is -1.0" in result.stderr

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from edge_runtime.comparison import compare, comparison_table
+from edge_runtime.decode import Round
 from edge_runtime.errors import RequestError
 from edge_runtime.lossless import check_lossless
-from edge_runtime.policies import Fixed
+from edge_runtime.policies import Fixed, Stepped
+from edge_runtime.sampling import SamplingParams
 from scripted import LetterVocabulary, make_session, plain_greedy
 
 
@@ -36,7 +38,7 @@ def test_stats_count_what_happened():
 
 def test_time_the_consumer_takes_is_not_decode_time(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("edge_runtime.session.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("edge_runtime.generation.time.perf_counter", lambda: clock[0])
     generation = make_session().generate([1], max_tokens=6)
     for _ in generation.rounds():
         clock[0] += 100.0
@@ -61,6 +63,10 @@ def test_one_session_serves_request_after_request():
         ([1] * 600, {}, "600 tokens"),
         ([1], {"max_tokens": 0}, "max_tokens is 0"),
         ([1], {"draft_length": 13}, "outside 0..12"),
+        ([1], {"chunk_size": 0}, "chunk_size is 0"),
+        ([1], {"stop": ["x", ""]}, "0 characters"),
+        ([1], {"acceptance": "luck"}, "'luck' is not known"),
+        ([1], {"sampling": SamplingParams(logit_bias={17: 1.0})}, "names token 17; the vocabulary ends at 16"),
     ],
 )
 def test_refusals_say_what_to_do(prompt, options, words):
@@ -115,3 +121,97 @@ def test_close_frees_drafter_and_target():
         pass
     assert session.target.closed
     assert session.drafter.closed
+
+
+def whole_text(max_tokens: int) -> str:
+    return make_session().generate([1, 2, 3], max_tokens=max_tokens, draft_length=0).text()
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 4, 12])
+@pytest.mark.parametrize("place", [0, 1, 7, 20])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_stop_strings_end_tokens_text_and_cache_where_plain_decoding_does(draft_length, place, size):
+    stop = whole_text(40)[place : place + size]
+    plain = make_session().generate([1, 2, 3], max_tokens=40, draft_length=0, stop=[stop])
+    text = plain.text()
+    assert text == whole_text(40).partition(stop)[0]
+    session = make_session()
+    generation = session.generate([1, 2, 3], max_tokens=40, draft_length=draft_length, stop=[stop])
+    assert generation.text() == text
+    assert generation.tokens == plain.tokens
+    assert generation.stopped_by == stop
+    assert session.target.cache == [1, 2, 3, *generation.tokens][:-1]
+    assert generation.stats.tokens == len(generation.tokens)
+
+
+def test_a_stop_string_that_never_comes_changes_nothing():
+    generation = make_session().generate([1, 2, 3], max_tokens=25, stop=[whole_text(25)[-1:] + "#", "###"])
+    assert generation.text() == whole_text(25)
+    assert generation.stopped_by is None
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 10))
+def test_drafts_never_count_against_max_tokens(max_tokens):
+    for seed, length in ((1, 3), (2, 8)):
+        generation = make_session(guess=lambda c, _, s=seed: s).generate([1], max_tokens=max_tokens, draft_length=length)
+        generation.text()
+        assert generation.tokens == plain_greedy([1], max_tokens)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 7, 100])
+def test_pieces_have_at_least_the_asked_tokens(chunk_size):
+    generation = make_session().generate([1, 2, 3], max_tokens=30, draft_length=2, chunk_size=chunk_size)
+    sizes, before = [], 0
+    for piece in generation:
+        assert piece
+        sizes.append(len(generation.tokens) - before)
+        before = len(generation.tokens)
+    assert all(size >= chunk_size for size in sizes[:-1])
+    assert sum(sizes) == 30
+    assert "".join(make_session().generate([1, 2, 3], max_tokens=30, chunk_size=chunk_size)) == whole_text(30)
+
+
+def test_rounds_are_told_before_their_text():
+    told: list[Round] = []
+    generation = make_session().generate([1, 2, 3], max_tokens=9, on_round=told.append)
+    for _ in generation:
+        assert sum(len(one.tokens) for one in told) == len(generation.tokens)
+    assert len(told) == generation.stats.rounds
+
+
+def test_a_policy_is_told_what_happened():
+    generation = make_session().generate([1, 2, 3], max_tokens=60, policy=Stepped())
+    rounds = [one.drafted for one in generation.rounds()]
+    assert rounds[:3] == [2, 6, 6]
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "match"])
+def test_a_seed_repeats_a_sampled_run(acceptance):
+    # The scripted logits are one against zeros: a flat distribution, so two seeds agree by no chance worth naming.
+    def run(seed: int) -> list[int]:
+        generation = make_session().generate([1, 2], max_tokens=40, sampling=SamplingParams(seed=seed), acceptance=acceptance)
+        generation.text()
+        return generation.tokens
+
+    assert run(3) == run(3) != run(4)
+
+
+def test_losslessness_of_a_seeded_match_is_checked_token_by_token():
+    session = make_session()
+    generation = session.generate([1, 2], max_tokens=20, sampling=SamplingParams(seed=3), acceptance="match")
+    generation.text()
+    assert check_lossless(session, generation).equal
+    other = session.generate([1, 2], max_tokens=20, sampling=SamplingParams(seed=3), acceptance="rejection")
+    with pytest.raises(RequestError, match="differ from run to run"):
+        check_lossless(session, other)
+
+
+def test_greedy_with_a_ban_is_plain_greedy_with_that_ban():
+    banned = SamplingParams(temperature=0, logit_bias={plain_greedy([1, 2], 3)[2]: float("-inf")})
+    outputs = []
+    for length in (0, 4):
+        generation = make_session().generate([1, 2], max_tokens=30, sampling=banned, draft_length=length)
+        generation.text()
+        outputs.append(generation.tokens)
+    assert outputs[0] == outputs[1]
+    assert not set(banned.logit_bias) & set(outputs[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_runtime.backends.base import Logits
+from edge_runtime.backends.base import Choose, Logits
 from edge_runtime.bundle import Architecture, Bundle, CacheLayout, LayerCache, Manifest, RuntimeSettings
 from edge_runtime.session import Session
 
@@ -73,7 +73,7 @@ class ScriptedDrafter:
         self.lengths: list[int] = []
         self.closed = False
 
-    def draft(self, last: int, draft_length: int) -> list[int]:
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
         context = [*self._target.cache, last]
         drafts: list[int] = []
         for position in range(draft_length):

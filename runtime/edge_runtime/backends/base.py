@@ -14,6 +14,16 @@ from numpy.typing import NDArray
 Logits = NDArray[np.float32]
 
 
+class Choose(Protocol):
+    """Picks one draft; called once per draft, in order."""
+
+    def __call__(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int:
+        """Returns a token id. `logits` are the drafter's, float32 [n]: of the whole vocabulary, or of the n different `tokens` alone.
+
+        They are read before it returns, so a view will do.
+        """
+
+
 class Target(Protocol):
     """The model whose output counts. `length` is the number of tokens whose K/V rows are committed."""
 
@@ -40,8 +50,12 @@ class Target(Protocol):
 class Drafter(Protocol):
     """Proposes tokens that follow `last`, the newest token, which is not in the target's cache yet."""
 
-    def draft(self, last: int, draft_length: int) -> list[int]:
-        """Returns at most `draft_length` token ids; may return fewer. Leaves the target's cache as it is."""
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+        """Returns at most `draft_length` token ids; may return fewer. Leaves the target's cache as it is.
+
+        Each is the likeliest, or what `choose` picks. A token that `choose` picked must be returned, before any that it did not pick:
+        to drop one for what it is would bend the distribution of the output.
+        """
 
     def close(self) -> None:
         """Frees what the backend holds."""

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.base import Logits
+from edge_runtime.backends.base import Choose, Logits
 from edge_runtime.backends.llama_context import (
     Batch,
     LlamaOptions,
@@ -215,8 +215,8 @@ class LlamaDrafter:
         self._batch = Batch(api, 1, self._target.hidden_size)
         self._target._drafter = self
 
-    def draft(self, last: int, draft_length: int) -> list[int]:
-        """Returns `draft_length` greedy tokens after `last`, or none where the target has no hidden row (see `rollback`).
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+        """Returns `draft_length` tokens after `last`, or none where the target has no hidden row (see `rollback`).
 
         All steps stand at the same position, that of `last`, and write nothing to the cache (common/speculative.cpp, is_mem_shared).
         """
@@ -230,12 +230,12 @@ class LlamaDrafter:
         self._target.vocabulary.check(last)
         tokens: list[int] = []
         for _ in range(draft_length):
-            last, hidden = self._step(last, hidden)
+            last, hidden = self._step(last, hidden, choose)
             tokens.append(last)
         return tokens
 
-    def _step(self, token: int, hidden: NDArray[np.float32]) -> tuple[int, NDArray[np.float32]]:
-        """One forward; returns the likeliest token and the drafter's hidden row [target's hidden_size] for the next step."""
+    def _step(self, token: int, hidden: NDArray[np.float32], choose: Choose | None) -> tuple[int, NDArray[np.float32]]:
+        """One forward; returns the likeliest token, or the chosen one, and the drafter's hidden row [target's hidden_size] for the next step."""
         self._batch.fill_step(token, hidden, self._target.length)
         self._library.log.clear()
         code: int = self._api.llama_decode(self._pointer, self._batch.structure)
@@ -243,7 +243,7 @@ class LlamaDrafter:
             raise decode_error(self._library, "drafter", code, 1)
         logits = floats(self._api.llama_get_logits(self._pointer), 1, self._target.vocabulary.size)
         following = floats(self._library.staging.llama_get_embeddings_nextn(self._pointer), 1, self._target.hidden_size)
-        return int(logits[0].argmax()), following[0]
+        return choose(logits[0]) if choose else int(logits[0].argmax()), following[0]
 
     def close(self) -> None:
         """Frees the context and the model. Harmless when done twice."""

@@ -1,0 +1,59 @@
+"""What the next token may be: token ids and their probabilities, only those that are not zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int64]
+Weights = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """`tokens` int64 [n], ascending, each once; `probabilities` float64 [n], all above 0, summing to 1. The rest has probability 0."""
+
+    tokens: Tokens
+    probabilities: Weights
+
+    @classmethod
+    def certain(cls, token: int) -> Self:
+        """All probability on one token."""
+        return cls(np.array([token], dtype=np.int64), np.ones(1))
+
+    @classmethod
+    def proportional(cls, tokens: Tokens, weights: Weights) -> Self:
+        """Normalises `weights` float64 [n], some above 0 and none below, of ascending `tokens` int64 [n]."""
+        if not weights.all():
+            kept = np.flatnonzero(weights)
+            tokens, weights = tokens[kept], weights[kept]
+        return cls(tokens, weights / weights.sum())
+
+    def of(self, token: int) -> float:
+        """Returns the probability of one token."""
+        index = int(np.searchsorted(self.tokens, token))
+        found = index < len(self.tokens) and int(self.tokens[index]) == token
+        return float(self.probabilities[index]) if found else 0.0
+
+    def draw(self, uniform: float) -> int:
+        """Returns the token at `uniform`, a number of [0, 1), in the cumulative distribution."""
+        sums = np.cumsum(self.probabilities)
+        index = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
+        return int(self.tokens[min(index, len(self.tokens) - 1)])  # rounding may reach the end
+
+    def less(self, other: Distribution) -> Distribution:
+        """Returns max(self - other, 0), normalised: what is left to draw from once `other` was tried (arXiv 2211.17192, 2.3).
+
+        Equal distributions leave nothing but rounding: then `self`.
+        """
+        left = np.maximum(self.probabilities - other._at(self.tokens), 0.0)
+        return Distribution.proportional(self.tokens, left) if left.any() else self
+
+    def _at(self, tokens: Tokens) -> Weights:
+        if np.array_equal(tokens, self.tokens):  # two whole vocabularies, as a rule
+            return self.probabilities
+        index = np.minimum(np.searchsorted(self.tokens, tokens), len(self.tokens) - 1)
+        return np.where(self.tokens[index] == tokens, self.probabilities[index], 0.0)

@@ -1,0 +1,130 @@
+"""Scripted models with whole distributions, the exact distribution of what they write, and a chi-square test.
+
+SciPy is not needed: the tail of chi-square is approximated as Wilson and Hilferty did (PNAS 17, 1931, p. 684).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edge_runtime.backends.base import Choose, Logits
+from edge_runtime.decode import decode
+from edge_runtime.policies import Fixed
+from edge_runtime.rules import AcceptanceRule
+from edge_runtime.sampling import Sampler, SamplingParams
+from scripted import ScriptedTarget
+
+Row = Callable[[Sequence[int]], Logits]
+
+
+def random_rows(seed: int, vocabulary: int, spread: float = 1.5) -> Row:
+    """Logits that depend on the last two tokens, the same for the same seed."""
+    table = np.random.default_rng(seed).normal(0, spread, (vocabulary, vocabulary, vocabulary)).astype(np.float32)
+    return lambda context: table[context[-2], context[-1]]
+
+
+class StochasticTarget(ScriptedTarget):
+    """A scripted target whose logits after a context are `row(context)`; each verify overwrites the last one's, as real ones do."""
+
+    def __init__(self, row: Row, context: int = 512) -> None:
+        super().__init__(context=context)
+        self._row = row
+        self._logits = np.zeros((0, 0), dtype=np.float32)
+
+    def verify(self, tokens: Sequence[int]) -> Logits:
+        self._logits.fill(np.nan)
+        start = self.length
+        self._append(tokens)
+        self.rows.append(len(tokens))
+        self._logits = np.stack([self._row(self.cache[: start + i + 1]) for i in range(len(tokens))])
+        return self._logits
+
+
+class StochasticDrafter:
+    """Drafts from logits of its own; `support` gives the tokens a sparse head would compute, in any order."""
+
+    def __init__(self, target: ScriptedTarget, row: Row, support: Callable[[Sequence[int]], list[int]] | None = None) -> None:
+        self._target = target
+        self._row = row
+        self._support = support
+
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+        context = [*self._target.cache, last]
+        for _ in range(draft_length):
+            logits, tokens = self._row(context).copy(), None
+            if self._support:
+                tokens = np.array(self._support(context), dtype=np.int32)
+                logits = logits[tokens]
+            best = int(logits.argmax()) if tokens is None else int(tokens[logits.argmax()])
+            context.append(choose(logits, tokens) if choose else best)
+            logits.fill(np.nan)
+        return context[len(context) - draft_length :]
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class CertainDrafter(StochasticDrafter):
+    """Ignores `choose`, as a lookup does: drafts its likeliest tokens."""
+
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+        return super().draft(last, draft_length)
+
+
+def write(
+    target: StochasticTarget, drafter: StochasticDrafter | None, prompt: Sequence[int], rule: AcceptanceRule, *, length: int, tokens: int
+) -> tuple[int, ...]:
+    """One request through the loop, on an empty cache."""
+    target.rollback(0)
+    target.prefill(prompt[:-1])
+    emitted: list[int] = []
+    for one in decode(target, drafter, prompt[-1], Fixed(length), max_tokens=tokens, rule=rule):
+        emitted += one.tokens
+        assert target.cache == [*prompt, *emitted][:-1]
+    return tuple(emitted)
+
+
+def exact(row: Row, params: SamplingParams, prompt: Sequence[int], tokens: int) -> dict[tuple[int, ...], float]:
+    """Probability of each sequence that plain sampling can write, by enumeration."""
+    sampler = Sampler(params)
+    sequences: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(tokens):
+        longer = {}
+        for sequence, probability in sequences.items():
+            context = [*prompt, *sequence]
+            following = sampler(row(context), context)
+            for token, share in zip(following.tokens.tolist(), following.probabilities.tolist(), strict=True):
+                longer[(*sequence, token)] = probability * share
+        sequences = longer
+    return sequences
+
+
+def chi_square_p(observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Returns how likely counts at least this far from `expected` (probabilities) are; 0 if an impossible outcome came.
+
+    Outcomes expected fewer than 5 times are taken together, as the approximation by chi-square asks, and so are outcomes that
+    `expected` does not list where it sums to less than 1.
+    """
+    total = sum(observed.values())
+    if set(observed) - set(expected) and sum(expected.values()) > 1 - 1e-9:
+        return 0.0
+    common = [outcome for outcome, share in expected.items() if share * total >= 5]
+    cells = [(observed[outcome], expected[outcome] * total) for outcome in common]
+    rest = (total - sum(count for count, _ in cells), total - sum(share for _, share in cells))
+    if rest[1] < 5:  # too few for a cell of their own, too many to forget
+        last = cells.pop()
+        rest = (rest[0] + last[0], rest[1] + last[1])
+    cells.append(rest)
+    assert len(cells) > 2, "too few outcomes to compare"
+    statistic = sum((count - share) ** 2 / share for count, share in cells)
+    return chi_square_tail(statistic, len(cells) - 1)
+
+
+def chi_square_tail(statistic: float, degrees: int) -> float:
+    """Probability that chi-square with `degrees` degrees of freedom exceeds `statistic`."""
+    spread = 2 / (9 * degrees)
+    return 0.5 * math.erfc(((statistic / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(2 * spread))
