@@ -1,8 +1,9 @@
 """Writes a random pair of true Gemma 4 E2B shapes: for memory, size and timing, where the weights' values do not matter.
 
     python scripts/make_random_pair.py -o /tmp/e2b --vocabulary 65536
+    python scripts/make_random_pair.py -o /tmp/e2b-drafter --target-layers 5
 
-With the full vocabulary of 262144 the target has 10 GB. Shapes as published for google/gemma-4-E2B-it and its assistant. The
+With the full vocabulary of 262144 and all layers the target has 10 GB; a draft step costs the same on a target of fewer layers. Shapes as published for google/gemma-4-E2B-it and its assistant. The
 tokenizer is the reference pair's, filled up with unused tokens.
 """
 
@@ -24,6 +25,7 @@ from refpair.grow import write_grown_tokenizer
 
 BLOCK = 8 << 20
 SHARD_BYTES = 2 << 30
+OWNING_LAYERS = 15
 SLIDING, FULL = "sliding_attention", "full_attention"
 HEADS: dict[str, Any] = {
     "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512, "rms_norm_eps": 1e-6,
@@ -36,13 +38,13 @@ HEADS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def target_config(vocabulary: int) -> dict[str, Any]:
-    """config.json of the E2B text model."""
+def target_config(vocabulary: int, layers: int) -> dict[str, Any]:
+    """config.json of the E2B text model, or of its first layers; the first 15 own K/V."""
     return HEADS | {
         "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "dtype": "bfloat16", "vocab_size": vocabulary,
-        "vocab_size_per_layer_input": vocabulary, "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35,
-        "num_attention_heads": 8, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
-        "layer_types": ([SLIDING] * 4 + [FULL]) * 7, "final_logit_softcapping": 30.0,
+        "vocab_size_per_layer_input": vocabulary, "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": layers,
+        "num_attention_heads": 8, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": max(0, layers - OWNING_LAYERS), "use_double_wide_mlp": True,
+        "layer_types": ([SLIDING] * 4 + [FULL]) * (layers // 5), "final_logit_softcapping": 30.0,
     }  # fmt: skip
 
 
@@ -110,14 +112,17 @@ def write_checkpoint(folder: Path, config: dict[str, Any], vocabulary: int, seed
 @click.command(context_settings={"show_default": True})
 @click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="New folder for target/ and drafter/.")
 @click.option("--vocabulary", default=262144, help="Vocabulary size, a multiple of 4096; the tables dominate the file.")
+@click.option("--target-layers", default=35, help="Layers of the target, a multiple of 5.")
 @click.option("--seed", default=0)
-def main(output: Path, vocabulary: int, seed: int) -> None:
+def main(output: Path, vocabulary: int, target_layers: int, seed: int) -> None:
     """Write a random pair of E2B shapes."""
     if vocabulary < 8192 or vocabulary % 4096:
         raise click.ClickException(f"--vocabulary {vocabulary} must be a multiple of 4096, at least 8192")
+    if target_layers not in range(5, 36, 5):
+        raise click.ClickException(f"--target-layers {target_layers} must be a multiple of 5 from 5 to 35")
     if output.exists():
         raise click.ClickException(f"{output} exists; choose a new folder")
-    write_checkpoint(output / "target", target_config(vocabulary), vocabulary, seed)
+    write_checkpoint(output / "target", target_config(vocabulary, target_layers), vocabulary, seed)
     write_checkpoint(output / "drafter", drafter_config(vocabulary), vocabulary, seed + 1)
     size = sum(f.stat().st_size for f in output.rglob("*.safetensors"))
     click.echo(f"{output}: {size / 1e9:.1f} GB of random weights")

@@ -19,6 +19,9 @@ from edge_export.parity import ParityRequest, measure_parity
 from edge_export.quantize import DIRECT, check_quantization, expected_bytes, library_version, quantize_gguf
 from edge_export.safetensors_file import FloatType
 from edge_export.sources import ResolvedSource, manifest_source, resolve_pair, source_files
+from edge_export.split_body import write_body
+from edge_export.split_head import can_split, head_bytes, row_type, write_head
+from edge_export.tensor_shapes import SPARSE_HEAD
 from edge_export.vocabulary import TOKENIZER_NAME, read_vocabulary
 from edge_runtime.bundle import MANIFEST_NAME, SCHEMA_VERSION, Bundle, BundleFile, Manifest, RuntimeSettings, Source, open_bundle, sha256_of
 
@@ -29,6 +32,8 @@ DEFAULT_CONTEXT = 4096
 _SMALL_FILES_BYTES = 64 << 20
 _PIECE_BYTES = 4 << 20
 _CHAT_TEMPLATE = "chat_template.jinja"
+# Role, path, format and quantization of a file in the bundle.
+_Part = tuple[str, Path, str, str | None]
 
 
 class Progress(Protocol):
@@ -96,22 +101,26 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
     target, drafter = resolve_pair(request.target, request.drafter)
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
     layout = cache_layout(target.checkpoint, drafter.checkpoint, context)
-    for part in (target, drafter):
-        for left_out in part.checkpoint.left_out:
-            progress.say(f"Left out of the {part.role}: {left_out}.")
+    split = drafter.gguf is None and can_split(target.checkpoint.architecture.hidden_size, drafter.checkpoint)
+    left_out = [(part.role, name) for part in (target, drafter) for name in part.checkpoint.left_out]
+    if split:
+        left_out = [(role, name) for role, name in left_out if not name.startswith(SPARSE_HEAD)]
+    for role, name in left_out:
+        progress.say(f"Left out of the {role}: {name}.")
     with partial_folder(request.output, request.force) as folder:
         models = (
             _planned(target, request.target_quantization, TARGET_QUANTIZATION, folder),
             _planned(drafter, request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
         )
-        check_space(models, folder)
+        check_space(models, folder, split)
         for model in models:
             _make(model, request.threads or _processors(), progress)
+        split_files = _make_split(models[1], folder, progress) if split else []
         parity = _parity(request, models, progress)
         for model in models:
             if not model.direct:
                 model.unquantized.unlink(missing_ok=True)
-        files = _files(models, _copy_texts(target, folder, progress), folder, progress)
+        files = _files(models, split_files, _copy_texts(target, folder, progress), folder, progress)
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             created_by=f"edge-mtp {version('edge-mtp')}",
@@ -120,7 +129,7 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             architecture=architecture(target.checkpoint, drafter.checkpoint, context),
             cache_layout=layout,
             files=files,
-            left_out=tuple(f"{part.role}: {name}" for part in (target, drafter) for name in part.checkpoint.left_out),
+            left_out=tuple(f"{role}: {name}" for role, name in left_out),
             parity=parity,
             runtime=RuntimeSettings(context=context),
         )
@@ -130,9 +139,12 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
     return Bundle(request.output, manifest)
 
 
-def check_space(models: tuple[_Model, ...], folder: Path) -> None:
+def check_space(models: tuple[_Model, ...], folder: Path, split: bool) -> None:
     """Raises ExportError if the disk has no room for the unquantized files and the bundle together."""
     needed = _SMALL_FILES_BYTES
+    if split:
+        drafter = models[1]
+        needed += head_bytes(drafter.source.checkpoint) + expected_bytes(drafter.source.checkpoint.parameters, drafter.quantization)
     for model in models:
         if model.taken:
             needed += model.source.path.stat().st_size
@@ -183,6 +195,18 @@ def _make(model: _Model, threads: int, progress: Progress) -> None:
         quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance)
 
 
+def _make_split(drafter: _Model, folder: Path, progress: Progress) -> list[_Part]:
+    """Writes the split drafter, which llama.cpp alone cannot run, beside the finished one, which it can."""
+    checkpoint = drafter.source.checkpoint
+    body = folder / f"drafter-body-{drafter.quantization}.gguf"
+    progress.step("Write the split drafter's body", None)
+    write_body(checkpoint, drafter.exported, body, progress.advance)
+    head = folder / f"drafter-head-{row_type(checkpoint)}.safetensors"
+    progress.step("Write the split drafter's head", head_bytes(checkpoint))
+    write_head(checkpoint, head, progress.advance)
+    return [("drafter_body", body, "gguf", drafter.quantization), ("drafter_head", head, "safetensors", row_type(checkpoint))]
+
+
 def _parity(request: ExportRequest, models: tuple[_Model, _Model], progress: Progress) -> dict[str, Any]:
     if not request.verify:
         return {"skipped": "it was switched off with --no-verify"}
@@ -224,9 +248,12 @@ def _copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> lis
     return made
 
 
-def _files(models: tuple[_Model, ...], texts: list[tuple[str, Path]], folder: Path, progress: Progress) -> tuple[BundleFile, ...]:
+def _files(
+    models: tuple[_Model, ...], split: list[_Part], texts: list[tuple[str, Path]], folder: Path, progress: Progress
+) -> tuple[BundleFile, ...]:  # fmt: skip
     progress.step("Hash the bundle", None)
-    entries: list[tuple[str, Path, str, str | None]] = [(model.source.role, model.exported, "gguf", model.quantization) for model in models]
+    entries: list[_Part] = [(model.source.role, model.exported, "gguf", model.quantization) for model in models]
+    entries += split
     entries += [(role, path, path.suffix[1:], None) for role, path in texts]
     return tuple(
         BundleFile(

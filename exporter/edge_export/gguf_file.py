@@ -58,6 +58,17 @@ class PlannedTensor:
         return read_float_chunks(self.source, self.type) if isinstance(self.source, StoredTensor) else [self.source]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RawTensor:
+    """A tensor whose bytes are there already, quantized or not: shape rows first, ggml type number, and its bytes in pieces."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    bytes: int
+    pieces: Callable[[], Iterator[Any]]
+
+
 def gguf_bytes(checkpoint: Checkpoint, weight_type: FloatType, *, tokenizer_folder: Path | None = None) -> int:
     """Size in bytes of the file write_gguf would write, exactly. Writes the header (a few MB) to the temporary folder and removes it."""
     vocabulary, plan = _vocabulary(checkpoint, tokenizer_folder), list(_planned(checkpoint, weight_type))
@@ -89,6 +100,32 @@ def write_gguf(
                 progress(_pad(file, tensor.bytes))
         part.replace(path)
     finally:
+        part.unlink(missing_ok=True)
+
+
+def write_raw_gguf(
+    path: Path, architecture: str, entries: list[Entry], tensors: list[RawTensor], progress: Callable[[int], None]
+) -> None:  # fmt: skip
+    """Writes tensors as they are, with no keys but the architecture and `entries`; a file that was not finished is removed."""
+    writer = gguf.GGUFWriter(path=None, arch=architecture)
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType(tensor.type)
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=kind)
+    _add_entries(writer, entries)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    part = path.with_name(path.name + ".part")
+    try:
+        _write_parts(writer, part)
+        with part.open("r+b") as file:
+            start = file.seek(0, 2)
+            progress(start + _pad(file, start))
+            for tensor in tensors:
+                for piece in tensor.pieces():
+                    progress(file.write(piece))
+                progress(_pad(file, tensor.bytes))
+        part.replace(path)
+    finally:
+        writer.close()
         part.unlink(missing_ok=True)
 
 
@@ -139,15 +176,19 @@ def _write_header(
         _add_entries(writer, architecture_entries(checkpoint, int(FILE_TYPES[weight_type])))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_entries(writer, vocabulary_entries(vocabulary))
-        writer.write_header_to_file(path=path)
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
+        _write_parts(writer, path)
     except (struct.error, YAMLError, TypeError, ValueError, AttributeError) as error:
         # README.md and generation_config.json feed gguf's own heuristics, which take any value.
         where = f"{checkpoint.folder}: README.md, {GENERATION_NAME} or the tokenizer"
         raise CheckpointError(f"{where} holds a value that no GGUF key can ({error}); correct it") from error
     finally:
         writer.close()
+
+
+def _write_parts(writer: Any, path: Path) -> None:
+    writer.write_header_to_file(path=path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
 
 
 def _add_metadata(writer: Any, folder: Path) -> None:

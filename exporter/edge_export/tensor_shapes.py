@@ -5,8 +5,9 @@ from __future__ import annotations
 from edge_export.architecture import AssistantArchitecture, TextArchitecture
 
 Shapes = dict[str, tuple[int, ...]]
-CENTROIDS = "masked_embedding.centroids.weight"
-TOKEN_ORDERING = "masked_embedding.token_ordering"
+SPARSE_HEAD = "masked_embedding"
+CENTROIDS = f"{SPARSE_HEAD}.centroids.weight"
+TOKEN_ORDERING = f"{SPARSE_HEAD}.token_ordering"
 
 
 def needed_shapes(model: TextArchitecture) -> Shapes:

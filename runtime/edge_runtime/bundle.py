@@ -24,7 +24,7 @@ MAX_DRAFT_LENGTH = 12
 
 @dataclass(frozen=True, kw_only=True)
 class BundleFile:
-    """One file of the bundle; `path` is relative, with forward slashes. `role` is target, drafter, tokenizer or chat_template."""
+    """One file of the bundle; `path` is relative, with forward slashes. `role` is one of those in docs/bundle.md."""
 
     path: str
     role: str
@@ -142,6 +142,10 @@ class Bundle:
                 return entry
         wanted = role if format is None else f"{format} {role}"
         raise BundleError(f"{self.folder}: the bundle has no {wanted}; export it again with this format")
+
+    def has(self, role: str, format: str | None = None) -> bool:
+        """Whether there is a file with this role."""
+        return any(entry.role == role and format in (None, entry.format) for entry in self.manifest.files)
 
     def path(self, role: str, format: str | None = None) -> Path:
         """Returns the path of the file with this role."""

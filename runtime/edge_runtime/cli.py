@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from edge_runtime.comparison import compare, comparison_table
+from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.lossless import check_lossless
@@ -27,6 +28,7 @@ Examples:
   edge-run my-bundle --verify-lossless --max-tokens 200 "class Stack:"
   edge-run my-bundle --compare "import os"
   edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
+  edge-run my-bundle --drafter lookup "drafts copied from the text itself"
   echo "from standard input" | edge-run my-bundle -
 """
 
@@ -61,24 +63,26 @@ def run_once(session: Session, options: RunOptions) -> None:
             click.echo(piece, nl=False)
     lossless = check_lossless(session, generation) if options.verify_lossless else None
     if options.as_json:
-        record: dict[str, Any] = {"prompt": options.prompt, "text": "".join(pieces), "stats": generation.stats.to_json()}
+        record: dict[str, Any] = {
+            "prompt": options.prompt, "text": "".join(pieces), "drafter": session.drafter_kind, "stats": generation.stats.to_json(),
+        }  # fmt: skip
         if lossless:
             record["lossless"] = lossless.to_json()
         click.echo(json.dumps(record, ensure_ascii=False))
         return
     click.echo()
-    note(summary(generation))
+    note(summary(generation, session.drafter_kind))
     if lossless:
         note(lossless.sentence())
 
 
-def summary(generation: Generation) -> str:
-    """One line of figures."""
+def summary(generation: Generation, drafter: DrafterKind) -> str:
+    """One line of figures; `drafter` is named where it drafted."""
     stats = generation.stats
     parts = [f"{stats.tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s", f"{stats.tokens_per_round:.2f} tokens per round"]
     if stats.acceptance_rate is not None:
         by_position = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
-        parts.append(f"{stats.acceptance_rate:.1%} of drafts accepted (by position {by_position})")
+        parts.append(f"{stats.acceptance_rate:.1%} of {drafter} drafts accepted (by position {by_position})")
     parts.append(f"first token after {stats.first_token_seconds * 1000:.0f} ms")
     return ", ".join(parts)
 
@@ -114,6 +118,10 @@ def check_combination(request: Mapping[str, Any], policy: str, draft_length: int
 @click.argument("prompt")
 @click.option("--draft-length", type=click.IntRange(0, 12), help="Tokens to draft per round; 0 is plain decoding.  [default: the bundle's]")
 @click.option("--policy", type=click.Choice(POLICIES), default="fixed", help="How the draft length follows the acceptance.")
+@click.option(
+    "--drafter", type=click.Choice(DRAFTER_KINDS),
+    help="dense: llama.cpp's; split: with the sparse head; lookup: copies from the text.  [default: the faster of dense and split]",
+)  # fmt: skip
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens to generate; drafts never count.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the bundle's]")
@@ -125,8 +133,8 @@ def check_combination(request: Mapping[str, Any], policy: str, draft_length: int
 @sampling_options
 @click.version_option(package_name="edge-mtp")
 def main(
-    bundle: Path, prompt: str, draft_length: int | None, policy: str, max_tokens: int, threads: int | None, context: int | None,
-    as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, **sampling: Any,
+    bundle: Path, prompt: str, draft_length: int | None, policy: str, drafter: DrafterKind | None, max_tokens: int, threads: int | None,
+    context: int | None, as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter."""
     try:
@@ -136,7 +144,9 @@ def main(
             prompt=sys.stdin.read() if prompt == "-" else prompt, max_tokens=max_tokens, draft_length=draft_length, policy=policy,
             as_json=as_json, verify_lossless=verify_lossless, request=request,
         )  # fmt: skip
-        with open_session(bundle, threads=threads, context=context, check_hashes=check_hashes, notify=note) as session:
+        with open_session(
+            bundle, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=note
+        ) as session:  # fmt: skip
             if comparing:
                 run_comparison(session, options, repeats)
             else:

@@ -11,6 +11,7 @@ from typing import Self
 from edge_runtime.backends.base import Drafter, Target, Vocabulary
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.decode import Round
+from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions
 from edge_runtime.policies import DraftLengthPolicy, Fixed
@@ -28,10 +29,13 @@ def default_threads() -> int:
 class Session:
     """An opened pair. One request at a time; not thread-safe."""
 
-    def __init__(self, bundle: Bundle, target: Target, drafter: Drafter | None, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, bundle: Bundle, target: Target, drafter: Drafter | None, vocabulary: Vocabulary, drafter_kind: DrafterKind = "dense"
+    ) -> None:  # fmt: skip
         self.bundle = bundle
         self.target = target
         self.drafter = drafter
+        self.drafter_kind = drafter_kind
         self.vocabulary = vocabulary
 
     def generate(
@@ -82,24 +86,30 @@ class Session:
 
 
 def open_session(
-    folder: Path | str, *, threads: int | None = None, context: int | None = None, draft: bool = True, check_hashes: bool = True,
-    notify: Callable[[str], None] = lambda _: None,
+    folder: Path | str, *, threads: int | None = None, context: int | None = None, drafter: DrafterKind | None = None,
+    check_hashes: bool = True, notify: Callable[[str], None] = lambda _: None,
 ) -> Session:  # fmt: skip
     """Opens a bundle on llama.cpp. `context` is in tokens; None takes the bundle's. `notify` gets one sentence about a first probe.
 
+    `drafter` None takes the bundle's drafter, and the faster one by a short measurement where it has both the dense and the split.
     The first use on a machine probes the library in a child process, since a build may crash on the processor it runs on.
-    Raises BundleError and BackendError.
+    Raises BundleError, BackendError, and RequestError for a kind of drafter that is unknown.
     """
-    from edge_runtime.backends.llama_cpp import LlamaOptions, open_pair
+    from edge_runtime.backends.llama_cpp import LlamaOptions
+    from edge_runtime.backends.llama_drafters import open_with_drafter
     from edge_runtime.probe import probe_load_options
 
+    if drafter is not None and drafter not in DRAFTER_KINDS:
+        raise RequestError(f"drafter {drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
     bundle = open_bundle(folder, check_hashes=check_hashes)
-    target, drafter = bundle.file("target", "gguf"), bundle.file("drafter", "gguf") if draft else None
-    drafter_path = bundle.folder / drafter.path if drafter else None
-    quantizations = [f.quantization or "unknown" for f in (target, drafter) if f]
-    answer = probe_load_options(bundle.folder / target.path, drafter_path, quantizations, notify=notify)
+    has_model = drafter not in ("lookup", "none")
+    probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if has_model else [])]
+    paths = [bundle.folder / file.path for file in probed]
+    quantizations = [file.quantization or "unknown" for file in probed]
+    answer = probe_load_options(paths[0], paths[1] if has_model else None, quantizations, notify=notify)
     options = LlamaOptions(
-        context=context or bundle.manifest.runtime.context, threads=threads or default_threads(), use_extra_bufts=answer.use_extra_bufts
-    )
-    llama_target, llama_drafter = open_pair(bundle.folder / target.path, drafter_path, options)
-    return Session(bundle, llama_target, llama_drafter, llama_target.vocabulary)
+        context=context or bundle.manifest.runtime.context, threads=threads or default_threads(),
+        use_extra_bufts=answer.use_extra_bufts, draft=has_model,
+    )  # fmt: skip
+    target, chosen, kind = open_with_drafter(bundle, options, drafter)
+    return Session(bundle, target, chosen, target.vocabulary, kind)

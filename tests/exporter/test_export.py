@@ -21,8 +21,8 @@ from edge_runtime.bundle import MANIFEST_NAME, open_bundle
 
 Folders = Callable[[str], Path]
 STEPS = [
-    "resolve_pair", "cache_layout", "check_space", "write_gguf", "quantize_gguf", "measure_parity", "read_vocabulary", "sha256_of",
-    "manifest_source", "architecture", "open_bundle",
+    "resolve_pair", "cache_layout", "check_space", "write_gguf", "quantize_gguf", "write_body", "write_head", "measure_parity",
+    "read_vocabulary", "sha256_of", "manifest_source", "architecture", "open_bundle",
 ]  # fmt: skip
 
 
@@ -67,11 +67,12 @@ def test_the_bundle_opens_and_says_where_it_came_from(request_for: Callable[...,
     bundle = open_bundle(tmp_path / "out")
     assert bundle.manifest == made.manifest
     assert [(f.role, f.path, f.quantization) for f in bundle.manifest.files] == [
-        ("target", "target-q4_0.gguf", "q4_0"), ("drafter", "drafter-q8_0.gguf", "q8_0"), ("tokenizer", "tokenizer.json", None),
-        ("chat_template", "chat_template.jinja", None),
+        ("target", "target-q4_0.gguf", "q4_0"), ("drafter", "drafter-q8_0.gguf", "q8_0"),
+        ("drafter_body", "drafter-body-q8_0.gguf", "q8_0"), ("drafter_head", "drafter-head-bf16.safetensors", "bf16"),
+        ("tokenizer", "tokenizer.json", None), ("chat_template", "chat_template.jinja", None),
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-    assert len(list((tmp_path / "out").iterdir())) == 5, "the files of the manifest and the manifest, nothing unquantized"
+    assert len(list((tmp_path / "out").iterdir())) == 7, "the files of the manifest and the manifest, nothing unquantized"
     assert bundle.manifest.runtime.context == bundle.manifest.cache_layout.full.capacity == 700
     assert bundle.manifest.created_by.startswith("edge-mtp ")
     weights = [f.name for f in bundle.manifest.sources["target"].files if f.name.endswith(".safetensors")]
@@ -86,7 +87,7 @@ def test_progress_ends_near_its_totals(request_for: Callable[..., ExportRequest]
     heard = Heard()
     export_pair(request_for(), heard)
     counted = [(title, total, done) for (title, total), done in zip(heard.steps, heard.done, strict=True) if total is not None]
-    assert len(counted) == 4
+    assert len(counted) == 5
     for title, total, done in counted:
         assert done == pytest.approx(total, rel=0.1), title
 

@@ -12,12 +12,14 @@ import edge_export
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencePair:
-    """Folders of the two checkpoints and the float16 GGUF files made from them."""
+    """Folders of the two checkpoints, the float16 GGUF files made from them, and the split drafter's two files."""
 
     target_checkpoint: Path
     drafter_checkpoint: Path
     target: Path
     drafter: Path
+    body: Path
+    head: Path
 
 
 @pytest.fixture(scope="session")
@@ -29,13 +31,20 @@ def reference_pair(tmp_path_factory: pytest.TempPathFactory) -> ReferencePair:
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
     from edge_export.checkpoint import open_checkpoint
     from edge_export.gguf_file import write_gguf
+    from edge_export.split_body import write_body
+    from edge_export.split_head import write_head
 
     folder = tmp_path_factory.mktemp("reference_pair")
     for role in ("target", "drafter"):
         write_gguf(open_checkpoint(source / role), folder / f"{role}.gguf", "f16", lambda _: None, tokenizer_folder=source / "target")
+    drafter = open_checkpoint(source / "drafter")
+    write_body(drafter, folder / "drafter.gguf", folder / "body.gguf")
+    write_head(drafter, folder / "head.safetensors")
     return ReferencePair(
         target_checkpoint=source / "target",
         drafter_checkpoint=source / "drafter",
         target=folder / "target.gguf",
         drafter=folder / "drafter.gguf",
+        body=folder / "body.gguf",
+        head=folder / "head.safetensors",
     )

@@ -27,7 +27,7 @@ def test_text_goes_out_and_figures_go_to_the_person(run):
     assert result.exit_code == 0
     assert len(result.stdout.strip()) >= 6
     assert "tok/s" not in result.stdout
-    assert "100.0% of drafts accepted" in result.stderr
+    assert "100.0% of dense drafts accepted" in result.stderr
     assert "12 tokens" in result.stderr
 
 
@@ -75,6 +75,7 @@ def test_prompt_from_standard_input(run):
         ("bundle",),
         ("bundle", "x", "--draft-length", "13"),
         ("bundle", "x", "--max-tokens", "0"),
+        ("bundle", "x", "--drafter", "fast"),
         ("bundle", "x", "--compare", "--verify-lossless"),
         ("bundle", "x", "--compare", "--temperature", "1"),
         ("bundle", "x", "--compare", "--policy", "rolling"),
@@ -89,6 +90,15 @@ def test_prompt_from_standard_input(run):
 )
 def test_usage_errors_exit_2(run, arguments):
     assert run(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(("arguments", "asked"), [((), None), (("--drafter", "lookup"), "lookup")])
+def test_the_drafter_that_is_asked_for_is_opened(monkeypatch, arguments, asked):
+    opened = []
+    monkeypatch.setattr(cli, "open_session", lambda *_, **options: opened.append(options["drafter"]) or make_session())
+    result = CliRunner().invoke(cli.main, ["bundle", "abc", "--json", *arguments])
+    assert opened == [asked]
+    assert json.loads(result.stdout)["drafter"] == "dense", "the session's own word counts"
 
 
 def test_errors_are_one_sentence_with_exit_1(monkeypatch):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_runtime.backends.base import Choose, Logits
 from edge_runtime.bundle import Architecture, Bundle, CacheLayout, LayerCache, Manifest, RuntimeSettings
@@ -36,6 +37,10 @@ class ScriptedTarget:
     @property
     def length(self) -> int:
         return len(self.cache)
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        return np.array(self.cache, dtype=np.int32)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self._append(tokens)

@@ -31,6 +31,10 @@ class Target(Protocol):
     context: int
     rewind_slack: int
 
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The committed tokens [length], int32: what a drafter without a model drafts from. A view that the next call may change."""
+
     def prefill(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the cache; computes no logits. `tokens` may be any length up to the context."""
 

@@ -42,7 +42,7 @@ class LlamaTarget:
         self._library = library()
         self._api = self._library.api
         self._options = options
-        self._drafter: LlamaDrafter | None = None
+        self._drafters: list[LlamaDrafter] = []
         self._pointer: Any = None
         self._model: Any = load_model(self._library, path, options)
         try:
@@ -67,6 +67,7 @@ class LlamaTarget:
         self.hidden_size: int = api.llama_model_n_embd_out(self._model)
         self.context = options.context
         self.length = 0
+        self._tokens = np.zeros(options.context, np.int32)
         self._window: int = api.llama_model_n_swa(self._model)
         self._chunk: int = api.llama_n_batch(self._pointer)
         self.rewind_slack = rewind_slack(self.context, self._window, api.llama_n_ubatch(self._pointer))
@@ -123,16 +124,20 @@ class LlamaTarget:
         self._truncate(length)
 
     @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The committed tokens [length]. A view: what it shows changes with the next forward after a rollback."""
+        return self._tokens[: self.length]
+
+    @property
     def hidden_row(self) -> NDArray[np.float32] | None:
         """The hidden row [hidden_size] of the last committed token, or None if it is not known. A view: valid until the next forward."""
         index = self.length - 1 - self._hidden_start
         return self._hidden[index] if 0 <= index < len(self._hidden) else None
 
     def close(self) -> None:
-        """Frees the drafter, which lives on this context's memory, then the context and the model. Harmless when done twice."""
-        if self._drafter is not None:
-            self._drafter.close()
-            self._drafter = None
+        """Frees the drafters, which live on this context's memory, then the context and the model. Harmless when done twice."""
+        while self._drafters:
+            self._drafters.pop().close()
         self._forget_hidden()
         if self._pointer is not None:
             self._api.llama_free(self._pointer)
@@ -169,6 +174,7 @@ class LlamaTarget:
         if code != 0:
             self._truncate(undo_to)
             raise decode_error(self._library, "target", code, len(ids))
+        self._tokens[self.length : self.length + len(ids)] = ids
         self.length += len(ids)
 
     def _truncate(self, length: int) -> None:
@@ -213,7 +219,7 @@ class LlamaDrafter:
             raise BackendError(f"llama.cpp gave {path.name} a KV cache of its own; this build cannot run Gemma 4's drafter, update it")
         self._library.staging.llama_set_embeddings_nextn(self._pointer, True, True)
         self._batch = Batch(api, 1, self._target.hidden_size)
-        self._target._drafter = self
+        self._target._drafters.append(self)
 
     def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
         """Returns `draft_length` tokens after `last`, or none where the target has no hidden row (see `rollback`).
@@ -229,21 +235,31 @@ class LlamaDrafter:
             return []
         self._target.vocabulary.check(last)
         tokens: list[int] = []
+        carry = self._first_carry(hidden)
         for _ in range(draft_length):
-            last, hidden = self._step(last, hidden, choose)
+            last, carry = self._step(last, carry, choose)
             tokens.append(last)
         return tokens
 
-    def _step(self, token: int, hidden: NDArray[np.float32], choose: Choose | None) -> tuple[int, NDArray[np.float32]]:
-        """One forward; returns the likeliest token, or the chosen one, and the drafter's hidden row [target's hidden_size] for the next step."""
-        self._batch.fill_step(token, hidden, self._target.length)
+    def _first_carry(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What the first step takes over from the target's hidden row: with a dense drafter the row itself."""
+        return hidden
+
+    def _step(self, token: int, carry: NDArray[np.float32], choose: Choose | None) -> tuple[int, NDArray[np.float32]]:
+        """One draft step; returns the likeliest token, or the chosen one, and what the next step takes over: here the drafter's hidden row."""
+        following = self._forward(token, carry)
+        logits = floats(self._api.llama_get_logits(self._pointer), 1, self._target.vocabulary.size)
+        return choose(logits[0]) if choose else int(logits[0].argmax()), following
+
+    def _forward(self, token: int, embedding: NDArray[np.float32]) -> NDArray[np.float32]:
+        """One forward with an embedding [target's hidden_size]; returns the hidden row of the same width, a view until the next one."""
+        self._batch.fill_step(token, embedding, self._target.length)
         self._library.log.clear()
         code: int = self._api.llama_decode(self._pointer, self._batch.structure)
         if code != 0:
             raise decode_error(self._library, "drafter", code, 1)
-        logits = floats(self._api.llama_get_logits(self._pointer), 1, self._target.vocabulary.size)
-        following = floats(self._library.staging.llama_get_embeddings_nextn(self._pointer), 1, self._target.hidden_size)
-        return choose(logits[0]) if choose else int(logits[0].argmax()), following[0]
+        pointer = self._library.staging.llama_get_embeddings_nextn(self._pointer)
+        return floats(pointer, 1, self._target.hidden_size).reshape(-1)
 
     def close(self) -> None:
         """Frees the context and the model. Harmless when done twice."""
@@ -265,11 +281,14 @@ class LlamaDrafter:
         check_architecture(self._library, self._model, "gemma4-assistant", path)
         own, target, api = self._model, self._target, self._api
         self._compare("target hidden size", api.llama_model_n_embd_out(own), target.hidden_size, path)
-        vocabulary = api.llama_model_get_vocab(own)
-        self._compare("vocabulary size", api.llama_vocab_n_tokens(vocabulary), target.vocabulary.size, path)
+        self._check_vocabulary(path)
         for name in ("key_length", "key_length_swa", "value_length", "value_length_swa"):
             mine = metadata(self._library, own, f"gemma4-assistant.attention.{name}")
             self._compare(name, mine, metadata(self._library, target._model, f"gemma4.attention.{name}"), path)
+
+    def _check_vocabulary(self, path: Path) -> None:
+        own: int = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        self._compare("vocabulary size", own, self._target.vocabulary.size, path)
 
     @staticmethod
     def _compare(name: str, own: object, wanted: object, path: Path) -> None:

@@ -60,10 +60,12 @@ class LogRing:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLibrary:
-    """The loaded library: `api` is llama_cpp's ctypes module, `staging` its module for the MTP symbols. Both are untyped."""
+    """The loaded library: `api` is llama_cpp's ctypes module, `staging` its module for the MTP symbols, `ggml` the bare library of
+    the tensor types and of the file format. All are untyped."""
 
     api: Any
     staging: Any
+    ggml: Any
     version: str
     log: LogRing
     callback: Any
@@ -93,7 +95,7 @@ def library() -> LlamaLibrary:
     log = LogRing()
     callback = _route_log(api, log)
     api.llama_backend_init()
-    return LlamaLibrary(api=api, staging=staging, version=str(llama_cpp.__version__), log=log, callback=callback)
+    return LlamaLibrary(api=api, staging=staging, ggml=_ggml(api), version=str(llama_cpp.__version__), log=log, callback=callback)
 
 
 def check_version(version: str) -> None:
@@ -120,6 +122,16 @@ def system_info() -> str:
     """Returns llama.cpp's own line about the instruction sets it was built for and found."""
     text: bytes = library().api.llama_print_system_info()
     return text.decode("utf-8", "replace").strip()
+
+
+def _ggml(api: Any) -> Any:
+    """Opens ggml-base, which lies beside libllama and was loaded with it."""
+    from llama_cpp._ctypes_extensions import load_shared_library
+
+    try:
+        return load_shared_library("ggml-base", api._base_path)
+    except (OSError, RuntimeError) as error:
+        raise BackendError(f"llama-cpp-python's ggml library does not load ({error}); run: {INSTALL}") from error
 
 
 def _route_log(api: Any, log: LogRing) -> Any:

@@ -1,0 +1,64 @@
+"""The split drafter: its four blocks in llama.cpp, its linear ends on the host.
+
+For a checkpoint with ordered embeddings llama.cpp's own drafter multiplies with the whole vocabulary at every step, which is most of
+its work. This one gives llama.cpp the blocks alone (edge_export/split_body.py) and computes the sparse head in numpy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.base import Choose
+from edge_runtime.backends.head_file import read_head
+from edge_runtime.backends.llama_context import LlamaOptions
+from edge_runtime.backends.llama_cpp import LlamaDrafter, LlamaTarget
+from edge_runtime.backends.llama_rows import GgufRows
+from edge_runtime.backends.sparse_head import SparseHead
+from edge_runtime.errors import BackendError
+
+# With its own vocabulary gone, the body sees every token as this one; its embedding meets zeros.
+_NO_TOKEN = 0
+EMBEDDING = "token_embd.weight"
+
+
+class LlamaSplitDrafter(LlamaDrafter):
+    """Implements `backends.base.Drafter` with the files `drafter_body` and `drafter_head` of a bundle, on its target's memory."""
+
+    def __init__(self, body: Path, head: Path, target: LlamaTarget, target_path: Path, options: LlamaOptions) -> None:
+        """Raises BackendError if a file does not load or is not of this target; embedding rows are read from `target_path`."""
+        super().__init__(body, target, options)
+        try:
+            width: int = self._api.llama_model_n_embd(self._model)
+            if width > target.hidden_size:
+                raise BackendError(f"{body.name} is {width} wide, more than its target's {target.hidden_size}; export the pair again")
+            sizes = {"hidden_size": width, "target_hidden_size": target.hidden_size, "vocabulary": target.vocabulary.size}
+            self._head = SparseHead(read_head(head, **sizes))
+            self._rows = GgufRows(self._library, target_path, EMBEDDING, target.vocabulary.size, target.hidden_size)
+        except BaseException:
+            self.close()
+            raise
+        self._row = np.zeros(target.hidden_size, np.float32)
+        self._fed = np.zeros(target.hidden_size, np.float32)
+
+    def _first_carry(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        return self._head.carry_from_hidden(hidden)
+
+    def _step(self, token: int, carry: NDArray[np.float32], choose: Choose | None) -> tuple[int, NDArray[np.float32]]:
+        """One forward of the blocks between the two linear ends; `carry` [hidden_size] is the hidden row's share of their input."""
+        head = self._head
+        self._rows.read(token, self._row)
+        self._fed[: head.hidden_size] = head.block_input(self._row, carry)
+        output = self._forward(_NO_TOKEN, self._fed)[: head.hidden_size]
+        chosen = head.best_token(output) if choose is None else _choice(choose, head, output)
+        return chosen, head.carry_from_output(output)
+
+    def _check_vocabulary(self, path: Path) -> None:
+        """The body has a dummy vocabulary; the head file is checked against the target's."""
+
+
+def _choice(choose: Choose, head: SparseHead, output: NDArray[np.float32]) -> int:
+    tokens, logits = head.candidates(output)
+    return choose(logits, tokens)

@@ -1,0 +1,110 @@
+"""An exported bundle opened with every kind of drafter: same output, the right one chosen, what is not there refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_runtime.bundle import Bundle, open_bundle
+from edge_runtime.drafters import DRAFTER_KINDS
+from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.lossless import check_lossless
+from edge_runtime.session import open_session
+from silent import Silent
+
+PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pair"
+PROMPT = "import os\nimport sys\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\ndef read"
+# A near-tie: two float16 paths that sum in another order may differ by this much.
+NEAR_TIE = 0.05
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    if not PAIR.is_dir():
+        pytest.skip(f"the reference pair is not in {PAIR}")
+    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+    pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    from edge_export.export import ExportRequest, export_pair
+
+    output = tmp_path_factory.mktemp("exported") / "bundle"
+    request = ExportRequest(
+        target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, target_quantization="f16", drafter_quantization="f16",
+        context=512, verify=False,
+    )  # fmt: skip
+    export_pair(request, Silent())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGE_MTP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield output
+
+
+@pytest.mark.parametrize("kind", DRAFTER_KINDS)
+def test_every_kind_gives_the_plain_output(folder: Path, kind: Any) -> None:
+    with open_session(folder, threads=1, drafter=kind) as session:
+        assert session.drafter_kind == kind
+        generation = session.generate(PROMPT, max_tokens=60, draft_length=4)
+        generation.text()
+        assert (generation.stats.accepted > 0) == (kind != "none")
+        report = check_lossless(session, generation)
+        assert report.equal or abs(report.logit_gap or 1.0) < NEAR_TIE, report.sentence()
+
+
+@pytest.mark.parametrize("faster", ["dense", "split"])
+def test_the_faster_is_kept_and_the_other_closed(folder: Path, faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from edge_runtime.backends import llama_drafters
+
+    measured: dict[str, Any] = {}
+
+    def measure(target: Any, drafters: Any, token: int) -> dict[str, float]:
+        assert token == target.vocabulary.bos
+        measured.update(drafters)
+        return {kind: 1.0 if kind == faster else 2.0 for kind in drafters}
+
+    monkeypatch.setattr(llama_drafters, "draft_step_seconds", measure)
+    with open_session(folder, threads=1) as session:
+        assert session.drafter_kind == faster
+        assert session.drafter is measured[faster]
+        assert [kind for kind, drafter in measured.items() if drafter._pointer is None] == [({"dense", "split"} - {faster}).pop()]
+        assert len(session.generate(PROMPT, max_tokens=8).text()) > 0
+
+
+def test_the_real_measurement_ends_on_an_empty_cache(folder: Path) -> None:
+    with open_session(folder, threads=1) as session:
+        assert session.drafter_kind in ("dense", "split")
+        assert session.target.length == 0
+
+
+def without(bundle: Bundle, *roles: str) -> Bundle:
+    files = tuple(file for file in bundle.manifest.files if file.role not in roles)
+    return Bundle(bundle.folder, dataclasses.replace(bundle.manifest, files=files))
+
+
+def opening(monkeypatch: pytest.MonkeyPatch, folder: Path, *missing: str) -> None:
+    bundle = without(open_bundle(folder), *missing)
+    monkeypatch.setattr("edge_runtime.session.open_bundle", lambda *_, **__: bundle)
+
+
+@pytest.mark.parametrize("missing", ["drafter_body", "drafter_head"])
+def test_half_a_split_drafter_is_none(folder: Path, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opening(monkeypatch, folder, missing)
+    with open_session(folder, threads=1) as session:
+        assert session.drafter_kind == "dense"
+    with pytest.raises(BundleError, match=r"has no split drafter: .*choose dense"):
+        open_session(folder, threads=1, drafter="split")
+
+
+@pytest.mark.parametrize("kind", ["lookup", "none"])
+def test_a_bundle_without_a_drafter_runs_without_one(folder: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opening(monkeypatch, folder, "drafter", "drafter_body", "drafter_head")
+    with open_session(folder, threads=1, drafter=kind) as session:
+        assert len(session.generate(PROMPT, max_tokens=8).text()) > 0
+    with pytest.raises(BundleError, match="has no gguf drafter"):
+        open_session(folder, threads=1)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(RequestError, match="drafter 'fast' is unknown; choose one of dense, split, lookup, none"):
+        open_session("nowhere", drafter="fast")  # type: ignore[arg-type]
