@@ -14,17 +14,20 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.policies import Fixed
 from edge_runtime.probe import probe_load_options
 from edge_runtime.session import Session, open_session
 
+PEER = "llama.cpp"
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
 COUNTS = re.compile(r"n_(drafted|accept)\s+=\s+(\d+)")
 
@@ -62,11 +65,12 @@ class Peer:
     context: int
     threads: int
     repack: bool
+    depth: Callable[[str], int]
 
-    def run(self, session: Session, prompt: str, length: int, tokens: int) -> dict[str, float]:
+    def run(self, prompt: str, length: int, tokens: int) -> dict[str, float]:
         """One request; plain decoding is timed by llama-bench at the prompt's depth, as the other tool has no plain mode."""
         if length == 0:
-            return self._plain(len(session.vocabulary.encode(prompt)), tokens)
+            return self._plain(self.depth(prompt), tokens)
         output = self._output(
             "llama-speculative-simple", "-md", str(self.drafter), "--spec-type", "draft-mtp", "--spec-draft-n-max", str(length),
             "--temp", "0", "-c", str(self.context), "-n", str(tokens), "--no-escape", "-p", prompt, *([] if self.repack else ["--no-repack"]),
@@ -96,19 +100,23 @@ def peer_for(session: Session, tools: Path, threads: int) -> Peer:
     target, drafter = (bundle.folder / f.path for f in files)
     answer = probe_load_options(target, drafter, [f.quantization or "unknown" for f in files], notify=lambda _: None)
     return Peer(
-        tools=tools, target=target, drafter=drafter, context=bundle.manifest.runtime.context, threads=threads, repack=answer.use_extra_bufts
-    )
+        tools=tools, target=target, drafter=drafter, context=bundle.manifest.runtime.context, threads=threads,
+        repack=answer.use_extra_bufts, depth=lambda prompt: len(session.vocabulary.encode(prompt)),
+    )  # fmt: skip
 
 
-def measure(session: Session, peer: Peer, prompts: list[str], lengths: list[int], repeats: int, tokens: int) -> list[Sample]:
+def measure(
+    ours: dict[str, Session], peer: Peer, prompts: list[str], lengths: list[int], repeats: int, tokens: int
+) -> list[Sample]:  # fmt: skip
     """All samples: for each repeat, prompt and draft length ours and then the peer's, every other repeat the other way round."""
+    sides = [*ours, PEER]
     samples = []
     runs = [(r, p, k) for r in range(repeats) for p in range(len(prompts)) for k in lengths]
     with click.progressbar(runs, label="measuring", file=sys.stderr) as bar:
         for repeat, prompt, length in bar:
-            for side in ("ours", "llama.cpp") if repeat % 2 == 0 else ("llama.cpp", "ours"):
+            for side in sides if repeat % 2 == 0 else reversed(sides):
                 text = prompts[prompt]
-                figures = run_ours(session, text, length, tokens) if side == "ours" else peer.run(session, text, length, tokens)
+                figures = peer.run(text, length, tokens) if side == PEER else run_ours(ours[side], text, length, tokens)
                 samples.append(Sample(side=side, draft_length=length, repeat=repeat, prompt=prompt, **figures))  # type: ignore[arg-type]
     return samples
 
@@ -122,7 +130,7 @@ def speed(samples: Iterable[Sample]) -> float:
 
 
 def table(samples: list[Sample]) -> str:
-    """A Markdown table; ratios are against our own plain decoding and against the peer at the same draft length."""
+    """A Markdown table: for each side tokens per second, the ratio to its own plain decoding, and acceptance."""
 
     def pick(side: str, length: int) -> list[Sample]:
         return [s for s in samples if s.side == side and s.draft_length == length]
@@ -131,39 +139,51 @@ def table(samples: list[Sample]) -> str:
         drafted = sum(s.drafted for s in chosen)
         return f"{sum(s.accepted for s in chosen) / drafted:.1%}" if drafted else "-"
 
-    plain = speed(pick("ours", 0))
+    def column(side: str, length: int) -> str:
+        chosen = pick(side, length)
+        return f"{speed(chosen):.1f} | {speed(chosen) / speed(pick(side, 0)):.2f} | {acceptance(chosen)}"
+
+    sides = list(dict.fromkeys(s.side for s in samples if s.repeat == 0))
     lines = [
-        "| draft length | ours tok/s | over plain | accepted | llama.cpp tok/s | accepted | ours / llama.cpp |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
+        "| draft length | " + " | ".join(f"{side} tok/s | over its plain | accepted" for side in sides) + " |",
+        "|--:|" + "--:|" * 3 * len(sides),
     ]
     for length in sorted({s.draft_length for s in samples}):
-        ours, peer = pick("ours", length), pick("llama.cpp", length)
-        lines.append(
-            f"| {length or 'plain'} | {speed(ours):.1f} | {speed(ours) / plain:.2f} | {acceptance(ours)} "
-            f"| {speed(peer):.1f} | {acceptance(peer)} | {speed(ours) / speed(peer):.2f} |"
-        )
+        lines.append(f"| {length or 'plain'} | " + " | ".join(column(side, length) for side in sides) + " |")
     return "\n".join(lines)
 
 
 @click.command(context_settings={"show_default": True})
 @click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--tools", type=click.Path(path_type=Path, exists=True), required=True, help="Folder of llama.cpp's binaries.")
-@click.option("--prompts", type=click.Path(path_type=Path, exists=True), required=True, help="JSON list of prompts.")
-@click.option("--count", default=2, help="How many of them to use.")
+@click.option("--prompts", type=click.Path(path_type=Path, exists=True), required=True, multiple=True, help="JSON lists of prompts.")
+@click.option("--count", default=1, help="How many prompts of each list to use.")
+@click.option(
+    "--drafter", "drafters", type=click.Choice(["dense", "split"]), multiple=True, default=("dense",), help="Ours, one column each."
+)
 @click.option("--lengths", default="0,1,2,3,4,5,6,7,8", help="Draft lengths; 0 is plain decoding.")
 @click.option("--repeats", default=5)
 @click.option("--tokens", default=128)
 @click.option("--threads", default=os.cpu_count() or 1)
 @click.option("--output", type=click.Path(path_type=Path), help="Write all samples as JSON.")
 def main(
-    bundle: Path, tools: Path, prompts: Path, count: int, lengths: str, repeats: int, tokens: int, threads: int, output: Path | None
+    bundle: Path, tools: Path, prompts: tuple[Path, ...], count: int, drafters: tuple[DrafterKind, ...], lengths: str, repeats: int,
+    tokens: int, threads: int, output: Path | None,
 ) -> None:  # fmt: skip
     """Compare our loop with llama.cpp's own on BUNDLE."""
-    texts = json.loads(prompts.read_text())[:count]
+    texts = [text for file in prompts for text in json.loads(file.read_text())[:count]]
+
+    def note(text: str) -> None:
+        click.echo(text, err=True)
+
     try:
-        with open_session(bundle, threads=threads, notify=lambda text: click.echo(text, err=True)) as session:
-            peer = peer_for(session, tools, threads)
-            samples = measure(session, peer, texts, [int(k) for k in lengths.split(",")], repeats, tokens)
+        with ExitStack() as stack:
+            ours = {
+                kind: stack.enter_context(open_session(bundle, threads=threads, drafter=kind, check_hashes=False, notify=note))
+                for kind in drafters
+            }
+            peer = peer_for(next(iter(ours.values())), tools, threads)
+            samples = measure(ours, peer, texts, [int(k) for k in lengths.split(",")], repeats, tokens)
     except EdgeRuntimeError as error:
         raise click.ClickException(str(error)) from error
     if output:
