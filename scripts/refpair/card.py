@@ -34,6 +34,8 @@ Held out: 3% of the standard library's files, chosen by the hash of their path, 
 |--:|--:|--|--:|--|
 {rows}
 
+Greedy text of a model this small repeats itself, and repetition is easy to foresee: expect less of a drafter on text that does not.
+
 ## Command
 
     python scripts/train_reference_pair.py --output DIR --minutes {minutes:g} --write-minutes {write_minutes:g} --drafter-minutes {drafter_minutes:g}
