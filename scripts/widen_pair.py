@@ -30,21 +30,31 @@ SCALE = 60.0
 SAMPLE_TOKENS = 256
 SAMPLES = 24
 TIGHTEST_FIT = 0.2
+FITS = 12
 
 
 def sample_tokens(folder: Path) -> torch.Tensor:
-    """Token ids [SAMPLES, SAMPLE_TOKENS] of this Python's own sources, to see hidden rows of real text."""
+    """Token ids [2 SAMPLES, SAMPLE_TOKENS]: this Python's own sources and random tokens, to see hidden rows of text and of nonsense."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    text = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (json, shutil, np, click) if module.__file__)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    source = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (json, shutil, np, click) if module.__file__)
+    ids = tokenizer.encode(source, add_special_tokens=False).ids
     step = (len(ids) - SAMPLE_TOKENS) // SAMPLES
-    return torch.tensor([[2, *ids[i * step : i * step + SAMPLE_TOKENS - 1]] for i in range(SAMPLES)])
+    text = [[2, *ids[i * step : i * step + SAMPLE_TOKENS - 1]] for i in range(SAMPLES)]
+    noise = torch.randint(tokenizer.get_vocab_size(), (SAMPLES, SAMPLE_TOKENS), generator=torch.Generator().manual_seed(0))
+    return torch.cat([torch.tensor(text), noise])
 
 
 def away_from(rows: torch.Tensor) -> torch.Tensor:
-    """Returns g with rows @ g near 1 for all rows [N, H] (least squares); refuses when some row is nearly orthogonal."""
-    direction = torch.linalg.lstsq(rows.double(), torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0]
-    tightest = float((rows.double() @ direction).min())
+    """Returns g with rows @ g near 1 for all rows [N, H]; refuses when some row is nearly orthogonal.
+
+    Least squares, weighted anew a few times so that the rows that fit worst from below count most.
+    """
+    rows = rows.double()
+    weights = torch.ones(len(rows), 1, dtype=torch.float64)
+    for _ in range(FITS):
+        direction = torch.linalg.lstsq(rows * weights, weights).solution[:, 0]
+        weights = weights * (1 + (1 - rows @ direction).clamp(min=0.0, max=2.0))[:, None]
+    tightest = float((rows @ direction).min())
     if tightest < TIGHTEST_FIT:
         raise click.ClickException(f"unused tokens would come near some hidden row (tightest fit {tightest:.3f}); leave the vocabulary")
     return direction.float()
