@@ -131,7 +131,7 @@ def parity_sentence(parity: dict[str, Any] | None) -> str:
 )  # fmt: skip
 @click.option(
     "--drafter-quant", type=click.Choice(QUANTIZATIONS),
-    help=f"Drafter's weights.  [default: {DRAFTER_QUANTIZATION}: it is a few percent of the target's size, and 4 bits cost it acceptance]",
+    help=f"Drafter's weights.  [default: {DRAFTER_QUANTIZATION}: nearly exact, and still a few percent of the target's size]",
 )  # fmt: skip
 @click.option(
     "--context", type=click.IntRange(min=1), help="Tokens the KV cache is laid out for.  [default: 4096, or the model's if shorter]"
