@@ -28,6 +28,7 @@ from edge_runtime.probe import probe_load_options
 from edge_runtime.session import Session, open_session
 
 PEER = "llama.cpp"
+ATTEMPTS = 4
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
 COUNTS = re.compile(r"n_(drafted|accept)\s+=\s+(\d+)")
 
@@ -71,14 +72,18 @@ class Peer:
         """One request; plain decoding is timed by llama-bench at the prompt's depth, as the other tool has no plain mode."""
         if length == 0:
             return self._plain(self.depth(prompt), tokens)
-        output = self._output(
-            "llama-speculative-simple", "-md", str(self.drafter), "--spec-type", "draft-mtp", "--spec-draft-n-max", str(length),
-            "--temp", "0", "-c", str(self.context), "-n", str(tokens), "--no-escape", "-p", prompt, *([] if self.repack else ["--no-repack"]),
-        )  # fmt: skip
-        timing, counts = DECODED.search(output), dict(COUNTS.findall(output))
-        if not timing:
-            raise click.ClickException(f"llama-speculative-simple printed no timing: {' '.join(output.splitlines()[-3:])}")
-        return {"tokens": int(timing[1]), "seconds": float(timing[2]), "drafted": int(counts["drafted"]), "accepted": int(counts["accept"])}
+        # The tool's log thread sometimes ends before its last lines are out; then it is run again.
+        for _ in range(ATTEMPTS):
+            output = self._output(
+                "llama-speculative-simple", "-md", str(self.drafter), "--spec-type", "draft-mtp", "--spec-draft-n-max", str(length),
+                "--temp", "0", "-c", str(self.context), "-n", str(tokens), "--no-escape", "-p", prompt,
+                *([] if self.repack else ["--no-repack"]),
+            )  # fmt: skip
+            timing, counts = DECODED.search(output), dict(COUNTS.findall(output))
+            if timing and len(counts) == 2:
+                figures = {"tokens": int(timing[1]), "seconds": float(timing[2])}
+                return figures | {"drafted": int(counts["drafted"]), "accepted": int(counts["accept"])}
+        raise click.ClickException(f"llama-speculative-simple printed no figures in {ATTEMPTS} runs: {' '.join(output.splitlines()[-3:])}")
 
     def _plain(self, depth: int, tokens: int) -> dict[str, float]:
         output = self._output("llama-bench", "-p", "0", "-n", str(tokens), "-d", str(depth), "-r", "1", "-o", "json")

@@ -102,6 +102,16 @@ def test_drafts_leave_the_output_as_it_is(session: Session, length: int):
         assert report.equal or abs(report.logit_gap or 0.0) < NEAR_TIE, report.sentence()
 
 
+def peer_counts(command: list[str]) -> dict[str, str]:
+    """The tool's log thread sometimes ends before its last lines are out (1 run in 80); then it is run again."""
+    for _ in range(4):
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=True)
+        found = dict(re.findall(r"n_(drafted|accept)\s+=\s+(\d+)", done.stdout + done.stderr))
+        if len(found) == 2:
+            return found
+    raise AssertionError(f"no counts in the output of {command[0]}")
+
+
 @pytest.mark.peer
 @pytest.mark.parametrize("kind", ["code", "prose"])
 def test_llama_cpps_own_tool_runs_the_pair_and_accepts_as_much(bundle: Path, session: Session, kind: str):
@@ -119,8 +129,7 @@ def test_llama_cpps_own_tool_runs_the_pair_and_accepts_as_much(bundle: Path, ses
             "--spec-type", "draft-mtp", "--spec-draft-n-max", "3", "--temp", "0", "-n", "119", "-c", "1024", "-ngl", "0", "--no-escape",
             "-t", "2", "-p", prompt,
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=True)
-        found = dict(re.findall(r"n_(drafted|accept)\s+=\s+(\d+)", done.stdout + done.stderr))
+        found = peer_counts(command)
         counts["peer"][0] += int(found["accept"])
         counts["peer"][1] += int(found["drafted"])
     ours, peer = (accepted / drafted for accepted, drafted in counts.values())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from edge_runtime.backends.base import Drafter, Target, Vocabulary
 from edge_runtime.decode import Round, decode
 from edge_runtime.errors import RequestError
 from edge_runtime.policies import DraftLengthPolicy
@@ -14,9 +14,6 @@ from edge_runtime.rules import DEFAULT_ACCEPTANCE, acceptance_rule
 from edge_runtime.sampling import SamplingParams
 from edge_runtime.stats import DecodeStats
 from edge_runtime.text import OutputText
-
-if TYPE_CHECKING:
-    from edge_runtime.session import Session
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0)
 
@@ -47,18 +44,27 @@ class GenerationOptions:
         return self.sampling.temperature == 0 or (self.acceptance == "match" and self.sampling.seed is not None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenedPair:
+    """What a request runs on; there may be no drafter."""
+
+    target: Target
+    drafter: Drafter | None
+    vocabulary: Vocabulary
+
+
 class Generation:
     """One request: iterate it for text pieces, each the moment its tokens are accepted; `stats` and `tokens` grow meanwhile.
 
     Nothing runs before the first piece is asked for; leaving the loop early ends the request.
     """
 
-    def __init__(self, session: Session, prompt: Sequence[int], policy: DraftLengthPolicy, options: GenerationOptions) -> None:
+    def __init__(self, pair: OpenedPair, prompt: Sequence[int], policy: DraftLengthPolicy, options: GenerationOptions) -> None:
         self.stats = DecodeStats(prompt_tokens=len(prompt))
         self.tokens: list[int] = []
         self.prompt = list(prompt)
         self.options = options
-        self._session = session
+        self._pair = pair
         self._policy = policy
         self._rule = acceptance_rule(options.sampling, options.acceptance, prompt)
         self._text = OutputText(options.stop)
@@ -84,13 +90,13 @@ class Generation:
 
     def rounds(self) -> Iterator[Round]:
         """Yields rounds of token ids, for those who want no text. Use either this or the pieces, once."""
-        target, stats = self._session.target, self.stats
+        target, stats = self._pair.target, self.stats
         begin = time.perf_counter()
         target.rollback(0)
         target.prefill(self.prompt[:-1])
         stats.prefill_seconds = time.perf_counter() - begin
         rounds = decode(
-            target, self._session.drafter, self.prompt[-1], self._policy,
+            target, self._pair.drafter, self.prompt[-1], self._policy,
             max_tokens=self.options.max_tokens, rule=self._rule, ends=self._ends,
         )  # fmt: skip
         while True:
@@ -112,10 +118,10 @@ class Generation:
         return "".join(self)
 
     def _feed(self, token: int) -> bool:
-        return self._text.feed(self._session.vocabulary.piece(token))
+        return self._text.feed(self._pair.vocabulary.piece(token))
 
     def _ends(self, token: int) -> bool:
         # With stop strings the text is made token by token inside the loop, as plain decoding would: so they end the request at the
         # same token. Without them the loop does no text work, and its seconds hold none.
         stopped = bool(self.options.stop) and self._feed(token)
-        return stopped or token in self._session.vocabulary.eog_tokens
+        return stopped or token in self._pair.vocabulary.eog_tokens

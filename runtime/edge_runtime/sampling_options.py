@@ -41,7 +41,7 @@ OPTIONS = (
         callback=read_biases,
         help="Added to the logit of a token; -inf bans it. Repeatable.",
     ),
-    click.option("--seed", type=int, help="Repeats a run.  [default: another draw each time]"),
+    click.option("--seed", type=int, help="Repeats a run with the same --drafter.  [default: another draw each time]"),
     click.option(
         "--acceptance", type=click.Choice(ACCEPTANCE_METHODS), default=DEFAULT_ACCEPTANCE, help="How sampled drafts are accepted."
     ),

@@ -13,7 +13,7 @@ from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
-from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions
+from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions, OpenedPair
 from edge_runtime.policies import DraftLengthPolicy, Fixed
 from edge_runtime.rules import DEFAULT_ACCEPTANCE
 from edge_runtime.sampling import SamplingParams
@@ -70,7 +70,8 @@ class Session:
             raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
         if policy is None:
             policy = Fixed(self.bundle.manifest.runtime.draft_length if draft_length is None else draft_length)
-        return Generation(self, ids, policy, options)
+        pair = OpenedPair(target=self.target, drafter=self.drafter, vocabulary=self.vocabulary)
+        return Generation(pair, ids, policy, options)
 
     def close(self) -> None:
         """Frees the models."""

@@ -35,16 +35,38 @@ __all__ = ["LlamaDrafter", "LlamaOptions", "LlamaTarget", "open_pair"]
 _SEQUENCE = 0
 
 
-class LlamaTarget:
-    """The target in a llama.cpp context. Implements `backends.base.Target`. Close it, or use it as a context manager."""
+class LlamaModel:
+    """A model of llama.cpp and a context on it, freed exactly once. Close it, or use it as a context manager."""
 
     def __init__(self, path: Path, options: LlamaOptions) -> None:
         self._library = library()
         self._api = self._library.api
-        self._options = options
-        self._drafters: list[LlamaDrafter] = []
         self._pointer: Any = None
         self._model: Any = load_model(self._library, path, options)
+
+    def close(self) -> None:
+        """Frees the context and the model. Harmless when done twice."""
+        if self._pointer is not None:
+            self._api.llama_free(self._pointer)
+            self._pointer = None
+        if self._model is not None:
+            self._api.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class LlamaTarget(LlamaModel):
+    """The target in a llama.cpp context. Implements `backends.base.Target`. Close it, or use it as a context manager."""
+
+    def __init__(self, path: Path, options: LlamaOptions) -> None:
+        super().__init__(path, options)
+        self._options = options
+        self._drafters: list[LlamaDrafter] = []
         try:
             self._open(path)
         except BaseException:
@@ -139,18 +161,7 @@ class LlamaTarget:
         while self._drafters:
             self._drafters.pop().close()
         self._forget_hidden()
-        if self._pointer is not None:
-            self._api.llama_free(self._pointer)
-            self._pointer = None
-        if self._model is not None:
-            self._api.llama_model_free(self._model)
-            self._model = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        super().close()
 
     def _require_open(self) -> None:
         if self._pointer is None:
@@ -192,16 +203,13 @@ class LlamaTarget:
         self._hidden = np.empty((0, 0), dtype=np.float32)
 
 
-class LlamaDrafter:
+class LlamaDrafter(LlamaModel):
     """Gemma 4's MTP drafter on its target's memory, with the dense head that llama.cpp computes. Implements `backends.base.Drafter`."""
 
     def __init__(self, path: Path, target: LlamaTarget, options: LlamaOptions) -> None:
-        self._library = library()
-        self._api = self._library.api
+        super().__init__(path, options)
         self._target = target
         self._max_draft_length = options.max_draft_length
-        self._pointer: Any = None
-        self._model: Any = load_model(self._library, path, options)
         try:
             self._open(path, options)
         except BaseException:
@@ -260,21 +268,6 @@ class LlamaDrafter:
             raise decode_error(self._library, "drafter", code, 1)
         pointer = self._library.staging.llama_get_embeddings_nextn(self._pointer)
         return floats(pointer, 1, self._target.hidden_size).reshape(-1)
-
-    def close(self) -> None:
-        """Frees the context and the model. Harmless when done twice."""
-        if self._pointer is not None:
-            self._api.llama_free(self._pointer)
-            self._pointer = None
-        if self._model is not None:
-            self._api.llama_model_free(self._model)
-            self._model = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _check_fit(self, path: Path) -> None:
         """Raises BackendError if the drafter is not one of this target: llama.cpp itself would abort the process."""
