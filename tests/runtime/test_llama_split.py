@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+threadpoolctl = pytest.importorskip("threadpoolctl", reason="needs edge-mtp[llama]")
+
 from edge_runtime.backends.llama_cpp import LlamaDrafter, LlamaOptions, LlamaTarget
 from edge_runtime.backends.llama_split import LlamaSplitDrafter
 from edge_runtime.errors import BackendError, RequestError
@@ -205,3 +207,24 @@ def test_a_draft_step_makes_no_copy_of_the_embedding_table(reference_pair: Any, 
     assert isinstance(table, np.memmap)
     assert Path(table.filename) == reference_pair.target.resolve()
     assert isinstance(opened[1]._head._weights.rows, np.memmap)
+
+
+def test_host_work_is_done_on_one_blas_thread_and_the_callers_setting_comes_back(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, split, _ = opened
+    target.rollback(0)
+    target.prefill(text_tokens(target, 20))
+    seen: list[int] = []
+    best_token = split._head.best_token
+
+    def watched(output: Any) -> int:
+        seen.extend(pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas")
+        return int(best_token(output))
+
+    monkeypatch.setattr(split._head, "best_token", watched)
+    with threadpoolctl.threadpool_limits(limits=2, user_api="blas"):
+        before = [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+        split.draft(5, 2)
+        after = [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+    assert set(seen) <= {1}
+    assert len(seen) == 2 * len(before)
+    assert after == before
