@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,15 @@ from edge_runtime.drafters import DRAFTER_KINDS
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.lossless import check_lossless
 from edge_runtime.session import open_session
-from silent import Silent
 
-PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pair"
 PROMPT = "import os\nimport sys\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\ndef read"
 # A near-tie: two float16 paths that sum in another order may differ by this much.
 NEAR_TIE = 0.05
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    if not PAIR.is_dir():
-        pytest.skip(f"the reference pair is not in {PAIR}")
-    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
-    pytest.importorskip("gguf", reason="needs edge-mtp[export]")
-    from edge_export.export import ExportRequest, export_pair
-
-    output = tmp_path_factory.mktemp("exported") / "bundle"
-    request = ExportRequest(
-        target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, target_quantization="f16", drafter_quantization="f16",
-        context=512, verify=False,
-    )  # fmt: skip
-    export_pair(request, Silent())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EDGE_MTP_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield output
+@pytest.fixture
+def folder(exported_pair: Path, probe_memory: None) -> Path:
+    return exported_pair
 
 
 @pytest.mark.parametrize("kind", DRAFTER_KINDS)

@@ -14,7 +14,6 @@ import pytest
 from edge_runtime.lossless import check_lossless
 from edge_runtime.policies import Fixed
 from edge_runtime.session import Session, open_session
-from silent import Silent
 
 PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pair"
 MAX_PAIR_BYTES = 30_000_000
@@ -27,25 +26,9 @@ def prompts(kind: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
-    from edge_export.export import ExportRequest, export_pair
-
-    output = tmp_path_factory.mktemp("exported") / "bundle"
-    request = ExportRequest(
-        target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, target_quantization="f16", drafter_quantization="f16",
-        context=1024, verify=False,
-    )  # fmt: skip
-    export_pair(request, Silent())
-    return output
-
-
-@pytest.fixture(scope="module")
-def session(bundle: Path, tmp_path_factory: pytest.TempPathFactory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EDGE_MTP_CACHE", str(tmp_path_factory.mktemp("cache")))
-        with open_session(bundle) as opened:
-            yield opened
+def session(exported_pair: Path, probe_memory: None):
+    with open_session(exported_pair) as opened:
+        yield opened
 
 
 def test_pair_is_small_and_bf16():
@@ -114,7 +97,7 @@ def peer_counts(command: list[str]) -> dict[str, str]:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("kind", ["code", "prose"])
-def test_llama_cpps_own_tool_runs_the_pair_and_accepts_as_much(bundle: Path, session: Session, kind: str):
+def test_llama_cpps_own_tool_runs_the_pair_and_accepts_as_much(exported_pair: Path, session: Session, kind: str):
     folder = os.environ.get("EDGE_MTP_LLAMA_CPP_BIN")
     if not folder:
         pytest.skip("EDGE_MTP_LLAMA_CPP_BIN does not name llama.cpp's binaries; make llama-cpp builds them")
@@ -125,7 +108,7 @@ def test_llama_cpps_own_tool_runs_the_pair_and_accepts_as_much(bundle: Path, ses
         counts["ours"][0] += generation.stats.accepted
         counts["ours"][1] += generation.stats.drafted
         command = [
-            str(Path(folder) / "llama-speculative-simple"), "-m", str(bundle / "target-f16.gguf"), "-md", str(bundle / "drafter-f16.gguf"),
+            str(Path(folder) / "llama-speculative-simple"), "-m", str(exported_pair / "target-f16.gguf"), "-md", str(exported_pair / "drafter-f16.gguf"),
             "--spec-type", "draft-mtp", "--spec-draft-n-max", "3", "--temp", "0", "-n", "119", "-c", "1024", "-ngl", "0", "--no-escape",
             "-t", "2", "-p", prompt,
         ]  # fmt: skip

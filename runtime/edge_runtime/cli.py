@@ -53,8 +53,7 @@ def note(text: str) -> None:
 
 def run_once(session: Session, options: RunOptions) -> None:
     """Streams one generation and says how it went."""
-    start = session.bundle.manifest.runtime.draft_length if options.draft_length is None else options.draft_length
-    policy = draft_length_policy(options.policy, start)
+    policy = draft_length_policy(options.policy, session.draft_length_for(options.draft_length))
     generation = session.generate(options.prompt, max_tokens=options.max_tokens, policy=policy, **options.request)
     pieces = []
     for piece in generation:

@@ -45,8 +45,7 @@ def compare(
     session: Session, prompt: str, *, max_tokens: int, draft_length: int | None, repeats: int, show: Callable[[str], None]
 ) -> Comparison:
     """Runs plainly and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each."""
-    recommended = session.bundle.manifest.runtime.draft_length
-    length = recommended if draft_length is None else draft_length
+    length = session.draft_length_for(draft_length)
     sides: dict[int, list[DecodeStats]] = {0: [], 1: []}
     outputs: list[list[int]] = []
     for repeat in range(repeats):

@@ -69,9 +69,13 @@ class Session:
         if sampling.logit_bias and max(sampling.logit_bias) >= vocabulary_size:
             raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
         if policy is None:
-            policy = Fixed(self.bundle.manifest.runtime.draft_length if draft_length is None else draft_length)
+            policy = Fixed(self.draft_length_for(draft_length))
         pair = OpenedPair(target=self.target, drafter=self.drafter, vocabulary=self.vocabulary)
         return Generation(pair, ids, policy, options)
+
+    def draft_length_for(self, asked: int | None) -> int:
+        """Returns the draft length asked for, or the bundle's recommendation."""
+        return self.bundle.manifest.runtime.draft_length if asked is None else asked
 
     def close(self) -> None:
         """Frees the models."""
