@@ -37,7 +37,7 @@ class ChatSettings:
     tools: tuple[dict[str, Any], ...] = ()
     max_tokens: int = MAX_TOKENS
     stop: tuple[str, ...] = ()
-    overflow: Overflow = "drop_oldest"
+    overflow: str = "drop_oldest"
     sampling: SamplingParams = field(default_factory=lambda: GREEDY_PARAMS)
 
     def __post_init__(self) -> None:
@@ -161,8 +161,8 @@ class Answer:
 class Chat:
     """A conversation. `messages` is the history without the system message; roles are user, assistant and tool.
 
-    The whole conversation is sent for each answer; the session computes what is not in its cache yet. `request` goes to
-    `Session.generate` for every answer, as `acceptance` and `policy`. Not thread-safe, but for `Answer.stop`.
+    The whole conversation is sent for each answer. `request` goes to `Session.generate` for every answer, as `acceptance` and `policy`.
+    Not thread-safe, but for `Answer.stop`.
     """
 
     def __init__(

@@ -89,7 +89,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise StructureError(f"{where} has none of the roles {', '.join(ROLES)}")
     if not isinstance(message.get("content"), str):
         raise StructureError(f"{where}.content is not text")
-    for i, call in enumerate(message.get("tool_calls", [])):
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise StructureError(f"{where}.tool_calls is not a list")
+    for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(call.get("id"), str):
             raise StructureError(f"{where}.tool_calls[{i}] is no call of a function")

@@ -19,6 +19,7 @@ CONTROL = (
     "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
 )  # fmt: skip
 FIRST_BYTE = 100
+CERTAIN = 100.0
 _SPLIT = re.compile("(" + "|".join(map(re.escape, CONTROL)) + ")")
 _ANSWER_BEGINS = "<|turn>model\n"
 
@@ -63,26 +64,28 @@ class SpeakingTarget(ScriptedTarget):
         self._replies = replies
 
     def next_token(self, cache: Sequence[int]) -> int:
-        said = self.vocabulary.spell(cache)
-        before, _, answer = said.rpartition(_ANSWER_BEGINS)
-        reply = self.vocabulary.encode(self._replies(before.count(_ANSWER_BEGINS), before), add_bos=False, parse_special=True)
-        done = len(cache) - len(self.vocabulary.encode(before + _ANSWER_BEGINS, add_bos=False, parse_special=True))
-        assert reply[:done] == list(cache[len(cache) - done :]), f"{answer!r} is not what the script says"
-        return reply[done] if done < len(reply) else CONTROL.index("<turn|>")
+        begins = self.vocabulary.encode(_ANSWER_BEGINS, add_bos=False, parse_special=True)
+        turns = [i for i in range(len(cache)) if list(cache[i : i + len(begins)]) == begins]
+        said = self.vocabulary.spell(cache[: turns[-1]])
+        reply = self.vocabulary.encode(self._replies(len(turns) - 1, said), add_bos=False, parse_special=True)
+        answer = list(cache[turns[-1] + len(begins) :])
+        if reply[: len(answer)] != answer:
+            return CONTROL.index("<pad>")  # after a wrong draft; anywhere else it shows that the cache is wrong
+        return reply[len(answer)] if len(answer) < len(reply) else CONTROL.index("<turn|>")
 
     def verify(self, tokens: Sequence[int]) -> Logits:
         start = len(self.cache)
         self._append(tokens)
         self.rows.append(len(tokens))
         logits = np.zeros((len(tokens), ChatWords.size), dtype=np.float32)
-        logits[-1, self.next_token(self.cache)] = 1.0
+        logits[-1, self.next_token(self.cache)] = CERTAIN
         for i in range(len(tokens) - 1):
-            logits[i, self.next_token(self.cache[: start + i + 1])] = 1.0
+            logits[i, self.next_token(self.cache[: start + i + 1])] = CERTAIN
         return logits
 
 
 def chat_session(*replies: str | Callable[[int, str], str], context: int = 2048, drafts: bool = False) -> Session:
-    """A session that gives these replies, the last one again and again; `drafts` adds a drafter that guesses blanks."""
+    """A session that gives these replies, the last one again and again; `drafts` adds a drafter that is right where an answer has blanks."""
 
     def reply(turn: int, said: str) -> str:
         one: Any = replies[min(turn, len(replies) - 1)]
