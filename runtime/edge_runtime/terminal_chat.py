@@ -138,7 +138,7 @@ class TerminalChat:
 
     def _show(self, answer: Answer) -> None:
         if answer.dropped_turns:
-            self._note(f"[the context is full: the oldest {answer.dropped_turns} turns were forgotten]")
+            self._note(f"[the context is full; oldest turns forgotten: {answer.dropped_turns}]")
         for event in answer:
             if not self._as_json and (shown := self._shown(event)):
                 click.echo(shown, nl=False)
