@@ -161,8 +161,8 @@ class Answer:
 class Chat:
     """A conversation. `messages` is the history without the system message; roles are user, assistant and tool.
 
-    The whole conversation is sent for each answer. `request` goes to `Session.generate` for every answer, as `acceptance` and `policy`.
-    Not thread-safe, but for `Answer.stop`.
+    The whole conversation is sent for each answer; what the cache holds of it is not computed again. `request` goes to
+    `Session.generate` for every answer, as `acceptance` and `policy`. Not thread-safe, but for `Answer.stop`.
     """
 
     def __init__(
@@ -224,7 +224,9 @@ class Chat:
     def _answer_to(self, messages: list[Message]) -> Answer:
         prompt = self._fitted(messages)
         settings = self.settings
-        generation = self.session.generate(prompt.ids, max_tokens=settings.max_tokens, sampling=settings.sampling, **self._request)
+        generation = self.session.generate(
+            prompt.ids, max_tokens=settings.max_tokens, sampling=settings.sampling, **{"reuse_prefix": True, **self._request}
+        )
         self._answer = Answer(self, prompt, generation)
         return self._answer
 

@@ -187,7 +187,7 @@ class TerminalChat:
         lines = [
             f"last answer: {summary(last.stats, drafter)}",
             f"last prompt: {last.stats.prompt_tokens} of {self._chat.session.target.context} tokens of context,"
-            f" put into the cache in {last.stats.prefill_seconds:.2f} s",
+            f" {last.stats.reused_tokens} of them in the cache already, the rest in {last.stats.prefill_seconds:.2f} s",
             f"all {len(every)} answers: {tokens} tokens, {tokens / seconds if seconds else 0:.1f} tok/s",
         ]
         if drafted:

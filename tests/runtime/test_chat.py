@@ -55,7 +55,14 @@ def test_the_next_prompt_begins_with_the_last_one_and_its_answer():
     chat = Chat(chat_session("one", "two"))
     first = chat.say("a")
     list(first)
-    assert chat.say("b").prompt_ids[: len(first.prompt_ids) + len(first.tokens)] == [*first.prompt_ids, *first.tokens]
+    second = chat.say("b")
+    known = [*first.prompt_ids, *first.tokens]
+    assert second.prompt_ids[: len(known)] == known
+    list(second)
+    assert second.stats.reused_tokens == len(known) - 1, "all but the last token, which ended the answer before it had a row"
+    afresh = Chat(chat.session, reuse_prefix=False).say("a")
+    list(afresh)
+    assert afresh.stats.reused_tokens == 0
 
 
 def test_users_cannot_forge_turns():

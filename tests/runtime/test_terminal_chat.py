@@ -224,3 +224,5 @@ def test_the_reference_pair_from_a_pipe(exported_pair, environment, probe_memory
     assert first["stats"]["tokens"] == second["stats"]["tokens"] == 24
     assert first["stats"]["accepted_tokens"] > 0
     assert second["stats"]["prompt_tokens"] > first["stats"]["prompt_tokens"] + 24
+    assert first["stats"]["reused_tokens"] == 0
+    assert second["stats"]["reused_tokens"] >= first["stats"]["prompt_tokens"]
