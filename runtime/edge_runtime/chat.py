@@ -121,6 +121,8 @@ class Answer:
         finally:
             self.finish = finish
             self._chat.messages = self._history(before)
+            if self.stats.rounds:
+                self._chat.session.monitor.record_request(self._generation.watch, self.stats, finish_reason=finish)
 
     def _noted(self, events: list[Event]) -> Iterator[Event]:
         for event in events:

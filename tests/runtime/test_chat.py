@@ -13,6 +13,7 @@ from edge_runtime import chat_file
 from edge_runtime.channels import Text, Thought
 from edge_runtime.chat import Answer, Chat
 from edge_runtime.errors import RequestError
+from edge_runtime.monitoring import Monitor, MonitorOptions
 from edge_runtime.policies import Fixed
 from edge_runtime.sampling import SamplingParams
 from edge_runtime.tool_calls import ToolCall
@@ -327,3 +328,14 @@ def test_missing_binary_and_huge_files(tmp_path, monkeypatch):
     monkeypatch.setattr(chat_file, "MAX_BYTES", 10)
     with pytest.raises(RequestError, match="more than any conversation"):
         chat.load(path)
+
+
+def test_the_sessions_monitor_counts_every_answer(tmp_path):
+    session = chat_session("abSTOPcd", "x" * 50)
+    session.monitor = Monitor(MonitorOptions(log=tmp_path / "log.jsonl"))
+    chat = Chat(session, stop=["STOP"])
+    list(chat.say("a"))
+    answer = chat.say("b")
+    next(answer)
+    answer.close()
+    assert [json.loads(line)["finish_reason"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == ["stop", "interrupted"]
