@@ -101,7 +101,8 @@ def _means(name: str, entry: ChannelSums, tensor: StoredTensor, source: Importan
     means = entry.sums.reshape(matrices, width) / np.maximum(counts, 1)
     floor = LEAST * means.mean(axis=1, keepdims=True)
     # An expert that no token came to, or that only zeros came to, has no unequal channels.
-    result = np.where((counts > 0) & (floor > np.finfo(np.float32).tiny), np.maximum(means, floor), 1.0).astype(np.float32)
+    with np.errstate(over="ignore"):
+        result = np.where((counts > 0) & (floor > np.finfo(np.float32).tiny), np.maximum(means, floor), 1.0).astype(np.float32)
     if not np.isfinite(result).all():
         raise ExportError(f"{source.name} has values for {name} beyond float32; make the file again")
     return result
