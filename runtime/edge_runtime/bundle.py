@@ -140,7 +140,10 @@ class Manifest:
 
     def to_json(self) -> str:
         """The exact text of manifest.json, ending in a newline."""
-        return json.dumps(to_json(self), indent=2) + "\n"
+        data = to_json(self)
+        if not self.importance:
+            del data["importance"]
+        return json.dumps(data, indent=2) + "\n"
 
 
 @dataclass(frozen=True)
