@@ -61,6 +61,7 @@ class ExportRequest:
 
     Quantizations: one of quantize.QUANTIZATIONS, or None for the default. `context` in tokens (None: 4096, or the model's own if shorter).
     `config` is what the bundle's config.yaml is to say of how it is run; the rest of it is the defaults.
+    `weighing` is what quantization errors are weighed by, if by anything.
     """
 
     target: str
