@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, Sample
@@ -23,7 +24,7 @@ def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
     """
     if len(loads) < 2:
         raise MeasurementError(f"{len(loads)} load steps cannot align two clocks; give at least 2, of different lengths.")
-    rests = [(a[1], b[0]) for a, b in zip(loads, loads[1:], strict=False)]
+    rests = [(a[1], b[0]) for a, b in pairwise(loads)]
     curve = _cumulative(trace)
     width = min(end - start for start, end in [*loads, *rests])
     coarse = max(width / 8, (search[1] - search[0]) / 200_000)
@@ -32,7 +33,9 @@ def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
     contrast, best = max(scored)
     rival = max((s for s, offset in scored if abs(offset - best) > width), default=-math.inf)
     if contrast <= 0 or contrast < LEAST_CONTRAST * _noise(trace):
-        raise MeasurementError(f"no load step shows in the meter's recording (contrast {contrast:.3g} W); make the steps longer or the load heavier.")
+        raise MeasurementError(
+            f"no load step shows in the meter's recording (contrast {contrast:.3g} W); make the steps longer or the load heavier."
+        )
     if rival > RIVAL_SHARE * contrast:
         raise MeasurementError("the load steps fit the meter's recording at two places; make steps and rests of different lengths.")
     step = coarse
@@ -78,5 +81,5 @@ def _noise(trace: Trace) -> float:
     """Standard error of a mean over the whole trace, from differences of neighbours, in watts; 0 for a counter."""
     if trace.facts.kind is Kind.COUNTER or len(trace.values) < 3:
         return 0.0
-    squares = sum((b - a) ** 2 for a, b in zip(trace.values, trace.values[1:], strict=False))
+    squares = sum((b - a) ** 2 for a, b in pairwise(trace.values))
     return math.sqrt(squares / 2 / (len(trace.values) - 1) / len(trace.values))

@@ -36,7 +36,9 @@ def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
     joules, watts, volts, amperes = (_column(columns, names) for names in (JOULES, WATTS, VOLTS, AMPERES))
     factors = [c for c in ((joules,) if joules else (watts,) if watts else (volts, amperes)) if c]
     if time is None or not factors or (not joules and not watts and len(factors) < 2):
-        raise MeterError(f"{path}: the columns {', '.join(header) or '(none)'} hold no time with joules, watts, or volts and amperes. Name them so.")
+        raise MeterError(
+            f"{path}: the columns {', '.join(header) or '(none)'} hold no time with joules, watts, or volts and amperes. Name them so."
+        )
     samples: list[Sample] = []
     for number, row in enumerate(rows, start=2):
         if number > MOST_ROWS:

@@ -14,7 +14,9 @@ from edge_devices.system import System
 class EstimateMeter:
     """Idle watts × time + watts per busy core × this process's processor seconds: joules of a model, not of the device."""
 
-    def __init__(self, system: System, *, idle_watts: float, core_watts: float, busy_seconds: Callable[[], float] = time.process_time) -> None:
+    def __init__(
+        self, system: System, *, idle_watts: float, core_watts: float, busy_seconds: Callable[[], float] = time.process_time
+    ) -> None:
         """`busy_seconds`: processor time of this process, all its threads; child processes are not in it. MeterError for impossible watts."""
         for name, watts in (("idle", idle_watts), ("core", core_watts)):
             if not (math.isfinite(watts) and 0 <= watts <= 1000):

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edge_devices.errors import MeterError
-from edge_devices.meters import android_battery, android_powerstats, android_rails, battery, emi, hwmon, jetson, nvml, powermetrics, raspberry_pi, rapl
+from edge_devices.meters import (
+    android_battery,
+    android_powerstats,
+    android_rails,
+    battery,
+    emi,
+    hwmon,
+    jetson,
+    nvml,
+    powermetrics,
+    rapl,
+    raspberry_pi,
+)
 from edge_devices.meters.base import Finding, Meter, State
 from edge_devices.system import System
 
