@@ -20,6 +20,7 @@ from edge_devices.windows import measure_window
 TOGGLES = 3
 SOAK_WINDOWS, SOAK_WATTS, SOAK_SPEED, SOAK_CELSIUS = 3, 0.03, 0.02, 1.0
 LONGEST_SOAK_S = 600.0
+LOAD_STEPS_S = ((3.0, 4.0), (5.0, 2.0), (8.0, 6.0))  # load and rest after it; all lengths differ, so that they fit at one place only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +72,12 @@ def characterise_meter(system: System, meter: Meter, load: Load) -> Characterist
 
 
 def measure(
-    system: System, recorder: Recorder, workloads: Mapping[str, Workload], characteristics: Characteristics, plan: Plan = Plan()
+    system: System, recorder: Recorder, workloads: Mapping[str, Workload], characteristics: Characteristics, plan: Plan = Plan(),
+    load_step: Load | None = None,
 ) -> RunLog:  # fmt: skip
     """Measures every workload `plan.repeats` times, in turn and every other time backwards, between two idle windows.
 
-    The recorder must be running. Raises MeasurementError when the machine's state forbids it.
+    The recorder must be running. `load_step`, where an external meter records too: a plain load to find its clock by. Raises MeasurementError when the machine's state forbids it.
     """
     facts = recorder.trace.facts
     state = read_state(system)
@@ -84,6 +86,10 @@ def measure(
         raise MeasurementError(" ".join(against))
     window_s = plan.window_s or characteristics.shortest_window_s
     log = RunLog(facts=facts, characteristics=characteristics, trace=recorder.trace, faults=recorder.faults, warnings=warnings(state))
+    if load_step:
+        for load_s, rest_s in LOAD_STEPS_S:
+            log.loads.append(_load(system, load_step, load_s))
+            system.sleep(rest_s)
     log.idles.append(_idle(system, recorder, characteristics))
     for workload in workloads.values():
         for _ in range(plan.warm_ups):
@@ -97,6 +103,13 @@ def measure(
             system.sleep(plan.rest_s)
     log.idles.append(_idle(system, recorder, characteristics))
     return log
+
+
+def _load(system: System, load_step: Load, seconds: float) -> tuple[float, float]:
+    begin = system.clock()
+    with load_step():
+        system.sleep(seconds)
+        return begin, system.clock()
 
 
 def _idle(system: System, recorder: Recorder, characteristics: Characteristics) -> tuple[float, float]:

@@ -1,22 +1,23 @@
 """The raw record of a measurement: one JSON object a line, from which every figure can be computed again without the device.
 
-Kinds of line: header (schema, meter, environment), characteristics, sample (t, v, raw), fault (t, reason), idle (start, end), run, warning. Times are
+Kinds of line: header (schema, meter, environment), characteristics, sample (t, v, raw), fault (t, reason), idle and load (start, end), run, warning. Times are
 seconds on the device's clock that decoding is timed with.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from edge_devices.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import MeterFacts, Sample
 from edge_devices.state import DeviceState
 from edge_devices.trace import Trace
+from edge_devices.whole_file import write_whole
 
 SCHEMA = 1
 LONGEST_LINE = 1 << 20
@@ -55,6 +56,7 @@ class RunLog:
     trace: Trace
     environment: dict[str, Any] = field(default_factory=dict)
     idles: list[tuple[float, float]] = field(default_factory=list)
+    loads: list[tuple[float, float]] = field(default_factory=list)  # plain load steps, for the clock of an external meter
     runs: list[Run] = field(default_factory=list)
     faults: list[tuple[float, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -62,32 +64,19 @@ class RunLog:
 
 def write_log(path: Path, log: RunLog, raw: list[str] | None = None) -> None:
     """Writes a log to a temporary name and renames it when whole. `raw`: what the meter said at each sample."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            _write_lines(file, log, raw or [""] * len(log.trace.times))
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise MeasurementError(f"{path} cannot be written: {error.strerror}.") from error
+    write_whole(path, (json.dumps(record, ensure_ascii=False) for record in _records(log, raw or [""] * len(log.trace.times))))
 
 
-def _write_lines(file: TextIO, log: RunLog, raw: list[str]) -> None:
-    def put(kind: str, **fields: Any) -> None:
-        file.write(json.dumps({"kind": kind, **fields}, ensure_ascii=False) + "\n")
-
-    put("header", schema=SCHEMA, meter=log.facts.to_json(), environment=log.environment)
-    put("characteristics", **log.characteristics.to_json())
+def _records(log: RunLog, raw: list[str]) -> Iterator[dict[str, Any]]:
+    yield {"kind": "header", "schema": SCHEMA, "meter": log.facts.to_json(), "environment": log.environment}
+    yield {"kind": "characteristics", **log.characteristics.to_json()}
     for time_s, value, said in zip(log.trace.times, log.trace.values, raw, strict=True):
-        put("sample", t=time_s, v=value, raw=said)
-    for time_s, reason in log.faults:
-        put("fault", t=time_s, reason=reason)
-    for start_s, end_s in log.idles:
-        put("idle", start=start_s, end=end_s)
-    for run in log.runs:
-        put("run", **asdict(run))
-    for text in log.warnings:
-        put("warning", text=text)
+        yield {"kind": "sample", "t": time_s, "v": value, "raw": said}
+    yield from ({"kind": "fault", "t": time_s, "reason": reason} for time_s, reason in log.faults)
+    yield from ({"kind": "idle", "start": start_s, "end": end_s} for start_s, end_s in log.idles)
+    yield from ({"kind": "load", "start": start_s, "end": end_s} for start_s, end_s in log.loads)
+    yield from ({"kind": "run", **asdict(run)} for run in log.runs)
+    yield from ({"kind": "warning", "text": text} for text in log.warnings)
 
 
 def read_log(path: Path) -> RunLog:
@@ -125,8 +114,8 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
         log.characteristics = Characteristics(**{k: float(v) for k, v in record.items()})
     elif kind == "fault":
         log.faults.append((float(record["t"]), str(record["reason"])))
-    elif kind == "idle":
-        log.idles.append((float(record["start"]), float(record["end"])))
+    elif kind in ("idle", "load"):
+        (log.idles if kind == "idle" else log.loads).append((float(record["start"]), float(record["end"])))
     elif kind == "run":
         log.runs.append(_run(record))
     elif kind == "warning":

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 
 import numpy as np
 
 from edge_devices.characteristics import characterise
-from edge_devices.meters.android_battery import Gauge, GaugeMeter
-from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
+from edge_devices.meters.android_battery import AMPERES, current_unit
+from edge_devices.meters.base import Kind, MeterFacts, Scope
 from edge_devices.meters.wrap import Unwrapped
 from edge_devices.run_log import Run, RunLog
-from edge_devices.system import System
 from edge_devices.trace import Trace
 
 COUNTER, SAMPLER, GAUGE = "counter", "fast sampler", "2-second gauge"
@@ -209,7 +207,7 @@ def simulate(scenario: Scenario) -> tuple[RunLog, Block]:
     steps = [half_s * i for i in range(1, 6)]
     toggled = Device(s, [(half_s * i, half_s * (i + 1), s.load_watts) for i in (1, 3, 5)], 6 * half_s, 3)
     polls = poll_times(0.0, 6 * half_s, facts.refresh_s / 8, r)
-    measured = characterise(Trace.of(facts, read(s, toggled, polls, r)), steps, reads=len(polls), read_s=0.0)
+    measured = characterise(read(s, toggled, polls, r), steps, reads=len(polls), read_s=0.0)
 
     block = plan_block(s, measured.shortest_window_s * s.window_share, measured.shortest_idle_s)
     end_s = block.idles[1][1] + REST_S
@@ -217,47 +215,41 @@ def simulate(scenario: Scenario) -> tuple[RunLog, Block]:
     marks = np.array([t for span in (*block.idles, *block.runs) for t in span])
     polls = np.sort(np.concatenate([poll_times(0.0, end_s, facts.poll_s, r), marks]))
     runs = [Run(variant="decode", repeat=i, start_s=a, end_s=b, emitted_tokens=block.tokens) for i, (a, b) in enumerate(block.runs)]
-    trace = Trace.of(facts, read(s, device, polls, r))
+    trace = read(s, device, polls, r)
     block.run_joules.extend(float(np.diff(device.joules(np.array(span)))[0]) for span in block.runs)
     return RunLog(facts=facts, characteristics=measured, trace=trace, idles=block.idles, runs=runs), block
 
 
-def read_counter(s: Scenario, device: Device, polls: np.ndarray, r: np.random.Generator) -> list[Sample]:
+def read_counter(s: Scenario, device: Device, polls: np.ndarray, r: np.random.Generator) -> Trace:
     """A register in whole quanta that wraps, undone by the meters' own code."""
     times = refresh_times(s, device, r)
     at = np.searchsorted(times, polls, side="right") - 1
     quanta = np.floor((device.joules(times[at]) + 5.0) / s.quantum).astype(np.int64)
-    session = quanta[-1] - quanta[0] + 1
-    span = max(s.span or 0, int(session))
+    session = int(quanta[-1] - quanta[0]) + 2
+    span = max(s.span or 0, session)
     start = span - int(session * s.span_left)
     register = Unwrapped("simulated", span - 1)
-    # `total` adds the highest register value per turn, as powercap's range does, so the sequence repeats every span - 1.
-    return [Sample(t, register.total((start + q) % (span - 1)) * s.quantum) for t, q in zip(polls.tolist(), quanta.tolist(), strict=True)]
+    # The meters add the highest register value per turn, as powercap's range does, so the sequence repeats every span - 1.
+    values = [register.total(q) * s.quantum for q in ((start + quanta) % (span - 1)).tolist()]
+    return Trace(facts=facts_of(s), times=polls.tolist(), values=values)
 
 
-def read_sampler(s: Scenario, device: Device, polls: np.ndarray, r: np.random.Generator) -> list[Sample]:
+def read_sampler(s: Scenario, device: Device, polls: np.ndarray, r: np.random.Generator) -> Trace:
     """Watts in whole quanta."""
     times = refresh_times(s, device, r)
     shown = np.round(shown_watts(s, device, times, r) / s.quantum) * s.quantum
     at = np.searchsorted(times, polls, side="right") - 1
-    return [Sample(t, w) for t, w in zip(polls.tolist(), shown[at].tolist(), strict=True)]
+    return Trace(facts=facts_of(s), times=polls.tolist(), values=shown[at].tolist())
 
 
-def read_gauge(s: Scenario, device: Device, polls: np.ndarray, r: np.random.Generator) -> list[Sample]:
-    """A phone's gauge in its own unit and sign, with false zeros, read by the meters' own code."""
+def read_gauge(s: Scenario, device: Device, polls: np.ndarray, r: np.random.Generator) -> Trace:
+    """A phone's gauge in its own unit and sign, with false zeros; the unit is found by the meters' own code."""
     volts = 3.85
     times = refresh_times(s, device, r)
     amperes = np.round(shown_watts(s, device, times, r) / volts / s.quantum) * s.quantum
     at = np.searchsorted(times, polls, side="right") - 1
     raw = np.round(s.sign * amperes[at] / s.unit_amperes).astype(np.int64)
     raw[r.random(len(raw)) < s.zero_rate] = 0
-    moments = iter(zip(polls.tolist(), raw.tolist(), strict=True))
-    now = SimpleNamespace(time=0.0, gauge=Gauge(int(s.sign * s.idle_watts / volts / s.unit_amperes), volts))
-    meter = GaugeMeter(System(clock=lambda: now.time), "simulated", "simulated", lambda _: now.gauge)
-    samples = []
-    for time, current in moments:
-        now.time, now.gauge = time, Gauge(current or None, volts)
-        sample = meter.read()
-        if sample:
-            samples.append(sample)
-    return samples
+    unit = current_unit(int(s.sign * s.idle_watts / volts / s.unit_amperes), volts)
+    said = raw != 0
+    return Trace(facts=facts_of(s), times=polls[said].tolist(), values=(np.abs(raw[said]) * AMPERES[unit] * volts).tolist())

@@ -57,7 +57,7 @@ def find(system: System) -> list[Finding]:
         return []
     if not model.startswith(("Raspberry Pi 5", "Raspberry Pi 500", "Raspberry Pi Compute Module 5")):
         return [
-            absent(NAME, f"{model} senses no current; use a meter in the supply line (INA2xx through hwmon, or edge-devices import-csv)")
+            absent(NAME, f"{model} senses no current; use a meter in the supply line (an INA2xx through hwmon, or one that writes a table)")
         ]
     for command in COMMANDS:
         done = system.run([command, "pmic_read_adc"])
