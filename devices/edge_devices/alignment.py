@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,36 +11,38 @@ from edge_devices.meters.base import Kind, Sample
 from edge_devices.trace import Trace
 
 Span = tuple[float, float]
-LEAST_CONTRAST = 3.0  # watts between load and rest, in standard errors
+LEAST_FIT = 0.5  # share of the power's variance that the steps must explain
 RIVAL_SHARE = 0.9
 
 
 def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
-    """Returns the seconds to add to the trace's times so that its power is highest in the spans of load against the rests between them.
+    """Returns the seconds to add to the trace's times so that its power is high in the spans of load and low in the rests around them.
 
-    The score of an offset is mean watts under load minus mean watts at rest: a matched filter for steps. `search` bounds the offset.
+    An offset's fit is the share of the variance, over loads and rests, that two levels explain (R² of a step function). `search` bounds the offset.
     Raises MeasurementError when no step shows, or when another offset fits almost as well (steps of equal length and distance).
     """
     if len(loads) < 2:
         raise MeasurementError(f"{len(loads)} load steps cannot align two clocks; give at least 2, of different lengths.")
-    rests = [(a[1], b[0]) for a, b in pairwise(loads)]
-    curve = _cumulative(trace)
+    between = [(a[1], b[0]) for a, b in pairwise(loads)]
+    margin = min(end - start for start, end in between)
+    rests = [(loads[0][0] - margin, loads[0][0]), *between, (loads[-1][1], loads[-1][1] + margin)]
+    curves = _Curves(trace)
     width = min(end - start for start, end in [*loads, *rests])
     coarse = max(width / 8, (search[1] - search[0]) / 200_000)
     tried = [search[0] + i * coarse for i in range(int((search[1] - search[0]) / coarse) + 1)]
-    scored = [(_contrast(trace.times, curve, loads, rests, offset), offset) for offset in tried]
-    contrast, best = max(scored)
-    rival = max((s for s, offset in scored if abs(offset - best) > width), default=-math.inf)
-    if contrast <= 0 or contrast < LEAST_CONTRAST * _noise(trace):
+    scored = [(curves.fit(loads, rests, offset), offset) for offset in tried]
+    fit, best = max(scored)
+    if fit < LEAST_FIT:
         raise MeasurementError(
-            f"no load step shows in the meter's recording (contrast {contrast:.3g} W); make the steps longer or the load heavier."
+            f"no load step shows in the meter's recording (fit {fit:.2f} of 1); make the steps longer or the load heavier."
         )
-    if rival > RIVAL_SHARE * contrast:
+    rival = max((s for s, offset in scored if abs(offset - best) > width), default=0.0)
+    if rival > RIVAL_SHARE * fit:
         raise MeasurementError("the load steps fit the meter's recording at two places; make steps and rests of different lengths.")
     step = coarse
     while step > 1e-3:
         step /= 2
-        contrast, best = max((_contrast(trace.times, curve, loads, rests, o), o) for o in (best - step, best, best + step))
+        fit, best = max((curves.fit(loads, rests, offset), offset) for offset in (best - step, best, best + step))
     return best
 
 
@@ -50,36 +51,36 @@ def shifted(trace: Trace, offset_s: float) -> Trace:
     return Trace.of(trace.facts, (Sample(t + offset_s, v) for t, v in zip(trace.times, trace.values, strict=True)))
 
 
-def _cumulative(trace: Trace) -> list[float]:
-    """Joules at each reading; a sampler's watts hold until the next reading."""
-    if trace.facts.kind is Kind.COUNTER:
-        return trace.values
-    total, curve = 0.0, [0.0]
-    for i in range(1, len(trace.times)):
-        total += trace.values[i - 1] * (trace.times[i] - trace.times[i - 1])
-        curve.append(total)
-    return curve
+class _Curves:
+    """Integrals of power and of its square up to each reading; power is constant in between."""
 
+    def __init__(self, trace: Trace) -> None:
+        self._times = trace.times
+        self._first, self._second = [0.0], [0.0]
+        counter = trace.facts.kind is Kind.COUNTER
+        for i in range(1, len(trace.times)):
+            seconds = trace.times[i] - trace.times[i - 1]
+            joules = trace.values[i] - trace.values[i - 1] if counter else trace.values[i - 1] * seconds
+            self._first.append(self._first[-1] + joules)
+            self._second.append(self._second[-1] + (joules * joules / seconds if seconds > 0 else 0.0))
 
-def _joules_at(times: Sequence[float], curve: Sequence[float], time: float) -> float:
-    i = bisect_right(times, time)
-    if i == 0 or i == len(times):
-        return curve[min(i, len(times) - 1)]
-    share = (time - times[i - 1]) / (times[i] - times[i - 1])
-    return curve[i - 1] + share * (curve[i] - curve[i - 1])
+    def fit(self, loads: Sequence[Span], rests: Sequence[Span], offset: float) -> float:
+        """Share of the variance that the two levels explain; 0 where the power under load is not the higher one."""
+        if rests[0][0] - offset < self._times[0] or rests[-1][1] - offset > self._times[-1]:
+            return 0.0
+        load_s, rest_s = (sum(e - s for s, e in spans) for spans in (loads, rests))
+        load, rest = (self._integral(self._first, spans, offset) for spans in (loads, rests))
+        total_s, total = load_s + rest_s, load + rest
+        variance = self._integral(self._second, [*loads, *rests], offset) - total * total / total_s
+        contrast = load / load_s - rest / rest_s
+        return contrast**2 * load_s * rest_s / total_s / variance if variance > 1e-12 and contrast > 0 else 0.0
 
+    def _integral(self, curve: Sequence[float], spans: Sequence[Span], offset: float) -> float:
+        return sum(self._at(curve, e - offset) - self._at(curve, s - offset) for s, e in spans)
 
-def _contrast(times: Sequence[float], curve: Sequence[float], loads: Sequence[Span], rests: Sequence[Span], offset: float) -> float:
-    def mean_watts(spans: Sequence[Span]) -> float:
-        joules = sum(_joules_at(times, curve, e - offset) - _joules_at(times, curve, s - offset) for s, e in spans)
-        return joules / sum(e - s for s, e in spans)
-
-    return mean_watts(loads) - mean_watts(rests)
-
-
-def _noise(trace: Trace) -> float:
-    """Standard error of a mean over the whole trace, from differences of neighbours, in watts; 0 for a counter."""
-    if trace.facts.kind is Kind.COUNTER or len(trace.values) < 3:
-        return 0.0
-    squares = sum((b - a) ** 2 for a, b in pairwise(trace.values))
-    return math.sqrt(squares / 2 / (len(trace.values) - 1) / len(trace.values))
+    def _at(self, curve: Sequence[float], time: float) -> float:
+        i = bisect_right(self._times, time)
+        if i == 0 or i == len(self._times):
+            return curve[min(i, len(self._times) - 1)]
+        share = (time - self._times[i - 1]) / (self._times[i] - self._times[i - 1])
+        return curve[i - 1] + share * (curve[i] - curve[i - 1])

@@ -87,6 +87,7 @@ def measure(
     window_s = plan.window_s or characteristics.shortest_window_s
     log = RunLog(facts=facts, characteristics=characteristics, trace=recorder.trace, faults=recorder.faults, warnings=warnings(state))
     if load_step:
+        system.sleep(LOAD_STEPS_S[0][1])
         for load_s, rest_s in LOAD_STEPS_S:
             log.loads.append(_load(system, load_step, load_s))
             system.sleep(rest_s)

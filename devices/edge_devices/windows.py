@@ -90,11 +90,12 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
     begin = start_s + meter.lead_in_s
     if begin >= end_s:
         raise MeasurementError(f"the window of {end_s - start_s:.3g} s ends within the meter's lead-in of {meter.lead_in_s:.3g} s.")
-    first = trace.index_at(begin)
     inside = trace.span(begin, end_s)
-    times = [begin, *(trace.times[i] for i in inside), end_s]
-    values = [trace.values[first], *(trace.values[i] for i in inside)]
-    joules = sum(v * (b - a) for v, a, b in zip(values, times, times[1:], strict=False))
+    if not inside or trace.times[inside[0]] >= end_s:
+        raise MeasurementError(f"the recording holds no reading between {begin:.3f} and {end_s:.3f} s; let the meter run during the work.")
+    begin = trace.times[inside[0]]  # what was read before may still be what was before the window
+    times = [*(trace.times[i] for i in inside), end_s]
+    joules = sum(trace.values[i] * (b - a) for i, (a, b) in zip(inside, pairwise(times), strict=True))
     watts = joules / (end_s - begin)
     fresh = [i for i in inside if i > 0 and trace.values[i] != trace.values[i - 1]]
     error, freedom = _sampling_error([trace.values[i] for i in fresh])
