@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from edge_devices.errors import MeasurementError
-from edge_devices.meters.base import Kind
+from edge_devices.meters.base import Kind, MeterFacts
 from edge_devices.trace import Trace
 
 LEAST_CHANGES = 8
@@ -41,6 +41,11 @@ class Characteristics:
     def shortest_idle_s(self) -> float:
         """Shortest idle window: 30 s, or 30 refreshes; after the lead-in."""
         return max(30.0, 30 * self.refresh_s) + self.lead_in_s
+
+    @staticmethod
+    def expected(facts: MeterFacts) -> Characteristics:
+        """Returns what a meter's facts promise, for where there is no time to measure it."""
+        return Characteristics(refresh_s=facts.refresh_s, longest_gap_s=3 * facts.refresh_s, lag_s=facts.lag_s, zero_rate=0.0, read_s=0.0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""

@@ -18,6 +18,7 @@ from edge_devices.listing import figure_text, report_lines
 from edge_devices.load import BusyLoad
 from edge_devices.meters.base import Kind, Scope
 from edge_devices.meters.csv_import import import_csv
+from edge_devices.meters.estimate import EstimateMeter
 from edge_devices.meters.replay import ReplayMeter
 from edge_devices.phases import share_out
 from edge_devices.protocol import Plan, characterise_meter, measure
@@ -27,6 +28,7 @@ from edge_devices.run_log import RunLog, read_log, write_log
 from edge_devices.state import DeviceState
 from edge_devices.system import System
 from edge_devices.trace import Trace
+from edge_devices.watch import EnergyWatch
 from edge_devices.windows import measure_window
 from simulated_session import IDLE_WATTS, SimulatedMachine
 
@@ -303,3 +305,41 @@ def test_no_more_digits_than_the_interval_supports():
     assert figure_text(of_error(0.48123, 0.0005, math.inf, 10)) == "0.48123 [0.48025, 0.48221] (n=10)"
     assert figure_text(of_error(123.456, 5.0, math.inf, 10)) == "123.5 [113.7, 133.3] (n=10)"
     assert figure_text(Interval(value=1.0, low=-math.inf, high=math.inf, n=1, error=math.inf, freedom=1)) == "1 (n=1, no interval)"
+
+
+def watched(machine: SimulatedMachine, seconds: float, tokens: int):
+    watch = EnergyWatch(machine.system, machine)
+    with watch:
+        machine.watts = 10.0
+        machine.sleep(seconds)
+    return watch.energy(tokens)
+
+
+def test_energy_of_one_run():
+    found = watched(SimulatedMachine(), 4.0, 100)
+    assert found.joules_per_token.value == pytest.approx(0.4, rel=1e-3)
+    assert "J/token, scope package" in found.sentence()
+    assert found.to_json()["joules"]["value"] == pytest.approx(40.0, rel=1e-3)
+
+
+def test_energy_of_one_run_that_cannot_be_told():
+    assert "too short" in watched(SimulatedMachine(refresh_s=1.0), 4.0, 100).sentence()
+    assert "no token" in watched(SimulatedMachine(), 4.0, 0).sentence()
+    machine = SimulatedMachine()
+    watch = EnergyWatch(machine.system, None)
+    with watch:
+        pass
+    assert watch.energy(5).sentence() == "no energy meter on this machine"
+    assert watch.energy(5).to_json()["meter"] is None
+
+
+def test_estimates_say_so_in_every_output(log):
+    meter = EstimateMeter(System(), idle_watts=5.0, core_watts=10.0)
+    estimate = replace(log, facts=meter.facts, trace=Trace(facts=meter.facts, times=log.trace.times, values=log.trace.values))
+    report = make_report(estimate)
+    assert report.to_json()["estimate"] is True
+    assert report_lines(report)[0].startswith("ESTIMATE, nothing was measured")
+    watch = EnergyWatch(System(), meter)
+    with watch:
+        System().sleep(0.15)
+    assert watch.energy(10).sentence().startswith("ESTIMATE")
