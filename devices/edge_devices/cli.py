@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
+from edge_devices.bandwidth import copy_bandwidth
+from edge_devices.detection import detect_device
 from edge_devices.errors import DeviceError
 from edge_devices.external import with_external
 from edge_devices.listing import meter_lines, report_lines
-from edge_devices.machine import read_machine
 from edge_devices.meters.csv_import import import_csv
 from edge_devices.meters.search import find_meters
 from edge_devices.recording import Recording, record, write_recording
@@ -49,18 +50,29 @@ def main() -> None:
 
 
 @main.command()
+@click.option("--bandwidth/--no-bandwidth", default=True, help="Probe memory bandwidth (a few tenths of a second).", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def detect(as_json: bool) -> None:
-    """Read processor, cores, features and memory of this machine."""
-    machine = read_machine()
+def detect(bandwidth: bool, as_json: bool) -> None:
+    """Read processor, clusters, features and memory of this machine, and pick or build its profile."""
+    device = detect_device(System())
+    machine = device.machine
+    speed = copy_bandwidth(device.threads, memory_available=machine.memory_available) if bandwidth else None
     if as_json:
-        click.echo(json.dumps(machine.to_json()))
+        click.echo(json.dumps(device.to_json() | {"copy_bytes_per_second": speed}))
         return
     click.echo(f"{machine.system} {machine.architecture}, {machine.processor or 'unknown processor'}")
     click.echo(f"processors this process may use: {machine.usable_processors}")
+    for cluster in device.clusters:
+        click.echo(f"cluster: {len(cluster.processors)} processors, up to {cluster.max_mhz:.0f} MHz")
     memory = f"{machine.memory_available / 1e9:.1f} GB" if machine.memory_available is not None else "unknown"
     click.echo(f"memory available: {memory}")
+    if speed is not None:
+        click.echo(f"memory copied: {speed / 1e9:.1f} GB/s read and written, {device.threads} threads")
     click.echo(f"features: {' '.join(machine.features) or 'unknown'}")
+    click.echo(f"profile: {device.profile.name} ({device.profile.title}), because {device.why}")
+    click.echo(
+        f"recommended: {device.profile.quantization}, {device.threads} threads; energy: {', '.join(device.profile.meters) or 'see edge-devices meters'}"
+    )
 
 
 @main.command()
