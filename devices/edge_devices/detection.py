@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -53,6 +54,15 @@ def detect_device(system: System) -> Device:
     return Device(
         machine=machine, model=model, soc=soc, clusters=clusters, profile=replace(found, threads=threads), why=why, threads=threads
     )
+
+
+def environment(system: System) -> dict[str, Any]:
+    """Returns what a measurement's record says of the machine it was made on: hardware and kernel, nothing about its user."""
+    device = detect_device(system)
+    return {
+        "platform": platform.platform(), "model": device.model, "soc": device.soc, "processor": device.machine.processor,
+        "processors": device.machine.usable_processors, "clusters": [asdict(c) for c in device.clusters], "profile": device.profile.name,
+    }  # fmt: skip
 
 
 def pick_profile(machine: Machine, model: str, soc: str) -> tuple[Profile, str]:

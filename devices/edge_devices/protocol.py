@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from edge_devices.characteristics import Characteristics, characterise
+from edge_devices.detection import environment
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, Meter
 from edge_devices.recorder import Recorder
@@ -86,7 +87,10 @@ def measure(
     if against:
         raise MeasurementError(" ".join(against))
     window_s = plan.window_s or ROOM * characteristics.shortest_window_s
-    log = RunLog(facts=facts, characteristics=characteristics, trace=recorder.trace, faults=recorder.faults, warnings=warnings(state))
+    log = RunLog(
+        facts=facts, characteristics=characteristics, trace=recorder.trace, environment=environment(system), faults=recorder.faults,
+        warnings=warnings(state),
+    )  # fmt: skip
     if load_step:
         system.sleep(LOAD_STEPS_S[0][1])
         for load_s, rest_s in LOAD_STEPS_S:

@@ -105,8 +105,11 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
     if not any(counted.values()):
         first = next((r[0] for r in refused.values()), "the log holds no runs")
         raise MeasurementError(f"no run counts: {first}")
+    if baseline is not None and baseline not in counted:
+        raise MeasurementError(f"the log has no variant {baseline!r} to compare with; it has {', '.join(counted)}.")
     idle = _idle(log)
-    variants = [_variant(name, runs, refused.get(name, []), idle, counted.get(baseline or "")) for name, runs in counted.items()]
+    base = counted[baseline] if baseline else None
+    variants = [_variant(name, runs, refused.get(name, []), idle, base if name != baseline else None) for name, runs in counted.items()]
     return Report(
         meter=log.facts.name, scope=log.facts.scope, estimate=log.facts.is_estimate, refresh_s=log.characteristics.refresh_s,
         systematic=log.facts.systematic, idle=idle, variants=variants, warnings=log.warnings,

@@ -96,7 +96,7 @@ def read_log(path: Path) -> RunLog:
                     ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise MeasurementError(f"{path} cannot be read: {error}.") from error
-    if log is None or log.characteristics.refresh_s <= 0:
+    if log is None or not log.characteristics.refresh_s > 0:
         raise MeasurementError(f"{path} holds no measurement; use the file that the run wrote.")
     return log
 
@@ -127,7 +127,12 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
 
 def _run(record: dict[str, Any]) -> Run:
     record["before"], record["after"] = DeviceState.from_json(record["before"]), DeviceState.from_json(record["after"])
+    record["phases"] = {str(k): float(v) for k, v in record["phases"].items()}
+    record |= {k: int(record[k]) for k in ("repeat", "emitted_tokens", "prompt_tokens", "requests")}
+    record |= {k: float(record[k]) for k in ("start_s", "end_s")}
     run = Run(**record)
+    if run.expected_s is not None and not isinstance(run.expected_s, float | int):
+        raise ValueError(f"an expected time of {run.expected_s!r}")
     if not run.start_s < run.end_s or run.emitted_tokens < 0 or run.prompt_tokens < 0 or run.requests < 0:
         raise ValueError(f"a run from {run.start_s} to {run.end_s} s with {run.emitted_tokens} tokens")
     return run

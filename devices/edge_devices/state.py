@@ -33,9 +33,13 @@ class DeviceState:
 
     @staticmethod
     def from_json(record: dict[str, Any]) -> DeviceState:
-        """Reads what `to_json` wrote."""
+        """Reads what `to_json` wrote; raises TypeError or ValueError for anything else."""
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
-        return DeviceState(**fields)
+        state = DeviceState(**fields)
+        numbers = (state.throttled, state.charge_percent, state.swap_used, *state.frequency_caps)
+        if not all(n is None or isinstance(n, int) for n in numbers):
+            raise ValueError(f"a device state of {numbers}")
+        return state
 
 
 def read_state(system: System) -> DeviceState:

@@ -60,6 +60,10 @@ def test_figures_of_a_counter(log):
     assert plain.tokens_per_second == pytest.approx(25.0, rel=1e-2)
     assert drafted.ratio_to_baseline.value == pytest.approx(14 / 24, rel=1e-3)
     assert drafted.saves_energy is True
+    assert plain.ratio_to_baseline is None
+    with pytest.raises(MeasurementError, match="no variant 'lookup' to compare with; it has plain, drafted"):
+        make_report(log, baseline="lookup")
+    assert log.environment["processors"] >= 1
     assert report.idle.watts == pytest.approx(IDLE_WATTS, rel=1e-3)
 
 
@@ -108,7 +112,14 @@ def test_logs_with_figures_that_are_none_are_refused(tmp_path, log):
     path = tmp_path / "run.jsonl"
     write_log(path, log)
     lines = path.read_text().splitlines()
-    for bad in ('{"kind": "sample", "t": 0, "v": NaN}', '{"kind": "sample", "t": -1e9, "v": 0}'):
+    run = next(line for line in lines if '"kind": "run"' in line)
+    strange = [
+        run.replace('"phases": {}', '"phases": {"draft": "x"}'),
+        run.replace('"throttled": null', '"throttled": "x"'),
+        run.replace('"expected_s": null', '"expected_s": "x"'),
+    ]
+    assert run not in strange
+    for bad in ('{"kind": "sample", "t": 0, "v": NaN}', '{"kind": "sample", "t": -1e9, "v": 0}', *strange):
         path.write_text("\n".join([*lines, bad]))
         with pytest.raises(MeasurementError):
             read_log(path)

@@ -157,6 +157,22 @@ def test_android_sysfs_denied_names_the_way_out():
     assert "android:battery" in found.remedy
 
 
+def sysfs_phone(status: str, online: str) -> RecordedSystem:
+    gauge = f"POWER_SUPPLY_TYPE=Battery\nPOWER_SUPPLY_STATUS={status}\nPOWER_SUPPLY_CURRENT_NOW=-312500\nPOWER_SUPPLY_VOLTAGE_NOW=4000000\n"
+    files = {"system/build.prop": "", "sys/class/power_supply/battery/uevent": gauge}
+    files["sys/class/power_supply/usb/uevent"] = f"POWER_SUPPLY_TYPE=USB\nPOWER_SUPPLY_ONLINE={online}\n"
+    return RecordedSystem(Recording(files=files), clock=lambda: 1.0, sleep=lambda _: None)
+
+
+def test_android_sysfs_gauge():
+    found = {f.name: f for f in find_meters(sysfs_phone("Discharging", "0"))}
+    assert found["android:battery-sysfs"].meter.read().value == pytest.approx(1.25)
+    assert "battery" not in found  # the laptop's reader leaves phones alone
+    for status, online in (("Charging", "0"), ("Unknown", "1")):
+        (refused,) = [f for f in find_meters(sysfs_phone(status, online)) if f.name == "android:battery-sysfs"]
+        assert refused.state is State.PRESENT
+
+
 def test_android_false_zeros_are_dropped():
     system = recorded("android-oplus")
     meter = choose_meter(find_meters(system), "android:battery")

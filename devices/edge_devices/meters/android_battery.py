@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from edge_devices.errors import MeterError
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
-from edge_devices.meters.power_supply import SUPPLIES, Supply, read_fields
+from edge_devices.meters.power_supply import SUPPLIES, Supply, external_power, read_fields
 from edge_devices.system import System
 
 PLAUSIBLE_WATTS = (0.1, 15.0)
@@ -132,6 +132,9 @@ def read_sysfs(system: System, folder: str) -> Gauge:
         supply = Supply(name=folder.rpartition("/")[2], fields=read_fields(system, folder))
     except PermissionError as error:
         raise MeterError(f"/{folder} is denied to this user.") from error
+    charger = external_power(system)
+    if charger:
+        raise MeterError(f"{charger} supplies power. {UNPLUG}")
     if supply.status not in ("Discharging", "Unknown"):
         raise MeterError(f"/{folder} says {supply.status}. {UNPLUG}")
     current, microvolts = supply.number("CURRENT_NOW"), supply.number("VOLTAGE_NOW")
