@@ -69,7 +69,8 @@ def figure_text(interval: Interval) -> str:
     if not 0 < interval.half < float("inf"):
         return f"{interval.value:.3g} (n={interval.n}, no interval)"
     digits = max(0, -_exponent(interval.half) + 1)
-    return f"{interval.value:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}] (n={interval.n})"
+    basis = f"n={interval.n}" if interval.n > 1 else "n=1: the reading's error alone, not how runs differ"
+    return f"{interval.value:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}] ({basis})"
 
 
 def _exponent(value: float) -> int:

@@ -314,6 +314,7 @@ def test_errors_combine():
 
 def test_no_more_digits_than_the_interval_supports():
     assert figure_text(of_error(0.48123, 0.0005, math.inf, 10)) == "0.48123 [0.48025, 0.48221] (n=10)"
+    assert figure_text(of_error(0.5, 0.01, math.inf, 1)).endswith("(n=1: the reading's error alone, not how runs differ)")
     assert figure_text(of_error(123.456, 5.0, math.inf, 10)) == "123.5 [113.7, 133.3] (n=10)"
     assert figure_text(Interval(value=1.0, low=-math.inf, high=math.inf, n=1, error=math.inf, freedom=1)) == "1 (n=1, no interval)"
 
