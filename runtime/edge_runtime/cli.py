@@ -15,6 +15,7 @@ from edge_runtime.comparison import compare, comparison_table
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
+from edge_runtime.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
 from edge_runtime.lossless import check_lossless
 from edge_runtime.policies import POLICIES, draft_length_policy
 from edge_runtime.sampling_options import request_options, sampling_options
@@ -29,6 +30,9 @@ Examples:
   edge-run my-bundle --compare "import os"
   edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
   edge-run my-bundle --drafter lookup "drafts copied from the text itself"
+  edge-run my-bundle --kv-type q8_0 --memory-limit 2GB "half the KV cache"
+  edge-run my-bundle --max-tokens 1 --save-state notes.kv "a long text"
+  edge-run my-bundle --load-state notes.kv "a long text, and what comes after it"
   echo "from standard input" | edge-run my-bundle -
 """
 
@@ -44,6 +48,8 @@ class RunOptions:
     as_json: bool
     verify_lossless: bool
     request: Mapping[str, Any]
+    load_state: Path | None = None
+    save_state: Path | None = None
 
 
 def note(text: str) -> None:
@@ -54,25 +60,49 @@ def note(text: str) -> None:
 def run_once(session: Session, options: RunOptions) -> None:
     """Streams one generation and says how it went."""
     policy = draft_length_policy(options.policy, session.draft_length_for(options.draft_length))
-    generation = session.generate(options.prompt, max_tokens=options.max_tokens, policy=policy, **options.request)
+    if options.load_state:
+        session.load_state(options.load_state)
+    generation = session.generate(
+        options.prompt, max_tokens=options.max_tokens, policy=policy, reuse_prefix=options.load_state is not None, **options.request
+    )
     pieces = []
     for piece in generation:
         pieces.append(piece)
         if not options.as_json:
             click.echo(piece, nl=False)
+    if options.save_state:
+        session.save_state(options.save_state)
     lossless = check_lossless(session, generation) if options.verify_lossless else None
     if options.as_json:
         record: dict[str, Any] = {
             "prompt": options.prompt, "text": "".join(pieces), "drafter": session.drafter_kind, "stats": generation.stats.to_json(),
+            "finish_reason": generation.finish_reason,
         }  # fmt: skip
         if lossless:
             record["lossless"] = lossless.to_json()
         click.echo(json.dumps(record, ensure_ascii=False))
         return
     click.echo()
+    for sentence in remarks(session, generation, loaded=options.load_state is not None):
+        note(sentence)
     note(summary(generation, session.drafter_kind))
     if lossless:
         note(lossless.sentence())
+
+
+def remarks(session: Session, generation: Generation, *, loaded: bool) -> list[str]:
+    """Sentences about what the person may not expect: that the context is full, and what a loaded state was good for."""
+    sentences = []
+    if generation.finish_reason == "context":
+        sentences.append(f"stopped: the context of {session.target.context} tokens is full; raise --context or shorten the prompt")
+    stats = generation.stats
+    if loaded and stats.reused_tokens:
+        sentences.append(f"{stats.reused_tokens} of the prompt's {stats.prompt_tokens} tokens came from the state")
+    elif loaded:
+        sentences.append(
+            "nothing of the state could be used: the prompt does not begin with its text, or ends before it; all was computed anew"
+        )
+    return sentences
 
 
 def summary(generation: Generation, drafter: DrafterKind) -> str:
@@ -124,6 +154,12 @@ def check_combination(request: Mapping[str, Any], policy: str, draft_length: int
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens to generate; drafts never count.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the bundle's]")
+@click.option("--kv-type", type=click.Choice(KV_TYPES), default=DEFAULT_KV_TYPE, help="Type of the KV cache; smaller ones cost accuracy.")
+@click.option("--memory-limit", help="Refuse to open what would take more, e.g. 2GB.  [default: what the machine has]")
+@click.option(
+    "--load-state", type=click.Path(path_type=Path, dir_okay=False), help="Start from a KV state; the prompt begins with its text."
+)
+@click.option("--save-state", type=click.Path(path_type=Path, dir_okay=False), help="Keep the KV state in this file afterwards.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--verify-lossless", is_flag=True, help="Rerun plainly; report equality or the first divergence with its logit gap.")
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and show a table.")
@@ -133,18 +169,22 @@ def check_combination(request: Mapping[str, Any], policy: str, draft_length: int
 @click.version_option(package_name="edge-mtp")
 def main(
     bundle: Path, prompt: str, draft_length: int | None, policy: str, drafter: DrafterKind | None, max_tokens: int, threads: int | None,
-    context: int | None, as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, **sampling: Any,
+    context: int | None, kv_type: KvType, memory_limit: str | None, load_state: Path | None, save_state: Path | None, as_json: bool,
+    verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter."""
     try:
         request = request_options(sampling)
+        if comparing and (load_state or save_state):
+            raise click.UsageError("--compare runs one prompt many times and keeps no KV state; leave --load-state and --save-state out")
         check_combination(request, policy, draft_length, comparing=comparing, verify_lossless=verify_lossless)
         options = RunOptions(
             prompt=sys.stdin.read() if prompt == "-" else prompt, max_tokens=max_tokens, draft_length=draft_length, policy=policy,
-            as_json=as_json, verify_lossless=verify_lossless, request=request,
+            as_json=as_json, verify_lossless=verify_lossless, request=request, load_state=load_state, save_state=save_state,
         )  # fmt: skip
         with open_session(
-            bundle, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=note
+            bundle, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=note, kv_type=kv_type,
+            memory_limit=memory_limit,
         ) as session:  # fmt: skip
             if comparing:
                 run_comparison(session, options, repeats)

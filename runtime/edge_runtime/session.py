@@ -9,15 +9,19 @@ from types import TracebackType
 from typing import Self
 
 from edge_runtime.backends.base import Drafter, Target, Together, Vocabulary
-from edge_runtime.bundle import Bundle, open_bundle
+from edge_runtime.bundle import MAX_DRAFT_LENGTH, Bundle, open_bundle
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions, OpenedPair
+from edge_runtime.kv_types import DEFAULT_KV_TYPE, KvType, check_kv_type
 from edge_runtime.lockstep import Lockstep
+from edge_runtime.memory_check import available_memory, check_memory, memory_bytes
+from edge_runtime.memory_plan import Opening
 from edge_runtime.policies import DraftLengthPolicy, Fixed
 from edge_runtime.rules import DEFAULT_ACCEPTANCE
 from edge_runtime.sampling import SamplingParams
+from edge_runtime.state_file import load_state, save_state
 
 __all__ = ["Generation", "Session", "Sessions", "default_threads", "open_session", "open_sessions"]
 
@@ -80,6 +84,19 @@ class Session:
         """Returns the draft length asked for, or the bundle's recommendation."""
         return self.bundle.manifest.runtime.draft_length if asked is None else asked
 
+    def save_state(self, path: Path | str) -> None:
+        """Writes the K/V rows with their tokens to a file. Raises RequestError if there are none or it cannot be written."""
+        save_state(Path(path), self.target, self.bundle)
+
+    def load_state(self, path: Path | str) -> None:
+        """Puts the K/V rows of a file that `save_state` wrote into the cache, in place of what is there.
+
+        A request with `reuse_prefix` whose prompt begins with `target.tokens` then goes on from them. Beyond the sliding window a
+        file holds only what the next token needs: a prompt that ends more than a token earlier is computed anew. Drafts begin after the
+        first verify. Raises RequestError if the file is damaged or not of this target, KV type or context; then nothing has changed.
+        """
+        load_state(Path(path), self.target, self.bundle)
+
     def close(self) -> None:
         """Frees the models."""
         if self.drafter is not None:
@@ -95,16 +112,20 @@ class Session:
 
 def open_session(
     folder: Path | str, *, threads: int | None = None, context: int | None = None, drafter: DrafterKind | None = None,
-    check_hashes: bool = True, notify: Callable[[str], None] = lambda _: None,
+    check_hashes: bool = True, notify: Callable[[str], None] = lambda _: None, kv_type: KvType = DEFAULT_KV_TYPE,
+    memory_limit: str | int | None = None,
 ) -> Session:  # fmt: skip
     """Opens a bundle on llama.cpp. `context` is in tokens; None takes the bundle's. `notify` gets one sentence about a first probe.
 
     `drafter` None takes the bundle's drafter, and the faster one by a short measurement where it has both the dense and the split.
+    `kv_type` is that of the KV cache. `memory_limit` is bytes or a text such as "2GB": what would take more is refused before it is
+    opened; None asks the machine (see `memory_check.check_memory`).
     The first use on a machine probes the library in a child process, since a build may crash on the processor it runs on.
     Raises BundleError, BackendError, and RequestError for a kind of drafter that is unknown.
     """
     return open_sessions(
-        folder, 1, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=notify
+        folder, 1, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=notify, kv_type=kv_type,
+        memory_limit=memory_limit,
     ).sessions[0]  # fmt: skip
 
 
@@ -133,24 +154,32 @@ class Sessions:
 
 def open_sessions(
     folder: Path | str, count: int, *, threads: int | None = None, context: int | None = None, drafter: DrafterKind | None = None,
-    check_hashes: bool = True, notify: Callable[[str], None] = lambda _: None,
+    check_hashes: bool = True, notify: Callable[[str], None] = lambda _: None, kv_type: KvType = DEFAULT_KV_TYPE,
+    memory_limit: str | int | None = None,
 ) -> Sessions:  # fmt: skip
     """Opens a bundle for `count` requests at once, each with a text of up to `context` tokens. For the rest see `open_session`."""
-    from edge_runtime.backends.llama_context import LlamaOptions
-    from edge_runtime.backends.llama_drafters import open_together
+    from edge_runtime.backends.llama_context import BATCH, LlamaOptions
+    from edge_runtime.backends.llama_drafters import drafters_opened, open_together
     from edge_runtime.probe import probe_load_options
 
     if drafter is not None and drafter not in DRAFTER_KINDS:
         raise RequestError(f"drafter {drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
     bundle = open_bundle(folder, check_hashes=check_hashes)
+    context = context or bundle.manifest.runtime.context
+    opening = Opening(
+        context=context, kv_type=check_kv_type(bundle.manifest.cache_layout, kv_type), sequences=count, batch=BATCH,
+        verify_rows=MAX_DRAFT_LENGTH + 1, drafters=drafters_opened(bundle, drafter), repack=True,
+    )  # fmt: skip
+    limit = None if memory_limit is None else memory_bytes(memory_limit)
+    check_memory(bundle.manifest, opening, limit, available_memory() if limit is None else None, notify)
     has_model = drafter not in ("lookup", "none")
     probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if has_model else [])]
     paths = [bundle.folder / file.path for file in probed]
     quantizations = [file.quantization or "unknown" for file in probed]
     answer = probe_load_options(paths[0], paths[1] if has_model else None, quantizations, notify=notify)
     options = LlamaOptions(
-        context=context or bundle.manifest.runtime.context, threads=threads or default_threads(),
-        use_extra_bufts=answer.use_extra_bufts, draft=has_model, sequences=count,
+        context=context, threads=threads or default_threads(), batch=BATCH, use_extra_bufts=answer.use_extra_bufts, draft=has_model,
+        sequences=count, kv_type=opening.kv_type,
     )  # fmt: skip
     together, kind = open_together(bundle, options, drafter)
     sessions = [
