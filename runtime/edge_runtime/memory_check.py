@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from edge_runtime.bundle import Manifest
+from edge_runtime.config_values import bytes_of, size
 from edge_runtime.errors import RequestError
 from edge_runtime.memory_plan import MemoryPlan, Opening, largest_context, memory_plan, smaller_kv_type
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _NO_LIMIT = 1 << 60
 
 
-def memory_bytes(text: str | int) -> int:
-    """Returns the bytes that "2GB", "512 MiB" or a number of bytes mean. Raises RequestError for anything else."""
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*", str(text))
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) * unit < 1:
-        raise RequestError(f"{text!r} is no amount of memory; write bytes, or a number with KB, MB, GB, KiB, MiB or GiB, such as 2GB")
-    return int(float(match[1]) * unit)
+def memory_bytes(limit: str | int) -> int:
+    """Returns the bytes that "2GB", "512 MiB" or a number of bytes mean. Raises ConfigError for anything else."""
+    size("the memory limit", limit)
+    return bytes_of(limit)
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
