@@ -11,13 +11,14 @@ from typing import Any
 
 import click
 
+from edge_runtime.cache_options import StateFiles, cache_options, remarks, state_files
+from edge_runtime.chat import MAX_TOKENS, Chat
 from edge_runtime.comparison import compare, comparison_table
 from edge_runtime.config import PRESET_NAMES, SpeculativeConfig, TuningConfig
 from edge_runtime.config_file import read_config
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import EdgeRuntimeError
-from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions
-from edge_runtime.kv_types import KV_TYPES, KvType
+from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.lossless import check_lossless
 from edge_runtime.monitoring import MonitorOptions
 from edge_runtime.opening import open_session
@@ -26,10 +27,14 @@ from edge_runtime.presets import expanded
 from edge_runtime.rejection import WARN_ABOVE
 from edge_runtime.sampling_options import request_options, sampling_options
 from edge_runtime.session import Session
+from edge_runtime.summary import summary
+from edge_runtime.terminal_chat import TerminalChat, chat_options, chat_values
 
+RUN_TOKENS = 128
 EXAMPLES = """
 \b
 Examples:
+  edge-run my-bundle                      (a chat)
   edge-run my-bundle "def fibonacci(n):"
   edge-run my-bundle --draft-length 0 "plain decoding, no drafts"
   edge-run my-bundle --verify-lossless --max-tokens 200 "class Stack:"
@@ -53,8 +58,7 @@ class RunOptions:
     as_json: bool
     verify_lossless: bool
     request: Mapping[str, Any]
-    load_state: Path | None = None
-    save_state: Path | None = None
+    states: StateFiles
 
 
 def note(text: str) -> None:
@@ -64,10 +68,10 @@ def note(text: str) -> None:
 
 def run_once(session: Session, options: RunOptions) -> None:
     """Streams one generation and says how it went."""
-    if options.load_state:
-        session.load_state(options.load_state)
+    if options.states.load:
+        session.load_state(options.states.load)
     generation = session.generate(
-        options.prompt, max_tokens=options.max_tokens, draft_length=options.draft_length, reuse_prefix=options.load_state is not None,
+        options.prompt, max_tokens=options.max_tokens, draft_length=options.draft_length, reuse_prefix=options.states.load is not None,
         **options.request,
     )  # fmt: skip
     pieces = []
@@ -76,8 +80,8 @@ def run_once(session: Session, options: RunOptions) -> None:
         if not options.as_json:
             click.echo(piece, nl=False)
     session.record(generation)
-    if options.save_state:
-        session.save_state(options.save_state)
+    if options.states.save:
+        session.save_state(options.states.save)
     lossless = check_lossless(session, generation) if options.verify_lossless else None
     if options.as_json:
         record: dict[str, Any] = {
@@ -89,37 +93,17 @@ def run_once(session: Session, options: RunOptions) -> None:
         click.echo(json.dumps(record, ensure_ascii=False))
         return
     click.echo()
-    for sentence in remarks(session, generation, loaded=options.load_state is not None):
+    for sentence in remarks(generation, loaded=options.states.load is not None):
         note(sentence)
-    note(summary(generation, session.drafter_kind))
+    note(summary(generation.stats, session.drafter_kind))
     if lossless:
         note(lossless.sentence())
 
 
-def remarks(session: Session, generation: Generation, *, loaded: bool) -> list[str]:
-    """Sentences about what the person may not expect: that the context is full, and what a loaded state was good for."""
-    sentences = []
-    if generation.finish_reason == "context":
-        sentences.append(f"stopped: the context of {session.target.context} tokens is full; raise --context or shorten the prompt")
-    stats = generation.stats
-    if loaded and stats.reused_tokens:
-        sentences.append(f"{stats.reused_tokens} of the prompt's {stats.prompt_tokens} tokens came from the state")
-    elif loaded:
-        sentences.append(
-            "nothing of the state could be used: the prompt does not begin with its text, or ends before it; all was computed anew"
-        )
-    return sentences
-
-
-def summary(generation: Generation, drafter: DrafterKind) -> str:
-    """One line of figures; `drafter` is named where it drafted."""
-    stats = generation.stats
-    parts = [f"{stats.tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s", f"{stats.tokens_per_round:.2f} tokens per round"]
-    if stats.acceptance_rate is not None:
-        by_position = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
-        parts.append(f"{stats.acceptance_rate:.1%} of {drafter} drafts accepted (by position {by_position})")
-    parts.append(f"first token after {stats.first_token_seconds * 1000:.0f} ms")
-    return ", ".join(parts)
+def run_chat(session: Session, options: RunOptions, chat: Mapping[str, Any]) -> None:
+    """Talks until the input ends; each answer is at most `max_tokens` long."""
+    talk = Chat(session, max_tokens=options.max_tokens, draft_length=options.draft_length, **chat, **options.request)
+    TerminalChat(talk, as_json=options.as_json).run()
 
 
 def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
@@ -160,7 +144,7 @@ def check_combination(
 
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("prompt")
+@click.argument("prompt", required=False)
 @click.option(
     "--draft-length",
     type=click.IntRange(0, 12),
@@ -171,59 +155,60 @@ def check_combination(
     "--drafter", type=click.Choice(DRAFTER_KINDS),
     help="dense: llama.cpp's; split: with the sparse head; lookup: copies from the text.  [default: the configuration's, else the faster of dense and split]",
 )  # fmt: skip
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens to generate; drafts never count.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1),
+    help=f"Most tokens to generate; drafts never count.  [default: {RUN_TOKENS}, in a chat {MAX_TOKENS} per answer]",
+)  # fmt: skip
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
-@click.option(
-    "--kv-type", type=click.Choice(KV_TYPES), help="Type of the KV cache; a smaller one is less exact.  [default: the configuration's]"
-)
-@click.option(
-    "--memory-limit", help="Refuse to open what would take more, e.g. 2GB.  [default: the configuration's, or what the machine has]"
-)
-@click.option(
-    "--load-state", type=click.Path(path_type=Path, dir_okay=False), help="Start from a KV state; the prompt begins with its text."
-)
-@click.option("--save-state", type=click.Path(path_type=Path, dir_okay=False), help="Keep the KV state in this file afterwards.")
 @click.option("--config", type=click.Path(path_type=Path), help="YAML file that goes over --preset and the bundle's own config.yaml.")
 @click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")
-@click.option("--log", type=click.Path(path_type=Path), help="Append one JSON line of figures about the request to this file.")
+@click.option("--log", type=click.Path(path_type=Path), help="Append one JSON line of figures about each request to this file.")
 @click.option(
     "--warn-rejection", type=click.FloatRange(0, 1, min_open=True, max_open=True), multiple=True, default=WARN_ABOVE,
     help="Say it when more than this share of the newest drafts is rejected. Repeatable.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text; in a chat one per turn.")
 @click.option("--verify-lossless", is_flag=True, help="Rerun plainly; report equality or the first divergence with its logit gap.")
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and show a table.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="With --compare: runs of each; medians are shown.")
 @click.option("--check/--no-check", "check_hashes", default=True, help="Check the files' sha256 before use.")
 @sampling_options
+@cache_options
+@chat_options
 @click.version_option(package_name="edge-mtp")
 def main(
-    bundle: Path, prompt: str, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int, threads: int | None,
-    context: int | None, kv_type: KvType | None, memory_limit: str | None, load_state: Path | None, save_state: Path | None,
-    config: Path | None, preset: str | None, log: Path | None, warn_rejection: tuple[float, ...], as_json: bool,
-    verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, **sampling: Any,
+    bundle: Path, prompt: str | None, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int | None,
+    threads: int | None, context: int | None, config: Path | None, preset: str | None, log: Path | None, warn_rejection: tuple[float, ...],
+    as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, **values: Any,
 ) -> None:  # fmt: skip
-    """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter."""
+    """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter.
+
+    Without PROMPT: a chat, with the bundle's chat template. It reads turns from the terminal, or one per line from a pipe.
+    """
     try:
-        request = request_options(sampling)
-        if comparing and (load_state or save_state):
-            raise click.UsageError("--compare runs one prompt many times and keeps no KV state; leave --load-state and --save-state out")
+        chat = chat_values(values, chatting=prompt is None)
+        request = request_options(values)
+        if prompt is None and (comparing or verify_lossless):
+            raise click.UsageError("--compare and --verify-lossless need a PROMPT")
+        states = state_files(values, once=prompt is not None and not comparing)
         check_combination(request, policy, draft_length, comparing=comparing, verify_lossless=verify_lossless)
         options = RunOptions(
-            prompt=sys.stdin.read() if prompt == "-" else prompt, max_tokens=max_tokens, as_json=as_json,
-            draft_length=None if policy == "rolling" else draft_length, verify_lossless=verify_lossless, request=request,
-            load_state=load_state, save_state=save_state,
+            prompt=sys.stdin.read() if prompt == "-" else prompt or "", as_json=as_json, verify_lossless=verify_lossless, request=request,
+            draft_length=None if policy == "rolling" else draft_length,
+            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS), states=states,
         )  # fmt: skip
         monitoring = MonitorOptions(
             warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
         )
         with open_session(
-            bundle, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=note, kv_type=kv_type,
-            memory_limit=memory_limit,
+            bundle, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=note,
+            kv_type=values["kv_type"], memory_limit=values["memory_limit"],
             config=command_config(config, policy, draft_length), preset=preset, monitoring=monitoring,
         ) as session:  # fmt: skip
-            if comparing:
+            if prompt is None:
+                run_chat(session, options, chat)
+            elif comparing:
                 run_comparison(session, options, repeats)
             else:
                 run_once(session, options)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def watch(level, text):
 log.add = watch
 options = LlamaOptions(context=int(context), threads=1, kv_type=kv_type, sequences=int(sequences))
 opened, assistant = open_pair(Path(target), Path(drafter), options)
-opened.prefill([300 + i % 3000 for i in range(int(context) - 20)])
+opened.prefill([300 + i % 3000 for i in range(600)])
 opened.verify(list(range(300, 313)))
 assistant.draft(5, 3)
 print(json.dumps({**sizes, "peak": peak_memory_bytes()}))
@@ -154,7 +155,8 @@ def test_the_plan_is_what_llama_cpp_takes(exported_pair: Path, kv_type: str, con
     plan: MemoryPlan = memory_plan(bundle.manifest, opening(kv_type=kv_type, context=context, sequences=sequences))
     paths = [str(bundle.path(role, "gguf")) for role in ("target", "drafter")]
     command = [sys.executable, "-c", MEASURE, *paths, kv_type, str(context), str(sequences)]
-    measured = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    measured = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment).stdout)
     assert measured["KV"] == pytest.approx(plan.cache, abs=0.02 * 2**20)
     assert 0.75 * plan.buffers < measured["compute"] + measured["output"] < plan.buffers
     assert measured["peak"] == pytest.approx(plan.total, rel=0.35)
