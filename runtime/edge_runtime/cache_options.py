@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,17 +10,19 @@ from typing import Any, TypeVar
 import click
 
 from edge_runtime.generation import Generation
-from edge_runtime.kv_types import KV_TYPES
+from edge_runtime.kv_types import KV_TYPES, KvType
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateFiles:
-    """Where a request starts from and what it leaves behind; None for neither."""
+class CacheValues:
+    """What was asked for; None where nothing was. `load` is the file a request starts from, `save` the one it leaves behind."""
 
-    load: Path | None = None
-    save: Path | None = None
+    kv_type: KvType | None
+    memory_limit: str | None
+    load: Path | None
+    save: Path | None
 
 
 def cache_options(command: F) -> F:
@@ -42,14 +44,14 @@ def cache_options(command: F) -> F:
     return command
 
 
-def state_files(values: Mapping[str, Any], *, once: bool) -> StateFiles:
-    """Returns the files asked for. Raises a usage error if there are some and it is not one prompt that runs `once`."""
-    files = StateFiles(load=values["load_state"], save=values["save_state"])
-    if files != StateFiles() and not once:
+def cache_values(values: dict[str, Any], *, once: bool) -> CacheValues:
+    """Takes the options' values out of all the command's. A usage error for state files unless one prompt runs `once`."""
+    files = {"load": values.pop("load_state"), "save": values.pop("save_state")}
+    if any(files.values()) and not once:
         raise click.UsageError(
             "--load-state and --save-state are for one PROMPT that runs once, not for a chat or --compare; leave them out"
         )
-    return files
+    return CacheValues(kv_type=values.pop("kv_type"), memory_limit=values.pop("memory_limit"), **files)
 
 
 def remarks(generation: Generation, *, loaded: bool) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from edge_runtime.cache_options import StateFiles, cache_options, remarks, state_files
+from edge_runtime.cache_options import CacheValues, cache_options, cache_values, remarks
 from edge_runtime.chat import MAX_TOKENS, Chat
 from edge_runtime.comparison import compare, comparison_table
 from edge_runtime.config import PRESET_NAMES, SpeculativeConfig, TuningConfig
@@ -58,7 +58,7 @@ class RunOptions:
     as_json: bool
     verify_lossless: bool
     request: Mapping[str, Any]
-    states: StateFiles
+    cache: CacheValues
 
 
 def note(text: str) -> None:
@@ -68,10 +68,10 @@ def note(text: str) -> None:
 
 def run_once(session: Session, options: RunOptions) -> None:
     """Streams one generation and says how it went."""
-    if options.states.load:
-        session.load_state(options.states.load)
+    if options.cache.load:
+        session.load_state(options.cache.load)
     generation = session.generate(
-        options.prompt, max_tokens=options.max_tokens, draft_length=options.draft_length, reuse_prefix=options.states.load is not None,
+        options.prompt, max_tokens=options.max_tokens, draft_length=options.draft_length, reuse_prefix=options.cache.load is not None,
         **options.request,
     )  # fmt: skip
     pieces = []
@@ -80,8 +80,8 @@ def run_once(session: Session, options: RunOptions) -> None:
         if not options.as_json:
             click.echo(piece, nl=False)
     session.record(generation)
-    if options.states.save:
-        session.save_state(options.states.save)
+    if options.cache.save:
+        session.save_state(options.cache.save)
     lossless = check_lossless(session, generation) if options.verify_lossless else None
     if options.as_json:
         record: dict[str, Any] = {
@@ -93,7 +93,7 @@ def run_once(session: Session, options: RunOptions) -> None:
         click.echo(json.dumps(record, ensure_ascii=False))
         return
     click.echo()
-    for sentence in remarks(generation, loaded=options.states.load is not None):
+    for sentence in remarks(generation, loaded=options.cache.load is not None):
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
     if lossless:
@@ -188,22 +188,22 @@ def main(
     """
     try:
         chat = chat_values(values, chatting=prompt is None)
+        cache = cache_values(values, once=prompt is not None and not comparing)
         request = request_options(values)
         if prompt is None and (comparing or verify_lossless):
             raise click.UsageError("--compare and --verify-lossless need a PROMPT")
-        states = state_files(values, once=prompt is not None and not comparing)
         check_combination(request, policy, draft_length, comparing=comparing, verify_lossless=verify_lossless)
         options = RunOptions(
             prompt=sys.stdin.read() if prompt == "-" else prompt or "", as_json=as_json, verify_lossless=verify_lossless, request=request,
             draft_length=None if policy == "rolling" else draft_length,
-            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS), states=states,
+            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS), cache=cache,
         )  # fmt: skip
         monitoring = MonitorOptions(
             warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
         )
         with open_session(
             bundle, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=note,
-            kv_type=values["kv_type"], memory_limit=values["memory_limit"],
+            kv_type=cache.kv_type, memory_limit=cache.memory_limit,
             config=command_config(config, policy, draft_length), preset=preset, monitoring=monitoring,
         ) as session:  # fmt: skip
             if prompt is None:
