@@ -26,7 +26,6 @@ MEMBER = replace(MANIFEST, cache_layout=replace(MANIFEST.cache_layout, sliding=S
 MEASURE = """
 import json, re, sys
 from pathlib import Path
-from edge_devices.memory import peak_memory_bytes
 from edge_runtime.backends.llama_cpp import LlamaOptions, open_pair
 from edge_runtime.backends.llama_library import library
 target, drafter, kv_type, context, sequences = sys.argv[1:]
@@ -42,7 +41,10 @@ opened, assistant = open_pair(Path(target), Path(drafter), options)
 opened.prefill([300 + i % 3000 for i in range(600)])
 opened.verify(list(range(300, 313)))
 assistant.draft(5, 3)
-print(json.dumps({**sizes, "peak": peak_memory_bytes()}))
+status = Path("/proc/self/status")
+# Not getrusage: its peak begins with that of the process that started this one.
+peak = re.search(r"VmHWM:\\s*(\\d+) kB", status.read_text()) if status.is_file() else None
+print(json.dumps({**sizes, "peak": int(peak[1]) * 1024 if peak else None}))
 """
 
 
@@ -159,4 +161,5 @@ def test_the_plan_is_what_llama_cpp_takes(exported_pair: Path, kv_type: str, con
     measured = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment).stdout)
     assert measured["KV"] == pytest.approx(plan.cache, abs=0.02 * 2**20)
     assert 0.75 * plan.buffers < measured["compute"] + measured["output"] < plan.buffers
-    assert measured["peak"] == pytest.approx(plan.total, rel=0.35)
+    if measured["peak"] is not None:  # Linux
+        assert measured["peak"] == pytest.approx(plan.total, rel=0.35)
