@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from edge_runtime.rules import DEFAULT_ACCEPTANCE
 from edge_runtime.safety_net import Guarded, SafetyNet
 from edge_runtime.sampling import SamplingParams
 from edge_runtime.settings import Settings, resolve_settings
+from edge_runtime.state_file import load_state, save_state
 
 
 class Session:
@@ -100,6 +102,19 @@ class Session:
         elif draft_length is not None:
             said |= {"policy": "fixed", "start": draft_length}
         return {**said, "max_tokens": options.max_tokens, "acceptance": options.acceptance, "sampling": options.sampling.to_json()}
+
+    def save_state(self, path: Path | str) -> None:
+        """Writes the K/V rows with their tokens to a file. Raises RequestError if there are none or it cannot be written."""
+        save_state(Path(path), self.target, self.bundle)
+
+    def load_state(self, path: Path | str) -> None:
+        """Puts the K/V rows of a file that `save_state` wrote into the cache, in place of what is there.
+
+        A request with `reuse_prefix` whose prompt begins with `target.tokens` then goes on from them. Beyond the sliding window a
+        file holds only what the next token needs: a prompt that ends more than a token earlier is computed anew. Drafts begin after the
+        first verify. Raises RequestError if the file is damaged or not of this target, KV type or context; then nothing has changed.
+        """
+        load_state(Path(path), self.target, self.bundle)
 
     def close(self) -> None:
         """Frees the models."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,22 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Frees what the backend holds."""
+
+
+@runtime_checkable
+class SavableTarget(Target, Protocol):
+    """A target whose K/V rows can leave the process."""
+
+    kv_type: str
+
+    def state(self) -> bytes:
+        """Returns the committed rows in the backend's own form."""
+
+    def restore(self, tokens: Sequence[int], state: bytes) -> None:
+        """Replaces all rows by those of `state`, which are those of `tokens`; the drafter has no hidden row until the next forward.
+
+        Raises RequestError if `state` is damaged or does not fit; then nothing has changed.
+        """
 
 
 class Drafter(Protocol):

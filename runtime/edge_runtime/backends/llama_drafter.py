@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.backends.base import Choose, DraftAsk
 from edge_runtime.backends.llama_context import (
+    MAX_SEQUENCES,
     Batch,
     LlamaOptions,
     check_architecture,
@@ -46,6 +47,8 @@ class LlamaDrafter(LlamaModel):
         api, target_context = self._api, self._target.shared._pointer
         self._check_fit(path)
         params = context_params(self._library, options, options.sequences)
+        # It never sees a prompt: buffers for a whole batch of one would be most of what it takes.
+        params.n_batch = params.n_ubatch = MAX_SEQUENCES
         params.ctx_type = api.LLAMA_CONTEXT_TYPE_MTP
         params.ctx_other = target_context
         self._pointer = open_context(self._library, self._model, params, path)
