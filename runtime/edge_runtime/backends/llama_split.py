@@ -1,7 +1,7 @@
 """The split drafter: its four blocks in llama.cpp, its linear ends on the host.
 
 For a checkpoint with ordered embeddings llama.cpp's own drafter multiplies with the whole vocabulary at every step, which is most of
-its work. This one gives llama.cpp the blocks alone (edge_export/split_body.py) and computes the sparse head in numpy.
+its work. This one gives llama.cpp the blocks alone (edge_export/split_body.py) and computes the sparse head beside it with ggml.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import ThreadpoolController
 
 from edge_runtime.backends.base import Choose
 from edge_runtime.backends.head_file import read_head
-from edge_runtime.backends.llama_context import LlamaOptions
+from edge_runtime.backends.llama_context import LlamaOptions, floats
 from edge_runtime.backends.llama_cpp import LlamaDrafter, LlamaTarget
-from edge_runtime.backends.llama_rows import GgufRows
+from edge_runtime.backends.mapped_gguf import map_gguf
 from edge_runtime.backends.sparse_head import SparseHead
 from edge_runtime.errors import BackendError
 
@@ -30,44 +29,49 @@ class LlamaSplitDrafter(LlamaDrafter):
 
     def __init__(self, body: Path, head: Path, target: LlamaTarget, target_path: Path, options: LlamaOptions) -> None:
         """Raises BackendError if a file does not load or is not of this target; embedding rows are read from `target_path`."""
+        self._head: SparseHead | None = None
         super().__init__(body, target, options)
         try:
-            width: int = self._api.llama_model_n_embd(self._model)
-            if width > target.hidden_size:
-                raise BackendError(f"{body.name} is {width} wide, more than its target's {target.hidden_size}; export the pair again")
-            sizes = {"hidden_size": width, "target_hidden_size": target.hidden_size, "vocabulary": target.vocabulary.size}
-            self._head = SparseHead(read_head(head, **sizes))
-            self._rows = GgufRows(self._library, target_path, EMBEDDING, target.vocabulary.size, target.hidden_size)
+            self._width: int = self._api.llama_model_n_embd(self._model)
+            vocabulary, hidden = target.vocabulary.size, target.hidden_size
+            if self._width > hidden:
+                raise BackendError(f"{body.name} is {self._width} wide, more than its target's {hidden}; export the pair again")
+            weights = read_head(
+                self._library, head, hidden_size=self._width, target_hidden_size=hidden, vocabulary=vocabulary
+            )  # fmt: skip
+            embedding = map_gguf(self._library, target_path, (EMBEDDING,)).tensor(EMBEDDING, (hidden, vocabulary))
+            self._head = SparseHead(self._library, weights, embedding, options.threads)
         except BaseException:
             self.close()
             raise
-        self._pools = ThreadpoolController()
-        self._row = np.zeros(target.hidden_size, np.float32)
-        self._fed = np.zeros(target.hidden_size, np.float32)
+        self._fed = np.zeros(hidden, np.float32)
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
-        """As the dense drafter does, with the host's products on one thread: numpy's own threads and llama.cpp's would wait for each other
-        actively, which made a step of E2B's shape take 8 ms instead of 1 on two cores.
-        """
-        with self._pools.limit(limits=1, user_api="blas"):
-            return super().draft(last, draft_length, choose)
+    def close(self) -> None:
+        """As the dense drafter does; frees the head too."""
+        super().close()
+        if self._head is not None:
+            self._head.close()
+            self._head = None
 
     def _first_carry(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        return self._head.carry_from_hidden(hidden)
+        assert self._head is not None
+        return self._head.first_carry(hidden)
 
     def _step(self, token: int, carry: NDArray[np.float32], choose: Choose | None) -> tuple[int, NDArray[np.float32]]:
-        """One forward of the blocks between the two linear ends; `carry` [hidden_size] is the hidden row's share of their input."""
+        """One forward of the blocks between the two linear ends; `carry` [width] is the hidden row's share of their input."""
         head = self._head
-        self._rows.read(token, self._row)
-        self._fed[: head.hidden_size] = head.block_input(self._row, carry)
-        output = self._forward(_NO_TOKEN, self._fed)[: head.hidden_size]
-        chosen = head.best_token(output) if choose is None else _choice(choose, head, output)
-        return chosen, head.carry_from_output(output)
+        assert head is not None
+        self._fed[: self._width] = head.block_input(token, carry)
+        self._forward(_NO_TOKEN, self._fed)
+        # The body's vocabulary is an identity: its logits are the last block's normed output.
+        following = head.feed(floats(self._api.llama_get_logits(self._pointer), 1, self._width)[0])
+        return (head.best_token() if choose is None else _choice(choose, head)), following
 
     def _check_vocabulary(self, path: Path) -> None:
-        """The body has a dummy vocabulary; the head file is checked against the target's."""
+        own: int = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        self._compare("vocabulary size", own, self._api.llama_model_n_embd(self._model), path)
 
 
-def _choice(choose: Choose, head: SparseHead, output: NDArray[np.float32]) -> int:
-    tokens, logits = head.candidates(output)
+def _choice(choose: Choose, head: SparseHead) -> int:
+    tokens, logits = head.candidates()
     return choose(logits, tokens)
