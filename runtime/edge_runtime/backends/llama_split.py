@@ -6,18 +6,19 @@ its work. This one gives llama.cpp the blocks alone (edge_export/split_body.py) 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from edge_runtime.backends.base import Choose
+from edge_runtime.backends.base import DraftAsk
 from edge_runtime.backends.head_file import read_head
 from edge_runtime.backends.llama_context import LlamaOptions, floats
-from edge_runtime.backends.llama_cpp import LlamaDrafter, LlamaTarget
+from edge_runtime.backends.llama_drafter import LlamaDrafter, Row
+from edge_runtime.backends.llama_target import LlamaTarget
 from edge_runtime.backends.mapped_gguf import map_gguf
 from edge_runtime.backends.sparse_head import SparseHead
-from edge_runtime.errors import BackendError
+from edge_runtime.errors import BackendError, RequestError
 
 # With its own vocabulary gone, the body sees every token as this one; its embedding meets zeros.
 _NO_TOKEN = 0
@@ -44,7 +45,8 @@ class LlamaSplitDrafter(LlamaDrafter):
         except BaseException:
             self.close()
             raise
-        self._fed = np.zeros(hidden, np.float32)
+        self._fed = np.zeros((options.sequences, hidden), np.float32)
+        self._carries = np.zeros((options.sequences, self._width), np.float32)
 
     def close(self) -> None:
         """As the dense drafter does; frees the head too."""
@@ -53,25 +55,39 @@ class LlamaSplitDrafter(LlamaDrafter):
             self._head.close()
             self._head = None
 
-    def _first_carry(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        assert self._head is not None
-        return self._head.first_carry(hidden)
+    def _first_carry(self, hidden: Row, number: int) -> Row:
+        return self._kept(self._opened().first_carry(hidden), number)
 
-    def _step(self, token: int, carry: NDArray[np.float32], choose: Choose | None) -> tuple[int, NDArray[np.float32]]:
-        """One forward of the blocks between the two linear ends; `carry` [width] is the hidden row's share of their input."""
-        head = self._head
-        assert head is not None
-        self._fed[: self._width] = head.block_input(token, carry)
-        self._forward(_NO_TOKEN, self._fed)
+    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[tuple[int, Row]]:
+        """One forward of the blocks between the two linear ends; a carry [width] is the hidden row's share of their input."""
+        head = self._opened()
+        fed = []
+        for i, (ask, token, carry) in enumerate(steps):
+            self._fed[i, : self._width] = head.block_input(token, carry)
+            fed.append((ask, _NO_TOKEN, self._fed[i]))
+        self._decode(fed)
         # The body's vocabulary is an identity: its logits are the last block's normed output.
-        following = head.feed(floats(self._api.llama_get_logits(self._pointer), 1, self._width)[0])
-        return (head.best_token() if choose is None else _choice(choose, head)), following
+        outputs = floats(self._api.llama_get_logits(self._pointer), len(steps), self._width)
+        return [self._settle(head, ask, output) for (ask, _, _), output in zip(steps, outputs, strict=True)]
+
+    def _settle(self, head: SparseHead, ask: DraftAsk, output: Row) -> tuple[int, Row]:
+        carry = self._kept(head.feed(output), ask.sequence)
+        if ask.choose is None:
+            return head.best_token(), carry
+        tokens, logits = head.candidates()
+        return ask.choose(logits, tokens), carry
+
+    def _kept(self, carry: Row, number: int) -> Row:
+        # The head's own array serves one sequence at a time.
+        kept: Row = self._carries[number]
+        kept[:] = carry
+        return kept
+
+    def _opened(self) -> SparseHead:
+        if self._head is None:
+            raise RequestError("the drafter is closed; open the bundle again")
+        return self._head
 
     def _check_vocabulary(self, path: Path) -> None:
         own: int = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         self._compare("vocabulary size", own, self._api.llama_model_n_embd(self._model), path)
-
-
-def _choice(choose: Choose, head: SparseHead) -> int:
-    tokens, logits = head.candidates()
-    return choose(logits, tokens)
