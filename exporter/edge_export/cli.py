@@ -20,7 +20,10 @@ from edge_export.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, Export
 from edge_export.quantize import QUANTIZATIONS
 from edge_export.reference import reference_pair
 from edge_runtime.bundle import Bundle
+from edge_runtime.config import PRESET_NAMES, SpeculativeConfig
+from edge_runtime.config_file import read_config
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.presets import expanded, preset_of
 from edge_runtime.structure import to_json
 
 EXAMPLES = """
@@ -121,6 +124,12 @@ def parity_sentence(parity: dict[str, Any] | None) -> str:
     )
 
 
+def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
+    """Returns the configuration file over the preset. Raises ConfigError."""
+    config = SpeculativeConfig() if path is None else expanded(read_config(path))
+    return config if preset is None else config.over(preset_of(preset).config)
+
+
 @click.command(epilog=EXAMPLES)
 @click.argument("target", required=False)
 @click.argument("drafter", required=False)
@@ -136,6 +145,11 @@ def parity_sentence(parity: dict[str, Any] | None) -> str:
 @click.option(
     "--context", type=click.IntRange(min=1), help="Tokens the KV cache is laid out for.  [default: 4096, or the model's if shorter]"
 )
+@click.option(
+    "--config", "config_path", type=click.Path(path_type=Path),
+    help="YAML file: models, precisions and context where the command line names none; the rest goes into the bundle's config.yaml.",
+)  # fmt: skip
+@click.option("--preset", type=click.Choice(PRESET_NAMES), help="Settings for a kind of work, for the bundle's config.yaml.")
 @click.option("--no-verify", is_flag=True, help="Do not compare the export with the reference implementation.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle, once the new one is whole.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -143,23 +157,30 @@ def parity_sentence(parity: dict[str, Any] | None) -> str:
 @click.version_option(package_name="edge-mtp")
 def main(
     target: str | None, drafter: str | None, output: Path, target_quant: str | None, drafter_quant: str | None, context: int | None,
-    no_verify: bool, force: bool, as_json: bool, shipped: bool,
+    config_path: Path | None, preset: str | None, no_verify: bool, force: bool, as_json: bool, shipped: bool,
 ) -> None:  # fmt: skip
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
-    Each is a Hugging Face folder, a hub id, or an existing GGUF (checked, then taken as it is).
+    Each is a Hugging Face folder, a hub id, or an existing GGUF (checked, then taken as it is). A --config file may name them instead.
     """
+    try:
+        config = export_config(config_path, preset)
+    except EdgeRuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    if not shipped:
+        target, drafter = target or config.verifier.model, drafter or config.drafter.model
     if shipped and (target or drafter):
         raise click.UsageError("--reference-pair is exported instead of TARGET and DRAFTER; leave them out")
     if not shipped and not (target and drafter):
-        raise click.UsageError("give TARGET and DRAFTER, or --reference-pair")
+        raise click.UsageError("give TARGET and DRAFTER, a --config that names both models, or --reference-pair")
     console = Console(stderr=True)
     try:
         if shipped:
             target, drafter = map(str, reference_pair())
         request = ExportRequest(
-            target=str(target), drafter=str(drafter), output=output, target_quantization=target_quant, drafter_quantization=drafter_quant,
-            context=context, verify=not no_verify, force=force,
+            target=str(target), drafter=str(drafter), output=output, target_quantization=target_quant or config.verifier.precision,
+            drafter_quantization=drafter_quant or config.drafter.precision, context=context or config.cache.max_context_length,
+            verify=not no_verify, force=force, config=config,
         )  # fmt: skip
         with Display(console) as display:
             bundle = export_pair(request, display)

@@ -6,7 +6,7 @@ import datetime
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,10 @@ from edge_export.split_head import can_split, head_bytes, output_rows, write_hea
 from edge_export.tensor_shapes import SPARSE_HEAD
 from edge_export.vocabulary import TOKENIZER_NAME, read_vocabulary
 from edge_runtime.bundle import MANIFEST_NAME, SCHEMA_VERSION, Bundle, BundleFile, Manifest, RuntimeSettings, Source, open_bundle, sha256_of
+from edge_runtime.config import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
+from edge_runtime.config_file import CONFIG_NAME, config_text
+from edge_runtime.presets import expanded
+from edge_runtime.settings import defaults
 
 TARGET_QUANTIZATION = "q4_0"
 DRAFTER_QUANTIZATION = "q8_0"
@@ -54,6 +58,7 @@ class ExportRequest:
     """What to export. A source is a checkpoint folder, a hub id, or a GGUF, which is taken as it is.
 
     Quantizations: one of quantize.QUANTIZATIONS, or None for the default. `context` in tokens (None: 4096, or the model's own if shorter).
+    `config` is what the bundle's config.yaml is to say of how it is run; the rest of it is the defaults.
     """
 
     target: str
@@ -65,6 +70,7 @@ class ExportRequest:
     verify: bool = True
     force: bool = False
     threads: int | None = None
+    config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +108,8 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
     layout = cache_layout(target.checkpoint, drafter.checkpoint, context)
     split = drafter.gguf is None and can_split(target.checkpoint.architecture.hidden_size, drafter.checkpoint)
+    if request.config.drafter.sparse_output and not split:
+        raise ExportError(f"{request.drafter} gives no split drafter, which drafter.sparse_output true asks for; leave that key out")
     left_out = [(part.role, name) for part in (target, drafter) for name in part.checkpoint.left_out]
     if split:
         left_out = [(role, name) for role, name in left_out if not name.startswith(SPARSE_HEAD)]
@@ -134,9 +142,23 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             runtime=RuntimeSettings(context=context),
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        (folder / CONFIG_NAME).write_text(config_text(bundle_config(request.config, manifest)), encoding="utf-8")
         # The hashes were just computed from these very files; shape, sizes and layout are checked once more as a reader would.
         open_bundle(folder, check_hashes=False)
     return Bundle(request.output, manifest)
+
+
+def bundle_config(config: SpeculativeConfig, manifest: Manifest) -> SpeculativeConfig:
+    """Returns what config.yaml says: `config` over the defaults, with the files and the context as they came out."""
+    quantizations = {entry.role: entry.quantization for entry in manifest.files}
+    made = SpeculativeConfig(
+        drafter=DrafterConfig(model=manifest.sources["drafter"].origin, precision=quantizations["drafter"]),
+        verifier=VerifierConfig(model=manifest.sources["target"].origin, precision=quantizations["target"]),
+        cache=CacheConfig(max_context_length=manifest.runtime.context),
+    )
+    whole = made.over(expanded(config)).over(defaults(manifest.runtime))
+    # Every value is written out, so the preset's name would say nothing any more.
+    return replace(whole, tuning=replace(whole.tuning, preset=None))
 
 
 def check_space(models: tuple[_Model, ...], folder: Path, split: bool) -> None:
@@ -163,7 +185,7 @@ def check_space(models: tuple[_Model, ...], folder: Path, split: bool) -> None:
 
 def _planned(source: ResolvedSource, wanted: str | None, default: str, folder: Path) -> _Model:
     if source.quantization is not None:
-        if wanted is not None:
+        if wanted not in (None, source.quantization):
             raise ExportError(
                 f"{source.origin} is a GGUF and taken as it is ({source.quantization}); leave --{source.role}-quant out, or give the checkpoint"
             )

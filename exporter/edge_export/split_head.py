@@ -20,6 +20,7 @@ from edge_export.checkpoint import Checkpoint
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.gguf_file import RawTensor, write_raw_gguf
 from edge_export.gguf_header import TensorInfo, read_gguf_header
+from edge_export.gguf_metadata import Entry
 from edge_export.safetensors_file import StoredTensor, read_chunks, read_float_chunks
 from edge_export.tensor_shapes import CENTROIDS, TOKEN_ORDERING
 
@@ -61,7 +62,7 @@ def write_head(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
         _half("hidden_projection", halves[1], drafter),
         _half("feedback", feedback, drafter),
     ]
-    entries = [("drafter_head.format", "uint32", HEAD_FORMAT), ("drafter_head.top_centroids", "uint32", model.top_centroids)]
+    entries: list[Entry] = [("drafter_head.format", "uint32", HEAD_FORMAT), ("drafter_head.top_centroids", "uint32", model.top_centroids)]
     write_raw_gguf(path, HEAD_ARCHITECTURE, entries, tensors, progress)
 
 
@@ -98,7 +99,9 @@ def _half(name: str, values: NDArray[Any], drafter: Checkpoint) -> RawTensor:
     with np.errstate(over="ignore"):
         half = np.ascontiguousarray(values.astype(np.float16))
     if not np.isfinite(half).all():
-        raise CheckpointError(f"{drafter.folder}: {name} holds values beyond float16's 65504; export without it is not offered, report this")
+        raise CheckpointError(
+            f"{drafter.folder}: {name} holds values beyond float16's 65504; export without it is not offered, report this"
+        )
     return RawTensor(name=name, shape=half.shape, type=_F16, bytes=half.nbytes, pieces=lambda: iter([half.data.cast("B")]))
 
 

@@ -9,8 +9,10 @@ with edge_runtime.open_session("bundle") as session:
 
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
+from edge_runtime.generation import Generation
+from edge_runtime.opening import open_session
 from edge_runtime.sampling import SamplingParams
-from edge_runtime.session import Generation, Session, open_session
+from edge_runtime.session import Session
 from edge_runtime.stats import DecodeStats
 
 __all__ = [

@@ -60,7 +60,7 @@ def test_a_tensor_that_is_missing_misshapen_or_of_another_type_is_refused(tmp_pa
 
 @pytest.mark.parametrize(("field", "value"), [("hidden_size", 64), ("target_hidden_size", 96), ("vocabulary", VOCABULARY * 2)])
 def test_the_head_of_another_pair_is_refused(tmp_path: Path, field: str, value: int) -> None:
-    with pytest.raises(BackendError, match="export the (pair|bundle) again"):
+    with pytest.raises(BackendError, match=r"export the (pair|bundle) again"):
         read(write_head_file(tmp_path / "head", head_arrays()), **{field: value})
 
 

@@ -24,7 +24,6 @@ _F32, _I32 = 0, 26
 _CPU = 0
 _SUCCESS = 0
 _MAX_TENSORS, _MAX_GRAPHS = 64, 8
-_DTYPES: dict[int, Any] = {_F32: np.float32, _I32: np.int32}
 
 
 class _InitParams(ctypes.Structure):
@@ -111,7 +110,7 @@ class GgmlContext:
         """A view [count] of an allocated tensor's memory, dead after `close`."""
         address = self._ggml.ggml_get_data(tensor)
         raw = (ctypes.c_uint8 * (count * 4)).from_address(address)
-        view: NDArray[Any] = np.frombuffer(raw, kind)
+        view: NDArray[Any] = np.frombuffer(memoryview(raw), kind)
         return view
 
     def compute(self, graph: Graph) -> None:

@@ -7,12 +7,13 @@ its work. This one gives llama.cpp the blocks alone (edge_export/split_body.py) 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from edge_runtime.backends.base import DraftAsk
-from edge_runtime.backends.head_file import read_head
+from edge_runtime.backends.head_file import HeadWeights, read_head
 from edge_runtime.backends.llama_context import LlamaOptions, floats
 from edge_runtime.backends.llama_drafter import LlamaDrafter, Row
 from edge_runtime.backends.llama_target import LlamaTarget
@@ -41,7 +42,7 @@ class LlamaSplitDrafter(LlamaDrafter):
                 self._library, head, hidden_size=self._width, target_hidden_size=hidden, vocabulary=vocabulary
             )  # fmt: skip
             embedding = map_gguf(self._library, target_path, (EMBEDDING,)).tensor(EMBEDDING, (hidden, vocabulary))
-            self._head = SparseHead(self._library, weights, embedding, options.threads)
+            self._head = SparseHead(self._library, _with_candidates(weights, options.max_candidates), embedding, options.threads)
         except BaseException:
             self.close()
             raise
@@ -91,3 +92,13 @@ class LlamaSplitDrafter(LlamaDrafter):
     def _check_vocabulary(self, path: Path) -> None:
         own: int = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         self._compare("vocabulary size", own, self._api.llama_model_n_embd(self._model), path)
+
+
+def _with_candidates(weights: HeadWeights, most: int | None) -> HeadWeights:
+    """Looks into fewer clusters if the head's own would be more than `most` tokens. Raises RequestError if not one cluster is so small."""
+    if most is None:
+        return weights
+    per_cluster = weights.token_ordering.shape[1]
+    if most < per_cluster:
+        raise RequestError(f"max_candidates is {most}, but the head's smallest choice is one cluster of {per_cluster} tokens; ask for more")
+    return replace(weights, top_centroids=min(weights.top_centroids, most // per_cluster))
