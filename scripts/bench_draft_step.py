@@ -1,4 +1,4 @@
-"""Times a draft step of the dense, the split and the lookup drafter on one bundle, in turn, and what of the split step is host work.
+"""Times a draft step of the dense, the split and the lookup drafter on one bundle, in turn, and the split step's work outside llama.cpp.
 
     python scripts/widen_pair.py exporter/edge_export/reference_pair -o /tmp/wide
     edge-export /tmp/wide/target /tmp/wide/drafter -o /tmp/wide-bundle
