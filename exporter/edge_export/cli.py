@@ -19,6 +19,7 @@ from edge_export.errors import ExportError
 from edge_export.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest, export_pair
 from edge_export.quantize import QUANTIZATIONS
 from edge_export.reference import reference_pair
+from edge_export.weighing import Weighing
 from edge_runtime.bundle import Bundle
 from edge_runtime.config import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.config_file import read_config
@@ -31,6 +32,7 @@ EXAMPLES = """
 Examples:
   edge-export google/gemma-4-E2B-it google/gemma-4-E2B-it-assistant -o e2b
   edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --context 8192
+  edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
   edge-export target-q4_0.gguf ./drafter -o my-bundle --force
   edge-export --reference-pair -o reference
 """
@@ -150,6 +152,15 @@ def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
     help="YAML file: models, precisions and context where the command line names none; the rest goes into the bundle's config.yaml.",
 )  # fmt: skip
 @click.option("--preset", type=click.Choice(PRESET_NAMES), help="Settings for a kind of work, for the bundle's config.yaml.")
+@click.option(
+    "--calibrate", type=click.Path(path_type=Path), metavar="TEXT",
+    help="Weigh quantization errors by what the pair computes on this text, in transformers: a few hundred kB of what it will read.",
+)  # fmt: skip
+@click.option(
+    "--save-imatrix", type=click.Path(path_type=Path), metavar="FOLDER", help="Keep what --calibrate measured, as llama.cpp's files."
+)
+@click.option("--imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Target's importance matrix, as llama-imatrix makes it.")
+@click.option("--drafter-imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Drafter's importance matrix.")
 @click.option("--no-verify", is_flag=True, help="Do not compare the export with the reference implementation.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle, once the new one is whole.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -158,6 +169,7 @@ def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
 def main(
     target: str | None, drafter: str | None, output: Path, target_quant: str | None, drafter_quant: str | None, context: int | None,
     config_path: Path | None, preset: str | None, no_verify: bool, force: bool, as_json: bool, shipped: bool,
+    calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None, drafter_imatrix: Path | None,
 ) -> None:  # fmt: skip
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
@@ -173,6 +185,10 @@ def main(
         raise click.UsageError("--reference-pair is exported instead of TARGET and DRAFTER; leave them out")
     if not shipped and not (target and drafter):
         raise click.UsageError("give TARGET and DRAFTER, a --config that names both models, or --reference-pair")
+    if calibrate and (imatrix or drafter_imatrix):
+        raise click.UsageError("give --calibrate or an importance matrix, not both")
+    if save_imatrix and not (calibrate and save_imatrix.is_dir()):
+        raise click.UsageError("--save-imatrix takes an existing folder, and goes with --calibrate")
     console = Console(stderr=True)
     try:
         if shipped:
@@ -181,6 +197,7 @@ def main(
             target=str(target), drafter=str(drafter), output=output, target_quantization=target_quant or config.verifier.precision,
             drafter_quantization=drafter_quant or config.drafter.precision, context=context or config.cache.max_context_length,
             verify=not no_verify, force=force, config=config,
+            weighing=Weighing(imatrix=imatrix, drafter_imatrix=drafter_imatrix, calibrate=calibrate, save=save_imatrix),
         )  # fmt: skip
         with Display(console) as display:
             bundle = export_pair(request, display)

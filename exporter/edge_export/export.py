@@ -15,14 +15,16 @@ from edge_export.atomic_folder import check_output, partial_folder
 from edge_export.cache_plan import architecture, cache_layout
 from edge_export.errors import ExportError
 from edge_export.gguf_file import gguf_bytes, write_gguf
+from edge_export.importance import Importance
 from edge_export.parity import ParityRequest, measure_parity
-from edge_export.quantize import DIRECT, check_quantization, expected_bytes, library_version, quantize_gguf
+from edge_export.quantize import DIRECT, WEIGHED, check_quantization, expected_bytes, library_version, quantize_gguf
 from edge_export.safetensors_file import FloatType
 from edge_export.sources import ResolvedSource, manifest_source, resolve_pair, source_files
 from edge_export.split_body import write_body
 from edge_export.split_head import can_split, head_bytes, output_rows, write_head
 from edge_export.tensor_shapes import SPARSE_HEAD
 from edge_export.vocabulary import TOKENIZER_NAME, read_vocabulary
+from edge_export.weighing import Weighing, importance_of_pair
 from edge_runtime.bundle import MANIFEST_NAME, SCHEMA_VERSION, Bundle, BundleFile, Manifest, RuntimeSettings, Source, open_bundle, sha256_of
 from edge_runtime.config import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
 from edge_runtime.config_file import CONFIG_NAME, config_text
@@ -59,6 +61,7 @@ class ExportRequest:
 
     Quantizations: one of quantize.QUANTIZATIONS, or None for the default. `context` in tokens (None: 4096, or the model's own if shorter).
     `config` is what the bundle's config.yaml is to say of how it is run; the rest of it is the defaults.
+    `weighing` is what quantization errors are weighed by, if by anything.
     """
 
     target: str
@@ -71,6 +74,7 @@ class ExportRequest:
     force: bool = False
     threads: int | None = None
     config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    weighing: Weighing = field(default_factory=Weighing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +125,10 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             _planned(drafter, request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
         )
         check_space(models, folder, split)
+        threads = request.threads or _processors()
+        importance = _importance(request.weighing, models, threads, progress)
         for model in models:
-            _make(model, request.threads or _processors(), progress)
+            _make(model, threads, importance.get(model.source.role), progress)
         split_files = _make_split(models[1], folder, progress) if split else []
         parity = _parity(request, models, progress)
         for model in models:
@@ -139,6 +145,7 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             files=files,
             left_out=tuple(f"{role}: {name}" for role, name in left_out),
             parity=parity,
+            importance={role: found.source for role, found in importance.items()},
             runtime=RuntimeSettings(context=context),
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
@@ -202,7 +209,18 @@ def _planned(source: ResolvedSource, wanted: str | None, default: str, folder: P
     return _Model(source=source, quantization=quantization, weight_type=weight_type, unquantized=unquantized, exported=exported)
 
 
-def _make(model: _Model, threads: int, progress: Progress) -> None:
+def _importance(weighing: Weighing, models: tuple[_Model, _Model], threads: int, progress: Progress) -> dict[str, Importance]:
+    if not weighing.wanted:
+        return {}
+    text = weighing.calibrate
+    title = f"Calibrate on {text.name}" if text else "Read the importance matrix"
+    progress.step(title, text.stat().st_size if text and text.is_file() else None)
+    sources = {model.source.role: model.source for model in models}
+    weighed = [model.source.role for model in models if model.quantization in WEIGHED and not model.taken]
+    return importance_of_pair(weighing, sources, weighed, threads, progress.advance)
+
+
+def _make(model: _Model, threads: int, importance: Importance | None, progress: Progress) -> None:
     source = model.source
     if model.taken:
         progress.step(f"Copy the {source.role}", source.path.stat().st_size)
@@ -215,7 +233,7 @@ def _make(model: _Model, threads: int, progress: Progress) -> None:
         progress.step(
             f"Quantize the {source.role} to {model.quantization}", expected_bytes(source.checkpoint.parameters, model.quantization)
         )
-        quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance)
+        quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance, importance)
 
 
 def _make_split(drafter: _Model, folder: Path, progress: Progress) -> list[_Part]:

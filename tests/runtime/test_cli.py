@@ -74,7 +74,6 @@ def test_prompt_from_standard_input(run):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("bundle",),
         ("bundle", "x", "--draft-length", "13"),
         ("bundle", "x", "--max-tokens", "0"),
         ("bundle", "x", "--drafter", "fast"),
