@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import gguf
 import numpy as np
-from numpy.typing import NDArray
 
 from edge_export.checkpoint import Checkpoint
 from edge_export.errors import ExportError
-from edge_export.gguf_file import RawTensor, write_raw_gguf
+from edge_export.gguf_file import RawTensor, raw_tensor, write_raw_gguf
 from edge_export.gguf_header import TensorInfo, read_gguf_header
 from edge_export.gguf_metadata import Entry, architecture_entries, architecture_name
 
-_F16, _Q4_0 = int(gguf.GGMLQuantizationType.F16), int(gguf.GGMLQuantizationType.Q4_0)
+# ggml's numbers of f32, f16 and bf16
 _UNQUANTIZED = (0, 1, 30)
 _PIECE_BYTES = 4 << 20
 _PRE, _POST = "nextn.pre_projection.weight", "nextn.post_projection.weight"
@@ -43,9 +41,9 @@ def write_body(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
     # float16, whose products with ones are exact, for the output: llama.cpp rounds what it multiplies to the weights' type. Beside
     # quantized blocks, which round all they are given, the input may be rounded like that too, and has a quarter of the bytes to read.
     tensors = [
-        _own("token_embd.weight", np.eye(hidden, dtype=np.float32), _F16),
-        _own(_PRE, np.eye(hidden, 2 * target, k=target, dtype=np.float32), _small(types[_PRE])),
-        _own(_POST, np.zeros((target, hidden), np.float32), _small(types[_POST])),
+        raw_tensor("token_embd.weight", np.eye(hidden, dtype=np.float32), "f16"),
+        raw_tensor(_PRE, np.eye(hidden, 2 * target, k=target, dtype=np.float32), _small(types[_PRE])),
+        raw_tensor(_POST, np.zeros((target, hidden), np.float32), _small(types[_POST])),
     ]
     tensors += [_copied(finished, tensor) for tensor in header.tensors if tensor.name not in _REPLACED]
     name = architecture_name(model)
@@ -54,14 +52,9 @@ def write_body(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
     write_raw_gguf(path, name, entries, tensors, progress)
 
 
-def _small(replaced: int) -> int:
+def _small(replaced: int) -> Literal["f16", "q4_0"]:
     """The type that stands for a matrix of the type `replaced`: q4_0, which holds ones and zeros exactly, where that is quantized."""
-    return _F16 if replaced in _UNQUANTIZED else _Q4_0
-
-
-def _own(name: str, values: NDArray[np.float32], kind: int) -> RawTensor:
-    data = gguf.quants.quantize(values, gguf.GGMLQuantizationType(kind))
-    return RawTensor(name=name, shape=values.shape, type=kind, bytes=data.nbytes, pieces=lambda: iter([data.data.cast("B")]))
+    return "f16" if replaced in _UNQUANTIZED else "q4_0"
 
 
 def _copied(source: Path, tensor: TensorInfo) -> RawTensor:

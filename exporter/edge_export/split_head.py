@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.architecture import AssistantArchitecture
 from edge_export.checkpoint import Checkpoint
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.gguf_file import RawTensor, write_raw_gguf
+from edge_export.gguf_file import RawTensor, raw_tensor, write_raw_gguf
 from edge_export.gguf_header import TensorInfo, read_gguf_header
 from edge_export.gguf_metadata import Entry
 from edge_export.safetensors_file import StoredTensor, read_chunks, read_float_chunks
@@ -26,8 +25,8 @@ from edge_export.tensor_shapes import CENTROIDS, TOKEN_ORDERING
 
 HEAD_ARCHITECTURE, HEAD_FORMAT = "edge-mtp-drafter-head", 2
 _ROWS = "token_embd.weight"
-_F16, _I32 = int(gguf.GGMLQuantizationType.F16), int(gguf.GGMLQuantizationType.I32)
 _CENTROIDS_PER_PIECE = 64
+_MOST = float(np.finfo(np.float16).max)
 
 
 def can_split(target_hidden_size: int, drafter: Checkpoint) -> bool:
@@ -50,13 +49,14 @@ def write_head(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
     divide, or a value is beyond float16; ExportError if `finished` has no output rows.
     """
     ordering, model, stored = _ordering(drafter), drafter.assistant, drafter.tensors
+    clusters = ordering.reshape(model.centroids, -1)
     pre, post = _matrix(stored["pre_projection.weight"]), _matrix(stored["post_projection.weight"])
     halves = pre[:, : model.target_hidden_size], pre[:, model.target_hidden_size :]
     # In float64, so that the product is the number nearest to the two steps it replaces.
     feedback = halves[1].astype(np.float64) @ post.astype(np.float64)
     tensors = [
-        _clustered(output_rows(finished), finished, ordering.reshape(model.centroids, -1)),
-        _order(ordering.reshape(model.centroids, -1)),
+        _clustered(output_rows(finished), finished, clusters),
+        raw_tensor("token_ordering", clusters, "i32"),
         _half("centroids", _matrix(stored[CENTROIDS]), drafter),
         _half("embedding_projection", halves[0], drafter),
         _half("hidden_projection", halves[1], drafter),
@@ -88,21 +88,11 @@ def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) ->
     return RawTensor(name="rows", shape=(centroids, per_centroid, hidden), type=rows.type, bytes=rows.bytes, pieces=pieces)
 
 
-def _order(ordering: NDArray[np.int32]) -> RawTensor:
-    return RawTensor(
-        name="token_ordering", shape=ordering.shape, type=_I32, bytes=ordering.nbytes, pieces=lambda: iter([ordering.data.cast("B")])
-    )
-
-
 def _half(name: str, values: NDArray[Any], drafter: Checkpoint) -> RawTensor:
     """A matrix as float16, which holds bfloat16's digits: only numbers below 2^-14 lose some."""
-    with np.errstate(over="ignore"):
-        half = np.ascontiguousarray(values.astype(np.float16))
-    if not np.isfinite(half).all():
-        raise CheckpointError(
-            f"{drafter.folder}: {name} holds values beyond float16's 65504; export without it is not offered, report this"
-        )
-    return RawTensor(name=name, shape=half.shape, type=_F16, bytes=half.nbytes, pieces=lambda: iter([half.data.cast("B")]))
+    if not np.abs(values).max() <= _MOST:
+        raise CheckpointError(f"{drafter.folder}: {name} holds values beyond float16's {_MOST:.0f}; download the checkpoint again")
+    return raw_tensor(name, values, "f16")
 
 
 def _ordering(drafter: Checkpoint) -> NDArray[np.int32]:
