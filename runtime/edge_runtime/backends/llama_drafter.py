@@ -105,7 +105,13 @@ class LlamaDrafter(LlamaModel):
         return list(zip(tokens, following, strict=True))
 
     def _forward(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> NDArray[np.float32]:
-        """One forward with a token and an embedding [target's hidden_size] for each; returns the hidden rows, a view until the next one."""
+        """As `_decode` does; returns the hidden rows, a view until the next forward."""
+        self._decode(steps)
+        pointer = self._library.staging.llama_get_embeddings_nextn(self._pointer)
+        return floats(pointer, len(steps), self._target.hidden_size)
+
+    def _decode(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> None:
+        """One forward with a token and an embedding [target's hidden_size] for each."""
         self._batch.clear()
         for ask, token, embedding in steps:
             self._batch.add_step(token, embedding, self._sequence(ask).length, ask.sequence)
@@ -113,8 +119,6 @@ class LlamaDrafter(LlamaModel):
         code: int = self._api.llama_decode(self._pointer, self._batch.structure)
         if code != 0:
             raise decode_error(self._library, "drafter", code, len(steps))
-        pointer = self._library.staging.llama_get_embeddings_nextn(self._pointer)
-        return floats(pointer, len(steps), self._target.hidden_size)
 
     def _check_fit(self, path: Path) -> None:
         """Raises BackendError if the drafter is not one of this target: llama.cpp itself would abort the process."""
