@@ -8,6 +8,7 @@ with edge_runtime.open_session("bundle") as session:
 """
 
 from edge_runtime.bundle import Bundle, open_bundle
+from edge_runtime.constraint import Gbnf, JsonSchema, Regex
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 from edge_runtime.sampling import SamplingParams
 from edge_runtime.session import Generation, Session, open_session
@@ -19,7 +20,10 @@ __all__ = [
     "BundleError",
     "DecodeStats",
     "EdgeRuntimeError",
+    "Gbnf",
     "Generation",
+    "JsonSchema",
+    "Regex",
     "RequestError",
     "SamplingParams",
     "Session",

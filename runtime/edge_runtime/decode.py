@@ -34,7 +34,7 @@ def decode(
     while left > 0 and not ended and target.length < target.context:
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
         room = min(policy.draft_length(), left - 1, target.context - target.length - 1, target.rewind_slack)
-        drafts = drafter.draft(last, room, rule.choose) if drafter is not None and room > 0 else []
+        drafts = rule.admit(drafter.draft(last, room, rule.choose)) if drafter is not None and room > 0 else []
         start = target.length
         verdict = rule.accept(drafts, target.verify([last, *drafts]))
         tokens, ended = _until_end((*drafts[: verdict.accepted], verdict.next_token), ends)

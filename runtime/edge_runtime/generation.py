@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from edge_runtime.backends.base import Drafter, Target, Vocabulary
+from edge_runtime.constrained_rules import constrained
+from edge_runtime.constraint import Constraint, ConstraintSource
 from edge_runtime.decode import Round, decode
 from edge_runtime.errors import RequestError
 from edge_runtime.policies import DraftLengthPolicy
@@ -23,7 +25,7 @@ class GenerationOptions:
     """What a request asks for besides its prompt. Raises RequestError for a limit below 1.
 
     `stop` strings end the text before them. `chunk_size` is how many tokens at least make a piece of text, except for the last;
-    `on_round` is called after each round, before its text is out.
+    `on_round` is called after each round, before its text is out. `constraint` says what the text must be.
     """
 
     max_tokens: int = 128
@@ -32,6 +34,7 @@ class GenerationOptions:
     stop: Sequence[str] = ()
     chunk_size: int = 1
     on_round: Callable[[Round], None] | None = None
+    constraint: ConstraintSource | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "chunk_size"):
@@ -59,20 +62,30 @@ class Generation:
     Nothing runs before the first piece is asked for; leaving the loop early ends the request.
     """
 
-    def __init__(self, pair: OpenedPair, prompt: Sequence[int], policy: DraftLengthPolicy, options: GenerationOptions) -> None:
+    def __init__(
+        self, pair: OpenedPair, prompt: Sequence[int], policy: DraftLengthPolicy, options: GenerationOptions,
+        constraint: Constraint | None = None,
+    ) -> None:  # fmt: skip
         self.stats = DecodeStats(prompt_tokens=len(prompt))
         self.tokens: list[int] = []
         self.prompt = list(prompt)
         self.options = options
         self._pair = pair
         self._policy = policy
-        self._rule = acceptance_rule(options.sampling, options.acceptance, prompt)
+        self._constraint = constraint
+        rule = acceptance_rule(options.sampling, options.acceptance, prompt)
+        self._rule = rule if constraint is None else constrained(rule, constraint)
         self._text = OutputText(options.stop)
 
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the text, if one did."""
         return self._text.stopped_by
+
+    @property
+    def whole(self) -> bool:
+        """Whether the text so far is all that the request's constraint asks for; without one always. False after max_tokens cut it short."""
+        return self._constraint is None or self._constraint.whole
 
     def __iter__(self) -> Iterator[str]:
         """Yields non-empty pieces of text until the request is done."""
@@ -124,4 +137,5 @@ class Generation:
         # With stop strings the text is made token by token inside the loop, as plain decoding would: so they end the request at the
         # same token. Without them the loop does no text work, and its seconds hold none.
         stopped = bool(self.options.stop) and self._feed(token)
-        return stopped or token in self._pair.vocabulary.eog_tokens
+        closed = self._constraint is not None and self._constraint.advance(token)
+        return stopped or closed or token in self._pair.vocabulary.eog_tokens

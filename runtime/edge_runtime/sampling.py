@@ -68,6 +68,10 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
 
+class NothingToDraw(RequestError):
+    """Every token is banned, or the logits are none."""
+
+
 class Sampler:
     """`SamplingParams` made into one function. `window` is how many recent tokens it wants to see, 0 if none.
 
@@ -86,11 +90,11 @@ class Sampler:
         return bool(self.window or len(self._biased))
 
     def __call__(self, logits: Logits, recent: Sequence[int] = (), tokens: NDArray[np.integer] | None = None) -> Distribution:
-        """Returns the distribution after the `recent` tokens. Raises RequestError if nothing is left to draw, or for a row with NaN."""
+        """Returns the distribution after the `recent` tokens. Raises NothingToDraw if no token is left, or for a row with NaN."""
         ids, row = self._adjusted(logits, recent, tokens)
         best = int(row.argmax())
         if not math.isfinite(row[best]):
-            raise RequestError(
+            raise NothingToDraw(
                 f"no token can be drawn: the largest logit is {row[best]}; allow more tokens in logit_bias, or check the model"
             )
         if self._params.temperature == 0:

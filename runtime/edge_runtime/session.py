@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from edge_runtime.backends.base import Drafter, Target, Vocabulary
 from edge_runtime.bundle import Bundle, open_bundle
+from edge_runtime.constraint import ConstraintSource
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
@@ -17,6 +19,9 @@ from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions
 from edge_runtime.policies import DraftLengthPolicy, Fixed
 from edge_runtime.rules import DEFAULT_ACCEPTANCE
 from edge_runtime.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from edge_runtime.grammar import Grammars
 
 __all__ = ["Generation", "Session", "default_threads", "open_session"]
 
@@ -50,16 +55,19 @@ class Session:
         stop: Sequence[str] = (),
         chunk_size: int = 1,
         on_round: Callable[[Round], None] | None = None,
+        constraint: ConstraintSource | None = None,
     ) -> Generation:
         """Starts a request on an empty cache, greedy unless `sampling` says otherwise. `prompt` is text or token ids.
 
         `draft_length` 0 is plain decoding; None takes the bundle's recommendation; a `policy` decides instead of it. `acceptance`
-        is "rejection" or "match": both leave the target's distribution as it is. For the rest see `GenerationOptions`.
-        Raises RequestError when the prompt does not fit or an option makes no sense.
+        is "rejection" or "match": both leave the target's distribution as it is. With a `constraint` (a JsonSchema, Gbnf or Regex) the text
+        is always valid; drafts change it as little as without one. For the rest see `GenerationOptions`.
+        Raises RequestError when the prompt does not fit or an option makes no sense, BackendError if a constraint's library is missing.
         """
         options = GenerationOptions(
-            max_tokens=max_tokens, sampling=sampling, acceptance=acceptance, stop=stop, chunk_size=chunk_size, on_round=on_round
-        )
+            max_tokens=max_tokens, sampling=sampling, acceptance=acceptance, stop=stop, chunk_size=chunk_size, on_round=on_round,
+            constraint=constraint,
+        )  # fmt: skip
         ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise RequestError("the prompt has no tokens; give at least one (a beginning-of-sequence token will do)")
@@ -71,7 +79,13 @@ class Session:
         if policy is None:
             policy = Fixed(self.draft_length_for(draft_length))
         pair = OpenedPair(target=self.target, drafter=self.drafter, vocabulary=self.vocabulary)
-        return Generation(pair, ids, policy, options)
+        return Generation(pair, ids, policy, options, None if constraint is None else self._grammars.constrain(constraint))
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        from edge_runtime.grammar import Grammars
+
+        return Grammars(self.vocabulary, self.bundle.manifest.architecture.vocab_size)
 
     def draft_length_for(self, asked: int | None) -> int:
         """Returns the draft length asked for, or the bundle's recommendation."""

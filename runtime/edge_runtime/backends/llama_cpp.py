@@ -230,7 +230,7 @@ class LlamaDrafter(LlamaModel):
         self._target._drafters.append(self)
 
     def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
-        """Returns `draft_length` tokens after `last`, or none where the target has no hidden row (see `rollback`).
+        """Returns `draft_length` tokens after `last`, fewer where `choose` ends them, none where the target has no hidden row (`rollback`).
 
         All steps stand at the same position, that of `last`, and write nothing to the cache (common/speculative.cpp, is_mem_shared).
         """
@@ -245,7 +245,10 @@ class LlamaDrafter(LlamaModel):
         tokens: list[int] = []
         carry = self._first_carry(hidden)
         for _ in range(draft_length):
-            last, carry = self._step(last, carry, choose)
+            chosen, carry = self._step(last, carry, choose)
+            if chosen is None:
+                break
+            last = chosen
             tokens.append(last)
         return tokens
 
@@ -253,8 +256,8 @@ class LlamaDrafter(LlamaModel):
         """What the first step takes over from the target's hidden row: with a dense drafter the row itself."""
         return hidden
 
-    def _step(self, token: int, carry: NDArray[np.float32], choose: Choose | None) -> tuple[int, NDArray[np.float32]]:
-        """One draft step; returns the likeliest token, or the chosen one, and what the next step takes over: here the drafter's hidden row."""
+    def _step(self, token: int, carry: NDArray[np.float32], choose: Choose | None) -> tuple[int | None, NDArray[np.float32]]:
+        """One draft step; returns the likeliest token, or what was chosen, and what the next step takes over: here the drafter's hidden row."""
         following = self._forward(token, carry)
         logits = floats(self._api.llama_get_logits(self._pointer), 1, self._target.vocabulary.size)
         return choose(logits[0]) if choose else int(logits[0].argmax()), following

@@ -55,7 +55,7 @@ class LlamaSplitDrafter(LlamaDrafter):
     def _first_carry(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         return self._head.carry_from_hidden(hidden)
 
-    def _step(self, token: int, carry: NDArray[np.float32], choose: Choose | None) -> tuple[int, NDArray[np.float32]]:
+    def _step(self, token: int, carry: NDArray[np.float32], choose: Choose | None) -> tuple[int | None, NDArray[np.float32]]:
         """One forward of the blocks between the two linear ends; `carry` [hidden_size] is the hidden row's share of their input."""
         head = self._head
         self._rows.read(token, self._row)
@@ -68,6 +68,6 @@ class LlamaSplitDrafter(LlamaDrafter):
         """The body has a dummy vocabulary; the head file is checked against the target's."""
 
 
-def _choice(choose: Choose, head: SparseHead, output: NDArray[np.float32]) -> int:
+def _choice(choose: Choose, head: SparseHead, output: NDArray[np.float32]) -> int | None:
     tokens, logits = head.candidates(output)
     return choose(logits, tokens)
