@@ -6,6 +6,7 @@ guarantee for this one. So output with drafts equals constrained plain decoding,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ def constrained(rule: AcceptanceRule, constraint: Constraint) -> AcceptanceRule:
     return ConstrainedGreedyRule(constraint) if rule is GREEDY else ConstrainedSampledRule(rule, constraint)
 
 
-class _ConstrainedRule:
+class _ConstrainedRule(ABC):
     """Drafts are valid by construction where the drafter asks, and cut where it does not."""
 
     def __init__(self, constraint: Constraint) -> None:
@@ -51,8 +52,9 @@ class _ConstrainedRule:
             self._drawn.append(token)
         return token
 
+    @abstractmethod
     def _pick(self, logits: Logits, tokens: NDArray[np.integer] | None) -> int | None:
-        raise NotImplementedError
+        """Returns a valid draft, or None if there is no candidate for one."""
 
     def _masked(self, row: Logits, ahead: Sequence[int], tokens: NDArray[np.integer] | None = None) -> Logits:
         allowed = self._constraint.allowed(ahead)

@@ -31,6 +31,9 @@ _STACK_BYTES = 64 << 20
 _HEADER = '%llguidance {"no_forcing": true}\n'
 # One space, or line breaks and an indentation: a model cannot lose itself in blanks. A schema's own "x-guidance" may say otherwise.
 _BLANK = r"\x20|\x0A{1,2}[\x20\x09]{0,40}"
+# The library looks at the tokens inside a JSON string as one: 0.2 instead of 3.5 ms for a mask there, for 28 MiB at 262144 tokens.
+# Its own choice of four such sets takes 86 MiB and gains no more but in strings of bounded length.
+_STRING = r'[^"\\\x00-\x1F\x7F]+'
 _MAX_REASON = 300
 _NOTHING_FOLLOWS = "NoExtensionBias"
 
@@ -49,9 +52,11 @@ class Grammars:
         self._library = llguidance
         self._eog = vocabulary.eog_tokens
         self._size = size
+        pieces = _Pieces(vocabulary, size)
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Pieces(vocabulary, size)), eos_token=sorted(vocabulary.eog_tokens)
+            llguidance.TokenizerWrapper(pieces), eos_token=sorted(vocabulary.eog_tokens), slices=[_STRING]
         )
+        pieces.tokens.clear()  # copied by now, and kept alive by the library
 
     def constrain(self, source: ConstraintSource) -> Constraint:
         """Returns a constraint at its beginning. Raises RequestError, with the library's reason, for what cannot be compiled."""

@@ -150,9 +150,9 @@ class Sampler:
 
 
 def _top_k(row: Logits, k: int) -> Tokens:
-    """Returns ascending indices of the k greatest logits (0: all); of equal ones at the edge the first."""
+    """Returns ascending indices of the k greatest logits (0: all that are not banned); of equal ones at the edge the first."""
     if not 0 < k < row.size:
-        return np.arange(row.size)
+        return np.arange(row.size) if row.min() > -np.inf else np.flatnonzero(row > -np.inf)
     edge = np.partition(row, -k)[-k]
     above = np.flatnonzero(row > edge)
     level = np.flatnonzero(row == edge)[: k - len(above)]
