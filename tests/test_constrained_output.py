@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from chat_words import chat_session
+
 pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
 jsonschema = pytest.importorskip("jsonschema", reason="needs edge-mtp[dev]")
 
 from edge_runtime import Gbnf, JsonSchema, Regex, RequestError, SamplingParams, Session, open_session
+from edge_runtime.channels import Text
+from edge_runtime.chat import Chat
 from edge_runtime.cli import main
 from edge_runtime.lossless import check_lossless
+from edge_runtime.opening import open_sessions
 
 SCHEMA = {
     "type": "object",
@@ -135,3 +140,26 @@ def test_the_command_refuses_in_one_sentence(exported_pair: Path, probe_memory: 
         assert result.exit_code == code
         assert words in result.stderr
         assert "Traceback" not in result.output
+
+
+def test_requests_at_once_keep_to_their_own_constraints(exported_pair: Path, probe_memory: None) -> None:
+    for kind in ("dense", "split", "lookup"):
+        with open_sessions(exported_pair, 3, threads=1, drafter=kind) as sessions:
+            running = [
+                session.generate(PROMPT, max_tokens=150, draft_length=3, constraint=constraint)
+                for session, (constraint, _) in zip(sessions.sessions, CASES.values(), strict=True)
+            ]
+            for _ in sessions.run(running):
+                pass
+            for generation, (_, check) in zip(running, CASES.values(), strict=True):
+                assert generation.whole
+                assert generation.finish_reason == "stop"
+                check(generation.finish())
+
+
+def test_an_answer_of_a_chat_keeps_to_the_constraint() -> None:
+    chat = Chat(chat_session("no JSON at all", drafts=True), constraint=Regex("(true|false|no)"))
+    for _ in range(2):
+        answer = chat.say("Yes?")
+        assert "".join(event.text for event in answer if isinstance(event, Text)) == "no"
+        assert answer.finish == "stop"

@@ -19,8 +19,12 @@ from edge_export.errors import ExportError
 from edge_export.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest, export_pair
 from edge_export.quantize import QUANTIZATIONS
 from edge_export.reference import reference_pair
+from edge_export.weighing import Weighing
 from edge_runtime.bundle import Bundle
+from edge_runtime.config import PRESET_NAMES, SpeculativeConfig
+from edge_runtime.config_file import read_config
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.presets import expanded, preset_of
 from edge_runtime.structure import to_json
 
 EXAMPLES = """
@@ -28,6 +32,7 @@ EXAMPLES = """
 Examples:
   edge-export google/gemma-4-E2B-it google/gemma-4-E2B-it-assistant -o e2b
   edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --context 8192
+  edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
   edge-export target-q4_0.gguf ./drafter -o my-bundle --force
   edge-export --reference-pair -o reference
 """
@@ -121,6 +126,12 @@ def parity_sentence(parity: dict[str, Any] | None) -> str:
     )
 
 
+def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
+    """Returns the configuration file over the preset. Raises ConfigError."""
+    config = SpeculativeConfig() if path is None else expanded(read_config(path))
+    return config if preset is None else config.over(preset_of(preset).config)
+
+
 @click.command(epilog=EXAMPLES)
 @click.argument("target", required=False)
 @click.argument("drafter", required=False)
@@ -136,6 +147,20 @@ def parity_sentence(parity: dict[str, Any] | None) -> str:
 @click.option(
     "--context", type=click.IntRange(min=1), help="Tokens the KV cache is laid out for.  [default: 4096, or the model's if shorter]"
 )
+@click.option(
+    "--config", "config_path", type=click.Path(path_type=Path),
+    help="YAML file: models, precisions and context where the command line names none; the rest goes into the bundle's config.yaml.",
+)  # fmt: skip
+@click.option("--preset", type=click.Choice(PRESET_NAMES), help="Settings for a kind of work, for the bundle's config.yaml.")
+@click.option(
+    "--calibrate", type=click.Path(path_type=Path), metavar="TEXT",
+    help="Weigh quantization errors by what the pair computes on this text, in transformers: a few hundred kB of what it will read.",
+)  # fmt: skip
+@click.option(
+    "--save-imatrix", type=click.Path(path_type=Path), metavar="FOLDER", help="Keep what --calibrate measured, as llama.cpp's files."
+)
+@click.option("--imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Target's importance matrix, as llama-imatrix makes it.")
+@click.option("--drafter-imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Drafter's importance matrix.")
 @click.option("--no-verify", is_flag=True, help="Do not compare the export with the reference implementation.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle, once the new one is whole.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -143,23 +168,36 @@ def parity_sentence(parity: dict[str, Any] | None) -> str:
 @click.version_option(package_name="edge-mtp")
 def main(
     target: str | None, drafter: str | None, output: Path, target_quant: str | None, drafter_quant: str | None, context: int | None,
-    no_verify: bool, force: bool, as_json: bool, shipped: bool,
+    config_path: Path | None, preset: str | None, no_verify: bool, force: bool, as_json: bool, shipped: bool,
+    calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None, drafter_imatrix: Path | None,
 ) -> None:  # fmt: skip
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
-    Each is a Hugging Face folder, a hub id, or an existing GGUF (checked, then taken as it is).
+    Each is a Hugging Face folder, a hub id, or an existing GGUF (checked, then taken as it is). A --config file may name them instead.
     """
+    try:
+        config = export_config(config_path, preset)
+    except EdgeRuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    if not shipped:
+        target, drafter = target or config.verifier.model, drafter or config.drafter.model
     if shipped and (target or drafter):
         raise click.UsageError("--reference-pair is exported instead of TARGET and DRAFTER; leave them out")
     if not shipped and not (target and drafter):
-        raise click.UsageError("give TARGET and DRAFTER, or --reference-pair")
+        raise click.UsageError("give TARGET and DRAFTER, a --config that names both models, or --reference-pair")
+    if calibrate and (imatrix or drafter_imatrix):
+        raise click.UsageError("give --calibrate or an importance matrix, not both")
+    if save_imatrix and not (calibrate and save_imatrix.is_dir()):
+        raise click.UsageError("--save-imatrix takes an existing folder, and goes with --calibrate")
     console = Console(stderr=True)
     try:
         if shipped:
             target, drafter = map(str, reference_pair())
         request = ExportRequest(
-            target=str(target), drafter=str(drafter), output=output, target_quantization=target_quant, drafter_quantization=drafter_quant,
-            context=context, verify=not no_verify, force=force,
+            target=str(target), drafter=str(drafter), output=output, target_quantization=target_quant or config.verifier.precision,
+            drafter_quantization=drafter_quant or config.drafter.precision, context=context or config.cache.max_context_length,
+            verify=not no_verify, force=force, config=config,
+            weighing=Weighing(imatrix=imatrix, drafter_imatrix=drafter_imatrix, calibrate=calibrate, save=save_imatrix),
         )  # fmt: skip
         with Display(console) as display:
             bundle = export_pair(request, display)

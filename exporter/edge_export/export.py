@@ -6,7 +6,7 @@ import datetime
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,15 +15,21 @@ from edge_export.atomic_folder import check_output, partial_folder
 from edge_export.cache_plan import architecture, cache_layout
 from edge_export.errors import ExportError
 from edge_export.gguf_file import gguf_bytes, write_gguf
+from edge_export.importance import Importance
 from edge_export.parity import ParityRequest, measure_parity
-from edge_export.quantize import DIRECT, check_quantization, expected_bytes, library_version, quantize_gguf
+from edge_export.quantize import DIRECT, WEIGHED, check_quantization, expected_bytes, library_version, quantize_gguf
 from edge_export.safetensors_file import FloatType
 from edge_export.sources import ResolvedSource, manifest_source, resolve_pair, source_files
 from edge_export.split_body import write_body
 from edge_export.split_head import can_split, head_bytes, row_type, write_head
 from edge_export.tensor_shapes import SPARSE_HEAD
 from edge_export.vocabulary import TOKENIZER_NAME, read_vocabulary
+from edge_export.weighing import Weighing, importance_of_pair
 from edge_runtime.bundle import MANIFEST_NAME, SCHEMA_VERSION, Bundle, BundleFile, Manifest, RuntimeSettings, Source, open_bundle, sha256_of
+from edge_runtime.config import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
+from edge_runtime.config_file import CONFIG_NAME, config_text
+from edge_runtime.presets import expanded
+from edge_runtime.settings import defaults
 
 TARGET_QUANTIZATION = "q4_0"
 DRAFTER_QUANTIZATION = "q8_0"
@@ -54,6 +60,8 @@ class ExportRequest:
     """What to export. A source is a checkpoint folder, a hub id, or a GGUF, which is taken as it is.
 
     Quantizations: one of quantize.QUANTIZATIONS, or None for the default. `context` in tokens (None: 4096, or the model's own if shorter).
+    `config` is what the bundle's config.yaml is to say of how it is run; the rest of it is the defaults.
+    `weighing` is what quantization errors are weighed by, if by anything.
     """
 
     target: str
@@ -65,6 +73,8 @@ class ExportRequest:
     verify: bool = True
     force: bool = False
     threads: int | None = None
+    config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    weighing: Weighing = field(default_factory=Weighing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +112,8 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
     layout = cache_layout(target.checkpoint, drafter.checkpoint, context)
     split = drafter.gguf is None and can_split(target.checkpoint.architecture.hidden_size, drafter.checkpoint)
+    if request.config.drafter.sparse_output and not split:
+        raise ExportError(f"{request.drafter} gives no split drafter, which drafter.sparse_output true asks for; leave that key out")
     left_out = [(part.role, name) for part in (target, drafter) for name in part.checkpoint.left_out]
     if split:
         left_out = [(role, name) for role, name in left_out if not name.startswith(SPARSE_HEAD)]
@@ -113,8 +125,10 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             _planned(drafter, request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
         )
         check_space(models, folder, split)
+        threads = request.threads or _processors()
+        importance = _importance(request.weighing, models, threads, progress)
         for model in models:
-            _make(model, request.threads or _processors(), progress)
+            _make(model, threads, importance.get(model.source.role), progress)
         split_files = _make_split(models[1], folder, progress) if split else []
         parity = _parity(request, models, progress)
         for model in models:
@@ -131,12 +145,27 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             files=files,
             left_out=tuple(f"{role}: {name}" for role, name in left_out),
             parity=parity,
+            importance={role: found.source for role, found in importance.items()},
             runtime=RuntimeSettings(context=context),
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        (folder / CONFIG_NAME).write_text(config_text(bundle_config(request.config, manifest)), encoding="utf-8")
         # The hashes were just computed from these very files; shape, sizes and layout are checked once more as a reader would.
         open_bundle(folder, check_hashes=False)
     return Bundle(request.output, manifest)
+
+
+def bundle_config(config: SpeculativeConfig, manifest: Manifest) -> SpeculativeConfig:
+    """Returns what config.yaml says: `config` over the defaults, with the files and the context as they came out."""
+    quantizations = {entry.role: entry.quantization for entry in manifest.files}
+    made = SpeculativeConfig(
+        drafter=DrafterConfig(model=manifest.sources["drafter"].origin, precision=quantizations["drafter"]),
+        verifier=VerifierConfig(model=manifest.sources["target"].origin, precision=quantizations["target"]),
+        cache=CacheConfig(max_context_length=manifest.runtime.context),
+    )
+    whole = made.over(expanded(config)).over(defaults(manifest.runtime))
+    # Every value is written out, so the preset's name would say nothing any more.
+    return replace(whole, tuning=replace(whole.tuning, preset=None))
 
 
 def check_space(models: tuple[_Model, ...], folder: Path, split: bool) -> None:
@@ -162,7 +191,7 @@ def check_space(models: tuple[_Model, ...], folder: Path, split: bool) -> None:
 
 def _planned(source: ResolvedSource, wanted: str | None, default: str, folder: Path) -> _Model:
     if source.quantization is not None:
-        if wanted is not None:
+        if wanted not in (None, source.quantization):
             raise ExportError(
                 f"{source.origin} is a GGUF and taken as it is ({source.quantization}); leave --{source.role}-quant out, or give the checkpoint"
             )
@@ -179,7 +208,18 @@ def _planned(source: ResolvedSource, wanted: str | None, default: str, folder: P
     return _Model(source=source, quantization=quantization, weight_type=weight_type, unquantized=unquantized, exported=exported)
 
 
-def _make(model: _Model, threads: int, progress: Progress) -> None:
+def _importance(weighing: Weighing, models: tuple[_Model, _Model], threads: int, progress: Progress) -> dict[str, Importance]:
+    if not weighing.wanted:
+        return {}
+    text = weighing.calibrate
+    title = f"Calibrate on {text.name}" if text else "Read the importance matrix"
+    progress.step(title, text.stat().st_size if text and text.is_file() else None)
+    sources = {model.source.role: model.source for model in models}
+    weighed = [model.source.role for model in models if model.quantization in WEIGHED and not model.taken]
+    return importance_of_pair(weighing, sources, weighed, threads, progress.advance)
+
+
+def _make(model: _Model, threads: int, importance: Importance | None, progress: Progress) -> None:
     source = model.source
     if model.taken:
         progress.step(f"Copy the {source.role}", source.path.stat().st_size)
@@ -192,7 +232,7 @@ def _make(model: _Model, threads: int, progress: Progress) -> None:
         progress.step(
             f"Quantize the {source.role} to {model.quantization}", expected_bytes(source.checkpoint.parameters, model.quantization)
         )
-        quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance)
+        quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance, importance)
 
 
 def _make_split(drafter: _Model, folder: Path, progress: Progress) -> list[_Part]:

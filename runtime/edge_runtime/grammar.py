@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -78,6 +79,16 @@ class Grammars:
         return self._library.LLParserLimits(verbose_errors=False)
 
 
+_made: weakref.WeakKeyDictionary[Vocabulary, Grammars] = weakref.WeakKeyDictionary()
+
+
+def grammars_for(vocabulary: Vocabulary, size: int) -> Grammars:
+    """Returns the one `Grammars` of a vocabulary, which all sessions on a model share; made when first asked for."""
+    if vocabulary not in _made:
+        _made[vocabulary] = Grammars(vocabulary, size)
+    return _made[vocabulary]
+
+
 class _Pieces:
     """What llguidance wants to know of a tokenizer."""
 
@@ -85,8 +96,10 @@ class _Pieces:
         self.eos_token_id = min(vocabulary.eog_tokens)
         self.bos_token_id = None
         self.special_token_ids: list[int] = []
-        # Tokens without text, control tokens above all, are never allowed.
-        self.tokens = [b"" if token in vocabulary.eog_tokens else _text(vocabulary.piece(token)) for token in range(size)]
+        # Tokens without text are never allowed, and control tokens are none, even where their text is shown: in the midst of a JSON string
+        # one would begin a tool call.
+        control = vocabulary.eog_tokens.union(vocabulary.control_tokens.values())
+        self.tokens = [b"" if token in control else _text(vocabulary.piece(token)) for token in range(size)]
 
     def __call__(self, text: str) -> list[int]:
         """Never asked for: a tokenizer's own choice of tokens would matter only if they were forced."""

@@ -53,7 +53,7 @@ OPTIONS = (
     click.option("--grammar", metavar="FILE", type=click.Path(path_type=Path), help="Write only what this GBNF grammar allows."),
     click.option("--regex", metavar="PATTERN", help="Write only what this regular expression matches as a whole."),
     click.option("--stop", multiple=True, help="Text that ends the answer and is not shown. Repeatable."),
-    click.option("--chunk-size", type=int, default=1, help="Show at least this many tokens at once."),
+    click.option("--chunk-size", type=int, help="Show at least this many tokens at once.  [default: the configuration's, else 1]"),
 )
 
 

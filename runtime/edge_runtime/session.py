@@ -1,47 +1,43 @@
-"""Opens a bundle on a backend and generates text: the Python interface of the runtime."""
+"""A session: an opened pair that takes requests, with its settings and its monitor."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 from edge_runtime.backends.base import Drafter, Target, Vocabulary
-from edge_runtime.bundle import Bundle, open_bundle
+from edge_runtime.bundle import MAX_DRAFT_LENGTH, Bundle
 from edge_runtime.constraint import ConstraintSource
 from edge_runtime.decode import Round
-from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
+from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions, OpenedPair
+from edge_runtime.grammar import grammars_for
+from edge_runtime.monitoring import Monitor, MonitorOptions
 from edge_runtime.policies import DraftLengthPolicy, Fixed
 from edge_runtime.rules import DEFAULT_ACCEPTANCE
+from edge_runtime.safety_net import Guarded, SafetyNet
 from edge_runtime.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from edge_runtime.grammar import Grammars
-
-__all__ = ["Generation", "Session", "default_threads", "open_session"]
-
-
-def default_threads() -> int:
-    """Returns how many processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from edge_runtime.settings import Settings, resolve_settings
 
 
 class Session:
     """An opened pair. One request at a time; not thread-safe."""
 
     def __init__(
-        self, bundle: Bundle, target: Target, drafter: Drafter | None, vocabulary: Vocabulary, drafter_kind: DrafterKind = "dense"
+        self, bundle: Bundle, target: Target, drafter: Drafter | None, vocabulary: Vocabulary, drafter_kind: DrafterKind = "dense",
+        settings: Settings | None = None, monitor: Monitor | None = None,
     ) -> None:  # fmt: skip
+        """`settings` None takes the bundle's recommendation; `monitor` None one that only counts."""
         self.bundle = bundle
         self.target = target
         self.drafter = drafter
         self.drafter_kind = drafter_kind
         self.vocabulary = vocabulary
+        self.settings = settings or resolve_settings([], bundle)
+        self.monitor = monitor or Monitor(MonitorOptions(window=self.settings.window))
+        self._net = SafetyNet(window=self.settings.window)
 
     def generate(
         self,
@@ -53,20 +49,23 @@ class Session:
         sampling: SamplingParams = GREEDY_PARAMS,
         acceptance: str = DEFAULT_ACCEPTANCE,
         stop: Sequence[str] = (),
-        chunk_size: int = 1,
+        chunk_size: int | None = None,
         on_round: Callable[[Round], None] | None = None,
+        reuse_prefix: bool = False,
         constraint: ConstraintSource | None = None,
     ) -> Generation:
-        """Starts a request on an empty cache, greedy unless `sampling` says otherwise. `prompt` is text or token ids.
+        """Starts a request, greedy unless `sampling` says otherwise. `prompt` is text or token ids.
 
-        `draft_length` 0 is plain decoding; None takes the bundle's recommendation; a `policy` decides instead of it. `acceptance`
-        is "rejection" or "match": both leave the target's distribution as it is. With a `constraint` (a JsonSchema, Gbnf or Regex) the text
-        is always valid; drafts change it as little as without one. For the rest see `GenerationOptions`.
+        `draft_length` 0 is plain decoding; a `policy` decides instead of it. With neither the session's settings decide, over a safety
+        net. `acceptance` is "rejection" or "match": both leave the target's distribution as it is. `chunk_size` None takes the
+        settings' one. With a `constraint` (a JsonSchema, Gbnf or Regex) the text is always valid; drafts change it as little as without
+        one. For the rest see `GenerationOptions`.
         Raises RequestError when the prompt does not fit or an option makes no sense, BackendError if a constraint's library is missing.
         """
         options = GenerationOptions(
-            max_tokens=max_tokens, sampling=sampling, acceptance=acceptance, stop=stop, chunk_size=chunk_size, on_round=on_round,
-            constraint=constraint,
+            max_tokens=max_tokens, sampling=sampling, acceptance=acceptance, stop=stop, on_round=on_round,
+            chunk_size=self.settings.chunk_size if chunk_size is None else chunk_size,
+            reuse_prefix=reuse_prefix, constraint=constraint,
         )  # fmt: skip
         ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -76,20 +75,36 @@ class Session:
         vocabulary_size = self.bundle.manifest.architecture.vocab_size
         if sampling.logit_bias and max(sampling.logit_bias) >= vocabulary_size:
             raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
-        if policy is None:
+        enforced = None if constraint is None else grammars_for(self.vocabulary, vocabulary_size).constrain(constraint)
+        watch = self.monitor.watch(self._said_of_request(options, draft_length, policy))
+        if policy is None and draft_length is None:
+            policy = Guarded(self.settings.new_policy(), self._net, watch.report)
+        elif policy is None:
             policy = Fixed(self.draft_length_for(draft_length))
         pair = OpenedPair(target=self.target, drafter=self.drafter, vocabulary=self.vocabulary)
-        return Generation(pair, ids, policy, options, None if constraint is None else self._grammars.constrain(constraint))
-
-    @cached_property
-    def _grammars(self) -> Grammars:
-        from edge_runtime.grammar import Grammars
-
-        return Grammars(self.vocabulary, self.bundle.manifest.architecture.vocab_size)
+        return Generation(pair, ids, policy, options, watch, enforced)
 
     def draft_length_for(self, asked: int | None) -> int:
-        """Returns the draft length asked for, or the bundle's recommendation."""
-        return self.bundle.manifest.runtime.draft_length if asked is None else asked
+        """Returns the draft length asked for, or the settings' first one. Raises RequestError if it needs more rows than a verify has."""
+        longest = self.settings.longest_draft
+        if asked is not None and longest < asked <= MAX_DRAFT_LENGTH:
+            raise RequestError(
+                f"draft length {asked} needs {asked + 1} rows, but parallel_batch_size is {longest + 1}; draft at most {longest} or raise it"
+            )
+        return self.settings.start if asked is None else asked
+
+    def record(self, generation: Generation) -> dict[str, Any]:
+        """Counts a request that is over; appends its line to the monitor's log, if it has one, and returns what the line says."""
+        return self.monitor.record_request(generation.watch, generation.stats, finish_reason=generation.finish_reason)
+
+    def _said_of_request(self, options: GenerationOptions, draft_length: int | None, policy: DraftLengthPolicy | None) -> dict[str, Any]:
+        """Returns a request's settings for the log: no text, neither of the prompt nor of the answer."""
+        said = {**self.settings.to_json(), "drafter": self.drafter_kind, "context": self.target.context, "chunk_size": options.chunk_size}
+        if policy is not None:
+            said["policy"] = type(policy).__name__.lower()
+        elif draft_length is not None:
+            said |= {"policy": "fixed", "start": draft_length}
+        return {**said, "max_tokens": options.max_tokens, "acceptance": options.acceptance, "sampling": options.sampling.to_json()}
 
     def close(self) -> None:
         """Frees the models."""
@@ -102,33 +117,3 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def open_session(
-    folder: Path | str, *, threads: int | None = None, context: int | None = None, drafter: DrafterKind | None = None,
-    check_hashes: bool = True, notify: Callable[[str], None] = lambda _: None,
-) -> Session:  # fmt: skip
-    """Opens a bundle on llama.cpp. `context` is in tokens; None takes the bundle's. `notify` gets one sentence about a first probe.
-
-    `drafter` None takes the bundle's drafter, and the faster one by a short measurement where it has both the dense and the split.
-    The first use on a machine probes the library in a child process, since a build may crash on the processor it runs on.
-    Raises BundleError, BackendError, and RequestError for a kind of drafter that is unknown.
-    """
-    from edge_runtime.backends.llama_cpp import LlamaOptions
-    from edge_runtime.backends.llama_drafters import open_with_drafter
-    from edge_runtime.probe import probe_load_options
-
-    if drafter is not None and drafter not in DRAFTER_KINDS:
-        raise RequestError(f"drafter {drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
-    bundle = open_bundle(folder, check_hashes=check_hashes)
-    has_model = drafter not in ("lookup", "none")
-    probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if has_model else [])]
-    paths = [bundle.folder / file.path for file in probed]
-    quantizations = [file.quantization or "unknown" for file in probed]
-    answer = probe_load_options(paths[0], paths[1] if has_model else None, quantizations, notify=notify)
-    options = LlamaOptions(
-        context=context or bundle.manifest.runtime.context, threads=threads or default_threads(),
-        use_extra_bufts=answer.use_extra_bufts, draft=has_model,
-    )  # fmt: skip
-    target, chosen, kind = open_with_drafter(bundle, options, drafter)
-    return Session(bundle, target, chosen, target.vocabulary, kind)

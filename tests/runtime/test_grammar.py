@@ -18,12 +18,14 @@ jsonschema = pytest.importorskip("jsonschema", reason="needs edge-mtp[dev]")
 
 from edge_runtime.constraint import Constraint, ConstraintSource, Gbnf, JsonSchema, Regex
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.grammar import Grammars
+from edge_runtime.grammar import Grammars, grammars_for
 from edge_runtime.grammar_limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS
 from scripted import LetterVocabulary
 from tables import byte_vocabulary
 
-VOCABULARY = byte_vocabulary(b"a", b"aa", b'{"', b'":', b'"}', b'", "', b"abc", b"true", b"12", b"  ", b", ", b"]}", "é".encode(), b'":"')
+VOCABULARY = byte_vocabulary(
+    b"a", b"aa", b'{"', b'":', b'"}', b'", "', b"abc", b"true", b"12", b"  ", b", ", b"]}", "é".encode(), b'":"', b"<|call>"
+)
 GRAMMARS = Grammars(VOCABULARY, VOCABULARY.size)
 SCHEMA = {
     "type": "object",
@@ -135,6 +137,18 @@ def test_all_spellings_of_a_text_are_allowed():
     constraint = GRAMMARS.constrain(Regex("aaa"))
     assert {VOCABULARY.piece(int(t)) for t in np.flatnonzero(constraint.allowed(()))} == {b"a", b"aa"}
     assert np.flatnonzero(constraint.allowed(())).size == 3  # one of them is there twice
+
+
+def test_a_control_token_is_no_text_even_where_it_is_shown():
+    constraint = GRAMMARS.constrain(Regex("[^x]+"))
+    assert constraint.valid(VOCABULARY.encode("<|call>")) == 7
+    assert not constraint.allows((), VOCABULARY.pieces.index(b"<|call>"))
+
+
+def test_sessions_on_one_vocabulary_share_a_table():
+    vocabulary = byte_vocabulary()
+    assert grammars_for(vocabulary, vocabulary.size) is grammars_for(vocabulary, vocabulary.size)
+    assert grammars_for(byte_vocabulary(), vocabulary.size) is not grammars_for(vocabulary, vocabulary.size)
 
 
 def test_characters_of_several_bytes_may_be_spelled_by_bytes():

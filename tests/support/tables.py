@@ -9,6 +9,7 @@ class TableVocabulary:
     def __init__(self, pieces: list[bytes], eog: frozenset[int]) -> None:
         self.pieces = pieces
         self.eog_tokens = eog
+        self.control_tokens = {"<|call>": pieces.index(b"<|call>")} if b"<|call>" in pieces else {}
 
     @property
     def size(self) -> int:

@@ -5,7 +5,8 @@ Hidden rows and K/V never cross it: a backend builds the drafter from its target
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +36,10 @@ class Target(Protocol):
     @property
     def tokens(self) -> NDArray[np.int32]:
         """The committed tokens [length], int32: what a drafter without a model drafts from. A view that the next call may change."""
+
+    @property
+    def rollback_floor(self) -> int:
+        """The smallest length above 0 that `rollback` can go back to now; `rewind_slack` promises how far it stays below `length`."""
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the cache; computes no logits. `tokens` may be any length up to the context."""
@@ -66,13 +71,52 @@ class Drafter(Protocol):
         """Frees what the backend holds."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftAsk:
+    """A draft for one of the sequences that share a context; the other fields are the arguments of `Drafter.draft`."""
+
+    sequence: int
+    last: int
+    draft_length: int
+    choose: Choose | None = None
+
+
+class Together(Protocol):
+    """Sequences that share a context, so that one forward serves several. The asks of a call are for different ones."""
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """The sequences' targets; a sequence's number is its place here."""
+
+    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        """Drafts for each as its `Drafter.draft` would."""
+
+    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        """Verifies tokens of each sequence as its `Target.verify` would; views that the next call for any of them may overwrite."""
+
+    def close(self) -> None:
+        """Frees what the backend holds."""
+
+
 class Vocabulary(Protocol):
-    """Text to token ids and back to bytes. `eog_tokens` are the ids that end a generation."""
+    """Text to token ids and back to bytes. `eog_tokens` are the ids that end a generation; `bos` and `eos` are -1 where there is none."""
 
     eog_tokens: frozenset[int]
+    bos: int
+    eos: int
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of `text`, with the beginning-of-sequence token first."""
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Text -> id of every token that has a meaning in a conversation, and so must never come from foreign text."""
 
-    def piece(self, token: int) -> bytes:
-        """Returns the UTF-8 bytes of one token; a character may be spread over several."""
+    def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
+        """Returns the token ids of `text`, with the beginning-of-sequence token first unless told otherwise.
+
+        `parse_special` lets control tokens that are written out in the text become those tokens.
+        """
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Returns the UTF-8 bytes of one token; a character may be spread over several.
+
+        Control tokens may be empty, unless `special` asks for their text.
+        """
