@@ -40,6 +40,7 @@ Examples:
   edge-run my-bundle --verify-lossless --max-tokens 200 "class Stack:"
   edge-run my-bundle --compare "import os"
   edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
+  edge-run my-bundle --json-schema '{"type": "array", "items": {"type": "integer"}}' "primes = "
   edge-run my-bundle --drafter lookup "drafts copied from the text itself"
   edge-run my-bundle --kv-type q8_0 --memory-limit 2GB "half the KV cache"
   edge-run my-bundle --max-tokens 1 --save-state notes.kv "a long text"
@@ -88,6 +89,8 @@ def run_once(session: Session, options: RunOptions) -> None:
             "prompt": options.prompt, "text": "".join(pieces), "drafter": session.drafter_kind, "stats": generation.stats.to_json(),
             "finish_reason": generation.finish_reason,
         }  # fmt: skip
+        if generation.options.constraint:
+            record["whole"] = generation.whole
         if lossless:
             record["lossless"] = lossless.to_json()
         click.echo(json.dumps(record, ensure_ascii=False))
@@ -96,6 +99,8 @@ def run_once(session: Session, options: RunOptions) -> None:
     for sentence in remarks(generation, loaded=options.cache.load is not None):
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
+    if not generation.whole:
+        note("the text ended before the grammar did; raise --max-tokens, or leave --stop out")
     if lossless:
         note(lossless.sentence())
 
@@ -132,8 +137,8 @@ def check_combination(
     """Raises a usage error for options that contradict each other."""
     if comparing and verify_lossless:
         raise click.UsageError("--compare and --verify-lossless are two different runs; give one of them")
-    if comparing and (policy in ("rolling", "stepped") or request["sampling"] != GREEDY_PARAMS or request["stop"]):
-        raise click.UsageError("--compare is greedy, with a fixed draft length and no stop strings; leave those options out")
+    if comparing and (policy in ("rolling", "stepped") or request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
+        raise click.UsageError("--compare is greedy, with a fixed draft length, no stop strings and no grammar; leave those options out")
     if policy == "stepped" and draft_length is not None:
         raise click.UsageError("--policy stepped has its own draft lengths; leave --draft-length out")
     if policy == "rolling" and draft_length == 0:

@@ -18,10 +18,11 @@ Logits = NDArray[np.float32]
 class Choose(Protocol):
     """Picks one draft; called once per draft, in order."""
 
-    def __call__(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int:
-        """Returns a token id. `logits` are the drafter's, float32 [n]: of the whole vocabulary, or of the n different `tokens` alone.
+    def __call__(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
+        """Returns a token id, or None: no candidate will do, and the draft ends before this place.
 
-        They are read before it returns, so a view will do.
+        `logits` are the drafter's, float32 [n]: of the whole vocabulary, or of the n different `tokens` alone. They are read before it
+        returns, so a view will do.
         """
 
 

@@ -59,7 +59,7 @@ class LlamaDrafter(LlamaModel):
         self._target.shared.drafters.append(self)
 
     def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
-        """Returns `draft_length` tokens after `last`, or none where the target has no hidden row (see `rollback`)."""
+        """Returns `draft_length` tokens after `last`, fewer where `choose` ends them, none where the target has no hidden row (`rollback`)."""
         return self.draft_all([DraftAsk(sequence=0, last=last, draft_length=draft_length, choose=choose)])[0]
 
     def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
@@ -83,9 +83,10 @@ class LlamaDrafter(LlamaModel):
         while carries:
             steps = [(asks[i], drafts[i][-1] if drafts[i] else asks[i].last, carries[i]) for i in carries]
             for i, (token, carry) in zip(list(carries), self._step(steps), strict=True):
-                drafts[i].append(token)
+                if token is not None:
+                    drafts[i].append(token)
                 carries[i] = carry
-                if len(drafts[i]) == asks[i].draft_length:
+                if token is None or len(drafts[i]) == asks[i].draft_length:
                     del carries[i]
         return drafts
 
@@ -96,9 +97,9 @@ class LlamaDrafter(LlamaModel):
         """What the first step takes over from the target's hidden row: with a dense drafter the row itself."""
         return hidden
 
-    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[tuple[int, Row]]:
+    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[tuple[int | None, Row]]:
         """One draft step of each sequence, given the newest token and what the step before left for it; returns the likeliest token,
-        or the chosen one, and what the next step takes over: here the drafter's hidden row."""
+        or what was chosen, and what the next step takes over: here the drafter's hidden row."""
         following = self._forward(steps)
         logits = floats(self._api.llama_get_logits(self._pointer), len(steps), self._target.vocabulary.size)
         tokens = [ask.choose(row) if ask.choose else int(row.argmax()) for (ask, _, _), row in zip(steps, logits, strict=True)]

@@ -59,7 +59,7 @@ class LlamaSplitDrafter(LlamaDrafter):
     def _first_carry(self, hidden: Row, number: int) -> Row:
         return self._kept(self._opened().first_carry(hidden), number)
 
-    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[tuple[int, Row]]:
+    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[tuple[int | None, Row]]:
         """One forward of the blocks between the two linear ends; a carry [width] is the hidden row's share of their input."""
         head = self._opened()
         fed = []
@@ -71,7 +71,7 @@ class LlamaSplitDrafter(LlamaDrafter):
         outputs = floats(self._api.llama_get_logits(self._pointer), len(steps), self._width)
         return [self._settle(head, ask, output) for (ask, _, _), output in zip(steps, outputs, strict=True)]
 
-    def _settle(self, head: SparseHead, ask: DraftAsk, output: Row) -> tuple[int, Row]:
+    def _settle(self, head: SparseHead, ask: DraftAsk, output: Row) -> tuple[int | None, Row]:
         carry = self._kept(head.feed(output), ask.sequence)
         if ask.choose is None:
             return head.best_token(), carry
