@@ -8,22 +8,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from edge_devices.machine import read_machine
+from edge_devices.protocol import Workload
 from edge_runtime.bench.concurrency import alone, run_level
 from edge_runtime.bench.costs import measure_costs
+from edge_runtime.bench.energy import energy_workloads
 from edge_runtime.bench.llama_tools import llama_tools
 from edge_runtime.bench.memory import measure_memory
 from edge_runtime.bench.plan import DOMAINS_PART, Plan, Step, context_plan
 from edge_runtime.bench.prompts import PreparedPrompt, Prompt, prepare
-from edge_runtime.bench.records import SCHEMA, Header, ModelFile, Note, Record
+from edge_runtime.bench.records import SCHEMA, Header, KvTypeCost, ModelFile, Note, Record
 from edge_runtime.bench.sides import OurSide, Side
 from edge_runtime.bench.variants import BASELINE, OURS, our_variants, peer_variants
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.config import SpeculativeConfig
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import RequestError
+from edge_runtime.kv_types import KvType
 from edge_runtime.opening import default_threads, open_session, open_sessions
 from edge_runtime.settings import load_settings
 
@@ -52,11 +55,12 @@ class BenchRequest:
     drafters: tuple[DrafterKind, ...] = ()
     lengths: tuple[int, ...] = (3,)
     policies: tuple[str, ...] = ()
-    repeats: int = 4
+    repeats: int = 6
     tokens: int = 96
     warm_up: int = 1
     contexts: tuple[int, ...] = ()
     concurrency: tuple[int, ...] = ()
+    kv_types: tuple[str, ...] = ()
     tools: Path | None = None
     threads: int | None = None
     context: int | None = None
@@ -102,6 +106,7 @@ class Benchmark:
             yield from self._costs(ours, prompts)
             yield from self._contexts(ours, prompts, lengths)
         yield from self._concurrency(drafters[0], prompts, lengths)
+        yield from self._kv_types(lengths)
 
     def _default_drafter(self) -> DrafterKind:
         with open_session(self._request.bundle, **self._options) as session:
@@ -201,10 +206,40 @@ class Benchmark:
                             yield level
                         self._progress.advance()
 
+    def _kv_types(self, lengths: Sequence[int]) -> Iterator[Record]:
+        request = self._request
+        if not request.kv_types:
+            return
+        from edge_runtime.kv_cost import measure_kv_types
+
+        self._progress.begin("types of KV cache", 1)
+        costs = measure_kv_types(
+            request.bundle, [prompt.text for prompt in request.prompts], kv_types=cast(tuple[KvType, ...], request.kv_types),
+            max_tokens=request.tokens, draft_length=_middle(lengths) or min(3, self._settings.longest_draft), threads=self._threads,
+            context=self._settings.context, notify=self._progress.say,
+        )  # fmt: skip
+        self._progress.advance()
+        for cost in costs:
+            yield KvTypeCost(**vars(cost))
+
+    def energy_workloads(self, stack: ExitStack) -> dict[str, Workload]:
+        """Opens the sessions, which `stack` closes, and returns what an energy protocol repeats."""
+        request = self._request
+        drafters = request.drafters or (self._default_drafter(),)
+        ours = {kind: OurSide(stack.enter_context(open_session(request.bundle, drafter=kind, **self._options))) for kind in drafters}
+        lengths = tuple(length for length in request.lengths if length <= self._settings.longest_draft)
+        prompts = prepare(request.prompts, next(iter(ours.values())).session)
+        variants = our_variants(drafters, _few(lengths, request.policies), request.policies)
+        return energy_workloads(dict[str, OurSide](ours.items()), variants, prompts, request.tokens)
+
+
+def _middle(lengths: Sequence[int]) -> int:
+    return lengths[len(lengths) // 2] if lengths else 0
+
 
 def _few(lengths: Sequence[int], policies: Sequence[str]) -> Sequence[int]:
     """Beside policies no fixed length; without any one of them, in the middle."""
-    return () if policies or not lengths else (lengths[len(lengths) // 2],)
+    return () if policies or not lengths else (_middle(lengths),)
 
 
 def _files(bundle: Bundle) -> tuple[ModelFile, ...]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import click
 
+from edge_devices.listing import NO_METER
+from edge_devices.meters.base import Meter
+from edge_devices.report import Report
 from edge_runtime.bench.benchmark import Benchmark, BenchRequest
+from edge_runtime.bench.energy import find_meter, measure_energy, read_energy
 from edge_runtime.bench.figures import Figures, figures
 from edge_runtime.bench.files import RecordFile, write_whole
 from edge_runtime.bench.prompts import DOMAINS, Prompt, read_prompts, shipped_prompts
@@ -21,6 +26,8 @@ from edge_runtime.bench.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_leng
 from edge_runtime.config import PRESET_NAMES
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.kv_types import KV_TYPES
+from edge_runtime.opening import default_threads
 
 EXAMPLES = """
 \b
@@ -31,9 +38,11 @@ Examples:
   edge-bench my-bundle --drafters dense,split,lookup --concurrency 1,2,4
   edge-bench my-bundle --against llama.cpp=build/llama.cpp/bin
   edge-bench my-bundle --prompts my-prompts.json --domains none
+  edge-bench my-bundle --runs run.jsonl --energy energy.jsonl
   edge-bench --report run.jsonl --html report.html
 """
 STDOUT = "-"
+NOT_ASKED = "energy was not measured; --energy FILE does"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +91,17 @@ def peer_folder(against: str | None) -> Path | None:
     return Path(path)
 
 
-def measure(request: BenchRequest, runs: Path | None) -> tuple[list[Record], bool]:
-    """Returns all records and whether it was interrupted, which keeps what was measured."""
+def measure(request: BenchRequest, runs: Path | None, remark: str = "") -> tuple[list[Record], bool]:
+    """Returns all records, `remark` as the last, and whether it was interrupted, which keeps what was measured."""
     records: list[Record] = []
     with RecordFile(runs) as file, BenchProgress() as progress:
         try:
             for record in Benchmark(request, progress).records():
                 file.add(record)
                 records.append(record)
+            if remark:
+                records.append(Note(text=remark))
+                file.add(records[-1])
         except KeyboardInterrupt:
             if not records:
                 raise
@@ -99,11 +111,19 @@ def measure(request: BenchRequest, runs: Path | None) -> tuple[list[Record], boo
     return records, False
 
 
+def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> Report:
+    """Runs the energy protocol over the same variants. Raises RequestError where it cannot be done."""
+    with ExitStack() as stack, BenchProgress() as progress:
+        benchmark = Benchmark(request, progress)
+        progress.say(f"energy: {meter.facts.name}; idle, warm-up and repeats take a while")
+        return measure_energy(path, meter, benchmark.energy_workloads(stack), threads=request.threads or default_threads())
+
+
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
 @click.argument("bundle", type=click.Path(path_type=Path), required=False)
 @click.option("--domains", default=",".join(DOMAINS), help="Shipped prompt sets to run, or none.")
 @click.option("--prompts", "files", type=click.Path(path_type=Path), multiple=True, help="Own prompts: a JSON list of texts, an object of lists by domain, or a text file. Repeatable.")  # fmt: skip
-@click.option("--per-domain", type=click.IntRange(min=1), default=2, help="Prompts of each set.")
+@click.option("--per-domain", type=click.IntRange(min=1), default=1, help="Prompts of each set.")
 @click.option("--lengths", default="1-8", help="Fixed draft lengths, such as 3, 1,2,4 or 1-8, or none.")
 @click.option("--policies", default=",".join(CHOOSING_POLICIES), help="Policies that choose the length, or none.")
 @click.option(
@@ -111,11 +131,12 @@ def measure(request: BenchRequest, runs: Path | None) -> tuple[list[Record], boo
     default=None,
     help=f"Kinds of drafter, out of {', '.join(k for k in DRAFTER_KINDS if k != 'none')}.  [default: what edge-run takes]",
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=4, help="Of everything, every other time the other way round.")
+@click.option("--repeats", type=click.IntRange(min=1), default=6, help="Of everything, every other time the other way round.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=96, help="Tokens per request.")
 @click.option("--warm-up", type=click.IntRange(min=0), default=1, help="Requests of each variant that do not count.")
 @click.option("--contexts", default="128,512,2048,8192", help="Lengths of text in tokens to sweep, as far as --context reaches, or none.")
 @click.option("--concurrency", default="none", help="Numbers of clients at once, such as 1,2,4.")
+@click.option("--kv-types", default="none", help=f"Types of KV cache to compare, out of {', '.join(KV_TYPES)}; f16 comes along.")
 @click.option("--against", metavar="llama.cpp=PATH", help="Run llama.cpp's own binaries of this folder in turn with ours.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
@@ -123,6 +144,8 @@ def measure(request: BenchRequest, runs: Path | None) -> tuple[list[Record], boo
 @click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")
 @click.option("--check/--no-check", "check_hashes", default=True, help="Check the files' sha256 before use.")
 @click.option("--runs", type=click.Path(path_type=Path), help="Write every measurement here, one JSON line each, as it is made.")
+@click.option("--energy", type=click.Path(path_type=Path), help="Measure energy too, by the protocol of docs/energy.md (long), and write its log here; with --report: read it.")  # fmt: skip
+@click.option("--meter", help="The energy meter to use; see edge-devices meters.  [default: the first usable one]")
 @click.option("--json", "json_path", help="Write the figures here; - is standard output, instead of tables.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with plots here (needs edge-mtp[report]).")
 @click.option("--report", type=click.Path(path_type=Path), help="Measure nothing: make the figures of a file of --runs again.")
@@ -137,7 +160,7 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
     if report is not None and runs is not None:
         raise click.UsageError("--report measures nothing, so there is nothing for --runs")
     outputs = Outputs(json_path=json_path, html=html)
-    stopped = False
+    energy, stopped, joules = values["energy"], False, None
     try:
         if html is not None:
             from edge_runtime.bench.plots import require_library
@@ -145,10 +168,20 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
             require_library()
         if report is not None:
             records = read_records(report)
+            joules = read_energy(energy) if energy else None
         else:
-            measured, stopped = measure(bench_request(cast(Path, bundle), values), runs)
+            request = bench_request(cast(Path, bundle), values)
+            meter = find_meter(values["meter"])
+            if energy and meter is None:
+                raise RequestError(f"{NO_METER}; leave --energy out, or see edge-devices meters")
+            measured, stopped = measure(request, runs, "" if energy else NO_METER if meter is None else NOT_ASKED)
             records = collect(measured)
-        outputs.write(figures(records))
+            if energy and meter and not stopped:
+                try:
+                    joules = measure_joules(request, energy, meter)
+                except KeyboardInterrupt:
+                    stopped = True
+        outputs.write(figures(records, joules))
     except EdgeRuntimeError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
@@ -168,7 +201,9 @@ def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
         drafters=cast(tuple[DrafterKind, ...], kinds), lengths=parse_lengths(values["lengths"]),
         policies=parse_names(values["policies"], CHOOSING_POLICIES, "policy"), repeats=values["repeats"], tokens=values["max_tokens"],
         warm_up=values["warm_up"], contexts=parse_numbers(values["contexts"], "lengths of text"),
-        concurrency=parse_numbers(values["concurrency"], "numbers of clients"), tools=peer_folder(values["against"]),
+        concurrency=parse_numbers(values["concurrency"], "numbers of clients"),
+        kv_types=parse_names(values["kv_types"], KV_TYPES, "KV type"),
+        tools=peer_folder(values["against"]),
         threads=values["threads"], context=values["context"], config=values["config"], preset=values["preset"],
         check_hashes=values["check_hashes"],
     )  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edge_devices.report import Report
 from edge_runtime.bench.plan import CONTEXTS_PART, DOMAINS_PART
 from edge_runtime.bench.ratios import Ratio, paired_logs, ratio
 from edge_runtime.bench.records import Concurrency, Memory, Records, Run
@@ -75,6 +76,7 @@ class Figures:
     by_context: tuple[Row, ...]
     against: tuple[Against, ...]
     levels: tuple[Level, ...]
+    energy: Report | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys; the runs themselves are left out, see `edge-bench --runs`."""
@@ -86,17 +88,19 @@ class Figures:
             "concurrency": [{"label": level.variant.label, **to_json(level)} for level in self.levels],
             "cost_curves": to_json(self.records.cost_curves),
             "memory": to_json(self.records.memory),
+            "kv_types": to_json(self.records.kv_types),
+            "energy": self.energy.to_json() if self.energy else None,
             "notes": list(self.records.notes),
         }
 
 
-def figures(records: Records) -> Figures:
+def figures(records: Records, energy: Report | None = None) -> Figures:
     """Computes everything that the records allow; what was not measured stays empty."""
     domains = [run for run in records.runs if run.part == DOMAINS_PART]
     contexts = [run for run in records.runs if run.part == CONTEXTS_PART]
     return Figures(
         records=records, overall=_rows(domains, split=False), by_domain=_rows(domains, split=True), by_context=_rows(contexts, split=True),
-        against=_against(domains), levels=_levels(records.concurrency, records.memory),
+        against=_against(domains), levels=_levels(records.concurrency, records.memory), energy=energy,
     )  # fmt: skip
 
 

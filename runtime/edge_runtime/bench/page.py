@@ -6,7 +6,7 @@ from html import escape
 
 from edge_runtime.bench.figures import Figures
 from edge_runtime.bench.plots import Plot, all_plots
-from edge_runtime.bench.tables import NO_METER, TextTable, all_tables, machine_line, notes
+from edge_runtime.bench.tables import TextTable, all_tables, machine_line, notes
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --line: #d0d7de; --soft: #57606a; }
@@ -22,7 +22,7 @@ th:first-child, td:first-child { text-align: left; } .note, caption { color: var
 # Each plot stands before the table that has its figures.
 PLOT_OF_TABLE = {
     "domains": ("speed-by-domain", "speed-by-length"), "acceptance": ("acceptance",), "costs": ("cost-curve",), "phases": ("phases",),
-    "contexts": ("contexts",),
+    "contexts": ("contexts",), "energy": ("energy",),
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def report_page(figures: Figures) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">",
         f"<title>edge-bench: {escape(header.bundle)}</title>", f"<style>{CSS}</style>", "</head>", "<body>",
         f"<h1>edge-bench: {escape(header.bundle)}</h1>", f"<p>{escape(machine_line(header))}</p>",
-        *(f'<p class="note">{escape(note)}</p>' for note in (*notes(figures), NO_METER)),
+        *(f'<p class="note">{escape(note)}</p>' for note in notes(figures)),
     ]  # fmt: skip
     for table in all_tables(figures):
         parts.append(f'<section id="{table.name}"><h2>{escape(table.title)}</h2>')

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 INK = "#010203"
 # Okabe and Ito's colours for all kinds of colour vision, those that stand out on white and on near black.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c8c8c", "#b3a100")
+LINES = ("-", "--", ":", "-.")
+HATCHES = ("", "//", "..", "xx")
 MARKERS = "os^Dv<>P"
 STYLE = {
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
@@ -54,6 +56,7 @@ def all_plots(figures: Figures) -> list[Plot]:
         ("acceptance", "Acceptance by position, longest fixed length", bool(_longest_fixed(figures)), _draw_acceptance),
         ("cost-curve", "Cost of a verify by its rows, and of a draft step", bool(figures.records.cost_curves), _draw_costs),
         ("phases", "Time per token by phase", any(r.phase_seconds_per_token for r in figures.overall), _draw_phases),
+        ("energy", "Energy per emitted token, idle power included", _has_energy(figures), _draw_energy),
         ("contexts", "Tokens per second by length of the text", bool(figures.by_context), _draw_contexts),
     )
     return [Plot(name=name, title=title, svg=_svg(name, title, draw, figures)) for name, title, wanted, draw in candidates if wanted]
@@ -64,7 +67,7 @@ def _svg(name: str, title: str, draw: Callable[[Axes, Figures], None], figures: 
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(8, 4.2), layout="constrained")
+        figure = Figure(figsize=(8.5, 4.6), layout="constrained")
         draw(figure.add_subplot(), figures)
         with io.StringIO() as file:
             figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
@@ -125,7 +128,8 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
             places = [domains.index(row.domain or "") + (number - (len(variants) - 1) / 2) * width for row in own]
             ratios = [row.speed_up for row in own if row.speed_up]
             label = variant.label + (" (its best length)" if variant.policy == FIXED else "")
-            axes.bar(places, [r.value for r in ratios], width, label=_text(label), color=COLOURS[number % len(COLOURS)])
+            hatch = HATCHES[number // len(COLOURS) % len(HATCHES)]
+            axes.bar(places, [r.value for r in ratios], width, label=_text(label), color=COLOURS[number % len(COLOURS)], hatch=hatch)
             for place, r in zip(places, ratios, strict=True):
                 if r.low is not None and r.high is not None:
                     axes.plot([place, place], [r.low, r.high], color=INK, linewidth=1)
@@ -140,22 +144,30 @@ def _has_lengths(figures: Figures) -> bool:
 
 
 def _draw_lengths(axes: Axes, figures: Figures) -> None:
-    groups: dict[str, list[Row]] = {}
-    for row in (*figures.by_domain, *figures.overall):
-        if row.variant.policy == FIXED and row.speed_up:
-            who = row.variant.drafter if row.variant.side == OURS else row.variant.side
-            groups.setdefault(f"{who}, {row.domain or 'all domains'}", []).append(row)
+    """One colour per domain, one kind of line per drafter or program."""
+    rows = [row for row in (*figures.by_domain, *figures.overall) if row.variant.policy == FIXED and row.speed_up]
     with _legend(axes):
-        for number, (name, rows) in enumerate(groups.items()):
-            bold = {"linewidth": 3.0} if rows[0].domain is None else {"alpha": 0.75}
-            rows = sorted(rows, key=lambda row: row.variant.length or 0)
-            line = "-" if rows[0].variant.side == OURS else ":"
-            values = [row.speed_up.value for row in rows if row.speed_up]
-            axes.plot([row.variant.length for row in rows], values, line, label=_text(name), **_look(number), **bold)
-    axes.axhline(1, color=INK, linewidth=1, linestyle="--")
+        for (who, domain), look in _looks([(_who(row), row.domain or "all domains") for row in rows]).items():
+            own = sorted(
+                (row for row in rows if (_who(row), row.domain or "all domains") == (who, domain)), key=lambda r: r.variant.length or 0
+            )
+            bold = {"linewidth": 3.0, "color": INK} if domain == "all domains" else {}
+            values = [row.speed_up.value for row in own if row.speed_up]
+            axes.plot([row.variant.length for row in own], values, label=_text(f"{who}, {domain}"), **{**look, **bold})
+    axes.axhline(1, color=INK, linewidth=1, alpha=0.5)
     axes.set_xlabel("draft length")
     axes.set_ylabel("speed-up over plain")
     axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _who(row: Row) -> str:
+    return row.variant.drafter if row.variant.side == OURS else row.variant.side
+
+
+def _looks(series: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """A colour and a marker for each second name, a kind of line for each first."""
+    first, second = (list(dict.fromkeys(pair[i] for pair in series)) for i in (0, 1))
+    return {(a, b): {**_look(second.index(b)), "linestyle": LINES[first.index(a) % len(LINES)]} for a, b in dict.fromkeys(series)}
 
 
 def _longest_fixed(figures: Figures) -> list[Row]:
@@ -168,12 +180,12 @@ def _longest_fixed(figures: Figures) -> list[Row]:
 
 
 def _draw_acceptance(axes: Axes, figures: Figures) -> None:
+    rows = _longest_fixed(figures)
+    looks = _looks([(row.variant.drafter, row.domain or "") for row in rows])
     with _legend(axes):
-        for number, row in enumerate(_longest_fixed(figures)):
-            shares = row.acceptance_by_position
-            axes.plot(
-                range(1, len(shares) + 1), [100 * s for s in shares], label=_text(f"{row.variant.drafter}, {row.domain}"), **_look(number)
-            )
+        for row in rows:
+            who, shares = (row.variant.drafter, row.domain or ""), row.acceptance_by_position
+            axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], label=_text(", ".join(who)), **looks[who])
     axes.set_ylim(0, 102)
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("accepted, %")
@@ -222,3 +234,21 @@ def _draw_contexts(axes: Axes, figures: Figures) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of text before")
     axes.set_ylabel("tok/s")
+
+
+def _has_energy(figures: Figures) -> bool:
+    return figures.energy is not None and any(v.joules_per_output_token for v in figures.energy.variants)
+
+
+def _draw_energy(axes: Axes, figures: Figures) -> None:
+    variants = [
+        (v.name, v.joules_per_output_token) for v in (figures.energy.variants if figures.energy else ()) if v.joules_per_output_token
+    ]
+    for place, (_, joules) in enumerate(variants):
+        axes.barh(place, joules.value, color=COLOURS[0])
+        if 0 < joules.half < float("inf"):
+            axes.plot([joules.low, joules.high], [place, place], color=INK, linewidth=1)
+    axes.set_yticks(range(len(variants)), [_text(name) for name, _ in variants])
+    axes.invert_yaxis()
+    axes.set_xlabel("joules per emitted token")
+    axes.grid(visible=False, axis="y")

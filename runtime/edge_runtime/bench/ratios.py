@@ -1,8 +1,10 @@
 """Paired ratios of speeds with bootstrap intervals.
 
 A pair is the same prompt in the same repeat. Of each prompt the median ratio counts; prompts, and then domains, go into a geometric
-mean. The interval is that of repeating the measurement on the same prompts: within each prompt the repeats are drawn again with
-replacement, many times, and the middle 95% of what comes out is shown (percentile bootstrap, Efron 1979). It says nothing of other prompts.
+mean. The interval is that of measuring the same prompts again; it says nothing of other prompts. Within each prompt the repeats are
+drawn again with replacement, many times, for the standard error of the logarithm (bootstrap, Efron 1979), times sqrt(n / (n - 1)) as the
+draws of n repeats scatter too little by that; the interval is as many of them to both sides as Student's t says, since a percentile of
+the draws cannot lie outside of the few values there are.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.intervals import t_quantile
 from edge_runtime.bench.records import Run
 
 DRAWS = 2000
-CONFIDENCE = 0.95
 SEED = 20261121
 
 # Logarithms of the ratios of one prompt, one for each repeat that both sides have.
@@ -78,10 +80,11 @@ def ratio(domains: Mapping[str, list[Logs]]) -> Ratio | None:
     medians = [float(np.median(logs)) for logs in prompts]
     draws = np.mean([np.mean([_drawn_medians(logs) for logs in domain], axis=0) for domain in _seeded(domains)], axis=0)
     value = float(np.mean([np.mean([np.median(logs) for logs in domain]) for domain in domains.values()]))
-    known = min(len(logs) for logs in prompts) > 1
-    low, high = np.quantile(draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    fewest, freedom = min(len(logs) for logs in prompts), sum(len(logs) - 1 for logs in prompts)
+    known = fewest > 1
+    half = t_quantile(freedom) * float(draws.std()) * math.sqrt(fewest / (fewest - 1)) if known else 0.0
     return Ratio(
-        value=math.exp(value), low=math.exp(low) if known else None, high=math.exp(high) if known else None,
+        value=math.exp(value), low=math.exp(value - half) if known else None, high=math.exp(value + half) if known else None,
         pairs=sum(map(len, prompts)), worst=math.exp(min(medians)),
     )  # fmt: skip
 

@@ -101,6 +101,20 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KvTypeCost:
+    """What a type of KV cache costs, on the same texts for all types; the fields are those of `kv_cost.KvCost`."""
+
+    kv_type: str
+    cache_bytes: int
+    tokens: int
+    acceptance_rate: float
+    tokens_per_second: float
+    kl_mean: float
+    kl_max: float
+    same_best: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Concurrency:
     """One level: `clients` that each send their next request when the last one is over.
 
@@ -121,9 +135,9 @@ class Concurrency:
 
 
 KINDS: dict[str, type[Any]] = {
-    "header": Header, "run": Run, "cost_curve": CostCurve, "memory": Memory, "concurrency": Concurrency, "note": Note,
+    "header": Header, "run": Run, "cost_curve": CostCurve, "memory": Memory, "kv_type": KvTypeCost, "concurrency": Concurrency, "note": Note,
 }  # fmt: skip
-Record = Header | Run | CostCurve | Memory | Concurrency | Note
+Record = Header | Run | CostCurve | Memory | KvTypeCost | Concurrency | Note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +148,7 @@ class Records:
     runs: tuple[Run, ...] = ()
     cost_curves: tuple[CostCurve, ...] = ()
     memory: tuple[Memory, ...] = ()
+    kv_types: tuple[KvTypeCost, ...] = ()
     concurrency: tuple[Concurrency, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -147,6 +162,7 @@ def collect(records: Sequence[Record]) -> Records:
         runs=tuple(r for r in records if isinstance(r, Run)),
         cost_curves=tuple(r for r in records if isinstance(r, CostCurve)),
         memory=tuple(r for r in records if isinstance(r, Memory)),
+        kv_types=tuple(r for r in records if isinstance(r, KvTypeCost)),
         concurrency=tuple(r for r in records if isinstance(r, Concurrency)),
         notes=tuple(r.text for r in records if isinstance(r, Note)),
     )

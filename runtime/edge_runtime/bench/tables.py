@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from edge_devices.listing import figure_text, report_lines
 from edge_runtime.bench.figures import Figures, Row
 from edge_runtime.bench.ratios import Ratio
 from edge_runtime.bench.records import Header
 
 NONE = "-"
-NO_METER = "no energy meter on this machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ def all_tables(figures: Figures) -> list[TextTable]:
     """Returns the tables that have anything to say, in the order of a report."""
     tables = [
         _variants(figures), _by_domain(figures), _against(figures), _positions(figures), _phases(figures), _contexts(figures),
-        _costs(figures), _concurrency(figures), _memory(figures),
+        _costs(figures), _concurrency(figures), _kv_types(figures), _energy(figures), _memory(figures),
     ]  # fmt: skip
     return [table for table in tables if table.rows]
 
@@ -142,16 +142,49 @@ def _contexts(figures: Figures) -> TextTable:
 def _costs(figures: Figures) -> TextTable:
     curves = figures.records.cost_curves
     longest = max((len(curve.verify_seconds) for curve in curves), default=0)
+    rows = [("draft step", *(_fine(curve.draft_step_seconds) for curve in curves))] if curves else []
+    for n in range(longest):
+        rows.append((f"verify of {n + 1}", *(_fine(c.verify_seconds[n]) if n < len(c.verify_seconds) else NONE for c in curves)))
+    columns = ("", *(curve.drafter for curve in curves))
+    note = f"Of one draft step, and of one target forward of so many rows, after {curves[0].length} tokens." if curves else ""
+    return TextTable(name="costs", title="Cost curve, ms", columns=columns, rows=tuple(rows), note=note)
+
+
+def _fine(seconds: float | None) -> str:
+    return NONE if seconds is None else f"{1000 * seconds:.3g}"
+
+
+def _kv_types(figures: Figures) -> TextTable:
     rows = tuple(
         (
-            curve.drafter, _milliseconds(curve.draft_step_seconds),
-            *_padded((_milliseconds(seconds) for seconds in curve.verify_seconds), longest),
+            kind.kv_type, f"{kind.cache_bytes / 1e6:.2f}", f"{kind.acceptance_rate:.1%}", f"{kind.tokens_per_second:.1f}",
+            f"{kind.kl_mean:.2e}", f"{kind.kl_max:.2e}", f"{kind.same_best:.1%}",
         )
-        for curve in curves
+        for kind in figures.records.kv_types
     )  # fmt: skip
-    columns = ("drafter", "draft step", *(f"verify {n}" for n in range(1, longest + 1)))
-    note = f"Of one draft step, and of one target forward of so many rows, after {curves[0].length} tokens." if curves else ""
-    return TextTable(name="costs", title="Cost curve, ms", columns=columns, rows=rows, note=note)
+    columns = ("", "cache MB", "accepted", "tok/s", "KL mean", "KL max", "same best")
+    note = (
+        "KL in nats per token from the f16 cache's next-token distributions, over the same texts, as are accepted drafts." if rows else ""
+    )
+    return TextTable(name="kv", title="Types of KV cache", columns=columns, rows=rows, note=note)
+
+
+def _energy(figures: Figures) -> TextTable:
+    report = figures.energy
+    rows = []
+    for one in report.variants if report else ():
+        ratio = one.ratio_to_baseline
+        claim = "" if ratio is None else "saves energy" if one.saves_energy else "no win claimed"
+        values = (
+            one.joules_per_output_token, one.net_joules_per_output_token, one.joules_per_prompt_token, one.joules_per_request, one.watts, ratio
+        )  # fmt: skip
+        rows.append(
+            (one.name, *(figure_text(value) if value else NONE for value in values), claim, one.phase_method, "; ".join(one.refused))
+        )
+    columns = ("", "J/output token", "above idle", "J/prompt token", "J/request", "W", "of plain", "claim", "phases", "refused")
+    note = " ".join(report_lines(report)[:2]) if report else ""
+    title = "Energy (ESTIMATE, nothing was measured)" if report and report.estimate else "Energy"
+    return TextTable(name="energy", title=title, columns=columns, rows=tuple(rows), note=note)
 
 
 def _concurrency(figures: Figures) -> TextTable:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 import click
 
 from edge_runtime.bench.figures import Figures
-from edge_runtime.bench.tables import NO_METER, TextTable, all_tables, machine_line, notes
+from edge_runtime.bench.tables import TextTable, all_tables, machine_line, notes
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -26,14 +26,14 @@ def print_report(figures: Figures) -> None:
 
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
     console.print(machine_line(figures.records.header))
     for table in all_tables(figures):
         console.print(_rich(table))
         if table.note:
             console.print(table.note)
         console.print()
-    for text in (*notes(figures), NO_METER):
+    for text in notes(figures):
         console.print(f"note: {text}")
 
 
@@ -72,7 +72,7 @@ class BenchProgress:
 
     def say(self, sentence: str) -> None:
         """Prints a sentence above the bars."""
-        self._bars.console.print(sentence, markup=False, highlight=False)
+        self._bars.console.print(sentence, markup=False, emoji=False, highlight=False)
 
     def __enter__(self) -> Self:
         self._bars.start()
