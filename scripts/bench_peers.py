@@ -60,7 +60,7 @@ def markdown_table(result: Figures) -> str:
 
     def cells(row: Row | None) -> str:
         if row is None:
-            return "| | | |"
+            return "| | | "
         accepted = "-" if row.acceptance_rate is None else f"{row.acceptance_rate:.1%}"
         return f"| {row.tokens_per_second:.1f} | {ratio_text(row.speed_up)} | {accepted} "
 
