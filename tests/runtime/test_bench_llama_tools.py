@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from bench_records import PEER_PLAIN, fixed
-from edge_runtime.bench.llama_tools import LlamaTools
-from edge_runtime.bench.prompts import PreparedPrompt
-from edge_runtime.bench.sides import Place
+from edge_runtime.bench.llama_tools import LlamaTools, llama_tools
+from edge_runtime.bench.prompts import PreparedPrompt, prepare, shipped_prompts
+from edge_runtime.bench.sides import OurSide, Place
 from edge_runtime.bench.variants import DEFAULT, LLAMA_CPP, Variant
 from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.opening import open_session
 
 PROMPT = PreparedPrompt(domain="d", number=0, ids=(1, 2, 3), text="a text")
 PLACE = Place(part="domains", domain="d", prompt=0, repeat=0)
@@ -92,3 +93,21 @@ def test_a_tool_that_cannot_run_says_so(tools):
     (side.tools / "llama-bench").chmod(0o644)
     with pytest.raises(BackendError, match="did not run"):
         side.run(PEER_PLAIN, PROMPT, 20, PLACE)
+
+
+@pytest.mark.peer
+def test_the_real_tools_on_the_reference_pair(exported_pair, probe_memory):
+    folder = os.environ.get("EDGE_MTP_LLAMA_CPP_BIN")
+    if not folder:
+        pytest.skip("needs llama.cpp's tools (EDGE_MTP_LLAMA_CPP_BIN names their folder)")
+    with open_session(exported_pair, threads=1, drafter="dense", check_hashes=False) as session:
+        prompts = prepare(shipped_prompts(["code", "chat"], 1), session)
+        side, ours = llama_tools(session, Path(folder), 1), OurSide(session)
+        for prompt in prompts:
+            run = side.run(fixed(3, LLAMA_CPP), prompt, 32, PLACE)
+            mine = ours.run(fixed(3), prompt, 32, PLACE)
+            assert run.tokens >= 32
+            # Its text may be cut elsewhere and its ties fall otherwise, but it drafts after the same prompt with the same drafter.
+            assert abs(run.accepted / run.drafted - mine.accepted / mine.drafted) < 0.35
+        assert side.run(PEER_PLAIN, prompts[0], 16, PLACE).tokens == 16
+        assert side.run(Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT), prompts[0], 16, PLACE).drafted > 0

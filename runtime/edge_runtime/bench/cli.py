@@ -195,6 +195,8 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
 def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
     """Makes the request of the command's values. Raises RequestError for names and numbers that cannot be."""
     drafters = values["drafters"]
+    if drafters == "none":
+        raise RequestError("there is no drafter to measure; plain decoding alone is --lengths none --policies none")
     kinds = parse_names(drafters, [kind for kind in DRAFTER_KINDS if kind != "none"], "drafter") if drafters else ()
     return BenchRequest(
         bundle=bundle, prompts=bench_prompts(values["domains"], values["files"], values["per_domain"]),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # Stands for the page's text colour; no colour of a series is this one.
 INK = "#010203"
-# Okabe and Ito's colours for all kinds of colour vision, those that stand out on white and on near black.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c8c8c", "#b3a100")
+# After Okabe and Ito's colours for all kinds of colour vision, made to stand out (3 : 1) on white and on near black alike.
+COLOURS = ("#0072b2", "#c47f00", "#009e73", "#cc79a7", "#d55e00", "#3c95cf", "#8c8c8c", "#978800")
 LINES = ("-", "--", ":", "-.")
 HATCHES = ("", "//", "..", "xx")
 MARKERS = "os^Dv<>P"
