@@ -15,6 +15,7 @@ from edge_export.atomic_folder import check_output, partial_folder
 from edge_export.cache_plan import architecture, cache_layout
 from edge_export.errors import ExportError
 from edge_export.gguf_file import gguf_bytes, write_gguf
+from edge_export.onnx_request import OnnxRequest, check_onnx_sources, expected_onnx_bytes
 from edge_export.parity import ParityRequest, measure_parity
 from edge_export.quantize import DIRECT, check_quantization, expected_bytes, library_version, quantize_gguf
 from edge_export.safetensors_file import FloatType
@@ -23,7 +24,19 @@ from edge_export.split_body import write_body
 from edge_export.split_head import can_split, head_bytes, row_type, write_head
 from edge_export.tensor_shapes import SPARSE_HEAD
 from edge_export.vocabulary import TOKENIZER_NAME, read_vocabulary
-from edge_runtime.bundle import MANIFEST_NAME, SCHEMA_VERSION, Bundle, BundleFile, Manifest, RuntimeSettings, Source, open_bundle, sha256_of
+from edge_runtime.bundle import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    Bundle,
+    BundleFile,
+    CacheLayout,
+    Manifest,
+    OnnxGraphs,
+    RuntimeSettings,
+    Source,
+    open_bundle,
+    sha256_of,
+)
 
 TARGET_QUANTIZATION = "q4_0"
 DRAFTER_QUANTIZATION = "q8_0"
@@ -54,6 +67,7 @@ class ExportRequest:
     """What to export. A source is a checkpoint folder, a hub id, or a GGUF, which is taken as it is.
 
     Quantizations: one of quantize.QUANTIZATIONS, or None for the default. `context` in tokens (None: 4096, or the model's own if shorter).
+    `onnx` asks for ONNX graphs, `gguf` for GGUF files; at least one of them is wanted.
     """
 
     target: str
@@ -65,6 +79,8 @@ class ExportRequest:
     verify: bool = True
     force: bool = False
     threads: int | None = None
+    gguf: bool = True
+    onnx: OnnxRequest | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,45 +114,102 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             check_quantization(quantization)
     check_output(request.output, request.force)
     progress.step("Open the checkpoints", None)
-    target, drafter = resolve_pair(request.target, request.drafter)
+    pair = target, drafter = resolve_pair(request.target, request.drafter)
+    if request.onnx is not None:
+        check_onnx_sources(target, drafter)
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
     layout = cache_layout(target.checkpoint, drafter.checkpoint, context)
-    split = drafter.gguf is None and can_split(target.checkpoint.architecture.hidden_size, drafter.checkpoint)
-    left_out = [(part.role, name) for part in (target, drafter) for name in part.checkpoint.left_out]
-    if split:
+    split = request.gguf and drafter.gguf is None and can_split(target.checkpoint.architecture.hidden_size, drafter.checkpoint)
+    left_out = [(part.role, name) for part in pair for name in part.checkpoint.left_out]
+    if split or request.onnx is not None:
         left_out = [(role, name) for role, name in left_out if not name.startswith(SPARSE_HEAD)]
     for role, name in left_out:
         progress.say(f"Left out of the {role}: {name}.")
     with partial_folder(request.output, request.force) as folder:
-        models = (
-            _planned(target, request.target_quantization, TARGET_QUANTIZATION, folder),
-            _planned(drafter, request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
-        )
-        check_space(models, folder, split)
-        for model in models:
-            _make(model, request.threads or _processors(), progress)
-        split_files = _make_split(models[1], folder, progress) if split else []
-        parity = _parity(request, models, progress)
-        for model in models:
-            if not model.direct:
-                model.unquantized.unlink(missing_ok=True)
-        files = _files(models, split_files, _copy_texts(target, folder, progress), folder, progress)
+        made = _Made(parts=[], layout=layout)
+        if request.onnx is not None:
+            check_onnx_space(pair, request.onnx, folder)
+            made = _make_onnx(pair, layout, request.onnx, folder, progress)
+        parity = _onnx_parity(request, pair, made, folder, progress)
+        if request.gguf:
+            parts, measured = _make_gguf(request, pair, split, folder, progress)
+            made.parts[:0], parity = parts, measured | parity
+        files = _files(made.parts, _copy_texts(target, folder, progress), folder, progress)
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             created_by=f"edge-mtp {version('edge-mtp')}",
             created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            sources={part.role: _hashed_source(part, progress) for part in (target, drafter)},
+            sources={part.role: _hashed_source(part, progress) for part in pair},
             architecture=architecture(target.checkpoint, drafter.checkpoint, context),
-            cache_layout=layout,
+            cache_layout=made.layout,
             files=files,
             left_out=tuple(f"{role}: {name}" for role, name in left_out),
             parity=parity,
             runtime=RuntimeSettings(context=context),
+            onnx=made.graphs,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
         # The hashes were just computed from these very files; shape, sizes and layout are checked once more as a reader would.
         open_bundle(folder, check_hashes=False)
     return Bundle(request.output, manifest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """Files that are written, the layout with what they add to it, and the manifest's facts of ONNX graphs."""
+
+    parts: list[_Part]
+    layout: CacheLayout
+    graphs: OnnxGraphs | None = None
+
+
+def _make_gguf(
+    request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], split: bool, folder: Path, progress: Progress
+) -> tuple[list[_Part], dict[str, Any]]:  # fmt: skip
+    models = (
+        _planned(pair[0], request.target_quantization, TARGET_QUANTIZATION, folder),
+        _planned(pair[1], request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
+    )
+    check_space(models, folder, split)
+    for model in models:
+        _make(model, request.threads or _processors(), progress)
+    split_files = _make_split(models[1], folder, progress) if split else []
+    parity = _parity(request, models, progress)
+    for model in models:
+        if not model.direct:
+            model.unquantized.unlink(missing_ok=True)
+    return [*((model.source.role, model.exported, "gguf", model.quantization) for model in models), *split_files], parity
+
+
+def _onnx() -> Any:
+    """The module that writes ONNX graphs; it and onnx are imported by those who ask for them."""
+    try:
+        from edge_export import onnx_export
+    except ImportError as error:
+        raise ExportError(f"onnx is not installed ({error}); pip install 'edge-mtp[export]' to write ONNX graphs") from error
+    return onnx_export
+
+
+def _make_onnx(
+    pair: tuple[ResolvedSource, ResolvedSource], layout: CacheLayout, request: OnnxRequest, folder: Path, progress: Progress
+) -> _Made:  # fmt: skip
+    progress.step("Write the ONNX graphs", _onnx_bytes(pair, request))
+    parts, graphs, named = _onnx().write_onnx(*pair, layout, request, folder, progress.advance)
+    return _Made(parts=parts, layout=named, graphs=graphs)
+
+
+def _onnx_bytes(pair: tuple[ResolvedSource, ResolvedSource], request: OnnxRequest) -> int:
+    sizes = zip(pair, (request.target, request.drafter), strict=True)
+    return sum(expected_onnx_bytes(part.checkpoint.parameters, weights) for part, weights in sizes)
+
+
+def check_onnx_space(pair: tuple[ResolvedSource, ResolvedSource], request: OnnxRequest, folder: Path) -> None:
+    """Raises ExportError if the disk has no room for the ONNX graphs."""
+    needed, free = _SMALL_FILES_BYTES + _onnx_bytes(pair, request), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ExportError(
+            f"{folder.parent} has {free} bytes free, the ONNX graphs need about {needed}; free some space or choose another disk"
+        )
 
 
 def check_space(models: tuple[_Model, ...], folder: Path, split: bool) -> None:
@@ -230,6 +303,17 @@ def _parity(request: ExportRequest, models: tuple[_Model, _Model], progress: Pro
     )  # fmt: skip
 
 
+def _onnx_parity(
+    request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], made: _Made, folder: Path, progress: Progress
+) -> dict[str, Any]:  # fmt: skip
+    if request.onnx is None:
+        return {}
+    if not request.verify:
+        return {"onnx": {"skipped": "it was switched off with --no-verify"}}
+    progress.step("Compare the ONNX graphs with the reference", None)
+    return {"onnx": _onnx().compare(*pair, made.parts, made.layout, request.onnx, folder, request.threads or _processors())}
+
+
 def _copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> list[tuple[str, Path]]:
     """Puts tokenizer and chat template into the bundle; returns (role, path) of each. A GGUF carries its tokenizer itself."""
     progress.step("Copy the tokenizer", None)
@@ -248,13 +332,9 @@ def _copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> lis
     return made
 
 
-def _files(
-    models: tuple[_Model, ...], split: list[_Part], texts: list[tuple[str, Path]], folder: Path, progress: Progress
-) -> tuple[BundleFile, ...]:  # fmt: skip
+def _files(parts: list[_Part], texts: list[tuple[str, Path]], folder: Path, progress: Progress) -> tuple[BundleFile, ...]:
     progress.step("Hash the bundle", None)
-    entries: list[_Part] = [(model.source.role, model.exported, "gguf", model.quantization) for model in models]
-    entries += split
-    entries += [(role, path, path.suffix[1:], None) for role, path in texts]
+    entries = [*parts, *((role, path, path.suffix[1:], None) for role, path in texts)]
     return tuple(
         BundleFile(
             path=path.relative_to(folder).as_posix(), role=role, format=kind, bytes=path.stat().st_size, sha256=sha256_of(path),

@@ -60,7 +60,7 @@ def write_head(drafter: Checkpoint, path: Path, progress: Callable[[int], None] 
 
     Raises CheckpointError if the token order is no permutation, or the sizes do not divide.
     """
-    ordering = _ordering(drafter)
+    ordering = token_order(drafter)
     tensors = _shapes(drafter, ordering)
     header: dict[str, Any] = {"__metadata__": {"format": HEAD_FORMAT, "top_centroids": str(drafter.assistant.top_centroids)}}
     offset = 0
@@ -92,7 +92,7 @@ def _shapes(drafter: Checkpoint, ordering: NDArray[np.int32] | None) -> list[_Te
         yield (halves[0].astype(np.float64) @ halves[1].astype(np.float64)).astype(np.float32)
 
     return [
-        _Tensor(name="rows", dtype=row_type(drafter).upper(), shape=(*clusters, hidden), pieces=lambda: _clustered(drafter, order)),
+        _Tensor(name="rows", dtype=row_type(drafter).upper(), shape=(*clusters, hidden), pieces=lambda: _stored_rows(drafter, order)),
         _Tensor(name="token_ordering", dtype="I32", shape=clusters, pieces=lambda: iter([order])),
         _Tensor(name="centroids", dtype="F32", shape=(model.centroids, hidden), pieces=lambda: iter([_matrix(stored[CENTROIDS])])),
         _Tensor(name="embedding_projection", dtype="F32", shape=(hidden, target), pieces=lambda: input_half(0)),
@@ -101,8 +101,15 @@ def _shapes(drafter: Checkpoint, ordering: NDArray[np.int32] | None) -> list[_Te
     ]
 
 
-def _clustered(drafter: Checkpoint, ordering: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
-    """Yields output rows in cluster order, a few clusters at a time."""
+def cluster_rows(drafter: Checkpoint, ordering: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:
+    """Yields output rows [n, hidden] in cluster order as float32, a few clusters at a time."""
+    dtype = drafter.tensors["model.embed_tokens.weight"].dtype
+    for rows in _stored_rows(drafter, ordering):
+        yield widen(rows, dtype) if dtype == "BF16" else rows
+
+
+def _stored_rows(drafter: Checkpoint, ordering: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
+    """Output rows in cluster order, bfloat16 as its bits."""
     stored, model = drafter.tensors["model.embed_tokens.weight"], drafter.assistant
     # Mapped, because rows are wanted in another order than they lie: the page cache holds what memory has room for.
     table = np.memmap(stored.path, np.dtype(READABLE[stored.dtype]), "r", stored.offset, stored.shape)
@@ -112,7 +119,8 @@ def _clustered(drafter: Checkpoint, ordering: NDArray[np.int32]) -> Iterator[NDA
         yield rows if stored.dtype == "BF16" else widen(rows, stored.dtype)
 
 
-def _ordering(drafter: Checkpoint) -> NDArray[np.int32]:
+def token_order(drafter: Checkpoint) -> NDArray[np.int32]:
+    """Returns the tokens [vocabulary] in cluster order. Raises CheckpointError if that is no permutation, or the sizes do not divide."""
     model, stored = drafter.assistant, drafter.tensors[TOKEN_ORDERING]
     _check_sizes(drafter, model)
     order = np.concatenate([np.array(piece) for piece in read_chunks(stored)])

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from edge_runtime.backends.choice import BACKENDS, BackendKind
 from edge_runtime.comparison import compare, comparison_table
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import EdgeRuntimeError
@@ -29,6 +30,7 @@ Examples:
   edge-run my-bundle --compare "import os"
   edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
   edge-run my-bundle --drafter lookup "drafts copied from the text itself"
+  edge-run my-bundle --backend onnx "the same through onnxruntime"
   echo "from standard input" | edge-run my-bundle -
 """
 
@@ -121,6 +123,9 @@ def check_combination(request: Mapping[str, Any], policy: str, draft_length: int
     "--drafter", type=click.Choice(DRAFTER_KINDS),
     help="dense: llama.cpp's; split: with the sparse head; lookup: copies from the text.  [default: the faster of dense and split]",
 )  # fmt: skip
+@click.option("--backend", type=click.Choice(BACKENDS), help="llama.cpp or onnxruntime.  [default: what the bundle has and is installed]")
+@click.option("--execution-provider", metavar="NAME", help="onnx: where the graphs run, e.g. cpu, openvino.  [default: cpu]")
+@click.option("--uniform-rows", is_flag=True, help="onnx: the same kernels for one row as for several, so that drafts never change a bit.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens to generate; drafts never count.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the bundle's]")
@@ -133,7 +138,8 @@ def check_combination(request: Mapping[str, Any], policy: str, draft_length: int
 @click.version_option(package_name="edge-mtp")
 def main(
     bundle: Path, prompt: str, draft_length: int | None, policy: str, drafter: DrafterKind | None, max_tokens: int, threads: int | None,
-    context: int | None, as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, **sampling: Any,
+    context: int | None, as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool,
+    backend: BackendKind | None, execution_provider: str | None, uniform_rows: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter."""
     try:
@@ -144,7 +150,8 @@ def main(
             as_json=as_json, verify_lossless=verify_lossless, request=request,
         )  # fmt: skip
         with open_session(
-            bundle, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=note
+            bundle, threads=threads, context=context, drafter=drafter, backend=backend, execution_provider=execution_provider,
+            uniform_rows=uniform_rows, check_hashes=check_hashes, notify=note,
         ) as session:  # fmt: skip
             if comparing:
                 run_comparison(session, options, repeats)

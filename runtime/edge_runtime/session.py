@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from edge_runtime.backends.base import Drafter, Target, Vocabulary
+from edge_runtime.backends.choice import BackendKind, choose_backend
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
@@ -92,29 +93,44 @@ class Session:
 
 def open_session(
     folder: Path | str, *, threads: int | None = None, context: int | None = None, drafter: DrafterKind | None = None,
+    backend: BackendKind | None = None, execution_provider: str | None = None, uniform_rows: bool = False,
     check_hashes: bool = True, notify: Callable[[str], None] = lambda _: None,
 ) -> Session:  # fmt: skip
-    """Opens a bundle on llama.cpp. `context` is in tokens; None takes the bundle's. `notify` gets one sentence about a first probe.
+    """Opens a bundle. `context` is in tokens; None takes the bundle's. `notify` gets sentences worth telling a person.
 
-    `drafter` None takes the bundle's drafter, and the faster one by a short measurement where it has both the dense and the split.
-    The first use on a machine probes the library in a child process, since a build may crash on the processor it runs on.
-    Raises BundleError, BackendError, and RequestError for a kind of drafter that is unknown.
+    `backend` None takes llama.cpp or onnxruntime, by what the bundle holds and what is installed. `drafter` None takes the bundle's
+    drafter, and the faster one by a short measurement where llama.cpp has both the dense and the split. `execution_provider` and
+    `uniform_rows` are for onnxruntime: where the graphs run, and whether a single row goes through the kernels of several (`OrtOptions`).
+    Raises BundleError, BackendError, and RequestError for a drafter, backend or provider that is unknown.
     """
+    if drafter is not None and drafter not in DRAFTER_KINDS:
+        raise RequestError(f"drafter {drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
+    bundle = open_bundle(folder, check_hashes=check_hashes)
+    rows = context or bundle.manifest.runtime.context
+    if choose_backend(bundle, backend) == "onnx":
+        from edge_runtime.backends.ort_open import OrtOptions, open_onnx
+
+        onnx = OrtOptions(context=rows, threads=threads or default_threads(), provider=execution_provider, uniform_rows=uniform_rows)
+        opened, chosen, kind = open_onnx(bundle, onnx, drafter, notify)
+        return Session(bundle, opened, chosen, opened.vocabulary, kind)
+    if execution_provider is not None or uniform_rows:
+        raise RequestError("execution providers and uniform rows are onnxruntime's; ask for them with the onnx backend only")
+    return _open_llama(bundle, rows, threads or default_threads(), drafter, notify)
+
+
+def _open_llama(
+    bundle: Bundle, context: int, threads: int, drafter: DrafterKind | None, notify: Callable[[str], None]
+) -> Session:  # fmt: skip
+    """The first use on a machine probes the library in a child process, since a build may crash on the processor it runs on."""
     from edge_runtime.backends.llama_cpp import LlamaOptions
     from edge_runtime.backends.llama_drafters import open_with_drafter
     from edge_runtime.probe import probe_load_options
 
-    if drafter is not None and drafter not in DRAFTER_KINDS:
-        raise RequestError(f"drafter {drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
-    bundle = open_bundle(folder, check_hashes=check_hashes)
     has_model = drafter not in ("lookup", "none")
     probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if has_model else [])]
     paths = [bundle.folder / file.path for file in probed]
     quantizations = [file.quantization or "unknown" for file in probed]
     answer = probe_load_options(paths[0], paths[1] if has_model else None, quantizations, notify=notify)
-    options = LlamaOptions(
-        context=context or bundle.manifest.runtime.context, threads=threads or default_threads(),
-        use_extra_bufts=answer.use_extra_bufts, draft=has_model,
-    )  # fmt: skip
+    options = LlamaOptions(context=context, threads=threads, use_extra_bufts=answer.use_extra_bufts, draft=has_model)
     target, chosen, kind = open_with_drafter(bundle, options, drafter)
     return Session(bundle, target, chosen, target.vocabulary, kind)

@@ -1,0 +1,154 @@
+"""onnxruntime behind one door: version, thread pool, sessions, values that alias numpy arrays. The only module that imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.errors import BackendError, RequestError
+
+CPU = "CPUExecutionProvider"
+# 1.31 runs attention without present outputs, 1.24 does not; nothing newer was tried.
+FIRST_VERSION, END_VERSION = (1, 31), (1, 32)
+# Only what ends the process (4: fatal) is written to standard error; what fails is raised.
+_SEVERITY = 4
+_pool_threads: list[int] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """How a graph is opened. `provider` is an execution provider's name; what it cannot run falls back to the CPU's."""
+
+    threads: int
+    provider: str = CPU
+
+
+@cache
+def library() -> Any:
+    """The onnxruntime module. Raises BackendError if it is missing or not one of the tested versions."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError(f"onnxruntime is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
+    found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    if not FIRST_VERSION <= found < END_VERSION:
+        raise BackendError(
+            f"onnxruntime {onnxruntime.__version__} was not tested with these graphs, 1.31 was; pip install 'edge-mtp[onnx]'"
+        )
+    onnxruntime.set_default_logger_severity(_SEVERITY)
+    return onnxruntime
+
+
+def provider_named(name: str | None) -> str:
+    """Returns the full name of an execution provider given as "cpu", "openvino" or in full; None is the CPU's.
+
+    Raises RequestError, with those there are, if this onnxruntime has no such provider.
+    """
+    if name is None:
+        return CPU
+    there: list[str] = library().get_available_providers()
+    for provider in there:
+        if name.lower() in (provider.lower(), provider.removesuffix("ExecutionProvider").lower()):
+            return provider
+    known = ", ".join(provider.removesuffix("ExecutionProvider").lower() for provider in there)
+    raise RequestError(f"this onnxruntime has no execution provider {name!r}; it has {known}")
+
+
+class Graph:
+    """An opened ONNX graph."""
+
+    def __init__(self, path: Path, options: SessionOptions) -> None:
+        ort = library()
+        settings = ort.SessionOptions()
+        settings.log_severity_level = _SEVERITY
+        _use_threads(ort, settings, options.threads)
+        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        providers = [options.provider] if options.provider == CPU else [options.provider, CPU]
+        try:
+            self._session = ort.InferenceSession(str(path), settings, providers=providers)
+        except Exception as error:
+            raise BackendError(
+                f"onnxruntime cannot open {path.name} ({_first_line(error)}); export the bundle again, or update it"
+            ) from error
+        self.name = path.name
+        self.inputs = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
+        self.outputs = {value.name: tuple(value.shape) for value in self._session.get_outputs()}
+
+    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Call:
+        """Prepares a call on values that stay where they are; an output that is None is allocated by each run."""
+        return Call(self._session, self.name, inputs, outputs)
+
+    def assignments(self) -> dict[str, dict[str, int]]:
+        """Per execution provider how many nodes of each operator it runs."""
+        found: dict[str, dict[str, int]] = {}
+        for part in self._session.get_provider_graph_assignment_info():
+            counts = found.setdefault(part.ep_name, {})
+            for node in part.get_nodes():
+                counts[node.op_type] = counts.get(node.op_type, 0) + 1
+        return found
+
+
+class Call:
+    """A graph with its inputs and outputs bound."""
+
+    def __init__(self, session: Any, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        self._session, self._name = session, name
+        self._binding = session.io_binding()
+        for key, value in inputs.items():
+            self._binding.bind_ortvalue_input(key, value)
+        self._allocated = [key for key, value in outputs.items() if value is None]
+        for key, value in outputs.items():
+            if value is None:
+                self._binding.bind_output(key, "cpu")
+            else:
+                self._binding.bind_ortvalue_output(key, value)
+
+    def run(self) -> None:
+        """Runs the graph. Raises BackendError in onnxruntime's words if it fails."""
+        for key in self._allocated:
+            self._binding.bind_output(key, "cpu")  # otherwise the last run's array would be used again, whose size may differ
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            raise BackendError(f"onnxruntime failed in {self._name}: {_first_line(error)}") from error
+
+    def outputs(self) -> list[NDArray[Any]]:
+        """The outputs as arrays, in the order in which they were bound; views, those given a place die with the next run."""
+        return [value.numpy() for value in self._binding.get_outputs()]
+
+
+def value_over(array: NDArray[Any]) -> Any:
+    """A value that is the array's own memory: what is written to one is in the other. `array` is contiguous and must be kept alive."""
+    value = library().OrtValue.ortvalue_from_numpy(array)
+    if value.data_ptr() != array.ctypes.data:
+        raise BackendError("this onnxruntime copies arrays instead of using their memory; the K/V cache cannot be shared, update it")
+    return value
+
+
+def scalar(kind: type[np.generic], *shape: int) -> tuple[NDArray[Any], Any]:
+    """A small array of zeros and the value over it."""
+    array = np.zeros(shape, kind)
+    return array, value_over(array)
+
+
+def _use_threads(ort: Any, settings: Any, threads: int) -> None:
+    """One pool for all sessions: two that spin on the same cores slow each other down. Its size is that of the first use."""
+    if not _pool_threads:
+        ort.set_global_thread_pool_sizes(threads, 1)
+        _pool_threads.append(threads)
+    if _pool_threads[0] == threads:
+        settings.use_per_session_threads = False
+        return
+    settings.intra_op_num_threads = threads
+    settings.inter_op_num_threads = 1
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
