@@ -20,7 +20,7 @@ from edge_export.onnx_weights import WeightFile, WeightForm
 from edge_export.parity import ReferenceRequest
 from edge_export.parity_onnx import OnnxFiles, OnnxParityRequest, measure_onnx_parity, onnx_why_not
 from edge_export.sources import ResolvedSource
-from edge_export.vocabulary import Vocabulary, read_vocabulary
+from edge_export.vocabulary import CONTROL, Vocabulary, read_vocabulary
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
 
 # Rows a sliding buffer has beyond those it must keep: the longest forward, and how rarely rows are moved to its front.
@@ -120,6 +120,7 @@ def _facts(target: Checkpoint, vocabulary: Vocabulary, contrib_ops: set[str]) ->
     return OnnxGraphs(
         opset=OPSET, contrib_ops=tuple(sorted(contrib_ops)), rotations=_rotations(model), context=model.context,
         bos_token=vocabulary.special_ids.get("bos"), eog_tokens=tuple(sorted(ends)),
+        control_tokens=tuple(sorted(ends | {token for token, kind in enumerate(vocabulary.types) if kind == CONTROL})),
     )  # fmt: skip
 
 

@@ -115,7 +115,8 @@ class Rotation:
 @dataclass(frozen=True, kw_only=True)
 class OnnxGraphs:
     """What a reader of the ONNX graphs must know beside them: operator sets, contrib operators of onnxruntime, and the tokens that
-    begin and end a text. `bos_token` None: nothing is put in front. `context` is the longest the target was made for, in tokens."""
+    begin and end a text. `bos_token` None: nothing is put in front. `control_tokens` have no text of their own.
+    `context` is the longest the target was made for, in tokens."""
 
     opset: int
     contrib_ops: tuple[str, ...]
@@ -123,6 +124,7 @@ class OnnxGraphs:
     context: int
     bos_token: int | None
     eog_tokens: tuple[int, ...]
+    control_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ class OrtDrafter:
         width = self._graph.inputs.get("hidden", (0,))[-1]
         if width != target.hidden_size:
             raise BackendError(f"{path.name} reads hidden rows of {width}, the target gives {target.hidden_size}; export the pair again")
-        self._least_probability = least_probability
+        self.least_probability = least_probability
         self._token, token = scalar(np.int64, 1, 1)
         self._hidden, hidden = scalar(np.float32, 1, 1, target.hidden_size)
         self._length, length = scalar(np.int64)
@@ -66,10 +66,10 @@ class OrtDrafter:
         self._graph = self._call = None
 
     def _all_steps(self, call: Call, draft_length: int) -> list[int]:
-        self._length[...], self._least[...], self._with_scores[...] = draft_length, self._least_probability, False
+        self._length[...], self._least[...], self._with_scores[...] = draft_length, self.least_probability, False
         call.run()
         drafts, probabilities = call.outputs()[:2]
-        sure = len(drafts) - int(probabilities[-1] < self._least_probability)
+        sure = len(drafts) - int(probabilities[-1] < self.least_probability)
         tokens: list[int] = drafts[:sure].tolist()
         return tokens
 

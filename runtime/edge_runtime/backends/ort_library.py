@@ -1,4 +1,4 @@
-"""onnxruntime behind one door: version, thread pool, sessions, values that alias numpy arrays. The only module that imports it."""
+"""onnxruntime behind one door: version, sessions, values that alias numpy arrays. The only module that imports it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ CPU = "CPUExecutionProvider"
 FIRST_VERSION, END_VERSION = (1, 31), (1, 32)
 # Only what ends the process (4: fatal) is written to standard error; what fails is raised.
 _SEVERITY = 4
-_pool_threads: list[int] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,11 @@ class Graph:
         ort = library()
         settings = ort.SessionOptions()
         settings.log_severity_level = _SEVERITY
-        _use_threads(ort, settings, options.threads)
+        settings.intra_op_num_threads = options.threads
+        settings.inter_op_num_threads = 1
+        # Threads that spin after a run take the cores from the other graphs. One pool for all would cure that too, but onnxruntime
+        # has it for the whole process only: then whatever else runs graphs in it is refused, and its size is fixed once.
+        settings.add_session_config_entry("session.force_spinning_stop", "1")
         settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         providers = [options.provider] if options.provider == CPU else [options.provider, CPU]
         try:
@@ -135,19 +138,6 @@ def scalar(kind: type[np.generic], *shape: int) -> tuple[NDArray[Any], Any]:
     """A small array of zeros and the value over it."""
     array = np.zeros(shape, kind)
     return array, value_over(array)
-
-
-def _use_threads(ort: Any, settings: Any, threads: int) -> None:
-    """One pool for all sessions: two that spin on the same cores slow each other down. Its size is that of the first use."""
-    if not _pool_threads:
-        ort.set_global_thread_pool_sizes(threads, 1)
-        _pool_threads.append(threads)
-    if _pool_threads[0] == threads:
-        settings.use_per_session_threads = False
-        return
-    settings.intra_op_num_threads = threads
-    settings.inter_op_num_threads = 1
-    settings.add_session_config_entry("session.force_spinning_stop", "1")
 
 
 def _first_line(error: Exception) -> str:

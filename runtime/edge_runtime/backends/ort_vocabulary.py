@@ -28,23 +28,37 @@ class TokenizerVocabulary:
         self.size = size
         self.eog_tokens = frozenset(graphs.eog_tokens)
         self.bos = -1 if graphs.bos_token is None else graphs.bos_token
-        self._special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        self._control = frozenset(graphs.control_tokens)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        # Marks such as <|channel> are found in any text; the tokenizer itself tells no difference between them and control tokens.
+        self._marks = {token.content: index for index, token in added if token.special and index not in self._control}
+        longest_first = sorted(self._marks, key=len, reverse=True)
+        self._mark = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         """Returns the token ids of `text`; a surrogate that is no half of a pair becomes U+FFFD.
 
         `parse_special` lets control tokens such as <|turn> in the text become those tokens; leave it off for foreign text.
         """
-        self._tokenizer.encode_special_tokens = not parse_special
         clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        tokens: list[int] = self._tokenizer.encode(clean, add_special_tokens=False).ids
+        tokens = [token for part in self._parts(clean, parse_special) for token in self._encode(part, parse_special)]
         return [self.bos, *tokens] if add_bos and self.bos >= 0 else tokens
+
+    def _parts(self, text: str, parse_special: bool) -> list[str]:
+        return [text] if parse_special or self._mark is None else [part for part in self._mark.split(text) if part]
+
+    def _encode(self, part: str, parse_special: bool) -> list[int]:
+        if part in self._marks:
+            return [self._marks[part]]
+        self._tokenizer.encode_special_tokens = not parse_special
+        tokens: list[int] = self._tokenizer.encode(part, add_special_tokens=False).ids
+        return tokens
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """Returns the bytes of one token, which may be a part of a character; control tokens are empty unless `special`."""
         self.check(token)
         text: str | None = self._tokenizer.id_to_token(token)
-        if text is None or (token in self._special and not special):
+        if text is None or (token in self._control and not special):
             return b""
         found = _BYTE.fullmatch(text)
         return bytes([int(found.group(1), 16)]) if found else text.replace(_SPACE, " ").encode("utf-8")
