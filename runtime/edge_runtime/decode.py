@@ -1,11 +1,14 @@
-"""The speculative loop: draft, verify, accept, roll back. Token ids only; it knows no text, no backend and no clock."""
+"""The speculative loop: draft, verify, accept, roll back. Token ids only; it knows no text, no backend and no clock.
+
+A round has two halves around the target's forward, so that one forward can serve the rounds of several requests (edge_runtime/lockstep.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from edge_runtime.backends.base import Drafter, Target
+from edge_runtime.backends.base import Drafter, Logits, Target
 from edge_runtime.policies import DraftLengthPolicy
 from edge_runtime.rules import GREEDY, AcceptanceRule
 
@@ -19,29 +22,57 @@ class Round:
     tokens: tuple[int, ...]
 
 
-def decode(
-    target: Target, drafter: Drafter | None, last: int, policy: DraftLengthPolicy, *, max_tokens: int,
-    rule: AcceptanceRule = GREEDY, ends: Callable[[int], bool] = lambda _: False,
-) -> Iterator[Round]:  # fmt: skip
-    """Yields rounds until `max_tokens` tokens are out, `ends` said yes, or the context is full.
+class Decoding:
+    """One request between two rounds: how much it may draft, and what a verified draft makes of it.
 
-    `last` is the newest token; all tokens before it are in the target's cache, and so they are again after every round. What is
-    emitted is the target's own, token for token or in distribution as `rule` has it, whatever the drafter proposes. `ends` is asked
-    once about each emitted token, in order; the one it says yes to is the last. Method: Leviathan et al. 2023 (arXiv 2211.17192),
-    with Gemma 4's drafter, which reads the target's own rows.
+    `last` is the newest token; all tokens before it are in the target's cache, and so they are again after every round. `ends` is
+    asked once about each emitted token, in order; the one it says yes to is the last.
     """
-    left, ended = max_tokens, False
-    while left > 0 and not ended and target.length < target.context:
+
+    def __init__(
+        self, target: Target, last: int, policy: DraftLengthPolicy, *, max_tokens: int,
+        rule: AcceptanceRule = GREEDY, ends: Callable[[int], bool] = lambda _: False,
+    ) -> None:  # fmt: skip
+        self.last = last
+        self.rule = rule
+        self.ended = False
+        self._target = target
+        self._policy = policy
+        self._left = max_tokens
+        self._ends = ends
+
+    @property
+    def done(self) -> bool:
+        """Whether `max_tokens` tokens are out, `ends` said yes, or the context is full."""
+        return self.ended or self._left <= 0 or self._target.length >= self._target.context
+
+    def draft_length(self) -> int:
+        """Returns how many tokens may be drafted now, 0 for a round without drafts. Asks the policy: once a round."""
+        target = self._target
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
-        room = min(policy.draft_length(), left - 1, target.context - target.length - 1, target.rewind_slack)
-        drafts = drafter.draft(last, room, rule.choose) if drafter is not None and room > 0 else []
-        start = target.length
-        verdict = rule.accept(drafts, target.verify([last, *drafts]))
-        tokens, ended = _until_end((*drafts[: verdict.accepted], verdict.next_token), ends)
-        target.rollback(start + len(tokens))  # all emitted tokens but the newest, and the one that came before them
-        policy.observe(len(drafts), verdict.accepted)
-        yield Round(drafted=len(drafts), accepted=min(verdict.accepted, len(tokens)), tokens=tokens)
-        last, left = tokens[-1], left - len(tokens)
+        return min(self._policy.draft_length(), self._left - 1, target.context - target.length - 1, target.rewind_slack)
+
+    def settle(self, drafts: Sequence[int], logits: Logits) -> Round:
+        """Judges `drafts` on the `logits` [len(drafts) + 1, vocabulary] of verifying [last, *drafts], and rolls the cache back."""
+        start = self._target.length - len(drafts) - 1
+        verdict = self.rule.accept(drafts, logits)
+        tokens, self.ended = _until_end((*drafts[: verdict.accepted], verdict.next_token), self._ends)
+        self._target.rollback(start + len(tokens))  # all emitted tokens but the newest, and the one that came before them
+        self._policy.observe(len(drafts), verdict.accepted)
+        self.last, self._left = tokens[-1], self._left - len(tokens)
+        return Round(drafted=len(drafts), accepted=min(verdict.accepted, len(tokens)), tokens=tokens)
+
+
+def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Iterator[Round]:
+    """Yields rounds until `decoding` is done.
+
+    What is emitted is the target's own, token for token or in distribution as the rule has it, whatever the drafter proposes. Method:
+    Leviathan et al. 2023 (arXiv 2211.17192), with Gemma 4's drafter, which reads the target's own rows.
+    """
+    while not decoding.done:
+        length = decoding.draft_length()
+        drafts = drafter.draft(decoding.last, length, decoding.rule.choose) if drafter is not None and length > 0 else []
+        yield decoding.settle(drafts, target.verify([decoding.last, *drafts]))
 
 
 def _until_end(tokens: tuple[int, ...], ends: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:

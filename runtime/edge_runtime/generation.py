@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from edge_runtime.backends.base import Drafter, Target, Vocabulary
-from edge_runtime.decode import Round, decode
+import numpy as np
+
+from edge_runtime.backends.base import Drafter, Logits, Target, Vocabulary
+from edge_runtime.decode import Decoding, Round, decode
 from edge_runtime.errors import RequestError
 from edge_runtime.policies import DraftLengthPolicy
 from edge_runtime.rules import DEFAULT_ACCEPTANCE, acceptance_rule
@@ -16,6 +19,7 @@ from edge_runtime.stats import DecodeStats
 from edge_runtime.text import OutputText
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0)
+FinishReason = Literal["stop", "length", "context"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +27,8 @@ class GenerationOptions:
     """What a request asks for besides its prompt. Raises RequestError for a limit below 1.
 
     `stop` strings end the text before them. `chunk_size` is how many tokens at least make a piece of text, except for the last;
-    `on_round` is called after each round, before its text is out.
+    `on_round` is called after each round, before its text is out. `reuse_prefix` keeps the cache's rows as far as the prompt begins
+    with their tokens: quick in a chat; rows that another request computed in batches of other sizes may differ in their last bits.
     """
 
     max_tokens: int = 128
@@ -32,6 +37,7 @@ class GenerationOptions:
     stop: Sequence[str] = ()
     chunk_size: int = 1
     on_round: Callable[[Round], None] | None = None
+    reuse_prefix: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "chunk_size"):
@@ -65,59 +71,101 @@ class Generation:
         self.prompt = list(prompt)
         self.options = options
         self._pair = pair
-        self._policy = policy
-        self._rule = acceptance_rule(options.sampling, options.acceptance, prompt)
         self._text = OutputText(options.stop)
+        self._spelt = self._taken = 0
+        rule = acceptance_rule(options.sampling, options.acceptance, prompt)
+        self.decoding = Decoding(pair.target, self.prompt[-1], policy, max_tokens=options.max_tokens, rule=rule, ends=self._ends)
+
+    @property
+    def target(self) -> Target:
+        """The target whose cache the request writes to."""
+        return self._pair.target
 
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the text, if one did."""
         return self._text.stopped_by
 
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the request is over; None while it is not."""
+        if self.decoding.ended:
+            return "stop"
+        if len(self.tokens) >= self.options.max_tokens:
+            return "length"
+        return "context" if self.decoding.done else None
+
     def __iter__(self) -> Iterator[str]:
         """Yields non-empty pieces of text until the request is done."""
-        waiting = 0
-        for one in self.rounds():
-            if not self.options.stop:
-                for token in one.tokens:
-                    self._feed(token)
-            waiting += len(one.tokens)
-            if waiting >= self.options.chunk_size and (text := self._text.take()):
+        for _ in self.rounds():
+            if text := self.take():
                 yield text
-                waiting = 0
-        if text := self._text.finish():
+        if text := self.finish():
             yield text
 
     def rounds(self) -> Iterator[Round]:
         """Yields rounds of token ids, for those who want no text. Use either this or the pieces, once."""
-        target, stats = self._pair.target, self.stats
-        begin = time.perf_counter()
-        target.rollback(0)
-        target.prefill(self.prompt[:-1])
-        stats.prefill_seconds = time.perf_counter() - begin
-        rounds = decode(
-            target, self._pair.drafter, self.prompt[-1], self._policy,
-            max_tokens=self.options.max_tokens, rule=self._rule, ends=self._ends,
-        )  # fmt: skip
+        self.prefill()
+        rounds = decode(self._pair.target, self._pair.drafter, self.decoding)
         while True:
             begin = time.perf_counter()  # only the loop's own time counts, not what the caller does with a round
             one = next(rounds, None)
             if one is None:
                 return
-            stats.decode_seconds += time.perf_counter() - begin
-            if not stats.rounds:
-                stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
-            stats.count_round(one.drafted, one.accepted, len(one.tokens))
-            self.tokens += one.tokens
-            if self.options.on_round:
-                self.options.on_round(one)
+            self.count(one, time.perf_counter() - begin)
             yield one
+
+    def prefill(self) -> None:
+        """Puts the prompt, all but its last token, into the cache; keeps the rows that are there already if the options say so."""
+        target, stats, prompt = self._pair.target, self.stats, self.prompt[:-1]
+        begin = time.perf_counter()
+        kept = _common_prefix(target, prompt) if self.options.reuse_prefix else 0
+        stats.reused_tokens = kept if kept >= target.rollback_floor else 0
+        target.rollback(stats.reused_tokens)
+        target.prefill(prompt[stats.reused_tokens :])
+        stats.prefill_seconds = time.perf_counter() - begin
+
+    def settle(self, drafts: Sequence[int], logits: Logits, begin: float) -> Round:
+        """Ends a round whose forward was done by somebody else; it began at `begin` (time.perf_counter)."""
+        one = self.decoding.settle(drafts, logits)
+        self.count(one, time.perf_counter() - begin)
+        return one
+
+    def count(self, one: Round, seconds: float) -> None:
+        """Adds a round that took `seconds` to the request's figures and text."""
+        stats = self.stats
+        stats.decode_seconds += seconds
+        if not stats.rounds:
+            stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
+        stats.count_round(one.drafted, one.accepted, len(one.tokens))
+        self.tokens += one.tokens
+        if self.options.on_round:
+            self.options.on_round(one)
+
+    def take(self) -> str:
+        """Returns the text that became certain, once there are `chunk_size` tokens of it."""
+        if len(self.tokens) - self._taken < self.options.chunk_size:
+            return ""
+        self._spell()
+        if text := self._text.take():
+            self._taken = len(self.tokens)
+        return text
+
+    def finish(self) -> str:
+        """Returns the rest of the text, once no token follows."""
+        self._spell()
+        return self._text.finish()
 
     def text(self) -> str:
         """Runs the request to its end and returns all text."""
         return "".join(self)
 
+    def _spell(self) -> None:
+        for token in self.tokens[self._spelt :]:
+            self._feed(token)
+
     def _feed(self, token: int) -> bool:
+        self._spelt += 1
         return self._text.feed(self._pair.vocabulary.piece(token))
 
     def _ends(self, token: int) -> bool:
@@ -125,3 +173,10 @@ class Generation:
         # same token. Without them the loop does no text work, and its seconds hold none.
         stopped = bool(self.options.stop) and self._feed(token)
         return stopped or token in self._pair.vocabulary.eog_tokens
+
+
+def _common_prefix(target: Target, prompt: Sequence[int]) -> int:
+    """Returns how many tokens at the beginning of `prompt` are the cache's own."""
+    length = min(target.length, len(prompt))
+    same = target.tokens[:length] == np.asarray(prompt[:length], np.int64)
+    return length if same.all() else int(same.argmin())

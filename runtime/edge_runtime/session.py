@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from edge_runtime.backends.base import Drafter, Target, Vocabulary
+from edge_runtime.backends.base import Drafter, Target, Together, Vocabulary
 from edge_runtime.backends.choice import BackendKind, choose_backend
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions, OpenedPair
+from edge_runtime.lockstep import Lockstep
 from edge_runtime.policies import DraftLengthPolicy, Fixed
 from edge_runtime.rules import DEFAULT_ACCEPTANCE
 from edge_runtime.sampling import SamplingParams
 
-__all__ = ["Generation", "Session", "default_threads", "open_session"]
+__all__ = ["Generation", "Session", "Sessions", "default_threads", "open_session", "open_sessions"]
 
 
 def default_threads() -> int:
@@ -51,16 +52,18 @@ class Session:
         stop: Sequence[str] = (),
         chunk_size: int = 1,
         on_round: Callable[[Round], None] | None = None,
+        reuse_prefix: bool = False,
     ) -> Generation:
-        """Starts a request on an empty cache, greedy unless `sampling` says otherwise. `prompt` is text or token ids.
+        """Starts a request, greedy unless `sampling` says otherwise. `prompt` is text or token ids.
 
         `draft_length` 0 is plain decoding; None takes the bundle's recommendation; a `policy` decides instead of it. `acceptance`
         is "rejection" or "match": both leave the target's distribution as it is. For the rest see `GenerationOptions`.
         Raises RequestError when the prompt does not fit or an option makes no sense.
         """
         options = GenerationOptions(
-            max_tokens=max_tokens, sampling=sampling, acceptance=acceptance, stop=stop, chunk_size=chunk_size, on_round=on_round
-        )
+            max_tokens=max_tokens, sampling=sampling, acceptance=acceptance, stop=stop, chunk_size=chunk_size, on_round=on_round,
+            reuse_prefix=reuse_prefix,
+        )  # fmt: skip
         ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise RequestError("the prompt has no tokens; give at least one (a beginning-of-sequence token will do)")
@@ -103,27 +106,66 @@ def open_session(
     `uniform_rows` are for onnxruntime: where the graphs run, and whether a single row goes through the kernels of several (`OrtOptions`).
     Raises BundleError, BackendError, and RequestError for a drafter, backend or provider that is unknown.
     """
+    bundle = _opened(folder, drafter, check_hashes)
+    rows, count = context or bundle.manifest.runtime.context, threads or default_threads()
+    if choose_backend(bundle, backend) == "llama":
+        if execution_provider is not None or uniform_rows:
+            raise RequestError("execution providers and uniform rows are onnxruntime's; ask for them with the onnx backend only")
+        return _open_llama(bundle, 1, rows, count, drafter, notify).sessions[0]
+    from edge_runtime.backends.ort_open import OrtOptions, open_onnx
+
+    options = OrtOptions(context=rows, threads=count, provider=execution_provider, uniform_rows=uniform_rows)
+    target, chosen, kind = open_onnx(bundle, options, drafter, notify)
+    return Session(bundle, target, chosen, target.vocabulary, kind)
+
+
+class Sessions:
+    """Sessions that share one context of one pair: requests on different ones can run at once. Not thread-safe."""
+
+    def __init__(self, sessions: Sequence[Session], together: Together) -> None:
+        self.sessions = tuple(sessions)
+        self.lockstep = Lockstep(together)
+        self._together = together
+
+    def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
+        """Runs requests started on these sessions to their ends, those of different sessions at once; yields their rounds."""
+        return self.lockstep.run(generations)
+
+    def close(self) -> None:
+        """Frees the models; ends all sessions."""
+        self._together.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def open_sessions(
+    folder: Path | str, count: int, *, threads: int | None = None, context: int | None = None, drafter: DrafterKind | None = None,
+    check_hashes: bool = True, notify: Callable[[str], None] = lambda _: None,
+) -> Sessions:  # fmt: skip
+    """Opens a bundle on llama.cpp for `count` requests at once, each with a text of up to `context` tokens.
+
+    For the rest see `open_session`. Raises BundleError if the bundle has no GGUF files: onnxruntime runs one request at a time.
+    """
+    bundle = _opened(folder, drafter, check_hashes)
+    return _open_llama(bundle, count, context or bundle.manifest.runtime.context, threads or default_threads(), drafter, notify)
+
+
+def _opened(folder: Path | str, drafter: DrafterKind | None, check_hashes: bool) -> Bundle:
     if drafter is not None and drafter not in DRAFTER_KINDS:
         raise RequestError(f"drafter {drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
-    bundle = open_bundle(folder, check_hashes=check_hashes)
-    rows = context or bundle.manifest.runtime.context
-    if choose_backend(bundle, backend) == "onnx":
-        from edge_runtime.backends.ort_open import OrtOptions, open_onnx
-
-        onnx = OrtOptions(context=rows, threads=threads or default_threads(), provider=execution_provider, uniform_rows=uniform_rows)
-        opened, chosen, kind = open_onnx(bundle, onnx, drafter, notify)
-        return Session(bundle, opened, chosen, opened.vocabulary, kind)
-    if execution_provider is not None or uniform_rows:
-        raise RequestError("execution providers and uniform rows are onnxruntime's; ask for them with the onnx backend only")
-    return _open_llama(bundle, rows, threads or default_threads(), drafter, notify)
+    return open_bundle(folder, check_hashes=check_hashes)
 
 
 def _open_llama(
-    bundle: Bundle, context: int, threads: int, drafter: DrafterKind | None, notify: Callable[[str], None]
-) -> Session:  # fmt: skip
+    bundle: Bundle, count: int, context: int, threads: int, drafter: DrafterKind | None, notify: Callable[[str], None]
+) -> Sessions:  # fmt: skip
     """The first use on a machine probes the library in a child process, since a build may crash on the processor it runs on."""
-    from edge_runtime.backends.llama_cpp import LlamaOptions
-    from edge_runtime.backends.llama_drafters import open_with_drafter
+    from edge_runtime.backends.llama_context import LlamaOptions
+    from edge_runtime.backends.llama_drafters import open_together
     from edge_runtime.probe import probe_load_options
 
     has_model = drafter not in ("lookup", "none")
@@ -131,6 +173,11 @@ def _open_llama(
     paths = [bundle.folder / file.path for file in probed]
     quantizations = [file.quantization or "unknown" for file in probed]
     answer = probe_load_options(paths[0], paths[1] if has_model else None, quantizations, notify=notify)
-    options = LlamaOptions(context=context, threads=threads, use_extra_bufts=answer.use_extra_bufts, draft=has_model)
-    target, chosen, kind = open_with_drafter(bundle, options, drafter)
-    return Session(bundle, target, chosen, target.vocabulary, kind)
+    options = LlamaOptions(
+        context=context, threads=threads, use_extra_bufts=answer.use_extra_bufts, draft=has_model, sequences=count
+    )  # fmt: skip
+    together, kind = open_together(bundle, options, drafter)
+    sessions = [
+        Session(bundle, target, own, together.vocabulary, kind) for target, own in zip(together.targets, together.drafters, strict=True)
+    ]
+    return Sessions(sessions, together)

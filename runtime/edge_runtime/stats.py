@@ -10,11 +10,12 @@ from typing import Any
 class DecodeStats:
     """Counts of one request. `accepted_at[i]` rounds accepted draft i, `drafted_at[i]` rounds drafted it (i from 0).
 
-    Times are seconds: `prefill_seconds` until the prompt is in the cache, `first_token_seconds` from the request until the first
+    `reused_tokens` of the prompt were in the cache already. Times are seconds: `prefill_seconds` until the prompt is in the cache, `first_token_seconds` from the request until the first
     emitted token, `decode_seconds` from the end of prefill until the last token.
     """
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     tokens: int = 0
     rounds: int = 0
     drafted: int = 0
@@ -61,7 +62,7 @@ class DecodeStats:
     def to_json(self) -> dict[str, Any]:
         """Counts, seconds and derived rates under stable keys."""
         return {
-            "prompt_tokens": self.prompt_tokens, "tokens": self.tokens, "rounds": self.rounds, "drafted_tokens": self.drafted,
+            "prompt_tokens": self.prompt_tokens, "reused_tokens": self.reused_tokens, "tokens": self.tokens, "rounds": self.rounds, "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted, "acceptance_rate": self.acceptance_rate,
             "acceptance_by_position": self.acceptance_by_position, "tokens_per_round": self.tokens_per_round,
             "tokens_per_second": self.tokens_per_second, "prefill_seconds": self.prefill_seconds,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_runtime.decode import Round, decode
+from edge_runtime.decode import Decoding, Round, decode
 from edge_runtime.policies import Fixed
 from scripted import VOCABULARY, ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
 
@@ -27,7 +27,7 @@ def run(prompt: list[int], guess, length: int, max_tokens: int, stop=frozenset()
     target.prefill(prompt[:-1])
     rounds: list[Round] = []
     emitted: list[int] = []
-    for one in decode(target, drafter, prompt[-1], Fixed(length), max_tokens=max_tokens, ends=stop.__contains__):
+    for one in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=max_tokens, ends=stop.__contains__)):
         rounds.append(one)
         emitted += one.tokens
         assert target.cache == (prompt + emitted)[:-1], "the cache holds all tokens but the newest"
@@ -106,5 +106,5 @@ def test_fills_the_context_and_ends_there(length):
 def test_drafts_stay_inside_the_rewind_slack():
     target = ScriptedTarget(rewind_slack=2)
     drafter = ScriptedDrafter(target, wrong)
-    list(decode(target, drafter, 1, Fixed(8), max_tokens=10))
+    list(decode(target, drafter, Decoding(target, 1, Fixed(8), max_tokens=10)))
     assert max(drafter.lengths) == 2

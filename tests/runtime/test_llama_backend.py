@@ -139,7 +139,7 @@ def test_prefill_may_have_any_length_and_equals_verify(target: LlamaTarget) -> N
 
 def test_the_drafter_reads_the_target_s_memory(target: LlamaTarget, drafter: LlamaDrafter) -> None:
     library = llama_library.library()
-    assert library.staging.llama_get_ctx_other(drafter._pointer) == target._pointer
+    assert library.staging.llama_get_ctx_other(drafter._pointer) == target.shared._pointer
     own_view = library.api.llama_get_memory(drafter._pointer)
     for length in (40, 7):
         target.rollback(0)
@@ -217,14 +217,14 @@ def test_a_failed_decode_leaves_the_cache_as_it_was(target: LlamaTarget, monkeyp
     target.prefill(tokens[:20])
     right = target.verify(tokens[20:25]).copy()
     target.rollback(20)
-    decode, calls = target._api.llama_decode, []
+    decode, calls = target.shared._api.llama_decode, []
 
     def fail_second(context: Any, batch: Any) -> int:
         calls.append(batch.n_tokens)
         return int(decode(context, batch)) if len(calls) == 1 else -3
 
     with monkeypatch.context() as patch:
-        patch.setattr(target._api, "llama_decode", fail_second)
+        patch.setattr(target.shared._api, "llama_decode", fail_second)
         with pytest.raises(BackendError, match=r"failed on 64 target rows with code -3, the computation failed"):
             target.prefill(tokens[20:])
     assert calls == [64, 64]
@@ -236,7 +236,7 @@ def test_a_failed_decode_leaves_the_cache_as_it_was(target: LlamaTarget, monkeyp
 def test_a_failed_draft_step_is_an_error(target: LlamaTarget, drafter: LlamaDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     target.prefill(random_tokens(13, 10))
     with monkeypatch.context() as patch:
-        patch.setattr(target._api, "llama_decode", lambda *_: 2)
+        patch.setattr(target.shared._api, "llama_decode", lambda *_: 2)
         with pytest.raises(BackendError, match=r"failed on 1 drafter rows with code 2, the computation was aborted"):
             drafter.draft(5, 1)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edge_runtime.backends.llama_cpp import LlamaDrafter, LlamaOptions, LlamaTarget, open_pair
-from edge_runtime.decode import decode
+from edge_runtime.decode import Decoding, decode
 from edge_runtime.policies import Fixed
 from edge_runtime.rules import ACCEPTANCE_METHODS, acceptance_rule
 from edge_runtime.sampling import Sampler, SamplingParams
@@ -36,7 +36,7 @@ def write(
     target.rollback(0)
     target.prefill(prompt[:-1])
     rule = acceptance_rule(SamplingParams(seed=seed, **SAMPLING), method, prompt)  # type: ignore[arg-type]
-    rounds = decode(target, drafter, prompt[-1], Fixed(length), max_tokens=tokens, rule=rule)
+    rounds = decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=tokens, rule=rule))
     return tuple(token for one in rounds for token in one.tokens)
 
 

@@ -187,7 +187,7 @@ def test_files_that_do_not_fit_are_refused_and_nothing_stays_open(reference_pair
         LlamaSplitDrafter(tmp_path / "none.gguf", reference_pair.head, target, reference_pair.target, OPTIONS)
     with pytest.raises(BackendError, match=r"token_embd.weight has the shape \[192, 4096\]"):
         LlamaSplitDrafter(reference_pair.body, reference_pair.head, target, reference_pair.drafter, OPTIONS)
-    assert all(drafter._pointer is None for drafter in target._drafters[2:])
+    assert all(drafter._pointer is None for drafter in target.shared.drafters[2:])
 
 
 def test_closing_the_target_closes_all_its_drafters(reference_pair: Any) -> None:

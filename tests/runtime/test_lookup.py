@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_runtime.decode import decode
+from edge_runtime.decode import Decoding, decode
 from edge_runtime.lookup import LONGEST_MATCH, SHORTEST_MATCH, LookupDrafter
 from edge_runtime.policies import Fixed
 from scripted import VOCABULARY, ScriptedTarget, plain_greedy
@@ -52,7 +52,7 @@ def test_examples():
 def test_any_prompt_gives_the_plain_output(prompt, length, max_tokens):
     target = ScriptedTarget()
     target.prefill(prompt[:-1])
-    rounds = decode(target, LookupDrafter(target), prompt[-1], Fixed(length), max_tokens=max_tokens)
+    rounds = decode(target, LookupDrafter(target), Decoding(target, prompt[-1], Fixed(length), max_tokens=max_tokens))
     assert [token for one in rounds for token in one.tokens] == plain_greedy(prompt, max_tokens)
 
 
@@ -68,7 +68,7 @@ def test_a_text_that_repeats_itself_saves_forwards():
             return logits
 
     target = Looping()
-    rounds = list(decode(target, LookupDrafter(target), 0, Fixed(4), max_tokens=40))
+    rounds = list(decode(target, LookupDrafter(target), Decoding(target, 0, Fixed(4), max_tokens=40)))
     assert sum(len(one.tokens) for one in rounds) == 40
     assert len(rounds) < 20
     assert sum(one.accepted for one in rounds) == sum(one.drafted for one in rounds)

@@ -42,6 +42,10 @@ class ScriptedTarget:
     def tokens(self) -> NDArray[np.int32]:
         return np.array(self.cache, dtype=np.int32)
 
+    @property
+    def rollback_floor(self) -> int:
+        return max(0, len(self.cache) - self.rewind_slack)
+
     def prefill(self, tokens: Sequence[int]) -> None:
         self._append(tokens)
 

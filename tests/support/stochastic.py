@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edge_runtime.backends.base import Choose, Logits
-from edge_runtime.decode import decode
+from edge_runtime.decode import Decoding, decode
 from edge_runtime.policies import Fixed
 from edge_runtime.rules import AcceptanceRule
 from edge_runtime.sampling import Sampler, SamplingParams
@@ -82,7 +82,7 @@ def write(
     target.rollback(0)
     target.prefill(prompt[:-1])
     emitted: list[int] = []
-    for one in decode(target, drafter, prompt[-1], Fixed(length), max_tokens=tokens, rule=rule):
+    for one in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=tokens, rule=rule)):
         emitted += one.tokens
         assert target.cache == [*prompt, *emitted][:-1]
     return tuple(emitted)

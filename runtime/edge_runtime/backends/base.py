@@ -6,6 +6,7 @@ Hidden rows and K/V never cross it: a backend builds the drafter from its target
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +36,10 @@ class Target(Protocol):
     def tokens(self) -> NDArray[np.int32]:
         """The committed tokens [length], int32: what a drafter without a model drafts from. A view that the next call may change."""
 
+    @property
+    def rollback_floor(self) -> int:
+        """The smallest length above 0 that `rollback` can go back to now; `rewind_slack` promises how far it stays below `length`."""
+
     def prefill(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the cache; computes no logits. `tokens` may be any length up to the context."""
 
@@ -60,6 +65,33 @@ class Drafter(Protocol):
         Each is the likeliest, or what `choose` picks. A token that `choose` picked must be returned, before any that it did not pick:
         to drop one for what it is would bend the distribution of the output.
         """
+
+    def close(self) -> None:
+        """Frees what the backend holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftAsk:
+    """A draft for one of the sequences that share a context; the other fields are the arguments of `Drafter.draft`."""
+
+    sequence: int
+    last: int
+    draft_length: int
+    choose: Choose | None = None
+
+
+class Together(Protocol):
+    """Sequences that share a context, so that one forward serves several. The asks of a call are for different ones."""
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """The sequences' targets; a sequence's number is its place here."""
+
+    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        """Drafts for each as its `Drafter.draft` would."""
+
+    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        """Verifies tokens of each sequence as its `Target.verify` would; views that the next call for any of them may overwrite."""
 
     def close(self) -> None:
         """Frees what the backend holds."""

@@ -18,6 +18,8 @@ from edge_runtime.errors import BackendError, RequestError
 MIN_BATCH = 32
 # llama.cpp pads contexts to this (src/llama-context.cpp, n_ctx); asking for the padded size keeps n_batch from being cut to less.
 _CONTEXT_STEP = 256
+# More could not share a batch of the default size.
+MAX_SEQUENCES = 32
 # include/llama.h, llama_decode
 _DECODE_CODES = {
     1: "no room in the KV cache for the batch",
@@ -32,7 +34,7 @@ _DECODE_CODES = {
 class LlamaOptions:
     """How to open a pair. Raises RequestError if a number is out of its range.
 
-    `context` and `batch` are in tokens; `use_extra_bufts` lets llama.cpp repack weights for the CPU; `draft` keeps the target's
+    `context` and `batch` are in tokens; `sequences` texts of `context` tokens each share the opened context; `use_extra_bufts` lets llama.cpp repack weights for the CPU; `draft` keeps the target's
     hidden rows, which only a drafter needs; `max_draft_length` bounds a draft, and a verify to one row more.
     """
 
@@ -42,12 +44,19 @@ class LlamaOptions:
     use_extra_bufts: bool = True
     draft: bool = True
     max_draft_length: int = MAX_DRAFT_LENGTH
+    sequences: int = 1
 
     def __post_init__(self) -> None:
         if self.context < 1:
             raise RequestError(f"context {self.context} holds no token; ask for at least 1")
         if self.threads < 1:
             raise RequestError(f"{self.threads} threads cannot work; ask for at least 1")
+        if not 1 <= self.sequences <= MAX_SEQUENCES:
+            raise RequestError(f"{self.sequences} sequences are not in 1..{MAX_SEQUENCES}; choose a number in that range")
+        if self.batch < self.sequences * (self.max_draft_length + 1):
+            raise RequestError(
+                f"batch {self.batch} cannot hold a verify of {self.sequences} sequences; ask for at least {self.sequences * (self.max_draft_length + 1)}"
+            )
         if self.batch < MIN_BATCH:
             raise RequestError(f"batch {self.batch} is too small to rewind the sliding cache; ask for at least {MIN_BATCH}")
         if not 0 <= self.max_draft_length <= MAX_DRAFT_LENGTH:
@@ -57,12 +66,12 @@ class LlamaOptions:
 class Batch:
     """A llama_batch over arrays of our own, filled again and again. With `width` each row carries an embedding beside its token."""
 
-    def __init__(self, api: Any, rows: int, width: int = 0) -> None:
+    def __init__(self, api: Any, rows: int, width: int = 0, *, sequences: int = 1) -> None:
         self._tokens = np.zeros(rows, dtype=np.int32)
         self._positions = np.zeros(rows, dtype=np.int32)
         self._flags = np.zeros(rows, dtype=np.int8)
+        self._sequences = np.zeros(rows, dtype=np.int32)
         self._embeddings = np.zeros((rows, width), dtype=np.float32)
-        # Null sequence ids mean sequence 0 (src/llama-batch.cpp, llama_batch_compat).
         self.structure = api.llama_batch(
             n_tokens=0,
             token=self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
@@ -70,21 +79,35 @@ class Batch:
             pos=self._positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
             logits=self._flags.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
+        # Null sequence ids mean sequence 0 (src/llama-batch.cpp, llama_batch_compat).
+        if sequences > 1:
+            self._counts = np.ones(rows, dtype=np.int32)
+            addresses = self._sequences.ctypes.data + np.arange(rows, dtype=np.uintp) * self._sequences.itemsize
+            self._addresses = addresses.astype(np.uintp)
+            self.structure.n_seq_id = self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+            self.structure.seq_id = self._addresses.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)))
 
-    def fill(self, tokens: NDArray[np.int64], position: int, flagged: int) -> None:
-        """Puts `tokens` at the positions from `position` on; the last `flagged` rows are computed to the end."""
-        rows = len(tokens)
-        self._tokens[:rows] = tokens
-        self._positions[:rows] = np.arange(position, position + rows)
-        self._flags[:rows] = 0
-        self._flags[rows - flagged : rows] = 1
-        self.structure.n_tokens = rows
+    def clear(self) -> None:
+        """Takes all rows out."""
+        self.structure.n_tokens = 0
 
-    def fill_step(self, token: int, embedding: NDArray[np.float32], position: int) -> None:
-        """Puts one flagged row with a token and an embedding [width]."""
-        self._tokens[0], self._positions[0], self._flags[0] = token, position, 1
-        self._embeddings[0] = embedding
-        self.structure.n_tokens = 1
+    def add(self, tokens: NDArray[np.int64], position: int, flagged: int, sequence: int = 0) -> None:
+        """Adds `tokens` of a sequence at the positions from `position` on; the last `flagged` rows are computed to the end."""
+        start = self.structure.n_tokens
+        end = start + len(tokens)
+        self._tokens[start:end] = tokens
+        self._positions[start:end] = np.arange(position, position + len(tokens))
+        self._sequences[start:end] = sequence
+        self._flags[start : end - flagged] = 0
+        self._flags[end - flagged : end] = 1
+        self.structure.n_tokens = end
+
+    def add_step(self, token: int, embedding: NDArray[np.float32], position: int, sequence: int = 0) -> None:
+        """Adds one flagged row with a token and an embedding [width]."""
+        row = self.structure.n_tokens
+        self._tokens[row], self._positions[row], self._sequences[row], self._flags[row] = token, position, sequence, 1
+        self._embeddings[row] = embedding
+        self.structure.n_tokens = row + 1
 
 
 def floats(pointer: Any, rows: int, width: int) -> NDArray[np.float32]:
@@ -110,9 +133,12 @@ def load_model(library: LlamaLibrary, path: Path, options: LlamaOptions) -> Any:
 
 
 def context_params(library: LlamaLibrary, options: LlamaOptions, max_rows: int) -> Any:
-    """Returns llama_context_params for one sequence of which at most `max_rows` rows per forward are computed to the end."""
+    """Returns llama_context_params in which at most `max_rows` rows per forward are computed to the end."""
     params = library.api.llama_context_default_params()
-    params.n_ctx = -(-options.context // _CONTEXT_STEP) * _CONTEXT_STEP
+    params.n_ctx = -(-options.context // _CONTEXT_STEP) * _CONTEXT_STEP * options.sequences
+    params.n_seq_max = options.sequences
+    # One memory for all: only then may sequences bring different numbers of rows to one forward (src/llama-kv-cache-iswa.cpp, init_batch).
+    params.kv_unified = options.sequences > 1
     params.n_batch = params.n_ubatch = options.batch
     # The default, n_batch, would reserve a logits row of the whole vocabulary for each row of a prefill.
     params.n_outputs_max = max_rows

@@ -2,16 +2,72 @@
 
 from __future__ import annotations
 
-from edge_runtime.backends.base import Drafter
+from collections.abc import Sequence
+
+from edge_runtime.backends.base import Choose, DraftAsk, Drafter, Logits
 from edge_runtime.backends.llama_context import LlamaOptions
-from edge_runtime.backends.llama_cpp import LlamaDrafter, LlamaTarget
+from edge_runtime.backends.llama_drafter import LlamaDrafter
 from edge_runtime.backends.llama_split import LlamaSplitDrafter
+from edge_runtime.backends.llama_target import LlamaTarget
 from edge_runtime.bundle import Bundle
 from edge_runtime.drafters import DrafterKind, draft_step_seconds
 from edge_runtime.errors import BundleError
 from edge_runtime.lookup import LookupDrafter
 
+
+class SequenceDrafter:
+    """A model drafter for one sequence of its target. Implements `backends.base.Drafter`; the drafter itself is its target's to close."""
+
+    def __init__(self, drafter: LlamaDrafter, number: int) -> None:
+        self._drafter = drafter
+        self._number = number
+
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+        """Returns `draft_length` tokens after `last`, or none where the sequence has no hidden row."""
+        return self._drafter.draft_all([DraftAsk(sequence=self._number, last=last, draft_length=draft_length, choose=choose)])[0]
+
+    def close(self) -> None:
+        """There is nothing of its own to free."""
+
+
+class LlamaTogether:
+    """All sequences of a target with their drafters. Implements `backends.base.Together`."""
+
+    def __init__(self, target: LlamaTarget, drafter: Drafter | None) -> None:
+        """`drafter` is a model drafter, which serves all sequences, or a LookupDrafter, of which each gets its own, or None."""
+        self.targets = tuple(target.shared.sequences)
+        self.vocabulary = target.vocabulary
+        self._shared = target.shared
+        self._drafter = drafter if isinstance(drafter, LlamaDrafter) else None
+        self.drafters: tuple[Drafter | None, ...]
+        if self._drafter is not None:
+            self.drafters = tuple(SequenceDrafter(self._drafter, number) for number in range(len(self.targets)))
+        else:
+            self.drafters = tuple(LookupDrafter(sequence) if drafter is not None else None for sequence in self.targets)
+
+    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        """One forward a step for all asks, where a model drafts."""
+        if self._drafter is not None:
+            return self._drafter.draft_all(asks)
+        own = [self.drafters[ask.sequence] for ask in asks]
+        return [drafter.draft(ask.last, ask.draft_length) if drafter else [] for drafter, ask in zip(own, asks, strict=True)]
+
+    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        """One forward for all asks."""
+        return self._shared.verify_all([(self.targets[number], tokens) for number, tokens in asks])
+
+    def close(self) -> None:
+        """Frees the models."""
+        self._shared.close()
+
+
 _BODY, _HEAD = "drafter_body", "drafter_head"
+
+
+def open_together(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaTogether, DrafterKind]:
+    """Opens all `options.sequences` sequences and says which kind of drafter they have. Raises as `open_with_drafter` does."""
+    target, drafter, kind = open_with_drafter(bundle, options, wanted)
+    return LlamaTogether(target, drafter), kind
 
 
 def open_with_drafter(

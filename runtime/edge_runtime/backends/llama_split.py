@@ -6,17 +6,19 @@ its work. This one gives llama.cpp the blocks alone (edge_export/split_body.py) 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
-from edge_runtime.backends.base import Choose
+from edge_runtime.backends.base import Choose, DraftAsk
 from edge_runtime.backends.head_file import read_head
 from edge_runtime.backends.llama_context import LlamaOptions
-from edge_runtime.backends.llama_cpp import LlamaDrafter, LlamaTarget
+from edge_runtime.backends.llama_drafter import LlamaDrafter, Row
 from edge_runtime.backends.llama_rows import GgufRows
+from edge_runtime.backends.llama_target import LlamaTarget
 from edge_runtime.backends.sparse_head import SparseHead
 from edge_runtime.errors import BackendError
 
@@ -43,26 +45,40 @@ class LlamaSplitDrafter(LlamaDrafter):
             raise
         self._pools = ThreadpoolController()
         self._row = np.zeros(target.hidden_size, np.float32)
-        self._fed = np.zeros(target.hidden_size, np.float32)
+        self._fed = np.zeros((options.sequences, target.hidden_size), np.float32)
+        self._carries = [np.zeros(width, np.float32) for _ in range(options.sequences)]
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
         """As the dense drafter does, with the host's products on one thread: numpy's own threads and llama.cpp's would wait for each other
         actively, which made a step of E2B's shape take 8 ms instead of 1 on two cores.
         """
         with self._pools.limit(limits=1, user_api="blas"):
-            return super().draft(last, draft_length, choose)
+            return super().draft_all(asks)
 
-    def _first_carry(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        return self._head.carry_from_hidden(hidden)
+    def _first_carry(self, hidden: Row, number: int) -> Row:
+        return self._kept(self._head.carry_from_hidden(hidden), number)
 
-    def _step(self, token: int, carry: NDArray[np.float32], choose: Choose | None) -> tuple[int, NDArray[np.float32]]:
-        """One forward of the blocks between the two linear ends; `carry` [hidden_size] is the hidden row's share of their input."""
+    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[tuple[int, Row]]:
+        """One forward of the blocks between the two linear ends; a carry [hidden_size] is the hidden row's share of their input."""
         head = self._head
-        self._rows.read(token, self._row)
-        self._fed[: head.hidden_size] = head.block_input(self._row, carry)
-        output = self._forward(_NO_TOKEN, self._fed)[: head.hidden_size]
-        chosen = head.best_token(output) if choose is None else _choice(choose, head, output)
-        return chosen, head.carry_from_output(output)
+        fed = []
+        for i, (ask, token, carry) in enumerate(steps):
+            self._rows.read(token, self._row)
+            self._fed[i, : head.hidden_size] = head.block_input(self._row, carry)
+            fed.append((ask, _NO_TOKEN, self._fed[i]))
+        outputs = self._forward(fed)[:, : head.hidden_size]
+        return [self._settle(ask, output) for (ask, _, _), output in zip(steps, outputs, strict=True)]
+
+    def _settle(self, ask: DraftAsk, output: Row) -> tuple[int, Row]:
+        head = self._head
+        chosen = head.best_token(output) if ask.choose is None else _choice(ask.choose, head, output)
+        return chosen, self._kept(head.carry_from_output(output), ask.sequence)
+
+    def _kept(self, carry: Row, number: int) -> Row:
+        # The head's own array serves one sequence at a time.
+        kept = self._carries[number]
+        kept[:] = carry
+        return kept
 
     def _check_vocabulary(self, path: Path) -> None:
         """The body has a dummy vocabulary; the head file is checked against the target's."""

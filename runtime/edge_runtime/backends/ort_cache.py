@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.backends.ort_library import scalar, value_over
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, Rotation
-from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.errors import BundleError
 
 FULL, SLIDING = "full", "sliding"
 DTYPES: dict[str, type[np.generic]] = {"f32": np.float32}
@@ -82,12 +82,10 @@ class KeyValueCache:
         self.counts[FULL].set(length)
         self.counts[SLIDING].set(length - self.first)
 
-    def check_rollback(self, length: int, newest: int) -> None:
-        """Raises RequestError if the rows that a query at `length` sees are no longer there."""
-        if length == 0:
-            return
-        if self._window is not None and self.first > max(0, length - self._window - 1):
-            raise RequestError(f"cannot roll back {newest - length} rows to {length}: older rows are gone; prefill the text again")
+    @property
+    def rollback_floor(self) -> int:
+        """The smallest length above 0 at which all rows are there that the target and the drafter see."""
+        return 1 if self._window is None or self.first == 0 else self.first + self._window + 1
 
     def restart(self) -> None:
         """Forgets everything."""

@@ -130,10 +130,16 @@ class OrtTarget:
         self._require_open()
         if not 0 <= length <= self.length:
             raise RequestError(f"cannot roll back to {length}: the cache holds {self.length} rows")
-        self.cache.check_rollback(length, self.length)
+        if 0 < length < self.rollback_floor:
+            raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
         if length == 0:
             self.cache.restart()
         self.length = length
+
+    @property
+    def rollback_floor(self) -> int:
+        """The smallest length above 0 that `rollback` can go back to now."""
+        return self.cache.rollback_floor
 
     @property
     def tokens(self) -> NDArray[np.int32]:

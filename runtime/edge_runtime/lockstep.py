@@ -1,0 +1,84 @@
+"""Several requests at once: their rounds go in step, so that one forward of the drafter and one of the target serves all of them.
+
+On a CPU a forward of a few rows costs hardly more than one of a single row, because the weights are read once for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from edge_runtime.backends.base import DraftAsk, Together
+from edge_runtime.decode import Round
+from edge_runtime.errors import RequestError
+from edge_runtime.generation import Generation
+
+
+class Lockstep:
+    """Runs requests of different sequences of one context. Requests may join and leave between two steps."""
+
+    def __init__(self, together: Together) -> None:
+        self._together = together
+        self._running: list[Generation] = []
+
+    @property
+    def running(self) -> Sequence[Generation]:
+        """The requests that are not over."""
+        return tuple(self._running)
+
+    def add(self, generation: Generation) -> None:
+        """Prefills a request's prompt and lets it take part from the next step on. Raises RequestError if its sequence is taken."""
+        if any(other.target is generation.target for other in self._running):
+            raise RequestError("two requests cannot share a sequence; start each on a session of its own")
+        generation.prefill()
+        if not generation.decoding.done:
+            self._running.append(generation)
+
+    def remove(self, generation: Generation) -> None:
+        """Ends a request early; the others go on. Harmless if it is over."""
+        self._running = [other for other in self._running if other is not generation]
+
+    def step(self) -> list[tuple[Generation, Round]]:
+        """Does a round of each running request: one drafting, one verify for all. Returns what each did, none if none is running."""
+        running = self._running
+        if not running:
+            return []
+        begin = time.perf_counter()
+        drafts = self._drafts(running)
+        asks = [(self._number(one), [one.decoding.last, *draft]) for one, draft in zip(running, drafts, strict=True)]
+        logits = self._together.verify_all(asks)
+        done = [(one, one.settle(draft, rows, begin)) for one, draft, rows in zip(running, drafts, logits, strict=True)]
+        self._running = [one for one in running if not one.decoding.done]
+        return done
+
+    def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
+        """Runs requests to their ends, as many at once as there are sequences for them; yields each round as it is done."""
+        waiting = list(generations)
+        while waiting or self._running:
+            taken = {id(one.target) for one in self._running}
+            for one in list(waiting):
+                if id(one.target) not in taken:
+                    taken.add(id(one.target))
+                    waiting.remove(one)
+                    self.add(one)
+            yield from self.step()
+
+    def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
+        asks = [
+            DraftAsk(
+                sequence=self._number(one),
+                last=one.decoding.last,
+                draft_length=one.decoding.draft_length(),
+                choose=one.decoding.rule.choose,
+            )
+            for one in running
+        ]
+        wanted = [i for i, ask in enumerate(asks) if ask.draft_length > 0]
+        drafts: list[list[int]] = [[] for _ in running]
+        if wanted:
+            for i, draft in zip(wanted, self._together.draft_all([asks[i] for i in wanted]), strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _number(self, generation: Generation) -> int:
+        return next(i for i, target in enumerate(self._together.targets) if target is generation.target)
