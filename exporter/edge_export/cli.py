@@ -20,6 +20,7 @@ from edge_export.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, Export
 from edge_export.onnx_request import BLOCKS, ONNX_WEIGHTS, OnnxRequest
 from edge_export.quantize import QUANTIZATIONS
 from edge_export.reference import reference_pair
+from edge_export.weighing import Weighing
 from edge_runtime.bundle import Bundle
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.structure import to_json
@@ -29,6 +30,7 @@ EXAMPLES = """
 Examples:
   edge-export google/gemma-4-E2B-it google/gemma-4-E2B-it-assistant -o e2b
   edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --context 8192
+  edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
   edge-export target-q4_0.gguf ./drafter -o my-bundle --force
   edge-export --reference-pair -o reference
   edge-export --reference-pair -o reference --format onnx --onnx-target int8
@@ -161,6 +163,15 @@ def onnx_request(given: dict[str, Any]) -> OnnxRequest:
 @click.option(
     "--context", type=click.IntRange(min=1), help="Tokens the KV cache is laid out for.  [default: 4096, or the model's if shorter]"
 )
+@click.option(
+    "--calibrate", type=click.Path(path_type=Path), metavar="TEXT",
+    help="Weigh quantization errors by what the pair computes on this text, in transformers: a few hundred kB of what it will read.",
+)  # fmt: skip
+@click.option(
+    "--save-imatrix", type=click.Path(path_type=Path), metavar="FOLDER", help="Keep what --calibrate measured, as llama.cpp's files."
+)
+@click.option("--imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Target's importance matrix, as llama-imatrix makes it.")
+@click.option("--drafter-imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Drafter's importance matrix.")
 @click.option("--no-verify", is_flag=True, help="Do not compare the export with the reference implementation.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle, once the new one is whole.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -168,7 +179,8 @@ def onnx_request(given: dict[str, Any]) -> OnnxRequest:
 @click.version_option(package_name="edge-mtp")
 def main(
     target: str | None, drafter: str | None, output: Path, target_quant: str | None, drafter_quant: str | None, context: int | None,
-    no_verify: bool, force: bool, as_json: bool, shipped: bool, formats: str, **onnx: str | None,
+    no_verify: bool, force: bool, as_json: bool, shipped: bool, calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None,
+    drafter_imatrix: Path | None, formats: str, **onnx: str | None,
 ) -> None:  # fmt: skip
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
@@ -184,6 +196,10 @@ def main(
         raise click.UsageError(
             "--target-quant and --drafter-quant are those of GGUF files; with --format onnx give --onnx-target, --onnx-drafter"
         )
+    if calibrate and (imatrix or drafter_imatrix):
+        raise click.UsageError("give --calibrate or an importance matrix, not both")
+    if save_imatrix and not (calibrate and save_imatrix.is_dir()):
+        raise click.UsageError("--save-imatrix takes an existing folder, and goes with --calibrate")
     console = Console(stderr=True)
     try:
         if shipped:
@@ -192,6 +208,7 @@ def main(
             target=str(target), drafter=str(drafter), output=output, target_quantization=target_quant, drafter_quantization=drafter_quant,
             context=context, verify=not no_verify, force=force, gguf=formats != "onnx",
             onnx=None if formats == "gguf" else onnx_request(onnx),
+            weighing=Weighing(imatrix=imatrix, drafter_imatrix=drafter_imatrix, calibrate=calibrate, save=save_imatrix),
         )  # fmt: skip
         with Display(console) as display:
             bundle = export_pair(request, display)

@@ -6,7 +6,7 @@ import datetime
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,15 +15,17 @@ from edge_export.atomic_folder import check_output, partial_folder
 from edge_export.cache_plan import architecture, cache_layout
 from edge_export.errors import ExportError
 from edge_export.gguf_file import gguf_bytes, write_gguf
+from edge_export.importance import Importance
 from edge_export.onnx_request import OnnxRequest, check_onnx_sources, expected_onnx_bytes
 from edge_export.parity import ParityRequest, measure_parity
-from edge_export.quantize import DIRECT, check_quantization, expected_bytes, library_version, quantize_gguf
+from edge_export.quantize import DIRECT, WEIGHED, check_quantization, expected_bytes, library_version, quantize_gguf
 from edge_export.safetensors_file import FloatType
 from edge_export.sources import ResolvedSource, manifest_source, resolve_pair, source_files
 from edge_export.split_body import write_body
 from edge_export.split_head import can_split, head_bytes, row_type, write_head
 from edge_export.tensor_shapes import SPARSE_HEAD
 from edge_export.vocabulary import TOKENIZER_NAME, read_vocabulary
+from edge_export.weighing import Weighing, importance_of_pair
 from edge_runtime.bundle import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -81,6 +83,7 @@ class ExportRequest:
     threads: int | None = None
     gguf: bool = True
     onnx: OnnxRequest | None = None
+    weighing: Weighing = field(default_factory=Weighing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +129,16 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
     for role, name in left_out:
         progress.say(f"Left out of the {role}: {name}.")
     with partial_folder(request.output, request.force) as folder:
-        made = _Made(parts=[], layout=layout)
+        models = _plan(request, pair, split, folder)
         if request.onnx is not None:
             check_onnx_space(pair, request.onnx, folder)
-            made = _make_onnx(pair, layout, request.onnx, folder, progress)
+        importance = _importance(request, pair, models, progress)
+        made = _Made(parts=[], layout=layout)
+        if request.onnx is not None:
+            made = _make_onnx(pair, layout, request.onnx, importance, folder, progress)
         parity = _onnx_parity(request, pair, made, folder, progress)
-        if request.gguf:
-            parts, measured = _make_gguf(request, pair, split, folder, progress)
+        if models:
+            parts, measured = _make_gguf(request, models, split, importance, folder, progress)
             made.parts[:0], parity = parts, measured | parity
         files = _files(made.parts, _copy_texts(target, folder, progress), folder, progress)
         manifest = Manifest(
@@ -145,6 +151,7 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             files=files,
             left_out=tuple(f"{role}: {name}" for role, name in left_out),
             parity=parity,
+            importance={role: found.source for role, found in importance.items()},
             runtime=RuntimeSettings(context=context),
             onnx=made.graphs,
         )
@@ -163,18 +170,27 @@ class _Made:
     graphs: OnnxGraphs | None = None
 
 
-def _make_gguf(
-    request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], split: bool, folder: Path, progress: Progress
-) -> tuple[list[_Part], dict[str, Any]]:  # fmt: skip
+def _plan(
+    request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], split: bool, folder: Path
+) -> tuple[_Model, ...]:  # fmt: skip
+    """The GGUF files to make, if any are wanted; refused if the disk has no room for them."""
+    if not request.gguf:
+        return ()
     models = (
         _planned(pair[0], request.target_quantization, TARGET_QUANTIZATION, folder),
         _planned(pair[1], request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
     )
     check_space(models, folder, split)
+    return models
+
+
+def _make_gguf(
+    request: ExportRequest, models: tuple[_Model, ...], split: bool, importance: dict[str, Importance], folder: Path, progress: Progress
+) -> tuple[list[_Part], dict[str, Any]]:  # fmt: skip
     for model in models:
-        _make(model, request.threads or _processors(), progress)
+        _make(model, request.threads or _processors(), importance.get(model.source.role), progress)
     split_files = _make_split(models[1], folder, progress) if split else []
-    parity = _parity(request, models, progress)
+    parity = _parity(request, (models[0], models[1]), progress)
     for model in models:
         if not model.direct:
             model.unquantized.unlink(missing_ok=True)
@@ -191,10 +207,11 @@ def _onnx() -> Any:
 
 
 def _make_onnx(
-    pair: tuple[ResolvedSource, ResolvedSource], layout: CacheLayout, request: OnnxRequest, folder: Path, progress: Progress
+    pair: tuple[ResolvedSource, ResolvedSource], layout: CacheLayout, request: OnnxRequest, importance: dict[str, Importance],
+    folder: Path, progress: Progress,
 ) -> _Made:  # fmt: skip
     progress.step("Write the ONNX graphs", _onnx_bytes(pair, request))
-    parts, graphs, named = _onnx().write_onnx(*pair, layout, request, folder, progress.advance)
+    parts, graphs, named = _onnx().write_onnx(*pair, layout, request, importance, folder, progress.advance)
     return _Made(parts=parts, layout=named, graphs=graphs)
 
 
@@ -252,7 +269,24 @@ def _planned(source: ResolvedSource, wanted: str | None, default: str, folder: P
     return _Model(source=source, quantization=quantization, weight_type=weight_type, unquantized=unquantized, exported=exported)
 
 
-def _make(model: _Model, threads: int, progress: Progress) -> None:
+def _importance(
+    request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], models: tuple[_Model, ...], progress: Progress
+) -> dict[str, Importance]:  # fmt: skip
+    weighing = request.weighing
+    if not weighing.wanted:
+        return {}
+    text = weighing.calibrate
+    title = f"Calibrate on {text.name}" if text else "Read the importance matrix"
+    progress.step(title, text.stat().st_size if text and text.is_file() else None)
+    weighed = {model.source.role for model in models if model.quantization in WEIGHED and not model.taken}
+    if request.onnx is not None:
+        weighed |= request.onnx.weighed
+    return importance_of_pair(
+        weighing, {part.role: part for part in pair}, sorted(weighed), request.threads or _processors(), progress.advance
+    )
+
+
+def _make(model: _Model, threads: int, importance: Importance | None, progress: Progress) -> None:
     source = model.source
     if model.taken:
         progress.step(f"Copy the {source.role}", source.path.stat().st_size)
@@ -265,7 +299,7 @@ def _make(model: _Model, threads: int, progress: Progress) -> None:
         progress.step(
             f"Quantize the {source.role} to {model.quantization}", expected_bytes(source.checkpoint.parameters, model.quantization)
         )
-        quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance)
+        quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance, importance)
 
 
 def _make_split(drafter: _Model, folder: Path, progress: Progress) -> list[_Part]:

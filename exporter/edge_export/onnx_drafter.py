@@ -139,7 +139,9 @@ def _sparse_head(checkpoint: Checkpoint, weights: WeightFile, form: WeightForm) 
     model = checkpoint.assistant
     order = token_order(checkpoint)
     tokens = weights.array(order.astype("<i4").reshape(model.centroids, -1), "i32")
-    rows = weights.matrix_of(cluster_rows(checkpoint, order), model.vocab_size, model.hidden_size, form).regrouped(model.centroids)
+    rows = weights.matrix_of(
+        cluster_rows(checkpoint, order), "model.embed_tokens.weight", model.vocab_size, model.hidden_size, form
+    ).regrouped(model.centroids)
     centroids = weights.matrix(checkpoint, [CENTROIDS], WeightForm(kind="f32"))
 
     def head(graph: Graph, value: str) -> tuple[str, str | None]:

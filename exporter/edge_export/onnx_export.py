@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from edge_export.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint import Checkpoint
+from edge_export.importance import Importance
 from edge_export.nbits import WeightSpec
 from edge_export.onnx_drafter import write_drafter
 from edge_export.onnx_graph import OPSET
@@ -32,7 +33,8 @@ OnnxPart = tuple[str, Path, str, str | None]
 
 
 def write_onnx(
-    target: ResolvedSource, drafter: ResolvedSource, layout: CacheLayout, request: OnnxRequest, folder: Path, progress: Callable[[int], None]
+    target: ResolvedSource, drafter: ResolvedSource, layout: CacheLayout, request: OnnxRequest,
+    importance: Mapping[str, Importance], folder: Path, progress: Callable[[int], None],
 ) -> tuple[list[OnnxPart], OnnxGraphs, CacheLayout]:  # fmt: skip
     """Writes graphs and data files into `folder`; `progress` gets the bytes written since its last call.
 
@@ -45,9 +47,9 @@ def write_onnx(
         role: folder / f"{role.replace('_', '-')}-{_quantization(role, request)}.onnx" for role in ("target", "target_head", "drafter")
     }
     data = {role: paths[role].with_suffix(".onnx_data") for role in ("target", "drafter")}
-    with WeightFile(data["target"], progress) as weights:
+    with WeightFile(data["target"], progress, importance.get("target")) as weights:
         table, contrib_ops = write_target(first, weights, paths["target"], paths["target_head"], forms)
-    with WeightFile(data["drafter"], progress) as weights:
+    with WeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
         contrib_ops |= write_drafter(
             first.architecture, layout.drafter_sources, second, weights, paths["drafter"], table=table,
             form=_form(request.drafter, request), head_form=_head_form(request),
@@ -82,7 +84,7 @@ def compare(
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         plain, facts = parts, _facts(target.checkpoint, read_vocabulary(target.tokenizer_folder), set())
         if request != plain_request:
-            plain = write_onnx(target, drafter, layout, plain_request, Path(scratch), lambda _: None)[0]
+            plain = write_onnx(target, drafter, layout, plain_request, {}, Path(scratch), lambda _: None)[0]
         return measure_onnx_parity(
             OnnxParityRequest(
                 **vars(reference), plain=_files(plain), exported=_files(parts), layout=layout, graphs=facts,

@@ -28,6 +28,11 @@ class OnnxRequest:
     block: Block = 32
     embedding: OnnxWeights | None = None
 
+    @property
+    def weighed(self) -> set[str]:
+        """The roles whose quantization takes account of importance."""
+        return {role for role, weights in (("target", self.target), ("drafter", self.drafter)) if weights in ("int8", "int4")}
+
 
 def expected_onnx_bytes(weight_count: int, weights: OnnxWeights) -> int:
     """Returns about how many bytes so many weights take."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint import Checkpoint
 from edge_export.errors import ExportError
+from edge_export.importance import Importance
 from edge_export.nbits import WeightSpec, quantize_matrix
 from edge_export.safetensors_file import read_float_chunks
 
@@ -22,7 +23,6 @@ VALUE_BYTES: dict[ValueType, int] = {"f32": 4, "f16": 2, "u8": 1, "i32": 4}
 _PAGE, _LINE = 4096, 64
 # Rows are quantized in pieces of about this many weights.
 _PIECE_WEIGHTS = 2 << 20
-Importance = Callable[[str], NDArray[np.float32] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Matrix:
 class WeightFile:
     """The external data of one or more graphs. Use it as a context manager; `progress` gets the bytes written since its last call."""
 
-    def __init__(self, path: Path, progress: Callable[[int], None] = lambda _: None, importance: Importance = lambda _: None) -> None:
+    def __init__(self, path: Path, progress: Callable[[int], None] = lambda _: None, importance: Importance | None = None) -> None:
         self.path = path
         self._progress = progress
         self._importance = importance
@@ -115,18 +115,22 @@ class WeightFile:
             wanted: Literal["f32", "f16"] = "f16" if form.kind == "f16" else "f32"
             return self._plain((piece for tensor in tensors for piece in read_float_chunks(tensor, wanted)), rows, columns, form)
         pieces = (
-            (piece, self._importance(tensor.name))
-            for tensor in tensors for piece in row_pieces(read_float_chunks(tensor, "f32"), columns)
+            (piece, self._weight_of(name))
+            for name, tensor in zip(names, tensors, strict=True) for piece in row_pieces(read_float_chunks(tensor, "f32"), columns)
         )  # fmt: skip
         return self._blocks(pieces, rows, columns, form)
 
-    def matrix_of(self, pieces: Iterable[NDArray[np.float32]], rows: int, columns: int, form: WeightForm) -> Matrix:
-        """Stores a matrix that comes as float32 pieces of whole rows."""
+    def matrix_of(self, pieces: Iterable[NDArray[np.float32]], name: str, rows: int, columns: int, form: WeightForm) -> Matrix:
+        """Stores a matrix that comes as float32 pieces of whole rows, those of the tensor `name` in some order."""
         form = form.for_columns(columns)
         if form.spec is None:
             kind = np.float16 if form.kind == "f16" else np.float32
             return self._plain((piece.astype(kind, copy=False) for piece in pieces), rows, columns, form)
-        return self._blocks(((piece, None) for piece in pieces), rows, columns, form)
+        return self._blocks(((piece, self._weight_of(name)) for piece in pieces), rows, columns, form)
+
+    def _weight_of(self, name: str) -> NDArray[np.float32] | None:
+        found = self._importance.of(name) if self._importance is not None else None
+        return None if found is None else found[0]
 
     def _plain(self, pieces: Iterator[NDArray[Any]], rows: int, columns: int, form: WeightForm) -> Matrix:
         stored = self._reserve("f16" if form.kind == "f16" else "f32", (rows, columns))

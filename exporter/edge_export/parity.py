@@ -114,14 +114,20 @@ def why_not(parameters: int, library: str = "llama-cpp-python", extra: str = "ll
 
     `library` is the one that runs the export, and `extra` what installs it.
     """
+    reason = why_no_reference(parameters)
+    if reason is None and installed(library) is None:
+        return f"{library} is not installed; pip install 'edge-mtp[{extra}]' to run the export"
+    return reason
+
+
+def why_no_reference(parameters: int) -> str | None:
+    """Returns the reason why transformers cannot run so many parameters in float32 here, or None. Imports nothing heavy."""
     for package in ("torch", "transformers"):
         if installed(package) is None:
             return f"{package} is not installed; pip install 'edge-mtp[verify]' to compare with the reference"
     found = installed("transformers") or ""
     if not FIRST_TRANSFORMERS <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < END_TRANSFORMERS:
         return f"transformers {found} cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can; pip install 'edge-mtp[verify]'"
-    if installed(library) is None:
-        return f"{library} is not installed; pip install 'edge-mtp[{extra}]' to run the export"
     needed, free = int(4 * parameters * MEMORY_MARGIN), available_memory()
     if free is not None and needed > free:
         return f"the float32 reference needs {needed} bytes of memory, {free} are available"
@@ -272,16 +278,16 @@ def reference_rows(
     torch.set_num_threads(request.threads)
     try:
         with torch.inference_mode():
-            target = _load(request.target_folder)
+            target = load_reference(request.target_folder)
             ids = torch.tensor([tokens[:-1]])
             output = target(
                 input_ids=ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=ROWS
             )  # fmt: skip
-            assistant = _load(request.drafter_folder)
+            assistant = load_reference(request.drafter_folder)
             if as_llama:
                 assistant.config.use_ordered_embeddings = False
             seen = request.window - 1 if as_llama else len(tokens)
-            rows = _ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), seen)
+            rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), seen)
             agreements = [_agreement(assistant, rows, tokens, rowset) for rowset in rowsets]
             return output.logits[0].float().numpy(), agreements
     finally:
@@ -289,7 +295,7 @@ def reference_rows(
 
 
 @dataclass(frozen=True)
-class _ReferenceRows:
+class ReferenceRows:
     """What the assistant reads: the embedding, hidden rows [1, T, hidden], K/V [1, heads, T, head_dim] by layer type.
 
     `seen` is how many rows its sliding layers are shown; those that are beyond its own window it masks itself.
@@ -306,7 +312,7 @@ class _ReferenceRows:
         return {kind: tuple(rows[:, :, first.get(kind, 0) : position] for rows in pair) for kind, pair in self.shared.items()}
 
 
-def _agreement(assistant: Any, rows: _ReferenceRows, tokens: list[int], rowset: Rowset) -> float:
+def _agreement(assistant: Any, rows: ReferenceRows, tokens: list[int], rowset: Rowset) -> float:
     """Unrolls the assistant at constant position along the export's drafts: every step is judged, whatever the step before gave."""
     import torch
 
@@ -324,7 +330,7 @@ def _agreement(assistant: Any, rows: _ReferenceRows, tokens: list[int], rowset: 
     return agreed / (len(rowset.contexts) * DRAFT_LENGTH)
 
 
-def _load(folder: Path) -> Any:
+def load_reference(folder: Path) -> Any:
     """Loads a checkpoint in float32; raises ParityError if transformers does not find every weight of the text model in it."""
     import torch
     from transformers import AutoModelForCausalLM

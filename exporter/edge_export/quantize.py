@@ -1,7 +1,7 @@
 """Quantization by llama.cpp itself, in a child process: the only module of the exporter that imports llama-cpp-python.
 
 llama.cpp ends the process on a failed assertion, so the call runs in a child, where that becomes an ExportError like any other.
-The child is this very module: `python -m edge_export.quantize SOURCE DESTINATION FTYPE THREADS`.
+The child is this very module: `python -m edge_export.quantize SOURCE DESTINATION FTYPE THREADS [IMPORTANCE]`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edge_export.errors import ExportError
+from edge_export.importance import Importance
 from edge_export.safetensors_file import FloatType
 
 # enum llama_ftype in llama.cpp's include/llama.h
 _FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+# Types in which llama.cpp chooses scales by importance; it rounds to q8_0 whatever the importance says.
+WEIGHED = ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
 # Written by our own converter, without llama.cpp.
 DIRECT: dict[str, FloatType] = {"f16": "f16", "bf16": "bf16"}
 QUANTIZATIONS = ("q4_0", "q4_k_m", "q5_k_m", "q6_k", "q8_0", "f16", "bf16")
@@ -44,10 +50,12 @@ def expected_bytes(weight_count: int, quantization: str) -> int:
 
 
 def quantize_gguf(
-    source: Path, destination: Path, quantization: str, threads: int, progress: Callable[[int], None] = lambda _: None
-) -> None:
+    source: Path, destination: Path, quantization: str, threads: int, progress: Callable[[int], None] = lambda _: None,
+    importance: Importance | None = None,
+) -> None:  # fmt: skip
     """Writes `source` (an unquantized GGUF) to `destination`; `progress` gets the bytes written since its last call.
 
+    With `importance` llama.cpp chooses scales that keep the important channels (matrices without one are quantized as ever).
     Raises ExportError with llama.cpp's own words if it fails or dies; `destination` may then be there in part.
     """
     check_quantization(quantization)
@@ -56,7 +64,10 @@ def quantize_gguf(
     command = [sys.executable, "-m", "edge_export.quantize", str(source), str(destination), str(_FILE_TYPES[quantization]), str(threads)]
     # The child imports what this process imports, also when the packages are not installed; no debugger is to be started on an abort.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GGML_NO_BACKTRACE": "1"}
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
+        if importance is not None:
+            command.append(str(Path(folder) / "importance.npz"))
+            np.savez(command[-1], **cast(Any, importance.values))
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, env=environment) as child:
             try:
                 _follow(child, destination, progress)
@@ -97,7 +108,7 @@ def _reason(code: int, log: IO[bytes]) -> str:
     return f"{died}: {words[:500]}" if words else died or f" (exit code {code}, nothing said)"
 
 
-def _quantize_here(source: str, destination: str, file_type: int, threads: int) -> int:
+def _quantize_here(source: str, destination: str, file_type: int, threads: int, importance: str | None = None) -> int:
     """Runs in the child: prints what llama.cpp logs as errors, returns the exit code."""
     import ctypes
 
@@ -119,8 +130,25 @@ def _quantize_here(source: str, destination: str, file_type: int, threads: int) 
     api.llama_backend_init()
     parameters = api.llama_model_quantize_default_params()
     parameters.ftype, parameters.nthread, parameters.max_buf_size = file_type, threads, MAX_BUFFER_BYTES
+    if importance is not None:
+        with np.load(importance, allow_pickle=False) as file:
+            arrays = {name: np.ascontiguousarray(file[name], np.float32) for name in file.files}
+        matrix = _imatrix(api, arrays)
+        parameters.imatrix = ctypes.cast(matrix, ctypes.POINTER(api.llama_model_imatrix_data))
     return 1 if api.llama_model_quantize(os.fsencode(source), os.fsencode(destination), ctypes.byref(parameters)) else 0
 
 
+def _imatrix(api: Any, arrays: dict[str, NDArray[np.float32]]) -> Any:
+    """Importance as llama.cpp wants it: an array of structures, the last without a name. It points into `arrays`, which must outlive it."""
+    import ctypes
+
+    matrix = (api.llama_model_imatrix_data * (len(arrays) + 1))()
+    for index, (name, values) in enumerate(arrays.items()):
+        matrix[index] = api.llama_model_imatrix_data(
+            name=name.encode(), data=values.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), size=values.size
+        )
+    return matrix
+
+
 if __name__ == "__main__":
-    sys.exit(_quantize_here(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    sys.exit(_quantize_here(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:6]))

@@ -53,6 +53,20 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImportanceSource:
+    """What a model's quantization was weighted by: `kind` is imatrix (a file of llama.cpp's format) or calibration (a text).
+
+    `tokens` is how many tokens of the text were run, None for a file.
+    """
+
+    kind: str
+    name: str
+    bytes: int
+    sha256: str
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerCache:
     """K/V rows of one kind of layer. A row is [kv_heads, head_dim] of `dtype`, for K and V each.
 
@@ -164,6 +178,7 @@ class Manifest:
     files: tuple[BundleFile, ...]
     left_out: tuple[str, ...] = ()
     parity: dict[str, Any] | None = None
+    importance: dict[str, ImportanceSource] = field(default_factory=dict)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     onnx: OnnxGraphs | None = None
 

@@ -115,3 +115,18 @@ def test_help_shows_examples_and_the_version_is_there() -> None:
 )
 def test_sizes_for_people(count: int, text: str) -> None:
     assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--calibrate", "t", "--imatrix", "i"], ["--save-imatrix", "."], ["--calibrate", "t", "--save-imatrix", "no"]]
+)
+def test_importance_options_that_do_not_go_together_exit_2(arguments: list[str], tmp_path: Path) -> None:
+    assert invoke("a", "b", "-o", tmp_path / "out", *arguments).exit_code == 2
+
+
+def test_an_unusable_text_is_one_sentence(pair: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    result = invoke(*pair, "-o", tmp_path / "out", "--calibrate", tmp_path / "empty.txt", "--target-quant", "q4_0", "--no-verify")
+    assert result.exit_code == 1
+    assert "empty.txt is empty; give text of the kind the model will read" in result.stderr
+    assert not (tmp_path / "out").exists()
