@@ -96,25 +96,28 @@ class Session:
 
 def open_session(
     folder: Path | str, *, threads: int | None = None, context: int | None = None, drafter: DrafterKind | None = None,
-    backend: BackendKind | None = None, execution_provider: str | None = None, uniform_rows: bool = False,
+    backend: BackendKind | None = None, execution_provider: str | None = None, uniform_rows: bool = False, keep_packed: bool = False,
     check_hashes: bool = True, notify: Callable[[str], None] = lambda _: None,
 ) -> Session:  # fmt: skip
     """Opens a bundle. `context` is in tokens; None takes the bundle's. `notify` gets sentences worth telling a person.
 
     `backend` None takes llama.cpp or onnxruntime, by what the bundle holds and what is installed. `drafter` None takes the bundle's
     drafter, and the faster one by a short measurement where llama.cpp has both the dense and the split. `execution_provider` and
-    `uniform_rows` are for onnxruntime: where the graphs run, and whether a single row goes through the kernels of several (`OrtOptions`).
+    `uniform_rows` are for onnxruntime: where the graphs run, and whether a single row goes through the kernels of several (`OrtOptions`),
+    as is `keep_packed`, which keeps packed weights on disk.
     Raises BundleError, BackendError, and RequestError for a drafter, backend or provider that is unknown.
     """
     bundle = _opened(folder, drafter, check_hashes)
     rows, count = context or bundle.manifest.runtime.context, threads or default_threads()
     if choose_backend(bundle, backend) == "llama":
-        if execution_provider is not None or uniform_rows:
-            raise RequestError("execution providers and uniform rows are onnxruntime's; ask for them with the onnx backend only")
+        if execution_provider is not None or uniform_rows or keep_packed:
+            raise RequestError("execution providers, uniform rows and packed weights are onnxruntime's; ask for them with the onnx backend")
         return _open_llama(bundle, 1, rows, count, drafter, notify).sessions[0]
     from edge_runtime.backends.ort_open import OrtOptions, open_onnx
 
-    options = OrtOptions(context=rows, threads=count, provider=execution_provider, uniform_rows=uniform_rows)
+    options = OrtOptions(
+        context=rows, threads=count, provider=execution_provider, uniform_rows=uniform_rows, keep_packed=keep_packed
+    )  # fmt: skip
     target, chosen, kind = open_onnx(bundle, options, drafter, notify)
     return Session(bundle, target, chosen, target.vocabulary, kind)
 

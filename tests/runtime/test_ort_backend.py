@@ -355,7 +355,7 @@ def test_a_bundle_without_graphs_names_the_format_to_export(exported_pair: Path,
         open_session(exported_pair, backend="onnx")
     with pytest.raises(BundleError, match="no gguf target for the llama backend"):
         open_session(onnx_pair("f32"), backend="llama")
-    with pytest.raises(RequestError, match="onnxruntime's; ask for them with the onnx backend"):
+    with pytest.raises(RequestError, match="are onnxruntime's; ask for them with the onnx backend"):
         open_session(exported_pair, uniform_rows=True)
 
 

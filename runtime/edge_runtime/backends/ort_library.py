@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_runtime.backends.ort_prepacked import PackingPlace, packed_graph
 from edge_runtime.errors import BackendError, RequestError
 
 CPU = "CPUExecutionProvider"
@@ -22,10 +23,14 @@ _SEVERITY = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """How a graph is opened. `provider` is an execution provider's name; what it cannot run falls back to the CPU's."""
+    """How a graph is opened. `provider` is an execution provider's name; what it cannot run falls back to the CPU's.
+
+    `packing` is where packed weights are kept (None: nowhere); it is for the CPU's own provider only.
+    """
 
     threads: int
     provider: str = CPU
+    packing: PackingPlace | None = None
 
 
 @cache
@@ -63,22 +68,7 @@ class Graph:
     """An opened ONNX graph."""
 
     def __init__(self, path: Path, options: SessionOptions) -> None:
-        ort = library()
-        settings = ort.SessionOptions()
-        settings.log_severity_level = _SEVERITY
-        settings.intra_op_num_threads = options.threads
-        settings.inter_op_num_threads = 1
-        # Threads that spin after a run take the cores from the other graphs. One pool for all would cure that too, but onnxruntime
-        # has it for the whole process only: then whatever else runs graphs in it is refused, and its size is fixed once.
-        settings.add_session_config_entry("session.force_spinning_stop", "1")
-        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        providers = [options.provider] if options.provider == CPU else [options.provider, CPU]
-        try:
-            self._session = ort.InferenceSession(str(path), settings, providers=providers)
-        except Exception as error:
-            raise BackendError(
-                f"onnxruntime cannot open {path.name} ({_first_line(error)}); export the bundle again, or update it"
-            ) from error
+        self._session = _open(_packed(path, options), options)
         self.name = path.name
         self.inputs = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
         self.outputs = {value.name: tuple(value.shape) for value in self._session.get_outputs()}
@@ -95,6 +85,43 @@ class Graph:
             for node in part.get_nodes():
                 counts[node.op_type] = counts.get(node.op_type, 0) + 1
         return found
+
+
+def _packed(path: Path, options: SessionOptions) -> Path:
+    if options.packing is None or options.provider != CPU:
+        return path
+
+    def save(destination: Path, data_name: str) -> None:
+        _open(path, options, {
+            "session.optimized_model_external_initializers_file_name": data_name,
+            "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+            "session.save_external_prepacked_constant_initializers": "1",
+        }, save_to=destination)  # fmt: skip
+
+    # At most all data files of the pair: which of their bytes a graph names, onnxruntime does not say.
+    data_bytes = sum(file.stat().st_size for file in path.parent.glob("*.onnx_data"))
+    return packed_graph(path, data_bytes, options.packing, library().__version__, save)
+
+
+def _open(path: Path, options: SessionOptions, entries: Mapping[str, str] | None = None, save_to: Path | None = None) -> Any:
+    ort = library()
+    settings = ort.SessionOptions()
+    settings.log_severity_level = _SEVERITY
+    settings.intra_op_num_threads = options.threads
+    settings.inter_op_num_threads = 1
+    # Threads that spin after a run take the cores from the other graphs. One pool for all would cure that too, but onnxruntime
+    # has it for the whole process only: then whatever else runs graphs in it is refused, and its size is fixed once.
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
+    settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    for key, value in (entries or {}).items():
+        settings.add_session_config_entry(key, value)
+    if save_to is not None:
+        settings.optimized_model_filepath = str(save_to)
+    providers = [options.provider] if options.provider == CPU else [options.provider, CPU]
+    try:
+        return ort.InferenceSession(str(path), settings, providers=providers)
+    except Exception as error:
+        raise BackendError(f"onnxruntime cannot open {path.name} ({_first_line(error)}); export the bundle again, or update it") from error
 
 
 class Call:

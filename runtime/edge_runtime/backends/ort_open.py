@@ -7,11 +7,13 @@ from collections.abc import Callable
 from edge_runtime.backends.base import Drafter
 from edge_runtime.backends.ort_drafter import OrtDrafter
 from edge_runtime.backends.ort_library import SessionOptions, provider_named
+from edge_runtime.backends.ort_prepacked import PackingPlace
 from edge_runtime.backends.ort_target import OrtOptions, OrtTarget, PairFiles, pair_of
 from edge_runtime.bundle import Bundle
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import BundleError
 from edge_runtime.lookup import LookupDrafter
+from edge_runtime.machine_cache import cache_folder
 
 __all__ = ["OrtOptions", "PairFiles", "fallbacks", "open_onnx", "open_pair"]
 
@@ -28,7 +30,7 @@ def open_onnx(
     if wanted not in (None, "none", "lookup", own):
         raise BundleError(f"{bundle.folder}: the ONNX drafter's head is {own}, not {wanted}; leave --drafter out")
     kind = wanted or own
-    target, drafter = open_pair(pair_of(bundle, drafter=kind == own), options)
+    target, drafter = open_pair(pair_of(bundle, drafter=kind == own), options, notify)
     if kind == "lookup":
         return target, LookupDrafter(target), kind
     for sentence in fallbacks(provider_named(options.provider), target, drafter):
@@ -36,9 +38,15 @@ def open_onnx(
     return target, drafter, kind
 
 
-def open_pair(files: PairFiles, options: OrtOptions) -> tuple[OrtTarget, OrtDrafter | None]:
+def open_pair(
+    files: PairFiles, options: OrtOptions, notify: Callable[[str], None] = lambda _: None
+) -> tuple[OrtTarget, OrtDrafter | None]:  # fmt: skip
     """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
-    session = SessionOptions(threads=options.threads, provider=provider_named(options.provider))
+    packing = None
+    if options.keep_packed and files.identity is not None:
+        # One folder for each bundle: graphs of different ones have the same names.
+        packing = PackingPlace(folder=cache_folder() / "packed" / files.identity[:16], weights=files.identity, notify=notify)
+    session = SessionOptions(threads=options.threads, provider=provider_named(options.provider), packing=packing)
     target = OrtTarget(files, options, session)
     try:
         return target, OrtDrafter(files.drafter, target, session) if files.drafter else None

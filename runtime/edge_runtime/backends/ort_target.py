@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +28,20 @@ class OrtOptions:
     """How a pair is opened. `context` is in tokens.
 
     `uniform_rows` runs a single row through the kernels of several, beside a row that is thrown away: kernels with int8 activations
-    round one row otherwise than several, so that plain decoding and drafting would differ in the last bits.
+    round one row otherwise than several, so that plain decoding and drafting would differ in the last bits. `keep_packed` keeps the weights
+    on disk as this CPU's kernels want them, about twice their size (`ort_prepacked`).
     """
 
     context: int
     threads: int
     provider: str | None = None
     uniform_rows: bool = False
+    keep_packed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairFiles:
-    """The files of a pair and what must be known of them; external data lies beside the graphs."""
+    """The files of a pair and what must be known of them; external data lies beside the graphs. `identity` is a hash of all of them."""
 
     target: Path
     target_head: Path
@@ -48,6 +51,7 @@ class PairFiles:
     graphs: OnnxGraphs
     hidden_size: int
     vocab_size: int
+    identity: str | None = None
 
 
 class OrtTarget:
@@ -250,6 +254,7 @@ def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
         target=bundle.path("target", "onnx"), target_head=bundle.path("target_head", "onnx"),
         drafter=bundle.path("drafter", "onnx") if drafter else None, tokenizer=bundle.path("tokenizer"), layout=manifest.cache_layout,
         graphs=manifest.onnx, hidden_size=manifest.architecture.hidden_size, vocab_size=manifest.architecture.vocab_size,
+        identity=hashlib.sha256("".join(file.sha256 for file in manifest.files if file.format.startswith("onnx")).encode()).hexdigest(),
     )  # fmt: skip
 
 
