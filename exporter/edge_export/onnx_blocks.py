@@ -13,6 +13,7 @@ import numpy as np
 
 from edge_export.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint import Checkpoint
+from edge_export.onnx_experts import ExpertWeights, add_experts, store_experts
 from edge_export.onnx_graph import CONTRIB, Graph
 from edge_export.onnx_weights import Matrix, Stored, WeightFile, WeightForm
 
@@ -71,6 +72,7 @@ class BlockWeights:
     down: Matrix
     layer_scalar: Stored
     per_layer: tuple[Matrix, Matrix] | None
+    experts: ExpertWeights | None
 
 
 _NORMS = (
@@ -96,6 +98,7 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, form: W
         output=matrix("self_attn.o_proj"), gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"),
         layer_scalar=weights.vector(checkpoint, f"{prefix}layer_scalar"),
         per_layer=(matrix("per_layer_input_gate"), matrix("per_layer_projection")) if model.per_layer_size else None,
+        experts=store_experts(weights, checkpoint, prefix, form) if model.experts else None,
     )  # fmt: skip
 
 
@@ -122,13 +125,13 @@ class Blocks:
 
         attended = self._attention(self.norm(value, weight("input_layernorm")), layer, weights, cache, present)
         value = graph.op("Add", value, self.norm(graph.linear(attended, weights.output), weight("post_attention_layernorm")))
-        wide = graph.linear(self.norm(value, weight("pre_feedforward_layernorm")), weights.gate_up)
-        gate, up = self._split(wide, [weights.down.columns] * 2)
-        fed = graph.linear(graph.op("Mul", self._gelu(gate), up), weights.down)
+        fed = self._gated(graph, self.norm(value, weight("pre_feedforward_layernorm")), weights.gate_up, weights.down)
+        if weights.experts is not None:
+            fed = self._with_experts(value, fed, weights.experts)
         value = graph.op("Add", value, self.norm(fed, weight("post_feedforward_layernorm")))
         if weights.per_layer is not None:
             into, back = weights.per_layer
-            gated = graph.op("Mul", self._gelu(graph.linear(value, into)), per_layer)
+            gated = graph.op("Mul", self._gelu(graph, graph.linear(value, into)), per_layer)
             value = graph.op("Add", value, self.norm(graph.linear(gated, back), weight("post_per_layer_input_norm")))
         return graph.op("Mul", value, graph.weight(weights.layer_scalar))
 
@@ -139,7 +142,7 @@ class Blocks:
         if weights.key_value:
             rows = kv_heads * head_dim
             key_is_value = weights.projection.rows == heads * head_dim + rows
-            parts = self._split(projected, [heads * head_dim, *[rows] * (1 if key_is_value else 2)])
+            parts = self._split(graph, projected, [heads * head_dim, *[rows] * (1 if key_is_value else 2)])
             query, key, value = parts[0], parts[1], parts[-1]
             key = self._head_norm(key, graph.weight(weights.norms["self_attn.k_norm"]), kv_heads, head_dim)
             value = self._head_norm(value, graph.floats([1.0] * head_dim), kv_heads, head_dim)
@@ -166,11 +169,22 @@ class Blocks:
         apart = graph.op("Reshape", value, graph.integers([0, 0, heads, head_dim]))
         return graph.op("Reshape", self.norm(apart, weight), graph.integers([0, 0, heads * head_dim]))
 
-    def _gelu(self, value: str) -> str:
-        return self._graph.op("Gelu", value, approximate="tanh")
+    def _with_experts(self, value: str, fed: str, weights: ExpertWeights) -> str:
+        graph, model = self._graph, self._model
+        mixed = add_experts(graph, model, weights, value, norm=self.norm, gated=self._gated)
+        dense = self.norm(fed, graph.weight(weights.norms["post_feedforward_layernorm_1"]))
+        return graph.op("Add", dense, self.norm(mixed, graph.weight(weights.norms["post_feedforward_layernorm_2"])))
 
-    def _split(self, value: str, sizes: list[int]) -> list[str]:
-        return self._graph.ops("Split", [value, self._graph.integers(sizes)], len(sizes), axis=-1)
+    def _gated(self, graph: Graph, value: str, gate_up: Matrix, down: Matrix) -> str:
+        """The gated feed-forward; its nodes go into `graph`, which may be a branch."""
+        gate, up = self._split(graph, graph.linear(value, gate_up), [down.columns] * 2)
+        return graph.linear(graph.op("Mul", self._gelu(graph, gate), up), down)
+
+    def _gelu(self, graph: Graph, value: str) -> str:
+        return graph.op("Gelu", value, approximate="tanh")
+
+    def _split(self, graph: Graph, value: str, sizes: list[int]) -> list[str]:
+        return graph.ops("Split", [value, graph.integers(sizes)], len(sizes), axis=-1)
 
 
 class DrafterBlocks(Blocks):

@@ -76,6 +76,10 @@ class Graph:
         """A small float32 constant."""
         return self._constant(np.asarray(values, np.float32))
 
+    def no_rows(self, *shape: int) -> str:
+        """A float32 array [0, *shape]."""
+        return self._constant(np.empty((0, *shape), np.float32))
+
     def weight(self, stored: Stored) -> str:
         """A weight in an external data file; the same bytes under the same shape are one."""
         name = f"{Path(stored.location).stem}@{stored.offset}x{'x'.join(map(str, stored.shape))}"

@@ -44,8 +44,3 @@ def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource) -> None:
     for source in (target, drafter):
         if source.gguf is not None:
             raise ExportError(f"{source.origin} is a GGUF; ONNX graphs are made from a checkpoint folder or hub id, give that")
-    if target.checkpoint.architecture.experts:
-        raise ExportError(
-            f"{target.origin} has experts gated by GELU, which onnxruntime's MoE and QMoE operators do not compute (they gate by SiLU only);"
-            " export it with --format gguf"
-        )

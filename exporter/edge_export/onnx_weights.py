@@ -15,7 +15,7 @@ from edge_export.checkpoint import Checkpoint
 from edge_export.errors import ExportError
 from edge_export.importance import Importance
 from edge_export.nbits import WeightSpec, quantize_matrix
-from edge_export.safetensors_file import read_float_chunks
+from edge_export.safetensors_file import StoredTensor, read_float_chunks
 
 ValueType = Literal["f32", "f16", "u8", "i32"]
 VALUE_BYTES: dict[ValueType, int] = {"f32": 4, "f16": 2, "u8": 1, "i32": 4}
@@ -120,17 +120,25 @@ class WeightFile:
         )  # fmt: skip
         return self._blocks(pieces, rows, columns, form)
 
-    def matrix_of(self, pieces: Iterable[NDArray[np.float32]], name: str, rows: int, columns: int, form: WeightForm) -> Matrix:
+    def matrix_in(self, tensor: StoredTensor, name: str, index: int, form: WeightForm) -> Matrix:
+        """Stores one matrix [rows, columns] out of a tensor that holds several: that number `index` of the tensor `name`."""
+        rows, columns = tensor.shape
+        pieces = row_pieces(read_float_chunks(tensor, "f32"), columns)
+        return self.matrix_of(pieces, name, rows, columns, form, index)
+
+    def matrix_of(
+        self, pieces: Iterable[NDArray[np.float32]], name: str, rows: int, columns: int, form: WeightForm, index: int = 0
+    ) -> Matrix:
         """Stores a matrix that comes as float32 pieces of whole rows, those of the tensor `name` in some order."""
         form = form.for_columns(columns)
         if form.spec is None:
             kind = np.float16 if form.kind == "f16" else np.float32
             return self._plain((piece.astype(kind, copy=False) for piece in pieces), rows, columns, form)
-        return self._blocks(((piece, self._weight_of(name)) for piece in pieces), rows, columns, form)
+        return self._blocks(((piece, self._weight_of(name, index)) for piece in pieces), rows, columns, form)
 
-    def _weight_of(self, name: str) -> NDArray[np.float32] | None:
+    def _weight_of(self, name: str, index: int = 0) -> NDArray[np.float32] | None:
         found = self._importance.of(name) if self._importance is not None else None
-        return None if found is None else found[0]
+        return None if found is None else found[index]
 
     def _plain(self, pieces: Iterator[NDArray[Any]], rows: int, columns: int, form: WeightForm) -> Matrix:
         stored = self._reserve("f16" if form.kind == "f16" else "f32", (rows, columns))
