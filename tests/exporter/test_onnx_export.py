@@ -22,6 +22,7 @@ from edge_export.errors import ExportError, ParityError
 from edge_export.export import ExportRequest, export_pair
 from edge_export.onnx_request import OnnxRequest
 from edge_export.reference import reference_pair
+from edge_export.weighing import Weighing
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.session import open_session
 from settled_pair import settled
@@ -247,3 +248,22 @@ def test_options_that_contradict_each_other_are_usage_errors(arguments: list[str
     result = CliRunner().invoke(main, ["--reference-pair", "-o", str(tmp_path / "out"), *arguments])
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_calibration_weighs_onnx_weights_too(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="calibration runs in torch")
+    text = tmp_path / "text.txt"
+    text.write_text(Path(onnx_blocks.__file__).read_text())
+    target, drafter = map(str, reference_pair())
+    data = []
+    for calibrate in (None, text):
+        request = ExportRequest(
+            target=target, drafter=drafter, output=tmp_path / f"out{len(data)}", gguf=False, onnx=OnnxRequest(target="int4", drafter="f32"),
+            threads=1, verify=False, weighing=Weighing(calibrate=calibrate),
+        )  # fmt: skip
+        bundle = export_pair(request, Silent())
+        data.append({role: bundle.path(role, "onnx_data").read_bytes() for role in ("target_data", "drafter_data")})
+        assert set(bundle.manifest.importance or {}) == (set() if calibrate is None else {"target"})
+    assert len(data[0]["target_data"]) == len(data[1]["target_data"])
+    assert data[0]["target_data"] != data[1]["target_data"]
+    assert data[0]["drafter_data"] == data[1]["drafter_data"]

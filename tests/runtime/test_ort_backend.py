@@ -363,3 +363,19 @@ def test_a_session_says_which_backend_it_is(onnx_pair: Bundles) -> None:
     with open_session(onnx_pair("f32"), threads=1) as session:
         assert isinstance(session, Session)
         assert isinstance(session.target, OrtTarget)
+
+
+def test_the_command_runs_graphs_and_checks_itself(onnx_pair: Bundles) -> None:
+    from click.testing import CliRunner
+
+    from edge_runtime.cli import main
+
+    arguments = [str(onnx_pair("int4")), "--backend", "onnx", "--threads", "1", "--max-tokens", "30", "--uniform-rows", "--verify-lossless"]
+    result = CliRunner().invoke(main, [*arguments, "--json", PROMPTS[2]])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["drafter"] == "split"
+    assert record["lossless"]["equal"] is True
+    result = CliRunner().invoke(main, [str(onnx_pair("int4")), "--execution-provider", "abacus", "x"])
+    assert result.exit_code == 1
+    assert "no execution provider 'abacus'" in result.stderr
