@@ -37,8 +37,8 @@ from edge_runtime.backends.sparse_head import SparseHead
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, Bundle, open_bundle
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.lookup import LookupDrafter
+from edge_runtime.opening import default_threads
 from edge_runtime.probe import probe_load_options
-from edge_runtime.session import default_threads
 
 # Before them, drafts that fault pages in and start threads.
 WARM_UP = 3

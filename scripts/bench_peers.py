@@ -23,9 +23,10 @@ import click
 
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.opening import open_session
 from edge_runtime.policies import Fixed
 from edge_runtime.probe import probe_load_options
-from edge_runtime.session import Session, open_session
+from edge_runtime.session import Session
 
 PEER = "llama.cpp"
 ATTEMPTS = 4

@@ -18,10 +18,11 @@ from pathlib import Path
 import click
 
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.opening import open_session
 from edge_runtime.policies import Fixed
 from edge_runtime.rules import ACCEPTANCE_METHODS, DEFAULT_ACCEPTANCE
 from edge_runtime.sampling import SamplingParams
-from edge_runtime.session import Session, open_session
+from edge_runtime.session import Session
 
 PROMPTS = ("def fibonacci(n):\n", "class Stack:\n", "import os\n\n\ndef walk(folder):\n", "# Reads a CSV file\n")
 PLAIN = "plain"

@@ -12,8 +12,8 @@ import click
 
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.lossless import LosslessReport, check_lossless
+from edge_runtime.opening import open_session
 from edge_runtime.policies import Fixed
-from edge_runtime.session import open_session
 
 
 @click.command(context_settings={"show_default": True})

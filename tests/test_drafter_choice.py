@@ -12,7 +12,7 @@ from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.drafters import DRAFTER_KINDS
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.lossless import check_lossless
-from edge_runtime.session import open_session
+from edge_runtime.opening import open_session
 
 PROMPT = "import os\nimport sys\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\ndef read"
 # A near-tie: two float16 paths that sum in another order may differ by this much.
@@ -67,7 +67,7 @@ def without(bundle: Bundle, *roles: str) -> Bundle:
 
 def opening(monkeypatch: pytest.MonkeyPatch, folder: Path, *missing: str) -> None:
     bundle = without(open_bundle(folder), *missing)
-    monkeypatch.setattr("edge_runtime.session.open_bundle", lambda *_, **__: bundle)
+    monkeypatch.setattr("edge_runtime.opening.open_bundle", lambda *_, **__: bundle)
 
 
 @pytest.mark.parametrize("missing", ["drafter_body", "drafter_head"])

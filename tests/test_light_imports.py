@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = {"torch", "transformers", "onnx", "onnxruntime", "llama_cpp", "gguf", "tokenizers", "rich", "huggingface_hub"}
+HEAVY = {"torch", "transformers", "onnx", "onnxruntime", "llama_cpp", "gguf", "tokenizers", "rich", "huggingface_hub", "jinja2"}
 
 
 @pytest.mark.parametrize("package", ["edge_runtime", "edge_devices", "edge_export"])

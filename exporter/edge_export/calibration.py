@@ -187,14 +187,14 @@ def _listening(model: Any, sums: _Sums) -> Iterator[None]:
     hooks = []
     for name, module in model.named_modules() if model is not None else ():
         if isinstance(module, torch.nn.Linear):
-            short = gguf_name(_text_name(f"{name}.weight"))
+            short = gguf_name(text_name(f"{name}.weight"))
             if name == "lm_head":
                 # A drafter's head sees every row that counts, a target's does not (see _run).
                 short = _HEAD if _tied(model) and hasattr(model, "pre_projection") else None
             if short is not None and not stays_float32(short, 2):
                 hooks.append(module.register_forward_pre_hook(partial(_hear, sums, short)))
         elif name.endswith(".experts") and hasattr(module, "gate_up_proj"):
-            names = tuple(gguf_name(_text_name(f"{name}.{weight}")) or "" for weight in ("gate_up_proj", "down_proj"))
+            names = tuple(gguf_name(text_name(f"{name}.{weight}")) or "" for weight in ("gate_up_proj", "down_proj"))
             hooks.append(module.register_forward_pre_hook(partial(_hear_experts, sums, names)))
     try:
         yield
@@ -220,7 +220,8 @@ def _hear_experts(sums: _Sums, names: tuple[str, ...], module: Any, inputs: tupl
         sums.add(names[1], module.act_fn(gate) * up, expert, experts)
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
+    """The name that a weight of a multimodal model has in a text-only one; other names stay."""
     for prefix, short in TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return short + name[len(prefix) :]

@@ -22,7 +22,10 @@ from edge_export.quantize import QUANTIZATIONS
 from edge_export.reference import reference_pair
 from edge_export.weighing import Weighing
 from edge_runtime.bundle import Bundle
+from edge_runtime.config import PRESET_NAMES, SpeculativeConfig
+from edge_runtime.config_file import read_config
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.presets import expanded, preset_of
 from edge_runtime.structure import to_json
 
 EXAMPLES = """
@@ -133,12 +136,36 @@ def parity_sentence(parity: dict[str, Any]) -> str:
     )
 
 
+def check_formats(formats: str, quantization: str | None, onnx: dict[str, Any]) -> None:
+    """Raises a usage error for options of a format that is not made."""
+    if formats == "gguf" and any(onnx.values()):
+        raise click.UsageError("the --onnx options need --format onnx or both")
+    if formats == "onnx" and quantization:
+        raise click.UsageError(
+            "--target-quant and --drafter-quant are those of GGUF files; with --format onnx give --onnx-target, --onnx-drafter"
+        )
+
+
+def check_weighing(calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None) -> None:
+    """Raises a usage error for ways to weigh errors that contradict each other."""
+    if calibrate and imatrix:
+        raise click.UsageError("give --calibrate or an importance matrix, not both")
+    if save_imatrix and not (calibrate and save_imatrix.is_dir()):
+        raise click.UsageError("--save-imatrix takes an existing folder, and goes with --calibrate")
+
+
 def onnx_request(given: dict[str, Any]) -> OnnxRequest:
     """The ONNX part of a request out of the --onnx options that were given."""
     named = {key.removeprefix("onnx_"): value for key, value in given.items() if value is not None}
     if "block" in named:
         named["block"] = int(named["block"])
     return OnnxRequest(**named)
+
+
+def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
+    """Returns the configuration file over the preset. Raises ConfigError."""
+    config = SpeculativeConfig() if path is None else expanded(read_config(path))
+    return config if preset is None else config.over(preset_of(preset).config)
 
 
 @click.command(epilog=EXAMPLES)
@@ -164,6 +191,11 @@ def onnx_request(given: dict[str, Any]) -> OnnxRequest:
     "--context", type=click.IntRange(min=1), help="Tokens the KV cache is laid out for.  [default: 4096, or the model's if shorter]"
 )
 @click.option(
+    "--config", "config_path", type=click.Path(path_type=Path),
+    help="YAML file: models, precisions and context where the command line names none; the rest goes into the bundle's config.yaml.",
+)  # fmt: skip
+@click.option("--preset", type=click.Choice(PRESET_NAMES), help="Settings for a kind of work, for the bundle's config.yaml.")
+@click.option(
     "--calibrate", type=click.Path(path_type=Path), metavar="TEXT",
     help="Weigh quantization errors by what the pair computes on this text, in transformers: a few hundred kB of what it will read.",
 )  # fmt: skip
@@ -179,34 +211,35 @@ def onnx_request(given: dict[str, Any]) -> OnnxRequest:
 @click.version_option(package_name="edge-mtp")
 def main(
     target: str | None, drafter: str | None, output: Path, target_quant: str | None, drafter_quant: str | None, context: int | None,
-    no_verify: bool, force: bool, as_json: bool, shipped: bool, calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None,
-    drafter_imatrix: Path | None, formats: str, **onnx: str | None,
+    config_path: Path | None, preset: str | None, no_verify: bool, force: bool, as_json: bool, shipped: bool,
+    calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None, drafter_imatrix: Path | None,
+    formats: str, **onnx: str | None,
 ) -> None:  # fmt: skip
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
-    Each is a Hugging Face folder, a hub id, or an existing GGUF (checked, then taken as it is).
+    Each is a Hugging Face folder, a hub id, or an existing GGUF (checked, then taken as it is). A --config file may name them instead.
     """
+    try:
+        config = export_config(config_path, preset)
+    except EdgeRuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    if not shipped:
+        target, drafter = target or config.verifier.model, drafter or config.drafter.model
     if shipped and (target or drafter):
         raise click.UsageError("--reference-pair is exported instead of TARGET and DRAFTER; leave them out")
     if not shipped and not (target and drafter):
-        raise click.UsageError("give TARGET and DRAFTER, or --reference-pair")
-    if formats == "gguf" and any(onnx.values()):
-        raise click.UsageError("the --onnx options need --format onnx or both")
-    if formats == "onnx" and (target_quant or drafter_quant):
-        raise click.UsageError(
-            "--target-quant and --drafter-quant are those of GGUF files; with --format onnx give --onnx-target, --onnx-drafter"
-        )
-    if calibrate and (imatrix or drafter_imatrix):
-        raise click.UsageError("give --calibrate or an importance matrix, not both")
-    if save_imatrix and not (calibrate and save_imatrix.is_dir()):
-        raise click.UsageError("--save-imatrix takes an existing folder, and goes with --calibrate")
-    console = Console(stderr=True)
+        raise click.UsageError("give TARGET and DRAFTER, a --config that names both models, or --reference-pair")
+    check_formats(formats, target_quant or drafter_quant, onnx)
+    check_weighing(calibrate, save_imatrix, imatrix or drafter_imatrix)
+    console, gguf = Console(stderr=True), formats != "onnx"
     try:
         if shipped:
             target, drafter = map(str, reference_pair())
         request = ExportRequest(
-            target=str(target), drafter=str(drafter), output=output, target_quantization=target_quant, drafter_quantization=drafter_quant,
-            context=context, verify=not no_verify, force=force, gguf=formats != "onnx",
+            target=str(target), drafter=str(drafter), output=output,
+            target_quantization=target_quant or (config.verifier.precision if gguf else None),
+            drafter_quantization=drafter_quant or (config.drafter.precision if gguf else None),
+            context=context or config.cache.max_context_length, verify=not no_verify, force=force, config=config, gguf=gguf,
             onnx=None if formats == "gguf" else onnx_request(onnx),
             weighing=Weighing(imatrix=imatrix, drafter_imatrix=drafter_imatrix, calibrate=calibrate, save=save_imatrix),
         )  # fmt: skip

@@ -6,7 +6,7 @@ import datetime
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +39,10 @@ from edge_runtime.bundle import (
     open_bundle,
     sha256_of,
 )
+from edge_runtime.config import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
+from edge_runtime.config_file import CONFIG_NAME, config_text
+from edge_runtime.presets import expanded
+from edge_runtime.settings import defaults
 
 TARGET_QUANTIZATION = "q4_0"
 DRAFTER_QUANTIZATION = "q8_0"
@@ -70,6 +74,8 @@ class ExportRequest:
 
     Quantizations: one of quantize.QUANTIZATIONS, or None for the default. `context` in tokens (None: 4096, or the model's own if shorter).
     `onnx` asks for ONNX graphs, `gguf` for GGUF files; at least one of them is wanted.
+    `config` is what the bundle's config.yaml is to say of how it is run; the rest of it is the defaults.
+    `weighing` is what quantization errors are weighed by, if by anything.
     """
 
     target: str
@@ -83,6 +89,7 @@ class ExportRequest:
     threads: int | None = None
     gguf: bool = True
     onnx: OnnxRequest | None = None
+    config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     weighing: Weighing = field(default_factory=Weighing)
 
 
@@ -123,8 +130,11 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
     layout = cache_layout(target.checkpoint, drafter.checkpoint, context)
     split = request.gguf and drafter.gguf is None and can_split(target.checkpoint.architecture.hidden_size, drafter.checkpoint)
+    sparse = split or (request.onnx is not None and drafter.checkpoint.assistant.ordered_embeddings)
+    if request.config.drafter.sparse_output and not sparse:
+        raise ExportError(f"{request.drafter} gives no split drafter, which drafter.sparse_output true asks for; leave that key out")
     left_out = [(part.role, name) for part in pair for name in part.checkpoint.left_out]
-    if split or request.onnx is not None:
+    if sparse:
         left_out = [(role, name) for role, name in left_out if not name.startswith(SPARSE_HEAD)]
     for role, name in left_out:
         progress.say(f"Left out of the {role}: {name}.")
@@ -156,6 +166,7 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             onnx=made.graphs,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        (folder / CONFIG_NAME).write_text(config_text(bundle_config(request.config, manifest)), encoding="utf-8")
         # The hashes were just computed from these very files; shape, sizes and layout are checked once more as a reader would.
         open_bundle(folder, check_hashes=False)
     return Bundle(request.output, manifest)
@@ -229,6 +240,19 @@ def check_onnx_space(pair: tuple[ResolvedSource, ResolvedSource], request: OnnxR
         )
 
 
+def bundle_config(config: SpeculativeConfig, manifest: Manifest) -> SpeculativeConfig:
+    """Returns what config.yaml says: `config` over the defaults, with the files and the context as they came out."""
+    quantizations = {entry.role: entry.quantization for entry in reversed(manifest.files)}  # of two formats the first, as a reader finds it
+    made = SpeculativeConfig(
+        drafter=DrafterConfig(model=manifest.sources["drafter"].origin, precision=quantizations["drafter"]),
+        verifier=VerifierConfig(model=manifest.sources["target"].origin, precision=quantizations["target"]),
+        cache=CacheConfig(max_context_length=manifest.runtime.context),
+    )
+    whole = made.over(expanded(config)).over(defaults(manifest.runtime))
+    # Every value is written out, so the preset's name would say nothing any more.
+    return replace(whole, tuning=replace(whole.tuning, preset=None))
+
+
 def check_space(models: tuple[_Model, ...], folder: Path, split: bool) -> None:
     """Raises ExportError if the disk has no room for the unquantized files and the bundle together."""
     needed = _SMALL_FILES_BYTES
@@ -252,7 +276,7 @@ def check_space(models: tuple[_Model, ...], folder: Path, split: bool) -> None:
 
 def _planned(source: ResolvedSource, wanted: str | None, default: str, folder: Path) -> _Model:
     if source.quantization is not None:
-        if wanted is not None:
+        if wanted not in (None, source.quantization):
             raise ExportError(
                 f"{source.origin} is a GGUF and taken as it is ({source.quantization}); leave --{source.role}-quant out, or give the checkpoint"
             )

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import gguf
 import numpy as np
 from numpy.typing import NDArray
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 from edge_export.architecture import TextArchitecture
 from edge_export.checkpoint import Checkpoint

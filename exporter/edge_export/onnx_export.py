@@ -121,7 +121,7 @@ def _facts(target: Checkpoint, vocabulary: Vocabulary, contrib_ops: set[str]) ->
         ends.add(vocabulary.special_ids["eos"])
     return OnnxGraphs(
         opset=OPSET, contrib_ops=tuple(sorted(contrib_ops)), rotations=_rotations(model), context=model.context,
-        bos_token=vocabulary.special_ids.get("bos"), eog_tokens=tuple(sorted(ends)),
+        bos_token=vocabulary.special_ids.get("bos"), eos_token=vocabulary.special_ids.get("eos"), eog_tokens=tuple(sorted(ends)),
         control_tokens=tuple(sorted(ends | {token for token, kind in enumerate(vocabulary.types) if kind == CONTROL})),
     )  # fmt: skip
 

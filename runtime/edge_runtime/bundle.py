@@ -129,7 +129,7 @@ class Rotation:
 @dataclass(frozen=True, kw_only=True)
 class OnnxGraphs:
     """What a reader of the ONNX graphs must know beside them: operator sets, contrib operators of onnxruntime, and the tokens that
-    begin and end a text. `bos_token` None: nothing is put in front. `control_tokens` have no text of their own.
+    begin and end a text (`bos_token`, `eos_token` None: there is none). `control_tokens` have no text of their own.
     `context` is the longest the target was made for, in tokens."""
 
     opset: int
@@ -137,6 +137,7 @@ class OnnxGraphs:
     rotations: tuple[Rotation, ...]
     context: int
     bos_token: int | None
+    eos_token: int | None
     eog_tokens: tuple[int, ...]
     control_tokens: tuple[int, ...]
 
@@ -184,7 +185,10 @@ class Manifest:
 
     def to_json(self) -> str:
         """The exact text of manifest.json, ending in a newline."""
-        return json.dumps(to_json(self), indent=2) + "\n"
+        data = to_json(self)
+        if not self.importance:
+            del data["importance"]
+        return json.dumps(data, indent=2) + "\n"
 
 
 @dataclass(frozen=True)

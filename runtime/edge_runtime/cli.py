@@ -12,18 +12,29 @@ from typing import Any
 import click
 
 from edge_runtime.backends.choice import BACKENDS, BackendKind
+from edge_runtime.chat import MAX_TOKENS, Chat
 from edge_runtime.comparison import compare, comparison_table
+from edge_runtime.config import PRESET_NAMES, SpeculativeConfig, TuningConfig
+from edge_runtime.config_file import read_config
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.lossless import check_lossless
-from edge_runtime.policies import POLICIES, draft_length_policy
+from edge_runtime.monitoring import MonitorOptions
+from edge_runtime.opening import open_session
+from edge_runtime.policies import POLICIES
+from edge_runtime.presets import expanded
+from edge_runtime.rejection import WARN_ABOVE
 from edge_runtime.sampling_options import request_options, sampling_options
-from edge_runtime.session import Generation, Session, open_session
+from edge_runtime.session import Session
+from edge_runtime.summary import summary
+from edge_runtime.terminal_chat import TerminalChat, chat_options, chat_values
 
+RUN_TOKENS = 128
 EXAMPLES = """
 \b
 Examples:
+  edge-run my-bundle                      (a chat)
   edge-run my-bundle "def fibonacci(n):"
   edge-run my-bundle --draft-length 0 "plain decoding, no drafts"
   edge-run my-bundle --verify-lossless --max-tokens 200 "class Stack:"
@@ -42,7 +53,6 @@ class RunOptions:
     prompt: str
     max_tokens: int
     draft_length: int | None
-    policy: str
     as_json: bool
     verify_lossless: bool
     request: Mapping[str, Any]
@@ -55,13 +65,13 @@ def note(text: str) -> None:
 
 def run_once(session: Session, options: RunOptions) -> None:
     """Streams one generation and says how it went."""
-    policy = draft_length_policy(options.policy, session.draft_length_for(options.draft_length))
-    generation = session.generate(options.prompt, max_tokens=options.max_tokens, policy=policy, **options.request)
+    generation = session.generate(options.prompt, max_tokens=options.max_tokens, draft_length=options.draft_length, **options.request)
     pieces = []
     for piece in generation:
         pieces.append(piece)
         if not options.as_json:
             click.echo(piece, nl=False)
+    session.record(generation)
     lossless = check_lossless(session, generation) if options.verify_lossless else None
     if options.as_json:
         record: dict[str, Any] = {
@@ -72,20 +82,15 @@ def run_once(session: Session, options: RunOptions) -> None:
         click.echo(json.dumps(record, ensure_ascii=False))
         return
     click.echo()
-    note(summary(generation, session.drafter_kind))
+    note(summary(generation.stats, session.drafter_kind))
     if lossless:
         note(lossless.sentence())
 
 
-def summary(generation: Generation, drafter: DrafterKind) -> str:
-    """One line of figures; `drafter` is named where it drafted."""
-    stats = generation.stats
-    parts = [f"{stats.tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s", f"{stats.tokens_per_round:.2f} tokens per round"]
-    if stats.acceptance_rate is not None:
-        by_position = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
-        parts.append(f"{stats.acceptance_rate:.1%} of {drafter} drafts accepted (by position {by_position})")
-    parts.append(f"first token after {stats.first_token_seconds * 1000:.0f} ms")
-    return ", ".join(parts)
+def run_chat(session: Session, options: RunOptions, chat: Mapping[str, Any]) -> None:
+    """Talks until the input ends; each answer is at most `max_tokens` long."""
+    talk = Chat(session, max_tokens=options.max_tokens, draft_length=options.draft_length, **chat, **options.request)
+    TerminalChat(talk, as_json=options.as_json).run()
 
 
 def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
@@ -102,26 +107,44 @@ def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
     Console().print(comparison_table(comparison))
 
 
-def check_combination(request: Mapping[str, Any], policy: str, draft_length: int | None, *, comparing: bool, verify_lossless: bool) -> None:
+def command_config(config: Path | None, policy: str | None, draft_length: int | None) -> SpeculativeConfig:
+    """Returns the configuration file with what the command line says of draft lengths over it."""
+    said = SpeculativeConfig(tuning=TuningConfig(policy=policy, initial_horizon=draft_length))
+    return said if config is None else said.over(expanded(read_config(config)))
+
+
+def check_combination(
+    request: Mapping[str, Any], policy: str | None, draft_length: int | None, *, comparing: bool, verify_lossless: bool
+) -> None:  # fmt: skip
     """Raises a usage error for options that contradict each other."""
     if comparing and verify_lossless:
         raise click.UsageError("--compare and --verify-lossless are two different runs; give one of them")
-    if comparing and (policy != "fixed" or request["sampling"] != GREEDY_PARAMS or request["stop"]):
+    if comparing and (policy in ("rolling", "stepped") or request["sampling"] != GREEDY_PARAMS or request["stop"]):
         raise click.UsageError("--compare is greedy, with a fixed draft length and no stop strings; leave those options out")
     if policy == "stepped" and draft_length is not None:
         raise click.UsageError("--policy stepped has its own draft lengths; leave --draft-length out")
+    if policy == "rolling" and draft_length == 0:
+        raise click.UsageError("--policy rolling drafts at least 1 token; give a longer --draft-length")
     if verify_lossless and not GenerationOptions(sampling=request["sampling"], acceptance=request["acceptance"]).repeatable:
         raise click.UsageError("--verify-lossless needs temperature 0, or --acceptance match with a --seed: other runs differ by chance")
 
 
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("prompt")
-@click.option("--draft-length", type=click.IntRange(0, 12), help="Tokens to draft per round; 0 is plain decoding.  [default: the bundle's]")
-@click.option("--policy", type=click.Choice(POLICIES), default="fixed", help="How the draft length follows the acceptance.")
+@click.argument("prompt", required=False)
+@click.option(
+    "--draft-length",
+    type=click.IntRange(0, 12),
+    help="Tokens to draft per round; 0 is plain decoding. With --policy rolling the first length.  [default: the configuration's]",
+)
+@click.option("--policy", type=click.Choice(POLICIES), help="How the draft length follows the acceptance.  [default: the configuration's]")
 @click.option(
     "--drafter", type=click.Choice(DRAFTER_KINDS),
-    help="dense: llama.cpp's; split: with the sparse head; lookup: copies from the text.  [default: the faster of dense and split]",
+    help="dense: llama.cpp's; split: with the sparse head; lookup: copies from the text.  [default: the configuration's, else the faster of dense and split]",
+)  # fmt: skip
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1),
+    help=f"Most tokens to generate; drafts never count.  [default: {RUN_TOKENS}, in a chat {MAX_TOKENS} per answer]",
 )  # fmt: skip
 @click.option("--backend", type=click.Choice(BACKENDS), help="llama.cpp or onnxruntime.  [default: what the bundle has and is installed]")
 @click.option("--execution-provider", metavar="NAME", help="onnx: where the graphs run, e.g. cpu, openvino.  [default: cpu]")
@@ -129,34 +152,55 @@ def check_combination(request: Mapping[str, Any], policy: str, draft_length: int
 @click.option(
     "--keep-packed", is_flag=True, help="onnx: keep weights packed for this CPU on disk, twice their size: opens faster, maps memory."
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Most tokens to generate; drafts never count.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
-@click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the bundle's]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
+@click.option("--config", type=click.Path(path_type=Path), help="YAML file that goes over --preset and the bundle's own config.yaml.")
+@click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")
+@click.option("--log", type=click.Path(path_type=Path), help="Append one JSON line of figures about each request to this file.")
+@click.option(
+    "--warn-rejection", type=click.FloatRange(0, 1, min_open=True, max_open=True), multiple=True, default=WARN_ABOVE,
+    help="Say it when more than this share of the newest drafts is rejected. Repeatable.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text; in a chat one per turn.")
 @click.option("--verify-lossless", is_flag=True, help="Rerun plainly; report equality or the first divergence with its logit gap.")
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and show a table.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="With --compare: runs of each; medians are shown.")
 @click.option("--check/--no-check", "check_hashes", default=True, help="Check the files' sha256 before use.")
 @sampling_options
+@chat_options
 @click.version_option(package_name="edge-mtp")
 def main(
-    bundle: Path, prompt: str, draft_length: int | None, policy: str, drafter: DrafterKind | None, max_tokens: int, threads: int | None,
-    context: int | None, as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool,
-    backend: BackendKind | None, execution_provider: str | None, uniform_rows: bool, keep_packed: bool, **sampling: Any,
+    bundle: Path, prompt: str | None, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int | None,
+    threads: int | None, context: int | None, config: Path | None, preset: str | None, log: Path | None, warn_rejection: tuple[float, ...],
+    as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, backend: BackendKind | None,
+    execution_provider: str | None, uniform_rows: bool, keep_packed: bool, **values: Any,
 ) -> None:  # fmt: skip
-    """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter."""
+    """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter.
+
+    Without PROMPT: a chat, with the bundle's chat template. It reads turns from the terminal, or one per line from a pipe.
+    """
     try:
-        request = request_options(sampling)
+        chat = chat_values(values, chatting=prompt is None)
+        request = request_options(values)
+        if prompt is None and (comparing or verify_lossless):
+            raise click.UsageError("--compare and --verify-lossless need a PROMPT")
         check_combination(request, policy, draft_length, comparing=comparing, verify_lossless=verify_lossless)
         options = RunOptions(
-            prompt=sys.stdin.read() if prompt == "-" else prompt, max_tokens=max_tokens, draft_length=draft_length, policy=policy,
-            as_json=as_json, verify_lossless=verify_lossless, request=request,
+            prompt=sys.stdin.read() if prompt == "-" else prompt or "", as_json=as_json, verify_lossless=verify_lossless, request=request,
+            draft_length=None if policy == "rolling" else draft_length,
+            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS),
         )  # fmt: skip
+        monitoring = MonitorOptions(
+            warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
+        )
         with open_session(
-            bundle, threads=threads, context=context, drafter=drafter, backend=backend, execution_provider=execution_provider,
-            uniform_rows=uniform_rows, keep_packed=keep_packed, check_hashes=check_hashes, notify=note,
+            bundle, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=note,
+            config=command_config(config, policy, draft_length), preset=preset, monitoring=monitoring, backend=backend,
+            execution_provider=execution_provider, uniform_rows=uniform_rows, keep_packed=keep_packed,
         ) as session:  # fmt: skip
-            if comparing:
+            if prompt is None:
+                run_chat(session, options, chat)
+            elif comparing:
                 run_comparison(session, options, repeats)
             else:
                 run_once(session, options)

@@ -4,6 +4,7 @@ EdgeRuntimeError
   BundleError     a bundle that cannot be honoured
   BackendError    a backend that is missing, too old, or failed
   RequestError    a prompt or an option that cannot be served
+  ConfigError     a configuration that cannot be honoured
 """
 
 
@@ -21,3 +22,7 @@ class BackendError(EdgeRuntimeError):
 
 class RequestError(EdgeRuntimeError):
     """The request does not fit the model: empty prompt, context overflow, draft longer than the rewind slack."""
+
+
+class ConfigError(EdgeRuntimeError):
+    """The `speculative_decoding:` block has an unknown key, a value out of range, or asks for what would break the design."""

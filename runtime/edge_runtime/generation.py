@@ -12,6 +12,7 @@ import numpy as np
 from edge_runtime.backends.base import Drafter, Logits, Target, Vocabulary
 from edge_runtime.decode import Decoding, Round, decode
 from edge_runtime.errors import RequestError
+from edge_runtime.monitoring import RequestWatch
 from edge_runtime.policies import DraftLengthPolicy
 from edge_runtime.rules import DEFAULT_ACCEPTANCE, acceptance_rule
 from edge_runtime.sampling import SamplingParams
@@ -65,11 +66,14 @@ class Generation:
     Nothing runs before the first piece is asked for; leaving the loop early ends the request.
     """
 
-    def __init__(self, pair: OpenedPair, prompt: Sequence[int], policy: DraftLengthPolicy, options: GenerationOptions) -> None:
+    def __init__(
+        self, pair: OpenedPair, prompt: Sequence[int], policy: DraftLengthPolicy, options: GenerationOptions, watch: RequestWatch
+    ) -> None:  # fmt: skip
         self.stats = DecodeStats(prompt_tokens=len(prompt))
         self.tokens: list[int] = []
         self.prompt = list(prompt)
         self.options = options
+        self.watch = watch
         self._pair = pair
         self._text = OutputText(options.stop)
         self._spelt = self._taken = 0
@@ -139,6 +143,7 @@ class Generation:
             stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
         stats.count_round(one.drafted, one.accepted, len(one.tokens))
         self.tokens += one.tokens
+        self.watch.saw(one, stats)
         if self.options.on_round:
             self.options.on_round(one)
 

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edge_runtime.errors import RequestError
+from edge_runtime.generation import Generation
 from edge_runtime.policies import Fixed
-from edge_runtime.session import Generation, Session
+from edge_runtime.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,27 +101,39 @@ class Rolling:
 
 
 class Stepped:
-    """6 tokens where the acceptance of the last `window` rounds is above 0.9, 4 above 0.7, else 2; 2 before anything is known."""
+    """6 tokens where the acceptance of the last `window` rounds is above 0.9, 4 above 0.7, else 2; 2 before anything is known.
 
-    def __init__(self, *, window: int = WINDOW_ROUNDS) -> None:
+    Steps outside [shortest, longest] are moved to its nearer end.
+    """
+
+    def __init__(self, *, shortest: int = 1, longest: int = MAX_DRAFT_LENGTH, window: int = WINDOW_ROUNDS) -> None:
+        if not 1 <= shortest <= longest <= MAX_DRAFT_LENGTH:
+            raise RequestError(f"draft lengths from {shortest} to {longest} are no range within 1..{MAX_DRAFT_LENGTH}")
+        self._bounds = (shortest, longest)
         self._recent = RecentAcceptance(window)
 
     def draft_length(self) -> int:
         """Returns the step of the present acceptance."""
         rate = self._recent.rate or 0.0
-        return 6 if rate > 0.9 else 4 if rate > 0.7 else 2
+        shortest, longest = self._bounds
+        return min(max(6 if rate > 0.9 else 4 if rate > 0.7 else 2, shortest), longest)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Counts the round."""
         self._recent.add(drafted, accepted)
 
 
-def draft_length_policy(name: str, start: int) -> DraftLengthPolicy:
-    """Returns the policy of that name. `start` is the length of `fixed` and the first one of `rolling`; `stepped` has its own steps."""
+def draft_length_policy(
+    name: str, start: int, *, shortest: int = 1, longest: int = 8, threshold: float = 0.7, penalty: float = 1.0, window: int = WINDOW_ROUNDS
+) -> DraftLengthPolicy:
+    """Returns the policy of that name. `start` is the length of `fixed` and the first one of `rolling`; `fixed` has no range.
+
+    `threshold` and `penalty` are those of `rolling`; `window` is in rounds.
+    """
     if name == "fixed":
         return Fixed(start)
     if name == "rolling":
-        return Rolling(start)
+        return Rolling(start, shortest=shortest, longest=longest, threshold=threshold, penalty=penalty, window=window)
     if name == "stepped":
-        return Stepped()
+        return Stepped(shortest=shortest, longest=longest, window=window)
     raise RequestError(f"policy {name!r} is not known; choose one of {', '.join(POLICIES)}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,11 @@ class SamplingParams:
             _require(_whole(token), "logit_bias", token, "keyed by token ids, at least 0")
             _require(_number(bias) or bias == -math.inf, f"logit_bias[{token}]", bias, "a finite number, or -inf to ban the token")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's own mapping may change later
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys; a ban is the text "-inf", which JSON has no number for."""
+        biases = {str(token): bias if math.isfinite(bias) else str(bias) for token, bias in self.logit_bias.items()}
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"logit_bias": biases}
 
     @property
     def penalises(self) -> bool:

@@ -46,7 +46,7 @@ OPTIONS = (
         "--acceptance", type=click.Choice(ACCEPTANCE_METHODS), default=DEFAULT_ACCEPTANCE, help="How sampled drafts are accepted."
     ),
     click.option("--stop", multiple=True, help="Text that ends the answer and is not shown. Repeatable."),
-    click.option("--chunk-size", type=int, default=1, help="Show at least this many tokens at once."),
+    click.option("--chunk-size", type=int, help="Show at least this many tokens at once.  [default: the configuration's, else 1]"),
 )
 
 

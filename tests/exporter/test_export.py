@@ -72,7 +72,7 @@ def test_the_bundle_opens_and_says_where_it_came_from(request_for: Callable[...,
         ("tokenizer", "tokenizer.json", None), ("chat_template", "chat_template.jinja", None),
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-    assert len(list((tmp_path / "out").iterdir())) == 7, "the files of the manifest and the manifest, nothing unquantized"
+    assert len(list((tmp_path / "out").iterdir())) == 8, "the files of the manifest, the manifest and config.yaml, nothing unquantized"
     assert bundle.manifest.runtime.context == bundle.manifest.cache_layout.full.capacity == 700
     assert bundle.manifest.created_by.startswith("edge-mtp ")
     weights = [f.name for f in bundle.manifest.sources["target"].files if f.name.endswith(".safetensors")]
@@ -108,7 +108,7 @@ def test_a_gguf_is_taken_as_it_is(request_for: Callable[..., ExportRequest], tmp
     assert second.manifest.parity == {"skipped": "the target and drafter came as GGUF, without a checkpoint to compare with"}
     open_bundle(tmp_path / "again")
     with pytest.raises(ExportError, match="taken as it is"):
-        export_pair(request_for(target=paths[0], output=tmp_path / "third"), Heard())
+        export_pair(request_for(target=paths[0], target_quantization="q8_0", output=tmp_path / "third"), Heard())
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -24,7 +24,7 @@ from edge_export.onnx_request import OnnxRequest
 from edge_export.reference import reference_pair
 from edge_export.weighing import Weighing
 from edge_runtime.bundle import Bundle, open_bundle
-from edge_runtime.session import open_session
+from edge_runtime.opening import open_session
 from settled_pair import settled
 from silent import Silent
 
@@ -71,7 +71,7 @@ def test_rounded_weights_stay_near_and_float32_graphs_leave_no_trace(weights: st
     assert parity["unquantized"]["max_abs_difference"] < 1e-4
     assert 0 <= parity["quantized"]["mean_kl"] < most
     listed = {file.path for file in bundle.manifest.files}
-    assert {path.name for path in bundle.folder.iterdir()} == listed | {"manifest.json"}
+    assert {path.name for path in bundle.folder.iterdir()} == listed | {"manifest.json", "config.yaml"}
 
 
 def test_the_shipped_pair_is_within_a_thousandth(tmp_path: Path) -> None:

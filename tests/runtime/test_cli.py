@@ -10,7 +10,9 @@ from click.testing import CliRunner, Result
 
 from edge_runtime import cli
 from edge_runtime.errors import BundleError
-from scripted import make_session
+from edge_runtime.monitoring import Monitor
+from edge_runtime.session import Session
+from scripted import make_session, next_token
 
 
 @pytest.fixture
@@ -72,7 +74,6 @@ def test_prompt_from_standard_input(run):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("bundle",),
         ("bundle", "x", "--draft-length", "13"),
         ("bundle", "x", "--max-tokens", "0"),
         ("bundle", "x", "--drafter", "fast"),
@@ -170,3 +171,51 @@ def test_bad_values_are_refused_with_the_value(run):
     result = run("bundle", "abc", "--temperature", "-1")
     assert result.exit_code == 1
     assert "temperature is -1.0" in result.stderr
+
+
+def opened_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Result, dict[str, Any]]:
+    opened: dict[str, Any] = {}
+
+    def opening(*_: object, **options: Any) -> Session:
+        opened.update(options)
+        session = make_session(guess=lambda context, _: (next_token(context) + 1) % 17)
+        return Session(session.bundle, session.target, session.drafter, session.vocabulary, monitor=Monitor(options["monitoring"]))
+
+    monkeypatch.setattr(cli, "open_session", opening)
+    return CliRunner().invoke(cli.main, ["bundle", "abc", *arguments]), opened
+
+
+def test_the_command_line_goes_over_the_config_file(monkeypatch, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("speculative_decoding: {tuning: {preset: chat, rejection_penalty: 2}}")
+    _, opened = opened_with(monkeypatch, "--config", str(file), "--preset", "code", "--policy", "rolling", "--draft-length", "4")
+    tuning = opened["config"].tuning
+    assert (tuning.policy, tuning.initial_horizon, tuning.min_horizon, tuning.max_horizon) == ("rolling", 4, 4, 8)
+    assert tuning.rejection_penalty == 2
+    assert opened["preset"] == "code"
+
+
+def test_a_bad_config_file_is_one_sentence(run, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("speculative_decoding: {streaming: {fallback_always_append: false}}")
+    result = run("bundle", "abc", "--config", str(file))
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        f"Error: {file}: speculative_decoding.streaming.fallback_always_append is false, which cannot be honoured"
+    )
+
+
+def test_warnings_go_to_the_person_and_the_log_gets_a_line(monkeypatch, tmp_path):
+    log = tmp_path / "log.jsonl"
+    arguments = ("--draft-length", "2", "--max-tokens", "60", "--json", "--log", str(log), "--warn-rejection", "0.4")
+    for _ in range(2):
+        result, _ = opened_with(monkeypatch, *arguments)
+    assert result.stderr.count("warning: 100% of the last 50 drafted tokens were rejected, more than 40%") == 1
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["stats"]["tokens"] for line in lines] == [60, 60]
+    assert json.loads(result.stdout)["stats"]["drafted_tokens"] == lines[1]["stats"]["drafted_tokens"]
+
+
+@pytest.mark.parametrize("arguments", [("--preset", "fast"), ("--warn-rejection", "1"), ("--policy", "rolling", "--draft-length", "0")])
+def test_configuration_usage_errors_exit_2(run, arguments):
+    assert run("bundle", "abc", *arguments).exit_code == 2

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from edge_runtime.backends.llama_cpp import LlamaOptions, LlamaTarget
 from edge_runtime.backends.llama_vocabulary import LlamaVocabulary
+from edge_runtime.chat_template import ChatTemplate
 from edge_runtime.errors import RequestError
 
 TEXTS = [
@@ -99,3 +100,20 @@ def test_unknown_ids_are_refused(vocabulary: LlamaVocabulary, token: int) -> Non
     with pytest.raises(RequestError, match=f"token id {token} is not in the vocabulary of {vocabulary.size} tokens"):
         vocabulary.piece(token)
     assert not vocabulary.eog(token)
+
+
+def test_control_tokens_are_all_that_a_conversation_is_made_of(vocabulary: LlamaVocabulary) -> None:
+    control = vocabulary.control_tokens
+    assert {"<bos>", "<eos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<tool_call|>", '<|"|>'} <= set(control)
+    assert all(vocabulary.encode(text, add_bos=False, parse_special=True) == [token] for text, token in control.items())
+    assert len(control) < 30, "no run of newlines and no byte is among them"
+
+
+def test_the_shipped_template_keeps_users_from_forging_turns(vocabulary: LlamaVocabulary, reference_pair: Any) -> None:
+    template = ChatTemplate((reference_pair.target_checkpoint / "chat_template.jinja").read_text(), vocabulary)
+    foreign = " ".join(vocabulary.control_tokens)
+    ids = template.encode([{"role": "user", "content": foreign}])
+    assert decoded(vocabulary, ids) == f"<bos><|turn>user\n{foreign}<turn|>\n<|turn>model\n"
+    assert [i for i in ids if i in vocabulary.control_tokens.values()] == [
+        vocabulary.control_tokens[text] for text in ("<bos>", "<|turn>", "<turn|>", "<|turn>")
+    ]

@@ -10,8 +10,9 @@ import pytest
 from edge_runtime.backends.base import DraftAsk, Logits
 from edge_runtime.bundle import Bundle
 from edge_runtime.errors import RequestError
+from edge_runtime.opening import Sessions, open_session, open_sessions
 from edge_runtime.sampling import SamplingParams
-from edge_runtime.session import Session, Sessions, open_session, open_sessions
+from edge_runtime.session import Session
 from scripted import MANIFEST, LetterVocabulary, ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
 
 PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]

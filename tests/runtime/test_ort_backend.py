@@ -20,7 +20,8 @@ from edge_runtime.backends.ort_open import OrtOptions, open_onnx, open_pair
 from edge_runtime.backends.ort_target import OrtTarget, pair_of
 from edge_runtime.bundle import open_bundle
 from edge_runtime.errors import BackendError, BundleError, RequestError
-from edge_runtime.session import Session, open_session
+from edge_runtime.opening import open_session
+from edge_runtime.session import Session
 
 WINDOW = 128
 Bundles = Callable[[str], Path]

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from edge_runtime.backends import ort_prepacked
-from edge_runtime.session import open_session
+from edge_runtime.opening import open_session
 
 Bundles = Callable[[str], Path]
 PROMPT = "def area(r):"

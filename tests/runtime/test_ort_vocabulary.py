@@ -15,7 +15,7 @@ from edge_runtime.backends.llama_vocabulary import LlamaVocabulary
 from edge_runtime.backends.ort_vocabulary import TokenizerVocabulary
 from edge_runtime.bundle import open_bundle
 from edge_runtime.errors import BundleError, RequestError
-from edge_runtime.session import open_session
+from edge_runtime.opening import open_session
 
 Both = tuple[TokenizerVocabulary, LlamaVocabulary]
 
@@ -59,7 +59,9 @@ def test_the_same_bytes_and_the_same_ends(both: Both) -> None:
     own, theirs = both
     assert own.size == theirs.size
     assert own.bos == theirs.bos
+    assert own.eos == theirs.eos
     assert own.eog_tokens == theirs.eog_tokens
+    assert dict(own.control_tokens) == dict(theirs.control_tokens)
     for token in range(own.size):
         assert own.piece(token) == theirs.piece(token), token
         assert own.piece(token, special=True) == theirs.piece(token, special=True), token

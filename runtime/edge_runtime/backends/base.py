@@ -5,7 +5,7 @@ Hidden rows and K/V never cross it: a backend builds the drafter from its target
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,12 +98,24 @@ class Together(Protocol):
 
 
 class Vocabulary(Protocol):
-    """Text to token ids and back to bytes. `eog_tokens` are the ids that end a generation."""
+    """Text to token ids and back to bytes. `eog_tokens` are the ids that end a generation; `bos` and `eos` are -1 where there is none."""
 
     eog_tokens: frozenset[int]
+    bos: int
+    eos: int
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of `text`, with the beginning-of-sequence token first."""
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Text -> id of every token that has a meaning in a conversation, and so must never come from foreign text."""
 
-    def piece(self, token: int) -> bytes:
-        """Returns the UTF-8 bytes of one token; a character may be spread over several."""
+    def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
+        """Returns the token ids of `text`, with the beginning-of-sequence token first unless told otherwise.
+
+        `parse_special` lets control tokens that are written out in the text become those tokens.
+        """
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Returns the UTF-8 bytes of one token; a character may be spread over several.
+
+        Control tokens may be empty, unless `special` asks for their text.
+        """

@@ -34,8 +34,10 @@ _DECODE_CODES = {
 class LlamaOptions:
     """How to open a pair. Raises RequestError if a number is out of its range.
 
-    `context` and `batch` are in tokens; `sequences` texts of `context` tokens each share the opened context; `use_extra_bufts` lets llama.cpp repack weights for the CPU; `draft` keeps the target's
-    hidden rows, which only a drafter needs; `max_draft_length` bounds a draft, and a verify to one row more.
+    `context` and `batch` are in tokens; `sequences` texts of `context` tokens each share the opened context; `use_extra_bufts` lets
+    llama.cpp repack weights for the CPU; `draft` keeps the target's hidden rows, which only a drafter needs; `max_draft_length` bounds a
+    draft, and a verify to one row more; `max_candidates` bounds the tokens that the split drafter's head looks at, None leaves the
+    head's own number.
     """
 
     context: int
@@ -45,6 +47,7 @@ class LlamaOptions:
     draft: bool = True
     max_draft_length: int = MAX_DRAFT_LENGTH
     sequences: int = 1
+    max_candidates: int | None = None
 
     def __post_init__(self) -> None:
         if self.context < 1:

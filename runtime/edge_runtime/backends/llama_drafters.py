@@ -41,7 +41,7 @@ class LlamaTogether:
         self._drafter = drafter if isinstance(drafter, LlamaDrafter) else None
         self.drafters: tuple[Drafter | None, ...]
         if self._drafter is not None:
-            self.drafters = tuple(SequenceDrafter(self._drafter, number) for number in range(len(self.targets)))
+            self.drafters = (self._drafter, *(SequenceDrafter(self._drafter, number) for number in range(1, len(self.targets))))
         else:
             self.drafters = tuple(LookupDrafter(sequence) if drafter is not None else None for sequence in self.targets)
 

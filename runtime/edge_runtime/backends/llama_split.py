@@ -7,6 +7,7 @@ its work. This one gives llama.cpp the blocks alone (edge_export/split_body.py) 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,13 @@ from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
 from edge_runtime.backends.base import Choose, DraftAsk
-from edge_runtime.backends.head_file import read_head
+from edge_runtime.backends.head_file import HeadWeights, read_head
 from edge_runtime.backends.llama_context import LlamaOptions
 from edge_runtime.backends.llama_drafter import LlamaDrafter, Row
 from edge_runtime.backends.llama_rows import GgufRows
 from edge_runtime.backends.llama_target import LlamaTarget
 from edge_runtime.backends.sparse_head import SparseHead
-from edge_runtime.errors import BackendError
+from edge_runtime.errors import BackendError, RequestError
 
 # With its own vocabulary gone, the body sees every token as this one; its embedding meets zeros.
 _NO_TOKEN = 0
@@ -38,7 +39,7 @@ class LlamaSplitDrafter(LlamaDrafter):
             if width > target.hidden_size:
                 raise BackendError(f"{body.name} is {width} wide, more than its target's {target.hidden_size}; export the pair again")
             sizes = {"hidden_size": width, "target_hidden_size": target.hidden_size, "vocabulary": target.vocabulary.size}
-            self._head = SparseHead(read_head(head, **sizes))
+            self._head = SparseHead(_with_candidates(read_head(head, **sizes), options.max_candidates))
             self._rows = GgufRows(self._library, target_path, EMBEDDING, target.vocabulary.size, target.hidden_size)
         except BaseException:
             self.close()
@@ -82,6 +83,16 @@ class LlamaSplitDrafter(LlamaDrafter):
 
     def _check_vocabulary(self, path: Path) -> None:
         """The body has a dummy vocabulary; the head file is checked against the target's."""
+
+
+def _with_candidates(weights: HeadWeights, most: int | None) -> HeadWeights:
+    """Looks into fewer clusters if the head's own would be more than `most` tokens. Raises RequestError if not one cluster is so small."""
+    if most is None:
+        return weights
+    per_cluster = weights.rows.shape[1]
+    if most < per_cluster:
+        raise RequestError(f"max_candidates is {most}, but the head's smallest choice is one cluster of {per_cluster} tokens; ask for more")
+    return replace(weights, top_centroids=min(weights.top_centroids, most // per_cluster))
 
 
 def _choice(choose: Choose, head: SparseHead, output: NDArray[np.float32]) -> int:

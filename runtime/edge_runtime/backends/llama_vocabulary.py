@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from edge_runtime.backends.llama_library import LlamaLibrary
@@ -11,6 +14,9 @@ from edge_runtime.errors import RequestError
 # llama_tokenize counts in int32 and a token is never longer than its text, so no longer text can be asked for.
 MAX_TEXT_BYTES = (1 << 31) - 64
 _NO_TOKEN = -1
+# llama_token_attr (include/llama.h). Of user-defined tokens, which stay visible in output, only those in Gemma 4's brackets mean something.
+_UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16
+_BRACKETED = re.compile(rb"<\|[^<>]+>|<[^<>]+\|>")
 
 
 class LlamaVocabulary:
@@ -23,6 +29,18 @@ class LlamaVocabulary:
         self.eog_tokens = frozenset(token for token in range(self.size) if self._api.llama_vocab_is_eog(self._vocab, token))
         self.bos: int = self._api.llama_vocab_bos(self._vocab)
         self.eos: int = self._api.llama_vocab_eos(self._vocab)
+
+    @cached_property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Text -> id of the control tokens: of <|turn> and its like, and of what is visible in output but no text, as <|channel>."""
+        found = {}
+        for token in range(self.size):
+            attributes = self._api.llama_vocab_get_attr(self._vocab, token)
+            if attributes & (_UNKNOWN | _CONTROL | _USER_DEFINED):
+                text = self.piece(token, special=True)
+                if attributes & (_UNKNOWN | _CONTROL) or _BRACKETED.fullmatch(text):
+                    found[text.decode("utf-8", "replace")] = token
+        return found
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         """Returns the token ids of `text`.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from edge_runtime.errors import BackendError, BundleError, RequestError
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
+# Marks in Gemma 4's brackets mean something in a conversation, though they are visible in output.
+_BRACKETED = re.compile(r"<\|[^<>]+>|<[^<>]+\|>")
+_NO_TOKEN = -1
 
 
 class TokenizerVocabulary:
@@ -27,13 +32,20 @@ class TokenizerVocabulary:
             raise BundleError(f"{path} is no tokenizer ({error}); copy the bundle again") from error
         self.size = size
         self.eog_tokens = frozenset(graphs.eog_tokens)
-        self.bos = -1 if graphs.bos_token is None else graphs.bos_token
+        self.bos = _NO_TOKEN if graphs.bos_token is None else graphs.bos_token
+        self.eos = _NO_TOKEN if graphs.eos_token is None else graphs.eos_token
         self._control = frozenset(graphs.control_tokens)
         added = self._tokenizer.get_added_tokens_decoder().items()
         # Marks such as <|channel> are found in any text; the tokenizer itself tells no difference between them and control tokens.
         self._marks = {token.content: index for index, token in added if token.special and index not in self._control}
         longest_first = sorted(self._marks, key=len, reverse=True)
         self._mark = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+
+    @cached_property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Text -> id of the control tokens: of <|turn> and its like, and of what is visible in output but no text, as <|channel>."""
+        hidden = {self._tokenizer.id_to_token(token): token for token in sorted(self._control) if token < self.size}
+        return hidden | {text: token for text, token in self._marks.items() if _BRACKETED.fullmatch(text)}
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         """Returns the token ids of `text`; a surrogate that is no half of a pair becomes U+FFFD.

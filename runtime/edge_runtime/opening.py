@@ -1,0 +1,169 @@
+"""Opens a bundle on a backend: the front door of the runtime's Python interface."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypedDict, Unpack
+
+from edge_runtime.backends.base import Together
+from edge_runtime.backends.choice import BackendKind, choose_backend
+from edge_runtime.bundle import Bundle, open_bundle
+from edge_runtime.config import SpeculativeConfig
+from edge_runtime.decode import Round
+from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
+from edge_runtime.errors import ConfigError, RequestError
+from edge_runtime.generation import Generation
+from edge_runtime.lockstep import Lockstep
+from edge_runtime.monitoring import Monitor, MonitorOptions
+from edge_runtime.session import Session
+from edge_runtime.settings import Settings, load_settings
+
+
+class OpenOptions(TypedDict, total=False):
+    """How to open a bundle; what is left out or None is as the bundle's config.yaml says, or the default.
+
+    `context` is in tokens. `config` (a file or a `SpeculativeConfig`) goes over the preset, that over the bundle's config.yaml, that over
+    the defaults, and what is asked for here over all. Without a `drafter` it is the faster by a short measurement where the bundle has
+    both the dense and the split. `notify` gets a sentence now and then, such as about a first probe. `monitoring` says what the
+    monitor tells whom; its window is the configured one. `check_hashes` False leaves out the files' sha256.
+
+    `backend` None is llama.cpp or onnxruntime, by what the bundle holds and what is installed. The last three are onnxruntime's: where the
+    graphs run, whether a single row goes through the kernels of several, and whether packed weights are kept on disk (`OrtOptions`).
+    """
+
+    threads: int | None
+    context: int | None
+    drafter: DrafterKind | None
+    config: SpeculativeConfig | Path | str | None
+    preset: str | None
+    monitoring: MonitorOptions | None
+    check_hashes: bool
+    notify: Callable[[str], None]
+    backend: BackendKind | None
+    execution_provider: str | None
+    uniform_rows: bool
+    keep_packed: bool
+
+
+class Sessions:
+    """Sessions that share one context of one pair: requests on different ones can run at once. Not thread-safe.
+
+    Close this, not the single sessions; or use it as a context manager.
+    """
+
+    def __init__(self, sessions: Sequence[Session], together: Together) -> None:
+        self.sessions = tuple(sessions)
+        self.lockstep = Lockstep(together)
+        self._together = together
+
+    def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
+        """Runs requests started on these sessions to their ends, those of different sessions at once; yields their rounds."""
+        return self.lockstep.run(generations)
+
+    def close(self) -> None:
+        """Frees the models; ends all sessions."""
+        self._together.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def default_threads() -> int:
+    """Returns how many processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def open_session(folder: Path | str, **options: Unpack[OpenOptions]) -> Session:
+    """Opens a bundle; the options are those of `OpenOptions`.
+
+    The first use of llama.cpp on a machine probes it in a child process, since a build may crash on the processor it runs on.
+    Raises BundleError, BackendError, ConfigError, and RequestError for an unknown drafter, backend or provider, or a log that cannot be
+    written.
+    """
+    opening = _prepared(folder, options)
+    if choose_backend(opening.bundle, options.get("backend")) == "llama":
+        return _open_llama(opening, 1, options).sessions[0]
+    from edge_runtime.backends.ort_open import OrtOptions, open_onnx
+
+    settings = opening.settings
+    if settings.max_candidates is not None:
+        raise ConfigError("drafter.max_candidates is not for ONNX graphs, whose head looks at a fixed number; leave it out")
+    target, drafter, kind = open_onnx(
+        opening.bundle,
+        OrtOptions(
+            context=settings.context, threads=opening.threads, provider=options.get("execution_provider"),
+            uniform_rows=options.get("uniform_rows", False), keep_packed=options.get("keep_packed", False),
+        ),
+        opening.drafter, opening.notify,
+    )  # fmt: skip
+    return Session(opening.bundle, target, drafter, target.vocabulary, kind, settings, opening.monitor)
+
+
+def open_sessions(folder: Path | str, count: int, **options: Unpack[OpenOptions]) -> Sessions:
+    """Opens a bundle on llama.cpp for `count` requests at once, each with a text of up to `context` tokens. Otherwise as `open_session`."""
+    return _open_llama(_prepared(folder, options), count, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opening:
+    """What the options come to."""
+
+    bundle: Bundle
+    settings: Settings
+    monitor: Monitor
+    drafter: DrafterKind | None
+    threads: int
+    notify: Callable[[str], None]
+
+
+def _prepared(folder: Path | str, options: OpenOptions) -> _Opening:
+    drafter, notify = options.get("drafter"), options.get("notify", _silent)
+    if drafter is not None and drafter not in DRAFTER_KINDS:
+        raise RequestError(f"drafter {drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
+    bundle = open_bundle(folder, check_hashes=options.get("check_hashes", True))
+    settings = load_settings(
+        bundle, config=options.get("config"), preset=options.get("preset"), context=options.get("context"), notify=notify
+    )
+    monitor = Monitor(replace(options.get("monitoring") or MonitorOptions(), window=settings.window))
+    return _Opening(
+        bundle=bundle, settings=settings, monitor=monitor, drafter=drafter or settings.drafter,
+        threads=options.get("threads") or default_threads(), notify=notify,
+    )  # fmt: skip
+
+
+def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions:
+    from edge_runtime.backends.llama_context import LlamaOptions
+    from edge_runtime.backends.llama_drafters import open_together
+    from edge_runtime.probe import probe_load_options
+
+    if options.get("execution_provider") is not None or options.get("uniform_rows") or options.get("keep_packed"):
+        raise RequestError("execution providers, uniform rows and packed weights are onnxruntime's; ask for them with the onnx backend")
+    bundle, settings, drafter = opening.bundle, opening.settings, opening.drafter
+    has_model = drafter not in ("lookup", "none")
+    probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if has_model else [])]
+    paths = [bundle.folder / file.path for file in probed]
+    quantizations = [file.quantization or "unknown" for file in probed]
+    answer = probe_load_options(paths[0], paths[1] if has_model else None, quantizations, notify=opening.notify)
+    together, kind = open_together(
+        bundle,
+        LlamaOptions(
+            context=settings.context, threads=opening.threads, use_extra_bufts=answer.use_extra_bufts,
+            draft=has_model, max_draft_length=settings.longest_draft, max_candidates=settings.max_candidates, sequences=count,
+        ),
+        drafter,
+    )  # fmt: skip
+    own = zip(together.targets, together.drafters, strict=True)
+    return Sessions(
+        [Session(bundle, target, one, together.vocabulary, kind, settings, opening.monitor) for target, one in own], together
+    )  # fmt: skip
+
+
+def _silent(_: str) -> None:
+    """Nobody wants to hear."""

@@ -1,0 +1,85 @@
+"""The quantizer comparison runs on a checkpoint and tells the ways apart."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+for library in ("torch", "transformers", "gguf", "llama_cpp"):
+    pytest.importorskip(library, reason="the comparison runs transformers and llama.cpp's quantizer")
+from click.testing import CliRunner
+
+from edge_export import calibration
+from edge_export.nbits import WeightSpec
+
+ROOT = Path(__file__).parent.parent.parent
+PAIR = ROOT / "exporter" / "edge_export" / "reference_pair"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("bench_quantizers", ROOT / "scripts" / "bench_quantizers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.setdefault("bench_quantizers", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_way_is_compared(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "BLOCKS", (32,))
+    monkeypatch.setattr(script, "GGUF_TYPES", ("q4_0",))
+    monkeypatch.setattr(calibration, "MAX_CHUNKS", 2)
+    (tmp_path / "prompts.json").write_text(json.dumps(["def area(width, height):\n    return width * height\n"]))
+    text = Path(json.__file__).read_text()
+    (tmp_path / "text.txt").write_text(text)
+    arguments = [
+        "--prompts",
+        tmp_path / "prompts.json",
+        "--text",
+        tmp_path / "text.txt",
+        "--continuation",
+        8,
+        "--json",
+        tmp_path / "out.json",
+    ]
+    result = CliRunner().invoke(script.main, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["importance"]["bytes"] == len(text.encode())
+    ways = {loss["way"]: loss for loss in found["losses"]}
+    assert len(ways) == 2 + 6
+    for loss in ways.values():
+        assert 0 < loss["kl"] < 0.3
+        assert 0.5 < loss["greedy_agreement"] <= 1
+        assert 4.5 < loss["bits"] < 7
+        assert loss["way"] in result.output
+    assert len({loss["kl"] for loss in ways.values()}) == len(ways), "no two ways give the same weights"
+
+
+def test_tables_take_8_bits_and_blocks_divide_the_rows(script: Any) -> None:
+    random = np.random.default_rng(1)
+    weights = {
+        name: random.standard_normal((4, width)).astype(np.float32) for name, width in (("token_embd.weight", 128), ("proj.weight", 32))
+    }
+    made, bits = script.rounded(weights, WeightSpec(bits=4, block=128, method="rtn"), None)
+    assert bits == pytest.approx((128 * (8 + 32 / 128) + 32 * (4 + 32 / 32)) / 160)
+    errors = {name: np.abs(made[name] - weights[name]).max() for name in weights}
+    assert errors["token_embd.weight"] < 0.03 < errors["proj.weight"]
+
+
+def test_files_with_a_prompt_in_them_are_left_out(script: Any) -> None:
+    line = next(line for line in (Path(json.__file__)).read_text().splitlines() if len(line) > 70)
+    whole = script.standard_library([])
+    assert line in whole
+    assert line not in script.standard_library([line])
+    assert len(whole) > 400_000
+    prompts = [prompt.strip() for path in PAIR.glob("prompts.*.json") for prompt in json.loads(path.read_text())]
+    clean = script.standard_library(prompts)
+    assert not [prompt for prompt in prompts if prompt in clean]

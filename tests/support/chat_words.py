@@ -1,0 +1,96 @@
+"""A chat without a model: a vocabulary of bytes and Gemma 4's control tokens, and a target that says what the script has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_runtime.backends.base import Logits
+from edge_runtime.bundle import Bundle
+from edge_runtime.session import Session
+from scripted import MANIFEST, ScriptedDrafter, ScriptedTarget
+
+CONTROL = (
+    "<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>",
+    "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
+)  # fmt: skip
+FIRST_BYTE = 100
+CERTAIN = 100.0
+_SPLIT = re.compile("(" + "|".join(map(re.escape, CONTROL)) + ")")
+_ANSWER_BEGINS = "<|turn>model\n"
+
+
+class ChatWords:
+    """Ids below 100 are control tokens, the rest 100 + byte. As in llama.cpp some control tokens are never kept out of text."""
+
+    eog_tokens = frozenset({CONTROL.index("<eos>"), CONTROL.index("<turn|>"), CONTROL.index("<|tool_response>")})
+    bos = CONTROL.index("<bos>")
+    eos = CONTROL.index("<eos>")
+    visible = frozenset({"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'})
+    size = FIRST_BYTE + 256
+
+    def __init__(self, control: Sequence[str] = CONTROL) -> None:
+        self.control_tokens: Mapping[str, int] = {text: CONTROL.index(text) for text in control}
+
+    def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
+        ids = [self.bos] if add_bos else []
+        for word in _SPLIT.split(text):
+            if word in self.control_tokens and (parse_special or word in self.visible):
+                ids.append(CONTROL.index(word))
+            else:
+                ids += [FIRST_BYTE + byte for byte in word.encode()]
+        return ids
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        if token < FIRST_BYTE:
+            return CONTROL[token].encode() if special or CONTROL[token] in self.visible else b""
+        return bytes([token - FIRST_BYTE])
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """All tokens as text."""
+        return b"".join(self.piece(i, special=True) for i in ids).decode("utf-8", "replace")
+
+
+class SpeakingTarget(ScriptedTarget):
+    """Answers the n-th turn of the conversation in its cache with `replies(n, the conversation)`, then ends the turn."""
+
+    def __init__(self, replies: Callable[[int, str], str], context: int = 2048) -> None:
+        super().__init__(context=context)
+        self.vocabulary = ChatWords()
+        self._replies = replies
+
+    def next_token(self, cache: Sequence[int]) -> int:
+        begins = self.vocabulary.encode(_ANSWER_BEGINS, add_bos=False, parse_special=True)
+        turns = [i for i in range(len(cache)) if list(cache[i : i + len(begins)]) == begins]
+        said = self.vocabulary.spell(cache[: turns[-1]])
+        reply = self.vocabulary.encode(self._replies(len(turns) - 1, said), add_bos=False, parse_special=True)
+        answer = list(cache[turns[-1] + len(begins) :])
+        if reply[: len(answer)] != answer:
+            return CONTROL.index("<pad>")  # after a wrong draft; anywhere else it shows that the cache is wrong
+        return reply[len(answer)] if len(answer) < len(reply) else CONTROL.index("<turn|>")
+
+    def verify(self, tokens: Sequence[int]) -> Logits:
+        start = len(self.cache)
+        self._append(tokens)
+        self.rows.append(len(tokens))
+        logits = np.zeros((len(tokens), ChatWords.size), dtype=np.float32)
+        logits[-1, self.next_token(self.cache)] = CERTAIN
+        for i in range(len(tokens) - 1):
+            logits[i, self.next_token(self.cache[: start + i + 1])] = CERTAIN
+        return logits
+
+
+def chat_session(*replies: str | Callable[[int, str], str], context: int = 2048, drafts: bool = False) -> Session:
+    """A session that gives these replies, the last one again and again; `drafts` adds a drafter that is right where an answer has blanks."""
+
+    def reply(turn: int, said: str) -> str:
+        one: Any = replies[min(turn, len(replies) - 1)]
+        return one if isinstance(one, str) else one(turn, said)
+
+    target = SpeakingTarget(reply, context)
+    drafter = ScriptedDrafter(target, lambda *_: FIRST_BYTE + ord(" ")) if drafts else None
+    return Session(Bundle(Path("nowhere"), MANIFEST), target, drafter, target.vocabulary)
