@@ -186,8 +186,11 @@ class Manifest:
     def to_json(self) -> str:
         """The exact text of manifest.json, ending in a newline."""
         data = to_json(self)
+        # What only some bundles have is left out of the others.
         if not self.importance:
             del data["importance"]
+        if self.onnx is None:
+            del data["onnx"], data["cache_layout"]["buffers"]
         return json.dumps(data, indent=2) + "\n"
 
 
