@@ -12,12 +12,13 @@ from math import sqrt
 from pathlib import Path
 
 from edge_export.architecture import AssistantArchitecture, TextArchitecture
+from edge_export.centroid_rows import cluster_rows
 from edge_export.checkpoint import Checkpoint
 from edge_export.onnx_blocks import BlockWeights, CacheNames, DrafterBlocks, declare_attention, declare_cache, store_block
 from edge_export.onnx_graph import Graph
 from edge_export.onnx_target import embed
 from edge_export.onnx_weights import Matrix, Stored, WeightFile, WeightForm
-from edge_export.split_head import cluster_rows, token_order
+from edge_export.split_head import token_order
 from edge_export.tensor_shapes import CENTROIDS
 
 

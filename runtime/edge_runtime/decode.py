@@ -52,6 +52,10 @@ class Decoding:
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
         return min(self._policy.draft_length(), self._left - 1, target.context - target.length - 1, target.rewind_slack)
 
+    def admit(self, drafts: list[int]) -> list[int]:
+        """Returns the drafts that are worth verifying; asked once a round."""
+        return self.rule.admit(drafts)
+
     def settle(self, drafts: Sequence[int], logits: Logits) -> Round:
         """Judges `drafts` on the `logits` [len(drafts) + 1, vocabulary] of verifying [last, *drafts], and rolls the cache back."""
         start = self._target.length - len(drafts) - 1
@@ -72,6 +76,7 @@ def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Itera
     while not decoding.done:
         length = decoding.draft_length()
         drafts = drafter.draft(decoding.last, length, decoding.rule.choose) if drafter is not None and length > 0 else []
+        drafts = decoding.admit(drafts)
         yield decoding.settle(drafts, target.verify([decoding.last, *drafts]))
 
 

@@ -77,7 +77,7 @@ class Lockstep:
         drafts: list[list[int]] = [[] for _ in running]
         if wanted:
             for i, draft in zip(wanted, self._together.draft_all([asks[i] for i in wanted]), strict=True):
-                drafts[i] = draft
+                drafts[i] = running[i].decoding.admit(draft)
         return drafts
 
     def _number(self, generation: Generation) -> int:

@@ -15,9 +15,12 @@ from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.config import SpeculativeConfig
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
-from edge_runtime.errors import ConfigError, RequestError
+from edge_runtime.errors import RequestError
 from edge_runtime.generation import Generation
+from edge_runtime.kv_types import KvType, check_kv_type
 from edge_runtime.lockstep import Lockstep
+from edge_runtime.memory_check import available_memory, check_memory, memory_bytes
+from edge_runtime.memory_plan import Opening
 from edge_runtime.monitoring import Monitor, MonitorOptions
 from edge_runtime.session import Session
 from edge_runtime.settings import Settings, load_settings
@@ -29,7 +32,8 @@ class OpenOptions(TypedDict, total=False):
     `context` is in tokens. `config` (a file or a `SpeculativeConfig`) goes over the preset, that over the bundle's config.yaml, that over
     the defaults, and what is asked for here over all. Without a `drafter` it is the faster by a short measurement where the bundle has
     both the dense and the split. `notify` gets a sentence now and then, such as about a first probe. `monitoring` says what the
-    monitor tells whom; its window is the configured one. `check_hashes` False leaves out the files' sha256.
+    monitor tells whom; its window is the configured one. `kv_type` is that of the KV cache; `memory_limit`, bytes or a text such as
+    "2GB", refuses before it is opened what would take more, and without one the machine is asked (see `check_memory`). `check_hashes` False leaves out the files' sha256.
 
     `backend` None is llama.cpp or onnxruntime, by what the bundle holds and what is installed. The last three are onnxruntime's: where the
     graphs run, whether a single row goes through the kernels of several, and whether packed weights are kept on disk (`OrtOptions`).
@@ -41,6 +45,8 @@ class OpenOptions(TypedDict, total=False):
     config: SpeculativeConfig | Path | str | None
     preset: str | None
     monitoring: MonitorOptions | None
+    kv_type: KvType | None
+    memory_limit: str | int | None
     check_hashes: bool
     notify: Callable[[str], None]
     backend: BackendKind | None
@@ -93,8 +99,7 @@ def open_session(folder: Path | str, **options: Unpack[OpenOptions]) -> Session:
     from edge_runtime.backends.ort_open import OrtOptions, open_onnx
 
     settings = opening.settings
-    if settings.max_candidates is not None:
-        raise ConfigError("drafter.max_candidates is not for ONNX graphs, whose head looks at a fixed number; leave it out")
+    _check_onnx(settings, options)
     target, drafter, kind = open_onnx(
         opening.bundle,
         OrtOptions(
@@ -146,6 +151,8 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
     if options.get("execution_provider") is not None or options.get("uniform_rows") or options.get("keep_packed"):
         raise RequestError("execution providers, uniform rows and packed weights are onnxruntime's; ask for them with the onnx backend")
     bundle, settings, drafter = opening.bundle, opening.settings, opening.drafter
+    kv_type = check_kv_type(bundle.manifest.cache_layout, options.get("kv_type") or settings.kv_type)
+    _check_memory(bundle, settings, options.get("memory_limit"), drafter, kv_type, count, opening.notify)
     has_model = drafter not in ("lookup", "none")
     probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if has_model else [])]
     paths = [bundle.folder / file.path for file in probed]
@@ -156,6 +163,7 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
         LlamaOptions(
             context=settings.context, threads=opening.threads, use_extra_bufts=answer.use_extra_bufts,
             draft=has_model, max_draft_length=settings.longest_draft, max_candidates=settings.max_candidates, sequences=count,
+            kv_type=kv_type,
         ),
         drafter,
     )  # fmt: skip
@@ -163,6 +171,34 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
     return Sessions(
         [Session(bundle, target, one, together.vocabulary, kind, settings, opening.monitor) for target, one in own], together
     )  # fmt: skip
+
+
+def _check_memory(
+    bundle: Bundle, settings: Settings, limit: str | int | None, drafter: DrafterKind | None, kv_type: KvType, count: int,
+    notify: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Raises RequestError if it would not fit. The probe that says whether weights are copied has still to come; they are counted."""
+    from edge_runtime.backends.llama_context import BATCH
+    from edge_runtime.backends.llama_drafters import drafters_opened
+
+    opening = Opening(
+        context=settings.context, kv_type=kv_type, sequences=count, batch=BATCH, verify_rows=settings.longest_draft + 1,
+        drafters=drafters_opened(bundle, drafter), repack=True,
+    )  # fmt: skip
+    most = settings.memory_limit if limit is None else memory_bytes(limit)
+    check_memory(bundle.manifest, opening, most, available_memory() if most is None else None, notify)
+
+
+def _check_onnx(settings: Settings, options: OpenOptions) -> None:
+    """Raises RequestError for what ONNX graphs do not offer: their rows are float32, their head looks at a fixed number of tokens."""
+    refused = {
+        "kv_type": options.get("kv_type") or (settings.kv_type if settings.kv_type != "f16" else None),
+        "memory_limit": options.get("memory_limit") or settings.memory_limit,
+        "max_candidates": settings.max_candidates,
+    }
+    for name, value in refused.items():
+        if value is not None:
+            raise RequestError(f"{name} {value} is not for ONNX graphs; leave it out, or take the llama backend")
 
 
 def _silent(_: str) -> None:

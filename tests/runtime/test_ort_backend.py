@@ -19,6 +19,7 @@ from edge_runtime.backends.ort_drafter import OrtDrafter
 from edge_runtime.backends.ort_open import OrtOptions, open_onnx, open_pair
 from edge_runtime.backends.ort_target import OrtTarget, pair_of
 from edge_runtime.bundle import open_bundle
+from edge_runtime.config import DrafterConfig, SpeculativeConfig
 from edge_runtime.errors import BackendError, BundleError, RequestError
 from edge_runtime.opening import open_session
 from edge_runtime.session import Session
@@ -380,3 +381,17 @@ def test_the_command_runs_graphs_and_checks_itself(onnx_pair: Bundles) -> None:
     result = CliRunner().invoke(main, [str(onnx_pair("int4")), "--execution-provider", "abacus", "x"])
     assert result.exit_code == 1
     assert "no execution provider 'abacus'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_type": "q8_0"}, {"memory_limit": "2GB"}, {"config": SpeculativeConfig(drafter=DrafterConfig(max_candidates=64))}]
+)
+def test_settings_of_llama_alone_are_refused(options: dict[str, Any], onnx_pair: Bundles) -> None:
+    with pytest.raises(RequestError, match="is not for ONNX graphs; leave it out, or take the llama backend"):
+        open_session(onnx_pair("f32"), threads=1, **options)
+
+
+def test_a_host_that_finds_no_candidate_ends_the_draft(target: OrtTarget, drafter: OrtDrafter) -> None:
+    target.prefill(random_tokens(15, 30))
+    answers: Iterator[int | None] = iter([301, 302, None, 303])
+    assert drafter.draft(300, 6, lambda scores, tokens=None: next(answers)) == [301, 302]

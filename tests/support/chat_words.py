@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class ChatWords:
         return ids
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
+        if len(CONTROL) <= token < FIRST_BYTE:
+            return b""
         if token < FIRST_BYTE:
             return CONTROL[token].encode() if special or CONTROL[token] in self.visible else b""
         return bytes([token - FIRST_BYTE])
@@ -93,4 +96,5 @@ def chat_session(*replies: str | Callable[[int, str], str], context: int = 2048,
 
     target = SpeakingTarget(reply, context)
     drafter = ScriptedDrafter(target, lambda *_: FIRST_BYTE + ord(" ")) if drafts else None
-    return Session(Bundle(Path("nowhere"), MANIFEST), target, drafter, target.vocabulary)
+    manifest = replace(MANIFEST, architecture=replace(MANIFEST.architecture, vocab_size=ChatWords.size))
+    return Session(Bundle(Path("nowhere"), manifest), target, drafter, target.vocabulary)

@@ -60,9 +60,12 @@ class StochasticDrafter:
                 tokens = np.array(self._support(context), dtype=np.int32)
                 logits = logits[tokens]
             best = int(logits.argmax()) if tokens is None else int(tokens[logits.argmax()])
-            context.append(choose(logits, tokens) if choose else best)
+            chosen = choose(logits, tokens) if choose else best
             logits.fill(np.nan)
-        return context[len(context) - draft_length :]
+            if chosen is None:
+                break
+            context.append(chosen)
+        return context[self._target.length + 1 :]
 
     def close(self) -> None:
         """Holds nothing."""
@@ -76,13 +79,14 @@ class CertainDrafter(StochasticDrafter):
 
 
 def write(
-    target: StochasticTarget, drafter: StochasticDrafter | None, prompt: Sequence[int], rule: AcceptanceRule, *, length: int, tokens: int
-) -> tuple[int, ...]:
+    target: StochasticTarget, drafter: StochasticDrafter | None, prompt: Sequence[int], rule: AcceptanceRule, *, length: int, tokens: int,
+    ends: Callable[[int], bool] = lambda _: False,
+) -> tuple[int, ...]:  # fmt: skip
     """One request through the loop, on an empty cache."""
     target.rollback(0)
     target.prefill(prompt[:-1])
     emitted: list[int] = []
-    for one in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=tokens, rule=rule)):
+    for one in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=tokens, rule=rule, ends=ends)):
         emitted += one.tokens
         assert target.cache == [*prompt, *emitted][:-1]
     return tuple(emitted)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,11 @@ Logits = NDArray[np.float32]
 class Choose(Protocol):
     """Picks one draft; called once per draft, in order."""
 
-    def __call__(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int:
-        """Returns a token id. `logits` are the drafter's, float32 [n]: of the whole vocabulary, or of the n different `tokens` alone.
+    def __call__(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
+        """Returns a token id, or None: no candidate will do, and the draft ends before this place.
 
-        They are read before it returns, so a view will do.
+        `logits` are the drafter's, float32 [n]: of the whole vocabulary, or of the n different `tokens` alone. They are read before it
+        returns, so a view will do.
         """
 
 
@@ -54,6 +55,22 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Frees what the backend holds."""
+
+
+@runtime_checkable
+class SavableTarget(Target, Protocol):
+    """A target whose K/V rows can leave the process."""
+
+    kv_type: str
+
+    def state(self) -> bytes:
+        """Returns the committed rows in the backend's own form."""
+
+    def restore(self, tokens: Sequence[int], state: bytes) -> None:
+        """Replaces all rows by those of `state`, which are those of `tokens`; the drafter has no hidden row until the next forward.
+
+        Raises RequestError if `state` is damaged or does not fit; then nothing has changed.
+        """
 
 
 class Drafter(Protocol):

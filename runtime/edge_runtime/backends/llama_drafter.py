@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.backends.base import Choose, DraftAsk
 from edge_runtime.backends.llama_context import (
+    MAX_SEQUENCES,
     Batch,
     LlamaOptions,
     check_architecture,
@@ -46,6 +47,8 @@ class LlamaDrafter(LlamaModel):
         api, target_context = self._api, self._target.shared._pointer
         self._check_fit(path)
         params = context_params(self._library, options, options.sequences)
+        # It never sees a prompt: buffers for a whole batch of one would be most of what it takes.
+        params.n_batch = params.n_ubatch = MAX_SEQUENCES
         params.ctx_type = api.LLAMA_CONTEXT_TYPE_MTP
         params.ctx_other = target_context
         self._pointer = open_context(self._library, self._model, params, path)
@@ -56,7 +59,7 @@ class LlamaDrafter(LlamaModel):
         self._target.shared.drafters.append(self)
 
     def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
-        """Returns `draft_length` tokens after `last`, or none where the target has no hidden row (see `rollback`)."""
+        """Returns `draft_length` tokens after `last`, fewer where `choose` ends them, none where the target has no hidden row (`rollback`)."""
         return self.draft_all([DraftAsk(sequence=0, last=last, draft_length=draft_length, choose=choose)])[0]
 
     def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
@@ -80,9 +83,10 @@ class LlamaDrafter(LlamaModel):
         while carries:
             steps = [(asks[i], drafts[i][-1] if drafts[i] else asks[i].last, carries[i]) for i in carries]
             for i, (token, carry) in zip(list(carries), self._step(steps), strict=True):
-                drafts[i].append(token)
+                if token is not None:
+                    drafts[i].append(token)
                 carries[i] = carry
-                if len(drafts[i]) == asks[i].draft_length:
+                if token is None or len(drafts[i]) == asks[i].draft_length:
                     del carries[i]
         return drafts
 
@@ -93,16 +97,22 @@ class LlamaDrafter(LlamaModel):
         """What the first step takes over from the target's hidden row: with a dense drafter the row itself."""
         return hidden
 
-    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[tuple[int, Row]]:
+    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[tuple[int | None, Row]]:
         """One draft step of each sequence, given the newest token and what the step before left for it; returns the likeliest token,
-        or the chosen one, and what the next step takes over: here the drafter's hidden row."""
+        or what was chosen, and what the next step takes over: here the drafter's hidden row."""
         following = self._forward(steps)
         logits = floats(self._api.llama_get_logits(self._pointer), len(steps), self._target.vocabulary.size)
         tokens = [ask.choose(row) if ask.choose else int(row.argmax()) for (ask, _, _), row in zip(steps, logits, strict=True)]
         return list(zip(tokens, following, strict=True))
 
     def _forward(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> NDArray[np.float32]:
-        """One forward with a token and an embedding [target's hidden_size] for each; returns the hidden rows, a view until the next one."""
+        """As `_decode` does; returns the hidden rows, a view until the next forward."""
+        self._decode(steps)
+        pointer = self._library.staging.llama_get_embeddings_nextn(self._pointer)
+        return floats(pointer, len(steps), self._target.hidden_size)
+
+    def _decode(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> None:
+        """One forward with a token and an embedding [target's hidden_size] for each."""
         self._batch.clear()
         for ask, token, embedding in steps:
             self._batch.add_step(token, embedding, self._sequence(ask).length, ask.sequence)
@@ -110,8 +120,6 @@ class LlamaDrafter(LlamaModel):
         code: int = self._api.llama_decode(self._pointer, self._batch.structure)
         if code != 0:
             raise decode_error(self._library, "drafter", code, len(steps))
-        pointer = self._library.staging.llama_get_embeddings_nextn(self._pointer)
-        return floats(pointer, len(steps), self._target.hidden_size)
 
     def _check_fit(self, path: Path) -> None:
         """Raises BackendError if the drafter is not one of this target: llama.cpp itself would abort the process."""

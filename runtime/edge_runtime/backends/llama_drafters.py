@@ -105,6 +105,13 @@ def has_split(bundle: Bundle) -> bool:
     return bundle.has(_BODY, "gguf") and bundle.has(_HEAD)
 
 
+def drafters_opened(bundle: Bundle, wanted: DrafterKind | None) -> tuple[DrafterKind, ...]:
+    """Returns which kinds are open at the same time, if only until one is chosen."""
+    if wanted is not None:
+        return (wanted,)
+    return ("dense", "split") if has_split(bundle) else ("dense",)
+
+
 def _faster(bundle: Bundle, target: LlamaTarget, options: LlamaOptions) -> tuple[LlamaDrafter, DrafterKind]:
     dense = open_model_drafter(bundle, target, options, "dense")
     if not has_split(bundle):

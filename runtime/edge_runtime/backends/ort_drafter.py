@@ -80,6 +80,9 @@ class OrtDrafter:
         for _ in range(draft_length):
             call.run()
             _, _, hidden, scores, candidates = call.outputs()
-            tokens.append(choose(scores[0], candidates[0] if candidates.size else None))
+            chosen = choose(scores[0], candidates[0] if candidates.size else None)
+            if chosen is None:
+                break
+            tokens.append(chosen)
             self._token[...], self._hidden[...] = tokens[-1], hidden
         return tokens
