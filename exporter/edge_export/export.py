@@ -16,7 +16,8 @@ from edge_export.cache_plan import architecture, cache_layout
 from edge_export.errors import ExportError
 from edge_export.gguf_file import gguf_bytes, write_gguf
 from edge_export.importance import Importance
-from edge_export.onnx_request import OnnxRequest, check_onnx_sources, expected_onnx_bytes
+from edge_export.onnx_request import OnnxRequest, check_onnx_sources
+from edge_export.onnx_step import Made, check_onnx_space, make_onnx, onnx_parity
 from edge_export.parity import ParityRequest, measure_parity
 from edge_export.quantize import DIRECT, WEIGHED, check_quantization, expected_bytes, library_version, quantize_gguf
 from edge_export.safetensors_file import FloatType
@@ -31,9 +32,7 @@ from edge_runtime.bundle import (
     SCHEMA_VERSION,
     Bundle,
     BundleFile,
-    CacheLayout,
     Manifest,
-    OnnxGraphs,
     RuntimeSettings,
     Source,
     open_bundle,
@@ -143,10 +142,10 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
         if request.onnx is not None:
             check_onnx_space(pair, request.onnx, folder)
         importance = _importance(request, pair, models, progress)
-        made = _Made(parts=[], layout=layout)
+        made = Made(parts=[], layout=layout)
         if request.onnx is not None:
-            made = _make_onnx(pair, layout, request.onnx, importance, folder, progress)
-        parity = _onnx_parity(request, pair, made, folder, progress)
+            made = make_onnx(pair, layout, request.onnx, importance, folder, progress)
+        parity = onnx_parity(request.onnx, request.verify, pair, made, folder, request.threads or _processors(), progress)
         if models:
             parts, measured = _make_gguf(request, models, split, importance, folder, progress)
             made.parts[:0], parity = parts, measured | parity
@@ -170,15 +169,6 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
         # The hashes were just computed from these very files; shape, sizes and layout are checked once more as a reader would.
         open_bundle(folder, check_hashes=False)
     return Bundle(request.output, manifest)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    """Files that are written, the layout with what they add to it, and the manifest's facts of ONNX graphs."""
-
-    parts: list[_Part]
-    layout: CacheLayout
-    graphs: OnnxGraphs | None = None
 
 
 def _plan(
@@ -206,38 +196,6 @@ def _make_gguf(
         if not model.direct:
             model.unquantized.unlink(missing_ok=True)
     return [*((model.source.role, model.exported, "gguf", model.quantization) for model in models), *split_files], parity
-
-
-def _onnx() -> Any:
-    """The module that writes ONNX graphs; it and onnx are imported by those who ask for them."""
-    try:
-        from edge_export import onnx_export
-    except ImportError as error:
-        raise ExportError(f"onnx is not installed ({error}); pip install 'edge-mtp[export]' to write ONNX graphs") from error
-    return onnx_export
-
-
-def _make_onnx(
-    pair: tuple[ResolvedSource, ResolvedSource], layout: CacheLayout, request: OnnxRequest, importance: dict[str, Importance],
-    folder: Path, progress: Progress,
-) -> _Made:  # fmt: skip
-    progress.step("Write the ONNX graphs", _onnx_bytes(pair, request))
-    parts, graphs, named = _onnx().write_onnx(*pair, layout, request, importance, folder, progress.advance)
-    return _Made(parts=parts, layout=named, graphs=graphs)
-
-
-def _onnx_bytes(pair: tuple[ResolvedSource, ResolvedSource], request: OnnxRequest) -> int:
-    sizes = zip(pair, (request.target, request.drafter), strict=True)
-    return sum(expected_onnx_bytes(part.checkpoint.parameters, weights) for part, weights in sizes)
-
-
-def check_onnx_space(pair: tuple[ResolvedSource, ResolvedSource], request: OnnxRequest, folder: Path) -> None:
-    """Raises ExportError if the disk has no room for the ONNX graphs."""
-    needed, free = _SMALL_FILES_BYTES + _onnx_bytes(pair, request), shutil.disk_usage(folder).free
-    if needed > free:
-        raise ExportError(
-            f"{folder.parent} has {free} bytes free, the ONNX graphs need about {needed}; free some space or choose another disk"
-        )
 
 
 def bundle_config(config: SpeculativeConfig, manifest: Manifest) -> SpeculativeConfig:
@@ -361,17 +319,6 @@ def _parity(request: ExportRequest, models: tuple[_Model, _Model], progress: Pro
         ),
         progress.say,
     )  # fmt: skip
-
-
-def _onnx_parity(
-    request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], made: _Made, folder: Path, progress: Progress
-) -> dict[str, Any]:  # fmt: skip
-    if request.onnx is None:
-        return {}
-    if not request.verify:
-        return {"onnx": {"skipped": "it was switched off with --no-verify"}}
-    progress.step("Compare the ONNX graphs with the reference", None)
-    return {"onnx": _onnx().compare(*pair, made.parts, made.layout, request.onnx, folder, request.threads or _processors())}
 
 
 def _copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> list[tuple[str, Path]]:

@@ -15,7 +15,7 @@ from edge_export.importance import Importance
 from edge_export.nbits import WeightSpec
 from edge_export.onnx_drafter import write_drafter
 from edge_export.onnx_graph import OPSET
-from edge_export.onnx_request import OnnxRequest, OnnxWeights, check_onnx_sources
+from edge_export.onnx_request import OnnxPart, OnnxRequest, OnnxWeights, check_onnx_sources
 from edge_export.onnx_target import TargetForms, write_target
 from edge_export.onnx_weights import WeightFile, WeightForm
 from edge_export.parity import ReferenceRequest
@@ -28,8 +28,6 @@ from edge_runtime.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, Onnx
 SPARE_ROWS = 256
 # llama.cpp ends a generation at these too (src/llama-vocab.cpp).
 _END_PIECES = ("<eos>", "<turn|>", "<|tool_response>")
-# Role, path, format and quantization of a file in the bundle.
-OnnxPart = tuple[str, Path, str, str | None]
 
 
 def write_onnx(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from edge_export.errors import ExportError
@@ -12,6 +13,8 @@ OnnxWeights = Literal["f32", "f16", "int8", "int4"]
 ONNX_WEIGHTS: tuple[OnnxWeights, ...] = get_args(OnnxWeights)
 Block = Literal[32, 64, 128]
 BLOCKS: tuple[Block, ...] = get_args(Block)
+# Role, path, format and quantization of a file in the bundle.
+OnnxPart = tuple[str, Path, str, str | None]
 # Bytes per weight, with a float32 scale for each block of 32.
 _BYTES: dict[OnnxWeights, float] = {"f32": 4.0, "f16": 2.0, "int8": 1.125, "int4": 0.625}
 
