@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from edge_runtime.backends.base import Drafter, Logits, Target, Vocabulary
+from edge_runtime.backends.base import Drafter, Target, Vocabulary
 from edge_runtime.constrained_rules import constrained
 from edge_runtime.constraint import Constraint, ConstraintSource
 from edge_runtime.decode import Decoding, Round, decode
@@ -142,12 +142,6 @@ class Generation:
         target.prefill(prompt[stats.reused_tokens :])
         stats.prefill_seconds = time.perf_counter() - begin
 
-    def settle(self, drafts: Sequence[int], logits: Logits, begin: float) -> Round:
-        """Ends a round whose forward was done by somebody else; it began at `begin` (time.perf_counter)."""
-        one = self.decoding.settle(drafts, logits)
-        self.count(one, time.perf_counter() - begin)
-        return one
-
     def count(self, one: Round, seconds: float) -> None:
         """Adds a round that took `seconds` to the request's figures and text."""
         stats = self.stats
@@ -155,6 +149,8 @@ class Generation:
         if not stats.rounds:
             stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
         stats.count_round(one.drafted, one.accepted, len(one.tokens))
+        stats.draft_seconds += one.draft_seconds
+        stats.verify_seconds += one.verify_seconds
         self.tokens += one.tokens
         self.watch.saw(one, stats)
         if self.options.on_round:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from edge_runtime.backends.base import DraftAsk, Together
+from edge_runtime.backends.base import Together
 from edge_runtime.decode import Round
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import Generation
@@ -45,9 +45,14 @@ class Lockstep:
             return []
         begin = time.perf_counter()
         drafts = self._drafts(running)
-        asks = [(self._number(one), [one.decoding.last, *draft]) for one, draft in zip(running, drafts, strict=True)]
+        middle = time.perf_counter()
+        asks = [(self._number(one), one.decoding.rows(draft)) for one, draft in zip(running, drafts, strict=True)]
         logits = self._together.verify_all(asks)
-        done = [(one, one.settle(draft, rows, begin)) for one, draft, rows in zip(running, drafts, logits, strict=True)]
+        drafting, verifying, alone = middle - begin, time.perf_counter() - middle, len(running) == 1
+        done = []
+        for one, rows in zip(running, logits, strict=True):
+            done.append((one, one.decoding.settle(rows, drafting, verifying, alone=alone)))
+            one.count(done[-1][1], time.perf_counter() - begin)
         self._running = [one for one in running if not one.decoding.done]
         return done
 
@@ -64,20 +69,12 @@ class Lockstep:
             yield from self.step()
 
     def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
-        asks = [
-            DraftAsk(
-                sequence=self._number(one),
-                last=one.decoding.last,
-                draft_length=one.decoding.draft_length(),
-                choose=one.decoding.rule.choose,
-            )
-            for one in running
-        ]
+        asks = [one.decoding.ask(self._number(one)) for one in running]
         wanted = [i for i, ask in enumerate(asks) if ask.draft_length > 0]
         drafts: list[list[int]] = [[] for _ in running]
         if wanted:
             for i, draft in zip(wanted, self._together.draft_all([asks[i] for i in wanted]), strict=True):
-                drafts[i] = running[i].decoding.admit(draft)
+                drafts[i] = draft
         return drafts
 
     def _number(self, generation: Generation) -> int:

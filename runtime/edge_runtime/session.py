@@ -7,9 +7,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from edge_runtime.acceptance_model import AcceptanceModel
 from edge_runtime.backends.base import Drafter, Target, Vocabulary
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, Bundle
 from edge_runtime.constraint import ConstraintSource
+from edge_runtime.cost_curve import Costs
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import RequestError
@@ -17,6 +19,7 @@ from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions
 from edge_runtime.grammar import grammars_for
 from edge_runtime.monitoring import Monitor, MonitorOptions
 from edge_runtime.policies import DraftLengthPolicy, Fixed
+from edge_runtime.profit import Profit
 from edge_runtime.rules import DEFAULT_ACCEPTANCE
 from edge_runtime.safety_net import Guarded, SafetyNet
 from edge_runtime.sampling import SamplingParams
@@ -29,9 +32,11 @@ class Session:
 
     def __init__(
         self, bundle: Bundle, target: Target, drafter: Drafter | None, vocabulary: Vocabulary, drafter_kind: DrafterKind = "dense",
-        settings: Settings | None = None, monitor: Monitor | None = None,
+        settings: Settings | None = None, monitor: Monitor | None = None, costs: Callable[[], Costs] | None = None,
     ) -> None:  # fmt: skip
-        """`settings` None takes the bundle's recommendation; `monitor` None one that only counts."""
+        """`settings` None takes the bundle's recommendation; `monitor` None one that only counts. `costs` is asked once, when the
+        policy `profit` is first used: without it that policy drafts a fixed length over the safety net.
+        """
         self.bundle = bundle
         self.target = target
         self.drafter = drafter
@@ -40,6 +45,8 @@ class Session:
         self.settings = settings or resolve_settings([], bundle)
         self.monitor = monitor or Monitor(MonitorOptions(window=self.settings.window))
         self._net = SafetyNet(window=self.settings.window)
+        self._costs = costs
+        self._profit: Profit | None = None
 
     def generate(
         self,
@@ -80,11 +87,19 @@ class Session:
         enforced = None if constraint is None else grammars_for(self.vocabulary, vocabulary_size).constrain(constraint)
         watch = self.monitor.watch(self._said_of_request(options, draft_length, policy))
         if policy is None and draft_length is None:
-            policy = Guarded(self.settings.new_policy(), self._net, watch.report)
+            # Profit weighs what drafts cost here; the net, which does not, would only be in its way.
+            policy = self.profit() or Guarded(self.settings.new_policy(), self._net, watch.report)
         elif policy is None:
             policy = Fixed(self.draft_length_for(draft_length))
         pair = OpenedPair(target=self.target, drafter=self.drafter, vocabulary=self.vocabulary)
         return Generation(pair, ids, policy, options, watch, enforced)
+
+    def profit(self) -> Profit | None:
+        """Returns the session's `profit` policy, which learns from request to request; None if another one is configured."""
+        if self._profit is None and self.settings.policy == "profit" and self._costs and self.drafter:
+            longest = min(self.settings.longest, self.settings.longest_draft)
+            self._profit = Profit(self._costs(), AcceptanceModel(), longest=longest, stepwise=self.drafter.stepwise)
+        return self._profit
 
     def draft_length_for(self, asked: int | None) -> int:
         """Returns the draft length asked for, or the settings' first one. Raises RequestError if it needs more rows than a verify has."""
@@ -119,6 +134,7 @@ class Session:
         file holds only what the next token needs: a prompt that ends more than a token earlier is computed anew. Drafts begin after the
         first verify. Raises RequestError if the file is damaged or not of this target, KV type or context; then nothing has changed.
         """
+        self.profit()  # measuring costs would empty the cache later
         load_state(Path(path), self.target, self.bundle)
 
     def close(self) -> None:

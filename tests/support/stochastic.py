@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edge_runtime.backends.base import Choose, Logits
+from edge_runtime.backends.base import Choose, GoOn, Logits
 from edge_runtime.decode import Decoding, decode
 from edge_runtime.policies import Fixed
 from edge_runtime.rules import AcceptanceRule
@@ -52,7 +52,7 @@ class StochasticDrafter:
         self._row = row
         self._support = support
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
         context = [*self._target.cache, last]
         for _ in range(draft_length):
             logits, tokens = self._row(context).copy(), None
@@ -74,7 +74,7 @@ class StochasticDrafter:
 class CertainDrafter(StochasticDrafter):
     """Ignores `choose`, as a lookup does: drafts its likeliest tokens."""
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
         return super().draft(last, draft_length)
 
 

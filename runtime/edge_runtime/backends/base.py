@@ -5,7 +5,7 @@ Hidden rows and K/V never cross it: a backend builds the drafter from its target
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -24,6 +24,10 @@ class Choose(Protocol):
         `logits` are the drafter's, float32 [n]: of the whole vocabulary, or of the n different `tokens` alone. They are read before it
         returns, so a view will do.
         """
+
+
+# Asked after each draft with the drafter's own probability of its likeliest token there; says whether to draft another.
+GoOn = Callable[[float], bool]
 
 
 class Target(Protocol):
@@ -76,8 +80,10 @@ class SavableTarget(Target, Protocol):
 class Drafter(Protocol):
     """Proposes tokens that follow `last`, the newest token, which is not in the target's cache yet."""
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
-        """Returns at most `draft_length` token ids; may return fewer. Leaves the target's cache as it is.
+    stepwise: bool  # whether it asks `go_on`
+
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
+        """Returns at most `draft_length` token ids; may return fewer, as where `go_on` says no. Leaves the target's cache as it is.
 
         Each is the likeliest, or what `choose` picks. A token that `choose` picked must be returned, before any that it did not pick:
         to drop one for what it is would bend the distribution of the output.
@@ -95,6 +101,7 @@ class DraftAsk:
     last: int
     draft_length: int
     choose: Choose | None = None
+    go_on: GoOn | None = None
 
 
 class Together(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 from edge_runtime.backends.base import DraftAsk
 from edge_runtime.backends.head_file import HeadWeights, read_head
 from edge_runtime.backends.llama_context import LlamaOptions, floats
-from edge_runtime.backends.llama_drafter import LlamaDrafter, Row
+from edge_runtime.backends.llama_drafter import LlamaDrafter, Row, Step, top_probability
 from edge_runtime.backends.llama_target import LlamaTarget
 from edge_runtime.backends.mapped_gguf import map_gguf
 from edge_runtime.backends.sparse_head import SparseHead
@@ -59,7 +59,7 @@ class LlamaSplitDrafter(LlamaDrafter):
     def _first_carry(self, hidden: Row, number: int) -> Row:
         return self._kept(self._opened().first_carry(hidden), number)
 
-    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[tuple[int | None, Row]]:
+    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[Step]:
         """One forward of the blocks between the two linear ends; a carry [width] is the hidden row's share of their input."""
         head = self._opened()
         fed = []
@@ -71,12 +71,13 @@ class LlamaSplitDrafter(LlamaDrafter):
         outputs = floats(self._api.llama_get_logits(self._pointer), len(steps), self._width)
         return [self._settle(head, ask, output) for (ask, _, _), output in zip(steps, outputs, strict=True)]
 
-    def _settle(self, head: SparseHead, ask: DraftAsk, output: Row) -> tuple[int | None, Row]:
+    def _settle(self, head: SparseHead, ask: DraftAsk, output: Row) -> Step:
         carry = self._kept(head.feed(output), ask.sequence)
+        confidence = top_probability(head.logits) if ask.go_on else 0.0
         if ask.choose is None:
-            return head.best_token(), carry
+            return head.best_token(), confidence, carry
         tokens, logits = head.candidates()
-        return ask.choose(logits, tokens), carry
+        return ask.choose(logits, tokens), confidence, carry
 
     def _kept(self, carry: Row, number: int) -> Row:
         # The head's own array serves one sequence at a time.

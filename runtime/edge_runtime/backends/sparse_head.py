@@ -77,6 +77,11 @@ class SparseHead:
         self._context.compute(self._after)
         return self._next_carry
 
+    @property
+    def logits(self) -> Vector:
+        """The candidates' logits [N], a view."""
+        return self._logits
+
     def candidates(self) -> tuple[NDArray[np.int32], Vector]:
         """Returns the tokens of the best centroids' clusters, int32 [N], and their logits [N]: the support of the sparse head."""
         return self._weights.token_ordering[self._best].reshape(-1), self._logits
