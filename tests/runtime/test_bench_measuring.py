@@ -6,11 +6,12 @@ import pytest
 
 from bench_records import fixed, rolling
 from edge_runtime.bench.concurrency import alone, run_level
-from edge_runtime.bench.costs import MAX_SWEEPS, measure_costs
 from edge_runtime.bench.energy import LOOP, energy_workloads
 from edge_runtime.bench.prompts import PreparedPrompt
 from edge_runtime.bench.sides import OurSide, Place, digest
 from edge_runtime.bench.variants import BASELINE, OURS, Variant
+from edge_runtime.cost_curve import CostCurve, MeasuredCosts
+from edge_runtime.session import Session
 from scripted import make_session, next_token, plain_greedy
 from scripted_together import scripted_sessions
 
@@ -18,16 +19,7 @@ PROMPT = PreparedPrompt(domain="d", number=0, ids=(1, 2, 3), text="")
 OTHER = PreparedPrompt(domain="d", number=1, ids=(4, 4), text="")
 PLACE = Place(part="domains", domain="d", prompt=0, repeat=0)
 STEPPED = Variant(side=OURS, drafter="dense", policy="stepped")
-
-
-class Clock:
-    """Stands still unless told otherwise."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
+PROFIT = Variant(side=OURS, drafter="dense", policy="profit")
 
 
 @pytest.mark.parametrize("variant", [BASELINE, fixed(1), fixed(4), rolling(), STEPPED])
@@ -58,50 +50,26 @@ def test_a_policys_safety_net_is_its_own():
     assert side.run(fixed(3), PROMPT, 60, PLACE).drafted > 150, "nor fixed lengths"
 
 
-def test_phases_are_timed_where_the_time_goes():
-    session, clock = make_session(), Clock()
-    for name, method, seconds in (("target", "verify", 3.0), ("drafter", "draft", 0.5)):
-        owner = getattr(session, name)
-        inner = getattr(owner, method)
-
-        def slow(*arguments, inner=inner, seconds=seconds):
-            clock.now += seconds
-            return inner(*arguments)
-
-        setattr(owner, method, slow)
-    run = OurSide(session, clock=clock).run(fixed(4), PROMPT, 10, PLACE)
-    assert (run.verify_seconds, run.draft_seconds) == (2 * 3.0, 2 * 0.5)
+def test_phases_are_parts_of_the_time():
+    run = OurSide(make_session()).run(fixed(4), PROMPT, 30, PLACE)
+    assert 0 < run.draft_seconds < run.seconds
+    assert 0 < run.verify_seconds < run.seconds - run.draft_seconds
 
 
-def test_cost_curve_is_the_median_of_each_number_of_rows():
-    session, clock = make_session(), Clock()
-    verify, draft = session.target.verify, session.drafter.draft
-    calls = []
+def test_profit_learns_from_run_to_run():
+    asked = []
 
-    def slow_verify(tokens):
-        calls.append(len(tokens))
-        clock.now += 0.001 * len(tokens) + (1.0 if len(calls) % 29 == 0 else 0.0)  # now and then something else runs
-        return verify(tokens)
+    def costs():
+        asked.append(1)
+        return CostCurve(MeasuredCosts(verify=(1.0,) * 13, step=0.01))
 
-    def slow_draft(last, length, choose=None):
-        clock.now += 0.01 * length
-        return draft(last, length)
-
-    session.target.verify, session.drafter.draft = slow_verify, slow_draft
-    curve = measure_costs(session, [1] * 20, max_seconds=1e9, clock=clock)
-    assert curve.verify_seconds == pytest.approx([0.001 * n for n in range(1, 13)])
-    assert curve.draft_step_seconds == pytest.approx(0.01)
-    assert (curve.length, session.target.length, len(calls)) == (20, 0, 12 * (MAX_SWEEPS + 1))
-    assert calls[:24] == [*range(12, 0, -1), *range(1, 13)]
-    calls.clear()
-    measure_costs(session, [1] * 20, max_seconds=0.0, clock=clock)
-    assert len(calls) == 12 * 4, "bounded by time"
-
-
-def test_without_a_drafter_there_is_no_draft_step():
-    session = make_session()
-    session.drafter = None
-    assert measure_costs(session, [1, 2], max_seconds=0.0).draft_step_seconds is None
+    opened = make_session()
+    session = Session(opened.bundle, opened.target, opened.drafter, opened.vocabulary, settings=opened.settings, costs=costs)
+    side = OurSide(session)
+    first, second = (side.run(PROFIT, PROMPT, 60, PLACE) for _ in range(2))
+    assert first.output == second.output == digest(plain_greedy([1, 2, 3], 60))
+    assert second.tokens / len(second.round_tokens) >= first.tokens / len(first.round_tokens) > 2
+    assert asked == [1]
 
 
 @pytest.mark.parametrize("variant", [BASELINE, fixed(3), rolling()])

@@ -12,25 +12,27 @@ from typing import Any, Protocol, cast
 
 from edge_devices.machine import read_machine
 from edge_devices.protocol import Workload
+from edge_runtime.backends.choice import BackendKind, choose_backend
 from edge_runtime.bench.concurrency import alone, run_level
-from edge_runtime.bench.costs import measure_costs
 from edge_runtime.bench.energy import energy_workloads
 from edge_runtime.bench.llama_tools import llama_tools
 from edge_runtime.bench.memory import measure_memory
 from edge_runtime.bench.plan import DOMAINS_PART, Plan, Step, context_plan
 from edge_runtime.bench.prompts import PreparedPrompt, Prompt, prepare
-from edge_runtime.bench.records import SCHEMA, Header, KvTypeCost, ModelFile, Note, Record
+from edge_runtime.bench.records import SCHEMA, CostCurve, Header, KvTypeCost, ModelFile, Note, Record
 from edge_runtime.bench.sides import OurSide, Side
 from edge_runtime.bench.variants import BASELINE, OURS, our_variants, peer_variants
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.config import SpeculativeConfig
+from edge_runtime.cost_probe import TEXT, measure_costs
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.kv_types import KvType
 from edge_runtime.opening import default_threads, open_session, open_sessions
 from edge_runtime.settings import load_settings
 
-COST_TEXT_TOKENS = 64
+# What a step costs as measured where nothing is drafted.
+NO_STEP = 1e-9
 
 
 class Progress(Protocol):
@@ -62,6 +64,7 @@ class BenchRequest:
     concurrency: tuple[int, ...] = ()
     kv_types: tuple[str, ...] = ()
     tools: Path | None = None
+    backend: BackendKind | None = None
     threads: int | None = None
     context: int | None = None
     config: SpeculativeConfig | Path | None = None
@@ -78,12 +81,15 @@ class Benchmark:
         self._progress = progress
         self._bundle = open_bundle(request.bundle, check_hashes=request.check_hashes)
         self._threads = request.threads or default_threads()
+        self._backend = choose_backend(self._bundle, request.backend)
+        if self._backend != "llama" and (request.tools or request.kv_types or request.concurrency):
+            raise RequestError("--against, --kv-types and --concurrency are llama.cpp's; leave them out, or take the llama backend")
         self._settings = load_settings(
             self._bundle, config=request.config, preset=request.preset, context=request.context, notify=progress.say
         )
         self._options: dict[str, Any] = {
             "threads": self._threads, "context": self._settings.context, "config": request.config, "preset": request.preset,
-            "check_hashes": False, "notify": progress.say,
+            "check_hashes": False, "notify": progress.say, "backend": self._backend,
         }  # fmt: skip
 
     def records(self) -> Iterator[Record]:
@@ -103,7 +109,7 @@ class Benchmark:
             first = next(iter(ours.values()))
             prompts = prepare(request.prompts, first.session)
             yield from self._compare(ours, prompts, lengths)
-            yield from self._costs(ours, prompts)
+            yield from self._costs(ours)
             yield from self._contexts(ours, prompts, lengths)
         yield from self._concurrency(drafters[0], prompts, lengths)
         yield from self._kv_types(lengths)
@@ -120,7 +126,7 @@ class Benchmark:
             files=_files(self._bundle), machine=read_machine().to_json(),
             settings={
                 "threads": self._threads, "tokens": request.tokens, "repeats": request.repeats, "warm_up": request.warm_up,
-                "drafters": list(drafters), "lengths": list(lengths), "policies": list(request.policies),
+                "backend": self._backend, "drafters": list(drafters), "lengths": list(lengths), "policies": list(request.policies),
                 "session": self._settings.to_json(),
             },
         )  # fmt: skip
@@ -130,8 +136,9 @@ class Benchmark:
         self._progress.begin("memory", len(levels))
         for kind, sequences in levels:
             yield measure_memory(
-                self._request.bundle, drafter=kind, sequences=sequences, context=self._settings.context, threads=self._threads
-            )
+                self._request.bundle, backend=self._backend, drafter=kind, sequences=sequences, context=self._settings.context,
+                threads=self._threads,
+            )  # fmt: skip
             self._progress.advance()
 
     def _compare(self, ours: dict[DrafterKind, OurSide], prompts: Sequence[PreparedPrompt], lengths: Sequence[int]) -> Iterator[Record]:
@@ -167,11 +174,14 @@ class Benchmark:
             yield side(step).run(step.variant, step.prompt, step.tokens, step.place)
             self._progress.advance()
 
-    def _costs(self, ours: dict[DrafterKind, OurSide], prompts: Sequence[PreparedPrompt]) -> Iterator[Record]:
+    def _costs(self, ours: Mapping[DrafterKind, OurSide]) -> Iterator[Record]:
         self._progress.begin("cost curve", len(ours))
-        text = [token for prompt in prompts for token in prompt.ids][:COST_TEXT_TOKENS]
-        for side in ours.values():
-            yield measure_costs(side.session, text)
+        for kind, side in ours.items():
+            session = side.session
+            rows = session.settings.longest_draft + 1
+            costs = measure_costs(session.target, session.drafter, max(session.vocabulary.bos, 0), most_rows=rows)
+            step = costs.step if costs.step > NO_STEP else None
+            yield CostCurve(drafter=kind, length=TEXT, verify_seconds=costs.verify[:rows], draft_step_seconds=step)
             self._progress.advance()
 
     def _contexts(self, ours: dict[DrafterKind, OurSide], prompts: Sequence[PreparedPrompt], lengths: Sequence[int]) -> Iterator[Record]:

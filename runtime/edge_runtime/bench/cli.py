@@ -15,6 +15,7 @@ import click
 from edge_devices.listing import NO_METER
 from edge_devices.meters.base import Meter
 from edge_devices.report import Report
+from edge_runtime.backends.choice import BACKENDS
 from edge_runtime.bench.benchmark import Benchmark, BenchRequest
 from edge_runtime.bench.energy import find_meter, measure_energy, read_energy
 from edge_runtime.bench.figures import Figures, figures
@@ -138,6 +139,7 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> Report:
 @click.option("--concurrency", default="none", help="Numbers of clients at once, such as 1,2,4.")
 @click.option("--kv-types", default="none", help=f"Types of KV cache to compare, out of {', '.join(KV_TYPES)}; f16 comes along.")
 @click.option("--against", metavar="llama.cpp=PATH", help="Run llama.cpp's own binaries of this folder in turn with ours.")
+@click.option("--backend", type=click.Choice(BACKENDS), help="llama.cpp or onnxruntime.  [default: what the bundle has and is installed]")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
 @click.option("--config", type=click.Path(path_type=Path), help="YAML file that goes over --preset and the bundle's own config.yaml.")
@@ -206,6 +208,6 @@ def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
         concurrency=parse_numbers(values["concurrency"], "numbers of clients"),
         kv_types=parse_names(values["kv_types"], KV_TYPES, "KV type"),
         tools=peer_folder(values["against"]),
-        threads=values["threads"], context=values["context"], config=values["config"], preset=values["preset"],
+        backend=values["backend"], threads=values["threads"], context=values["context"], config=values["config"], preset=values["preset"],
         check_hashes=values["check_hashes"],
     )  # fmt: skip

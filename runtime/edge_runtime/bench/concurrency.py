@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from edge_runtime.bench.prompts import PreparedPrompt
 from edge_runtime.bench.records import Concurrency
-from edge_runtime.bench.sides import start
-from edge_runtime.bench.variants import FIXED, PLAIN, Variant
+from edge_runtime.bench.sides import session_for, start
+from edge_runtime.bench.variants import Variant
 from edge_runtime.generation import Generation
 from edge_runtime.opening import Sessions
 from edge_runtime.session import Session
@@ -31,7 +30,7 @@ def run_level(
     *, clock: Callable[[], float] = time.perf_counter,
 ) -> Concurrency:  # fmt: skip
     """Serves every prompt once to each client, each client in an order of its own; `expected` are the outputs that must come out."""
-    clients = [_with_policy(session, variant) for session in sessions.sessions]
+    clients = [session_for(session, variant) for session in sessions.sessions]
     wanted: dict[int, Sequence[int]] = {}
     generations: list[Generation] = []
     for number in range(len(prompts)):
@@ -57,9 +56,3 @@ def run_level(
         seconds=clock() - begin, request_seconds=tuple(request_seconds), token_seconds=tuple(token_seconds),
         equal=sum(list(wanted[id(g)]) == g.tokens for g in generations), compared=len(generations),
     )  # fmt: skip
-
-
-def _with_policy(session: Session, variant: Variant) -> Session:
-    name = FIXED if variant.policy in (PLAIN, FIXED) else variant.policy
-    settings = replace(session.settings, policy=name)
-    return Session(session.bundle, session.target, session.drafter, session.vocabulary, session.drafter_kind, settings)

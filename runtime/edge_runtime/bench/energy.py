@@ -81,7 +81,7 @@ def _requests(side: OurSide, variant: Variant, prompts: Sequence[PreparedPrompt]
 
     def work() -> Work:
         run = side.run(variant, next(order), tokens, place)
-        draft = run.draft_seconds or 0.0
+        draft = 0.0 if variant.policy == PLAIN else run.draft_seconds or 0.0
         phases = {PREFILL: run.prefill_seconds or 0.0, "draft": draft, "verify": run.seconds - draft}
         return Work(emitted_tokens=run.tokens, prompt_tokens=run.prompt_tokens, phases={k: s for k, s in phases.items() if s > 0})
 

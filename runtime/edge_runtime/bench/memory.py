@@ -6,21 +6,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import click
 
 from edge_devices.memory import peak_memory_bytes
 from edge_runtime.bench.records import Memory
 from edge_runtime.errors import BackendError, EdgeRuntimeError
-from edge_runtime.opening import open_sessions
+from edge_runtime.generation import Generation
+from edge_runtime.opening import OpenOptions, open_session, open_sessions
+from edge_runtime.session import Session
 
 TIMEOUT_SECONDS = 600
 DRAFT_LENGTH = 3
 
 
-def measure_memory(bundle: Path, *, drafter: str, sequences: int, context: int | None, threads: int) -> Memory:
+def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, context: int, threads: int) -> Memory:
     """Opens the bundle in a child process. Raises BackendError if that fails."""
-    command = [sys.executable, "-m", "edge_runtime.bench.memory", str(bundle), drafter, str(sequences), str(context or 0), str(threads)]
+    command = [sys.executable, "-m", "edge_runtime.bench.memory", str(bundle), backend, drafter, str(sequences), str(context), str(threads)]
     try:
         child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
@@ -29,29 +32,38 @@ def measure_memory(bundle: Path, *, drafter: str, sequences: int, context: int |
         said = child.stderr.strip().splitlines()[-1:] or [f"it ended with {child.returncode}"]
         raise BackendError(f"the process whose memory is measured failed: {said[0].removeprefix('Error: ')}")
     answer = json.loads(child.stdout.splitlines()[-1])
-    return Memory(drafter=drafter, sequences=sequences, context=int(answer["context"]), peak_bytes=int(answer["peak_bytes"]))
+    return Memory(drafter=drafter, sequences=sequences, context=context, peak_bytes=int(answer["peak_bytes"]))
 
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("backend")
 @click.argument("drafter")
 @click.argument("sequences", type=int)
 @click.argument("context", type=int)
 @click.argument("threads", type=int)
-def main(bundle: Path, drafter: str, sequences: int, context: int, threads: int) -> None:
-    """What the child does: one request of half the context on each sequence, all at once."""
+def main(bundle: Path, backend: str, drafter: str, sequences: int, context: int, threads: int) -> None:
+    """What the child does: one request after half the context on each sequence, all at once."""
+    options = cast(
+        OpenOptions, {"backend": backend, "drafter": drafter, "context": context, "threads": threads, "check_hashes": False}
+    )  # fmt: skip
     try:
-        with open_sessions(
-            bundle, sequences, drafter=drafter, context=context or None, threads=threads, check_hashes=False  # type: ignore[arg-type]
-        ) as opened:  # fmt: skip
-            first = opened.sessions[0]
-            prompt = [max(first.vocabulary.bos, 0)] * (first.target.context // 2)
-            length = min(DRAFT_LENGTH, first.settings.longest_draft)
-            for _ in opened.run([s.generate(prompt, max_tokens=8, draft_length=length) for s in opened.sessions]):
-                pass
-            click.echo(json.dumps({"context": first.target.context, "peak_bytes": peak_memory_bytes()}))
+        if sequences == 1:
+            with open_session(bundle, **options) as session:
+                for _ in _request(session).rounds():
+                    pass
+        else:
+            with open_sessions(bundle, sequences, **options) as opened:
+                for _ in opened.run([_request(session) for session in opened.sessions]):
+                    pass
     except EdgeRuntimeError as error:
         raise click.ClickException(str(error)) from error
+    click.echo(json.dumps({"peak_bytes": peak_memory_bytes()}))
+
+
+def _request(session: Session) -> Generation:
+    prompt = [max(session.vocabulary.bos, 0)] * (session.target.context // 2)
+    return session.generate(prompt, max_tokens=8, draft_length=min(DRAFT_LENGTH, session.settings.longest_draft))
 
 
 if __name__ == "__main__":

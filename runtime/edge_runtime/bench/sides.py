@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Protocol
 
-from edge_runtime.backends.base import Drafter, Target
 from edge_runtime.bench.prompts import PreparedPrompt
 from edge_runtime.bench.records import Run
 from edge_runtime.bench.variants import FIXED, PLAIN, Variant
@@ -36,42 +33,15 @@ class Side(Protocol):
         """Decodes at most `tokens` tokens after a prompt, greedily."""
 
 
-class Stopwatch:
-    """Stands for a target or a drafter and counts the seconds in the methods it is told of; the rest goes through as it is."""
-
-    def __init__(self, inner: object, phases: dict[str, str], seconds: dict[str, float], clock: Callable[[], float]) -> None:
-        self._inner, self._phases, self._seconds, self._clock = inner, phases, seconds, clock
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        phase = self._phases.get(name)
-        if phase is None:
-            return found
-
-        def timed(*arguments: Any, **options: Any) -> Any:
-            begin = self._clock()
-            try:
-                return found(*arguments, **options)
-            finally:
-                self._seconds[phase] += self._clock() - begin
-
-        return timed
-
-
 class OurSide:
     """Runs variants on one opened pair. Each policy has a session of its own, as it would be opened with that policy."""
 
-    def __init__(self, session: Session, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._target = cast(Target, Stopwatch(session.target, {"verify": "verify"}, self._seconds, clock))
-        drafter = session.drafter
-        self._drafter = None if drafter is None else cast(Drafter, Stopwatch(drafter, {"draft": "draft"}, self._seconds, clock))
         self._sessions: dict[str, Session] = {}
 
     def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: Place) -> Run:
-        """Decodes; the safety net is on for policies, as it is by default, and off for plain decoding and fixed lengths."""
-        self._seconds.clear()
+        """Decodes; the safety net is as it is by default with policies, and off for plain decoding and fixed lengths."""
         rounds: list[Round] = []
         generation = start(self._session(variant), variant, prompt.ids, tokens, rounds.append)
         seconds, round_seconds = 0.0, []
@@ -83,18 +53,18 @@ class OurSide:
             **vars(place), variant=variant, prompt_tokens=stats.prompt_tokens, tokens=stats.tokens, seconds=stats.decode_seconds,
             drafted=stats.drafted, accepted=stats.accepted, drafted_at=tuple(stats.drafted_at), accepted_at=tuple(stats.accepted_at),
             round_seconds=tuple(round_seconds), round_tokens=tuple(len(one.tokens) for one in rounds),
-            prefill_seconds=stats.prefill_seconds, first_token_seconds=stats.first_token_seconds, draft_seconds=self._seconds["draft"],
-            verify_seconds=self._seconds["verify"], output=digest(generation.tokens),
+            prefill_seconds=stats.prefill_seconds, first_token_seconds=stats.first_token_seconds, draft_seconds=stats.draft_seconds, verify_seconds=stats.verify_seconds, output=digest(generation.tokens),
         )  # fmt: skip
 
     def _session(self, variant: Variant) -> Session:
-        name = FIXED if variant.policy == PLAIN else variant.policy
-        if name not in self._sessions:
-            opened = self.session
-            self._sessions[name] = Session(
-                opened.bundle, self._target, self._drafter, opened.vocabulary, opened.drafter_kind, replace(opened.settings, policy=name)
-            )
-        return self._sessions[name]
+        if variant.policy not in self._sessions:
+            self._sessions[variant.policy] = session_for(self.session, variant)
+        return self._sessions[variant.policy]
+
+
+def session_for(session: Session, variant: Variant) -> Session:
+    """Returns a session on the same pair that is as if it had been opened with the variant's policy."""
+    return session.with_policy(FIXED if variant.policy == PLAIN else variant.policy)
 
 
 def start(
