@@ -134,6 +134,8 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
                 if r.low is not None and r.high is not None:
                     axes.plot([place, place], [r.low, r.high], color=INK, linewidth=1)
     axes.axhline(1, color=INK, linewidth=1, linestyle="--")
+    # Intervals of few repeats may be wider than anything; they are cut rather than the bars made small.
+    axes.set_ylim(0, min(axes.get_ylim()[1], 1.6 * max(1.0, *(row.speed_up.value for row in rows if row.speed_up))))
     axes.set_xticks(range(len(domains)), [_text(d) for d in domains])
     axes.set_ylabel("speed-up over plain")
     axes.grid(visible=False, axis="x")
