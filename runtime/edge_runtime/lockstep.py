@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from edge_runtime.backends.base import DraftAsk, Together
 from edge_runtime.decode import Round
-from edge_runtime.errors import RequestError
+from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.generation import Generation
+
+_OVER = object()
 
 
 class Lockstep:
@@ -19,27 +21,47 @@ class Lockstep:
 
     def __init__(self, together: Together) -> None:
         self._together = together
+        self._joining: dict[Generation, Iterator[None]] = {}
         self._running: list[Generation] = []
+        self._failures: list[tuple[Generation, EdgeRuntimeError]] = []
 
     @property
     def running(self) -> Sequence[Generation]:
         """The requests that are not over."""
-        return tuple(self._running)
+        return (*self._running, *self._joining)
+
+    @property
+    def failures(self) -> Sequence[tuple[Generation, EdgeRuntimeError]]:
+        """The requests that failed in the newest step, each by itself: they are out, and the others went on."""
+        return tuple(self._failures)
 
     def add(self, generation: Generation) -> None:
         """Prefills a request's prompt and lets it take part from the next step on. Raises RequestError if its sequence is taken."""
-        if any(other.target is generation.target for other in self._running):
-            raise RequestError("two requests cannot share a sequence; start each on a session of its own")
+        self._require_free(generation)
         generation.prefill()
-        if not generation.decoding.done:
-            self._running.append(generation)
+        self._begin(generation)
+
+    def join(self, generation: Generation) -> None:
+        """As `add`, but its prompt is prefilled piece by piece, one with each step, so that the others need not wait for all of it."""
+        self._require_free(generation)
+        self._joining[generation] = generation.prefilling()
 
     def remove(self, generation: Generation) -> None:
         """Ends a request early; the others go on. Harmless if it is over."""
+        self._joining.pop(generation, None)
         self._running = [other for other in self._running if other is not generation]
+
+    def clear(self) -> None:
+        """Ends all requests and forgets all rows: after a failure of the backend nothing in a cache is to be trusted."""
+        self._joining.clear()
+        self._running = []
+        for target in self._together.targets:
+            target.rollback(0)
 
     def step(self) -> list[tuple[Generation, Round]]:
         """Does a round of each running request: one drafting, one verify for all. Returns what each did, none if none is running."""
+        self._failures = []
+        self._prefill_a_piece()
         running = self._running
         if not running:
             return []
@@ -47,12 +69,21 @@ class Lockstep:
         drafts = self._drafts(running)
         asks = [(self._number(one), [one.decoding.last, *draft]) for one, draft in zip(running, drafts, strict=True)]
         logits = self._together.verify_all(asks)
-        done = [(one, one.settle(draft, rows, begin)) for one, draft, rows in zip(running, drafts, logits, strict=True)]
-        self._running = [one for one in running if not one.decoding.done]
+        done = []
+        for one, draft, rows in zip(running, drafts, logits, strict=True):
+            try:
+                done.append((one, one.settle(draft, rows, begin)))
+            except EdgeRuntimeError as error:  # such as no token left to draw: the others' rows are as good as before
+                one.target.rollback(0)
+                self._failures.append((one, error))
+        self._running = [one for one, _ in done if not one.decoding.done]
         return done
 
     def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
-        """Runs requests to their ends, as many at once as there are sequences for them; yields each round as it is done."""
+        """Runs requests to their ends, as many at once as there are sequences for them; yields each round as it is done.
+
+        Raises EdgeRuntimeError of the first that fails.
+        """
         waiting = list(generations)
         while waiting or self._running:
             taken = {id(one.target) for one in self._running}
@@ -62,6 +93,23 @@ class Lockstep:
                     waiting.remove(one)
                     self.add(one)
             yield from self.step()
+            for _, error in self._failures:
+                raise error
+
+    def _require_free(self, generation: Generation) -> None:
+        if any(other.target is generation.target for other in self.running):
+            raise RequestError("two requests cannot share a sequence; start each on a session of its own")
+
+    def _begin(self, generation: Generation) -> None:
+        if not generation.decoding.done:
+            self._running.append(generation)
+
+    def _prefill_a_piece(self) -> None:
+        if self._joining:
+            generation, pieces = next(iter(self._joining.items()))
+            if next(pieces, _OVER) is _OVER:
+                del self._joining[generation]
+                self._begin(generation)
 
     def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
         asks = [
