@@ -20,11 +20,12 @@ from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.lossless import check_lossless
 from edge_runtime.monitoring import MonitorOptions
-from edge_runtime.opening import open_session
+from edge_runtime.opening import OpenOptions, open_session
 from edge_runtime.policies import POLICIES
 from edge_runtime.presets import expanded
 from edge_runtime.rejection import WARN_ABOVE
 from edge_runtime.sampling_options import request_options, sampling_options
+from edge_runtime.server.options import serve_options, serve_values
 from edge_runtime.session import Session
 from edge_runtime.summary import summary
 from edge_runtime.terminal_chat import TerminalChat, chat_options, chat_values
@@ -41,6 +42,7 @@ Examples:
   edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
   edge-run my-bundle --drafter lookup "drafts copied from the text itself"
   echo "from standard input" | edge-run my-bundle -
+  edge-run my-bundle --serve --sessions 4     (OpenAI API and chat page at http://127.0.0.1:8080)
 """
 
 
@@ -160,6 +162,7 @@ def check_combination(
 @click.option("--check/--no-check", "check_hashes", default=True, help="Check the files' sha256 before use.")
 @sampling_options
 @chat_options
+@serve_options
 @click.version_option(package_name="edge-mtp")
 def main(
     bundle: Path, prompt: str | None, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int | None,
@@ -171,6 +174,7 @@ def main(
     Without PROMPT: a chat, with the bundle's chat template. It reads turns from the terminal, or one per line from a pipe.
     """
     try:
+        serving = serve_values(values)
         chat = chat_values(values, chatting=prompt is None)
         request = request_options(values)
         if prompt is None and (comparing or verify_lossless):
@@ -184,10 +188,16 @@ def main(
         monitoring = MonitorOptions(
             warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
         )
-        with open_session(
-            bundle, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=note,
-            config=command_config(config, policy, draft_length), preset=preset, monitoring=monitoring,
-        ) as session:  # fmt: skip
+        opening: OpenOptions = {
+            "threads": threads, "context": context, "drafter": drafter, "check_hashes": check_hashes, "notify": note,
+            "config": command_config(config, policy, draft_length), "preset": preset, "monitoring": monitoring,
+        }  # fmt: skip
+        if serving is not None:
+            from edge_runtime.server.serve import serve
+
+            serve(bundle, serving, note, **opening)
+            return
+        with open_session(bundle, **opening) as session:
             if prompt is None:
                 run_chat(session, options, chat)
             elif comparing:
