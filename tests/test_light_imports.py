@@ -11,7 +11,19 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = {"torch", "transformers", "onnxruntime", "llama_cpp", "gguf", "tokenizers", "rich", "huggingface_hub", "jinja2"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "onnxruntime",
+    "llama_cpp",
+    "gguf",
+    "tokenizers",
+    "rich",
+    "huggingface_hub",
+    "jinja2",
+    "starlette",
+    "uvicorn",
+}
 
 
 @pytest.mark.parametrize("package", ["edge_runtime", "edge_devices", "edge_export"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,4 +94,5 @@ def chat_session(*replies: str | Callable[[int, str], str], context: int = 2048,
 
     target = SpeakingTarget(reply, context)
     drafter = ScriptedDrafter(target, lambda *_: FIRST_BYTE + ord(" ")) if drafts else None
-    return Session(Bundle(Path("nowhere"), MANIFEST), target, drafter, target.vocabulary)
+    manifest = replace(MANIFEST, architecture=replace(MANIFEST.architecture, vocab_size=ChatWords.size))
+    return Session(Bundle(Path("nowhere"), manifest), target, drafter, target.vocabulary)

@@ -6,6 +6,7 @@ import ipaddress
 import signal
 import socket
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Unpack
@@ -32,11 +33,8 @@ def serve(folder: Path, options: ServeOptions, note: Callable[[str], None], **op
 
     Raises RequestError if the address cannot be taken, BackendError if the extra is not installed, and what `open_sessions` raises.
     """
-    try:
-        import starlette
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise BackendError(f"serving needs starlette and uvicorn, which are not installed; run: {INSTALL}") from error
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise BackendError(f"serving needs {' and '.join(missing)}, not installed here; run: {INSTALL}")
     from edge_runtime.server.app import Api, make_app
 
     with _listening(options) as listener, open_sessions(folder, options.sessions, **opening) as sessions:
