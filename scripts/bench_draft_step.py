@@ -1,4 +1,4 @@
-"""Times a draft step of the dense, the split and the lookup drafter on one bundle, in turn, and what of the split step is host work.
+"""Times a draft step of the dense, the split and the lookup drafter on one bundle, in turn, and the split step's work outside llama.cpp.
 
     python scripts/widen_pair.py exporter/edge_export/reference_pair -o /tmp/wide
     edge-export /tmp/wide/target /tmp/wide/drafter -o /tmp/wide-bundle
@@ -31,8 +31,8 @@ from edge_runtime.backends.head_file import read_head
 from edge_runtime.backends.llama_cpp import LlamaOptions, LlamaTarget
 from edge_runtime.backends.llama_drafters import has_split, open_model_drafter
 from edge_runtime.backends.llama_library import library
-from edge_runtime.backends.llama_rows import GgufRows
 from edge_runtime.backends.llama_split import EMBEDDING
+from edge_runtime.backends.mapped_gguf import map_gguf
 from edge_runtime.backends.sparse_head import SparseHead
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, Bundle, open_bundle
 from edge_runtime.errors import EdgeRuntimeError
@@ -69,28 +69,29 @@ def draft_steps(drafters: dict[str, Drafter], last: int, draft_length: int, roun
     return {kind: {str(length): quartiles(values, length) for length, values in by.items()} for kind, by in taken.items()}
 
 
-def host_work(bundle: Bundle, target: LlamaTarget, rounds: int) -> dict[str, Any]:
-    """Milliseconds of each part of the split step that numpy does, on random rows and tokens."""
-    hidden = bundle.manifest.architecture.drafter_hidden_size
+def host_work(bundle: Bundle, target: LlamaTarget, threads: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of each part of the split step that is computed outside llama.cpp, on random rows and tokens."""
+    hidden, vocabulary = bundle.manifest.architecture.drafter_hidden_size, target.vocabulary.size
     weights = read_head(
-        bundle.path("drafter_head"), hidden_size=hidden, target_hidden_size=target.hidden_size, vocabulary=target.vocabulary.size
+        library(), bundle.path("drafter_head"), hidden_size=hidden, target_hidden_size=target.hidden_size, vocabulary=vocabulary
     )  # fmt: skip
-    head = SparseHead(weights)
-    rows = GgufRows(library(), bundle.path("target", "gguf"), EMBEDDING, target.vocabulary.size, target.hidden_size)
-    noise, row = np.random.default_rng(0), np.empty(target.hidden_size, np.float32)
-    taken: dict[str, list[float]] = {"embedding row": [], "block input": [], "centroid head": [], "carry": []}
-    for number in range(WARM_UP + rounds):
-        token, output = int(noise.integers(target.vocabulary.size)), noise.normal(size=hidden).astype(np.float32)
-        carry = np.zeros(hidden, np.float32)
-        parts = (
-            seconds(lambda token=token: rows.read(token, row)),  # type: ignore[misc]
-            seconds(lambda carry=carry: head.block_input(row, carry)),  # type: ignore[misc]
-            seconds(lambda output=output: head.best_token(output)),  # type: ignore[misc]
-            seconds(lambda output=output: head.carry_from_output(output)),  # type: ignore[misc]
-        )
-        for part, passed in zip(taken.values(), parts, strict=True):
-            if number >= WARM_UP:
-                part.append(passed)
+    table = map_gguf(library(), bundle.path("target", "gguf"), (EMBEDDING,)).tensor(EMBEDDING, (target.hidden_size, vocabulary))
+    head = SparseHead(library(), weights, table, threads)
+    noise = np.random.default_rng(0)
+    taken: dict[str, list[float]] = {"block input": [], "centroid head and carry": [], "best token": []}
+    try:
+        for number in range(WARM_UP + rounds):
+            token, output = int(noise.integers(vocabulary)), noise.normal(size=hidden).astype(np.float32)
+            parts = (
+                seconds(lambda token=token: head.block_input(token, np.zeros(hidden, np.float32))),  # type: ignore[misc]
+                seconds(lambda output=output: head.feed(output)),  # type: ignore[misc]
+                seconds(head.best_token),
+            )
+            for part, passed in zip(taken.values(), parts, strict=True):
+                if number >= WARM_UP:
+                    part.append(passed)
+    finally:
+        head.close()
     return {name: quartiles(values, 1) for name, values in taken.items()}
 
 
@@ -115,7 +116,7 @@ def measure(bundle: Bundle, options: LlamaOptions, tokens: int, draft_length: in
             "bundle": str(bundle.folder), "drafter_hidden_size": facts.drafter_hidden_size, "vocabulary": facts.vocab_size,
             "threads": options.threads, "tokens": len(text), "rounds": rounds,
             "steps": draft_steps(drafters, text[-1], draft_length, rounds),
-            "split_host_work": host_work(bundle, target, rounds) if has_split(bundle) else None,
+            "split_host_work": host_work(bundle, target, options.threads, rounds) if has_split(bundle) else None,
         }  # fmt: skip
 
 

@@ -1,30 +1,134 @@
-"""`edge-devices`: what this machine is."""
+"""`edge-devices`: what this machine is, and what of its energy can be measured."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import click
 
-from edge_devices.machine import read_machine
+from edge_devices.bandwidth import copy_bandwidth
+from edge_devices.detection import detect_device
+from edge_devices.errors import DeviceError
+from edge_devices.external import with_external
+from edge_devices.listing import meter_lines, report_lines
+from edge_devices.meters.csv_import import import_csv
+from edge_devices.meters.search import find_meters
+from edge_devices.recording import Recording, record, write_recording
+from edge_devices.report import make_report
+from edge_devices.run_log import read_log
+from edge_devices.system import System
 
 
-@click.group(epilog="\b\nExamples:\n  edge-devices detect\n  edge-devices detect --json")
+class PlainErrors(click.Group):
+    """Prints what went wrong as one sentence, with exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except DeviceError as error:
+            raise click.ClickException(str(error)) from error
+
+
+EXAMPLES = """
+\b
+Examples:
+  edge-devices detect --json
+  edge-devices meters
+  edge-devices probe --record my-device
+  edge-devices energy run.jsonl --baseline plain
+  edge-devices energy run.jsonl --external usb-meter.csv
+"""
+
+
+@click.group(cls=PlainErrors, epilog=EXAMPLES)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
     """Look at the device this runs on."""
 
 
 @main.command()
+@click.option("--bandwidth/--no-bandwidth", default=True, help="Probe memory bandwidth (a few tenths of a second).", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def detect(as_json: bool) -> None:
-    """Read processor, cores, features and memory of this machine."""
-    machine = read_machine()
+def detect(bandwidth: bool, as_json: bool) -> None:
+    """Read processor, clusters, features and memory of this machine, and pick or build its profile."""
+    device = detect_device(System())
+    machine = device.machine
+    speed = copy_bandwidth(device.threads, memory_available=machine.memory_available) if bandwidth else None
     if as_json:
-        click.echo(json.dumps(machine.to_json()))
+        click.echo(json.dumps(device.to_json() | {"copy_bytes_per_second": speed}))
         return
     click.echo(f"{machine.system} {machine.architecture}, {machine.processor or 'unknown processor'}")
     click.echo(f"processors this process may use: {machine.usable_processors}")
+    for cluster in device.clusters:
+        click.echo(f"cluster: {len(cluster.processors)} processors, up to {cluster.max_mhz:.0f} MHz")
     memory = f"{machine.memory_available / 1e9:.1f} GB" if machine.memory_available is not None else "unknown"
     click.echo(f"memory available: {memory}")
+    if speed is not None:
+        click.echo(f"memory copied: {speed / 1e9:.1f} GB/s read and written, {device.threads} threads")
     click.echo(f"features: {' '.join(machine.features) or 'unknown'}")
+    click.echo(f"profile: {device.profile.name} ({device.profile.title}), because {device.why}")
+    click.echo(
+        f"recommended: {device.profile.quantization}, {device.threads} threads; energy: {', '.join(device.profile.meters) or 'see edge-devices meters'}"
+    )
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def meters(as_json: bool) -> None:
+    """List the energy meters: usable here, present but not usable and why, absent."""
+    findings = find_meters(System())
+    if as_json:
+        click.echo(json.dumps({"meters": [f.to_json() for f in findings]}))
+        return
+    for line in meter_lines(findings):
+        click.echo(line)
+
+
+@main.command()
+@click.option(
+    "--record", "folder", type=click.Path(path_type=Path, file_okay=False), help="Write what was captured to FOLDER/recording.json."
+)
+def probe(folder: Path | None) -> None:
+    """Capture the power files of this machine, to send with a report about a device we do not own.
+
+    Captured are files about power, clocks and temperatures below /sys and /proc, and the answers of the commands that meters use. Serial
+    numbers are left out; nothing about you, your files, your programs or your networks is read. Look at the file before you send it.
+    """
+    recording = record(System())
+    if folder is not None:
+        click.echo(f"written: {write_recording(folder, recording)}", err=True)
+    for line in captured_lines(recording):
+        click.echo(line)
+
+
+def captured_lines(recording: Recording) -> list[str]:
+    """Returns what a recording holds, a line each."""
+    lines = [f"file      /{path}" for path in recording.files]
+    lines += [f"denied    /{path}" for path in recording.denied]
+    lines += [f"command   {command} (exit code {code})" for command, (code, _) in recording.commands.items()]
+    return lines or ["nothing: this machine has none of the files and commands that meters read"]
+
+
+@main.command()
+@click.argument("log", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--baseline", help="The variant that the others are compared with, repeat by repeat.")
+@click.option(
+    "--external",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="The table of a meter in the supply line, in place of the log's samples.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def energy(log: Path, baseline: str | None, external: Path | None, as_json: bool) -> None:
+    """Compute joules per token again from the raw record of a run; needs no device."""
+    measured = read_log(log)
+    if external is not None:
+        measured = with_external(measured, import_csv(external))
+    report = make_report(measured, baseline=baseline)
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+        return
+    for line in report_lines(report):
+        click.echo(line)

@@ -63,4 +63,12 @@ def architecture(target: Checkpoint, drafter: Checkpoint, context: int) -> Archi
         drafter_layers=assistant.layers,
         drafter_parameters=drafter.parameters,
         ordered_embeddings=assistant.ordered_embeddings,
+        feed_forward_size=_widest_feed_forward(model),
+        per_layer_size=model.per_layer_size,
+        drafter_feed_forward_size=_widest_feed_forward(assistant),
     )
+
+
+def _widest_feed_forward(model: TextArchitecture) -> int:
+    """The most values per token that a feed-forward block computes at once: the dense width and that of the experts in use."""
+    return max(model.feed_forward_of(layer) for layer in range(model.layers)) + model.experts_used * model.expert_size

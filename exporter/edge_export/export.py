@@ -21,7 +21,7 @@ from edge_export.quantize import DIRECT, WEIGHED, check_quantization, expected_b
 from edge_export.safetensors_file import FloatType
 from edge_export.sources import ResolvedSource, manifest_source, resolve_pair, source_files
 from edge_export.split_body import write_body
-from edge_export.split_head import can_split, head_bytes, row_type, write_head
+from edge_export.split_head import can_split, head_bytes, output_rows, write_head
 from edge_export.tensor_shapes import SPARSE_HEAD
 from edge_export.vocabulary import TOKENIZER_NAME, read_vocabulary
 from edge_export.weighing import Weighing, importance_of_pair
@@ -172,8 +172,9 @@ def check_space(models: tuple[_Model, ...], folder: Path, split: bool) -> None:
     """Raises ExportError if the disk has no room for the unquantized files and the bundle together."""
     needed = _SMALL_FILES_BYTES
     if split:
-        drafter = models[1]
-        needed += head_bytes(drafter.source.checkpoint) + expected_bytes(drafter.source.checkpoint.parameters, drafter.quantization)
+        quantization, checkpoint = models[1].quantization, models[1].source.checkpoint
+        needed += head_bytes(checkpoint, expected_bytes(checkpoint.assistant.hidden_size, quantization))
+        needed += expected_bytes(checkpoint.parameters, quantization)
     for model in models:
         if model.taken:
             needed += model.source.path.stat().st_size
@@ -241,10 +242,11 @@ def _make_split(drafter: _Model, folder: Path, progress: Progress) -> list[_Part
     body = folder / f"drafter-body-{drafter.quantization}.gguf"
     progress.step("Write the split drafter's body", None)
     write_body(checkpoint, drafter.exported, body, progress.advance)
-    head = folder / f"drafter-head-{row_type(checkpoint)}.safetensors"
-    progress.step("Write the split drafter's head", head_bytes(checkpoint))
-    write_head(checkpoint, head, progress.advance)
-    return [("drafter_body", body, "gguf", drafter.quantization), ("drafter_head", head, "safetensors", row_type(checkpoint))]
+    head = folder / f"drafter-head-{drafter.quantization}.gguf"
+    rows = output_rows(drafter.exported)
+    progress.step("Write the split drafter's head", head_bytes(checkpoint, rows.bytes // rows.shape[1]))
+    write_head(checkpoint, drafter.exported, head, progress.advance)
+    return [("drafter_body", body, "gguf", drafter.quantization), ("drafter_head", head, "gguf", drafter.quantization)]
 
 
 def _parity(request: ExportRequest, models: tuple[_Model, _Model], progress: Progress) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import gguf
 import numpy as np
@@ -67,6 +67,13 @@ class RawTensor:
     type: int
     bytes: int
     pieces: Callable[[], Iterator[Any]]
+
+
+def raw_tensor(name: str, values: NDArray[Any], type_name: Literal["f16", "q4_0", "i32"]) -> RawTensor:
+    """A tensor of `values` [rows first] in this ggml type, rounded to it where they are floats."""
+    kind = gguf.GGMLQuantizationType[type_name.upper()]
+    data = np.ascontiguousarray(values if type_name == "i32" else gguf.quants.quantize(values, kind))
+    return RawTensor(name=name, shape=values.shape, type=int(kind), bytes=data.nbytes, pieces=lambda: iter([data.data.cast("B")]))
 
 
 def gguf_bytes(checkpoint: Checkpoint, weight_type: FloatType, *, tokenizer_folder: Path | None = None) -> int:

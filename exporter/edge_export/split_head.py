@@ -1,15 +1,13 @@
 """The split drafter's head file: what the host computes while llama.cpp runs the four blocks alone. See docs/bundle.md.
 
 Everything before and after the blocks is linear, so it may leave the model: z = W_x x + W_h h goes in, and the centroid head
-(transformers, Gemma4AssistantMaskedEmbedder) works on what comes out. Output rows lie in cluster order, each cluster in one piece.
+(transformers, Gemma4AssistantMaskedEmbedder) works on what comes out. Output rows are the finished drafter's very bytes in cluster
+order, each cluster in one piece.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +16,17 @@ from numpy.typing import NDArray
 
 from edge_export.architecture import AssistantArchitecture
 from edge_export.checkpoint import Checkpoint
-from edge_export.errors import CheckpointError
-from edge_export.safetensors_file import ITEM_BYTES, READABLE, StoredTensor, read_chunks, read_float_chunks, widen
+from edge_export.errors import CheckpointError, ExportError
+from edge_export.gguf_file import RawTensor, raw_tensor, write_raw_gguf
+from edge_export.gguf_header import TensorInfo, read_gguf_header
+from edge_export.gguf_metadata import Entry
+from edge_export.safetensors_file import StoredTensor, read_chunks, read_float_chunks
 from edge_export.tensor_shapes import CENTROIDS, TOKEN_ORDERING
 
-HEAD_FORMAT = "edge-mtp drafter head 1"
-# The data begins at a multiple of this, so that it can be mapped as whole vectors.
-_ALIGNMENT = 64
+HEAD_ARCHITECTURE, HEAD_FORMAT = "edge-mtp-drafter-head", 2
+_ROWS = "token_embd.weight"
 _CENTROIDS_PER_PIECE = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tensor:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: Callable[[], Iterator[NDArray[Any]]]
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
+_MOST = float(np.finfo(np.float16).max)
 
 
 def can_split(target_hidden_size: int, drafter: Checkpoint) -> bool:
@@ -45,71 +34,65 @@ def can_split(target_hidden_size: int, drafter: Checkpoint) -> bool:
     return drafter.assistant.ordered_embeddings and drafter.assistant.hidden_size < target_hidden_size
 
 
-def row_type(drafter: Checkpoint) -> str:
-    """The type of the head's output rows: bfloat16 if the checkpoint's are, otherwise float32, so that nothing is lost."""
-    return "bf16" if drafter.tensors["model.embed_tokens.weight"].dtype == "BF16" else "f32"
+def head_bytes(drafter: Checkpoint, row_bytes: int) -> int:
+    """Returns how many bytes write_head writes where a row of the finished drafter has `row_bytes`, to within a few thousand."""
+    model = drafter.assistant
+    hidden = model.hidden_size
+    matrices = hidden * (model.centroids + 2 * model.target_hidden_size + hidden)
+    return model.vocab_size * (row_bytes + 4) + 2 * matrices + 1024
 
 
-def head_bytes(drafter: Checkpoint) -> int:
-    """Returns how many bytes write_head writes, to within a few hundred."""
-    return sum(tensor.bytes for tensor in _shapes(drafter, None)) + 1024
+def write_head(drafter: Checkpoint, finished: Path, path: Path, progress: Callable[[int], None] = lambda _: None) -> None:
+    """Writes `path` from the checkpoint and `finished`, the drafter's GGUF as it goes into the bundle.
 
-
-def write_head(drafter: Checkpoint, path: Path, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Writes `path`, a safetensors file; `progress` gets the bytes written since its last call.
-
-    Raises CheckpointError if the token order is no permutation, or the sizes do not divide.
+    `progress` gets the bytes written since its last call. Raises CheckpointError if the token order is no permutation, the sizes do not
+    divide, or a value is beyond float16; ExportError if `finished` has no output rows.
     """
-    ordering = _ordering(drafter)
-    tensors = _shapes(drafter, ordering)
-    header: dict[str, Any] = {"__metadata__": {"format": HEAD_FORMAT, "top_centroids": str(drafter.assistant.top_centroids)}}
-    offset = 0
-    for tensor in tensors:
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + tensor.bytes]}
-        offset += tensor.bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            for piece in tensor.pieces():
-                progress(file.write(np.ascontiguousarray(piece).data.cast("B")))
-
-
-def _shapes(drafter: Checkpoint, ordering: NDArray[np.int32] | None) -> list[_Tensor]:
-    """The file's tensors in order, widest first; their pieces are there once `ordering` [vocabulary] is."""
-    model, stored = drafter.assistant, drafter.tensors
-    hidden, target = model.hidden_size, model.target_hidden_size
-    clusters = (model.centroids, model.vocab_size // model.centroids)
-    order = np.empty(0, np.int32) if ordering is None else ordering
-
-    def input_half(begin: int) -> Iterator[NDArray[Any]]:
-        yield _matrix(stored["pre_projection.weight"])[:, begin : begin + target]
-
-    def feedback() -> Iterator[NDArray[Any]]:
-        # In float64, so that the product is the float32 nearest to the two steps it replaces.
-        halves = _matrix(stored["pre_projection.weight"])[:, target:], _matrix(stored["post_projection.weight"])
-        yield (halves[0].astype(np.float64) @ halves[1].astype(np.float64)).astype(np.float32)
-
-    return [
-        _Tensor(name="rows", dtype=row_type(drafter).upper(), shape=(*clusters, hidden), pieces=lambda: _clustered(drafter, order)),
-        _Tensor(name="token_ordering", dtype="I32", shape=clusters, pieces=lambda: iter([order])),
-        _Tensor(name="centroids", dtype="F32", shape=(model.centroids, hidden), pieces=lambda: iter([_matrix(stored[CENTROIDS])])),
-        _Tensor(name="embedding_projection", dtype="F32", shape=(hidden, target), pieces=lambda: input_half(0)),
-        _Tensor(name="hidden_projection", dtype="F32", shape=(hidden, target), pieces=lambda: input_half(target)),
-        _Tensor(name="feedback", dtype="F32", shape=(hidden, hidden), pieces=feedback),
+    ordering, model, stored = _ordering(drafter), drafter.assistant, drafter.tensors
+    clusters = ordering.reshape(model.centroids, -1)
+    pre, post = _matrix(stored["pre_projection.weight"]), _matrix(stored["post_projection.weight"])
+    halves = pre[:, : model.target_hidden_size], pre[:, model.target_hidden_size :]
+    # In float64, so that the product is the number nearest to the two steps it replaces.
+    feedback = halves[1].astype(np.float64) @ post.astype(np.float64)
+    tensors = [
+        _clustered(output_rows(finished), finished, clusters),
+        raw_tensor("token_ordering", clusters, "i32"),
+        _half("centroids", _matrix(stored[CENTROIDS]), drafter),
+        _half("embedding_projection", halves[0], drafter),
+        _half("hidden_projection", halves[1], drafter),
+        _half("feedback", feedback, drafter),
     ]
+    entries: list[Entry] = [("drafter_head.format", "uint32", HEAD_FORMAT), ("drafter_head.top_centroids", "uint32", model.top_centroids)]
+    write_raw_gguf(path, HEAD_ARCHITECTURE, entries, tensors, progress)
 
 
-def _clustered(drafter: Checkpoint, ordering: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
-    """Yields output rows in cluster order, a few clusters at a time."""
-    stored, model = drafter.tensors["model.embed_tokens.weight"], drafter.assistant
-    # Mapped, because rows are wanted in another order than they lie: the page cache holds what memory has room for.
-    table = np.memmap(stored.path, np.dtype(READABLE[stored.dtype]), "r", stored.offset, stored.shape)
-    step = _CENTROIDS_PER_PIECE * (model.vocab_size // model.centroids)
-    for first in range(0, len(ordering), step):
-        rows = table[ordering[first : first + step]]
-        yield rows if stored.dtype == "BF16" else widen(rows, stored.dtype)
+def output_rows(finished: Path) -> TensorInfo:
+    """The finished drafter's output rows. Raises ExportError if it has none."""
+    for tensor in read_gguf_header(finished).tensors:
+        if tensor.name == _ROWS:
+            return tensor
+    raise ExportError(f"{finished} lacks {_ROWS}; export it again")
+
+
+def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) -> RawTensor:
+    """Output rows in cluster order, a few clusters at a time: `ordering` is [centroids, tokens of each]."""
+    hidden, count = rows.shape
+    centroids, per_centroid = ordering.shape
+
+    def pieces() -> Iterator[Any]:
+        # Mapped, because rows are wanted in another order than they lie: the page cache holds what memory has room for.
+        table = np.memmap(finished, np.uint8, "r", rows.offset, (count, rows.bytes // count))
+        for first in range(0, centroids, _CENTROIDS_PER_PIECE):
+            yield np.ascontiguousarray(table[ordering[first : first + _CENTROIDS_PER_PIECE].reshape(-1)]).data.cast("B")
+
+    return RawTensor(name="rows", shape=(centroids, per_centroid, hidden), type=rows.type, bytes=rows.bytes, pieces=pieces)
+
+
+def _half(name: str, values: NDArray[Any], drafter: Checkpoint) -> RawTensor:
+    """A matrix as float16, which holds bfloat16's digits: only numbers below 2^-14 lose some."""
+    if not np.abs(values).max() <= _MOST:
+        raise CheckpointError(f"{drafter.folder}: {name} holds values beyond float16's {_MOST:.0f}; download the checkpoint again")
+    return raw_tensor(name, values, "f16")
 
 
 def _ordering(drafter: Checkpoint) -> NDArray[np.int32]:

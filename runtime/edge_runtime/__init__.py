@@ -10,6 +10,7 @@ with edge_runtime.open_session("bundle") as session:
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.channels import Text, Thought
 from edge_runtime.chat import Answer, Chat
+from edge_runtime.constraint import Gbnf, JsonSchema, Regex
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 from edge_runtime.generation import Generation
 from edge_runtime.opening import open_session
@@ -26,7 +27,10 @@ __all__ = [
     "Chat",
     "DecodeStats",
     "EdgeRuntimeError",
+    "Gbnf",
     "Generation",
+    "JsonSchema",
+    "Regex",
     "RequestError",
     "SamplingParams",
     "Session",

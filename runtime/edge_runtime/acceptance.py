@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from edge_runtime.backends.base import Logits
 from edge_runtime.distribution import Distribution
+
+
+class LogitRows(Protocol):
+    """The target's logits at the places of a round; an array [rows, vocabulary] is one."""
+
+    def __getitem__(self, position: int, /) -> Logits:
+        """Returns float32 [vocabulary]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +25,7 @@ class Verdict:
     next_token: int
 
 
-def accept_greedy(drafts: Sequence[int], logits: Logits) -> Verdict:
+def accept_greedy(drafts: Sequence[int], logits: LogitRows) -> Verdict:
     """Accepts the longest prefix of `drafts` that the target would have chosen itself.
 
     `logits` are float32 [len(drafts) + 1, vocabulary]; row i predicts the token at draft i's place. Rows after the first

@@ -100,7 +100,11 @@ class CacheLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Facts of the pair that a reader may want before it opens a model."""
+    """Facts of the pair that a reader may want before it opens a model.
+
+    `feed_forward_size` is the width of the widest feed-forward block, `per_layer_size` that of a layer's own embedding (0: none); older
+    bundles do not say.
+    """
 
     family: str
     hidden_size: int
@@ -112,6 +116,9 @@ class Architecture:
     drafter_layers: int
     drafter_parameters: int
     ordered_embeddings: bool
+    feed_forward_size: int | None = None
+    per_layer_size: int | None = None
+    drafter_feed_forward_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,8 +135,7 @@ class Answer:
             yield event
 
     def _reason(self, parser: ChannelParser) -> Finish:
-        ended = bool(self.tokens) and self.tokens[-1] in self._chat.session.vocabulary.eog_tokens
-        if ended or parser.stopped_by is not None:
+        if self._generation.finish_reason == "stop" or parser.stopped_by is not None:
             return "stop"
         if self._asked_to_stop:
             return "interrupted"

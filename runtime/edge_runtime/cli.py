@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from edge_runtime.cache_options import CacheValues, cache_options, cache_values, remarks
 from edge_runtime.chat import MAX_TOKENS, Chat
 from edge_runtime.comparison import compare, comparison_table
 from edge_runtime.config import PRESET_NAMES, SpeculativeConfig, TuningConfig
@@ -40,7 +41,11 @@ Examples:
   edge-run my-bundle --verify-lossless --max-tokens 200 "class Stack:"
   edge-run my-bundle --compare "import os"
   edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
+  edge-run my-bundle --json-schema '{"type": "array", "items": {"type": "integer"}}' "primes = "
   edge-run my-bundle --drafter lookup "drafts copied from the text itself"
+  edge-run my-bundle --kv-type q8_0 --memory-limit 2GB "half the KV cache"
+  edge-run my-bundle --max-tokens 1 --save-state notes.kv "a long text"
+  edge-run my-bundle --load-state notes.kv "a long text, and what comes after it"
   echo "from standard input" | edge-run my-bundle -
   edge-run my-bundle --serve --sessions 4     (OpenAI API and chat page at http://127.0.0.1:8080)
 """
@@ -56,6 +61,7 @@ class RunOptions:
     as_json: bool
     verify_lossless: bool
     request: Mapping[str, Any]
+    cache: CacheValues
 
 
 def note(text: str) -> None:
@@ -65,24 +71,38 @@ def note(text: str) -> None:
 
 def run_once(session: Session, options: RunOptions) -> None:
     """Streams one generation and says how it went."""
-    generation = session.generate(options.prompt, max_tokens=options.max_tokens, draft_length=options.draft_length, **options.request)
+    if options.cache.load:
+        session.load_state(options.cache.load)
+    generation = session.generate(
+        options.prompt, max_tokens=options.max_tokens, draft_length=options.draft_length, reuse_prefix=options.cache.load is not None,
+        **options.request,
+    )  # fmt: skip
     pieces = []
     for piece in generation:
         pieces.append(piece)
         if not options.as_json:
             click.echo(piece, nl=False)
     session.record(generation)
+    if options.cache.save:
+        session.save_state(options.cache.save)
     lossless = check_lossless(session, generation) if options.verify_lossless else None
     if options.as_json:
         record: dict[str, Any] = {
             "prompt": options.prompt, "text": "".join(pieces), "drafter": session.drafter_kind, "stats": generation.stats.to_json(),
+            "finish_reason": generation.finish_reason,
         }  # fmt: skip
+        if generation.options.constraint:
+            record["whole"] = generation.whole
         if lossless:
             record["lossless"] = lossless.to_json()
         click.echo(json.dumps(record, ensure_ascii=False))
         return
     click.echo()
+    for sentence in remarks(generation, loaded=options.cache.load is not None):
+        note(sentence)
     note(summary(generation.stats, session.drafter_kind))
+    if not generation.whole:
+        note("the text ended before the grammar did; raise --max-tokens, or leave --stop out")
     if lossless:
         note(lossless.sentence())
 
@@ -119,8 +139,8 @@ def check_combination(
     """Raises a usage error for options that contradict each other."""
     if comparing and verify_lossless:
         raise click.UsageError("--compare and --verify-lossless are two different runs; give one of them")
-    if comparing and (policy in ("rolling", "stepped") or request["sampling"] != GREEDY_PARAMS or request["stop"]):
-        raise click.UsageError("--compare is greedy, with a fixed draft length and no stop strings; leave those options out")
+    if comparing and (policy in ("rolling", "stepped") or request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
+        raise click.UsageError("--compare is greedy, with a fixed draft length, no stop strings and no grammar; leave those options out")
     if policy == "stepped" and draft_length is not None:
         raise click.UsageError("--policy stepped has its own draft lengths; leave --draft-length out")
     if policy == "rolling" and draft_length == 0:
@@ -161,6 +181,7 @@ def check_combination(
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="With --compare: runs of each; medians are shown.")
 @click.option("--check/--no-check", "check_hashes", default=True, help="Check the files' sha256 before use.")
 @sampling_options
+@cache_options
 @chat_options
 @serve_options
 @click.version_option(package_name="edge-mtp")
@@ -176,6 +197,7 @@ def main(
     try:
         serving = serve_values(values)
         chat = chat_values(values, chatting=prompt is None)
+        cache = cache_values(values, once=prompt is not None and not comparing)
         request = request_options(values)
         if prompt is None and (comparing or verify_lossless):
             raise click.UsageError("--compare and --verify-lossless need a PROMPT")
@@ -183,7 +205,7 @@ def main(
         options = RunOptions(
             prompt=sys.stdin.read() if prompt == "-" else prompt or "", as_json=as_json, verify_lossless=verify_lossless, request=request,
             draft_length=None if policy == "rolling" else draft_length,
-            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS),
+            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS), cache=cache,
         )  # fmt: skip
         monitoring = MonitorOptions(
             warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
@@ -191,6 +213,7 @@ def main(
         opening: OpenOptions = {
             "threads": threads, "context": context, "drafter": drafter, "check_hashes": check_hashes, "notify": note,
             "config": command_config(config, policy, draft_length), "preset": preset, "monitoring": monitoring,
+            "kv_type": cache.kv_type, "memory_limit": cache.memory_limit,
         }  # fmt: skip
         if serving is not None:
             from edge_runtime.server.serve import serve

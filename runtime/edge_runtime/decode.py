@@ -1,25 +1,31 @@
-"""The speculative loop: draft, verify, accept, roll back. Token ids only; it knows no text, no backend and no clock.
+"""The speculative loop: draft, verify, accept, roll back. Token ids only; it knows no text and no backend.
 
 A round has two halves around the target's forward, so that one forward can serve the rounds of several requests (edge_runtime/lockstep.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from edge_runtime.backends.base import Drafter, Logits, Target
-from edge_runtime.policies import DraftLengthPolicy
+from edge_runtime.backends.base import DraftAsk, Drafter, Logits, Target
+from edge_runtime.policies import DraftLengthPolicy, Timing
 from edge_runtime.rules import GREEDY, AcceptanceRule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What one round did. `tokens` are the emitted ones: the accepted drafts and the target's own token."""
+    """What one round did. `tokens` are the emitted ones: the accepted drafts and the target's own token.
+
+    The seconds are those of the drafting and of the verify, which other requests may have shared.
+    """
 
     drafted: int
     accepted: int
     tokens: tuple[int, ...]
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
 
 
 class Decoding:
@@ -38,6 +44,9 @@ class Decoding:
         self.ended = False
         self._target = target
         self._policy = policy
+        self._start = self._room = self._asked = 0
+        self._drafts: list[int] = []
+        self._heard: list[int] = []
         self._left = max_tokens
         self._ends = ends
 
@@ -46,21 +55,41 @@ class Decoding:
         """Whether `max_tokens` tokens are out, `ends` said yes, or the context is full."""
         return self.ended or self._left <= 0 or self._target.length >= self._target.context
 
-    def draft_length(self) -> int:
-        """Returns how many tokens may be drafted now, 0 for a round without drafts. Asks the policy: once a round."""
+    def ask(self, sequence: int = 0) -> DraftAsk:
+        """Begins a round: says what to draft, at most. A `draft_length` of 0 asks for nothing."""
         target = self._target
+        self._start, self._asked = target.length, 0
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
-        return min(self._policy.draft_length(), self._left - 1, target.context - target.length - 1, target.rewind_slack)
+        self._room = min(self._left - 1, target.context - target.length - 1, target.rewind_slack)
+        length = min(self._policy.draft_length(), self._room)
+        # What is not verified must not be drawn either: the rule would wait for a verdict on it.
+        choose = None if self._policy.listening else self.rule.choose
+        return DraftAsk(sequence=sequence, last=self.last, draft_length=length, choose=choose, go_on=self._policy.go_on)
 
-    def settle(self, drafts: Sequence[int], logits: Logits) -> Round:
-        """Judges `drafts` on the `logits` [len(drafts) + 1, vocabulary] of verifying [last, *drafts], and rolls the cache back."""
-        start = self._target.length - len(drafts) - 1
+    def rows(self, drafts: list[int]) -> list[int]:
+        """Takes the round's drafts; returns the tokens to verify: the newest, the drafts worth it, and padding that nobody looks at."""
+        self._asked = len(drafts)
+        self._heard = drafts[:1] if self._policy.listening else []
+        self._drafts = [] if self._policy.listening else self.rule.admit(drafts)
+        padding = min(self._policy.padding(len(self._drafts)), self._room - len(self._drafts))
+        return [self.last, *self._drafts, *[self.last] * max(0, padding)]
+
+    def settle(self, logits: Logits, draft_seconds: float, verify_seconds: float, *, alone: bool = True) -> Round:
+        """Ends the round on the logits of verifying `rows`, and rolls the cache back. `alone`: no other request had part in the times."""
+        drafts, rows = self._drafts, len(logits)
         verdict = self.rule.accept(drafts, logits)
         tokens, self.ended = _until_end((*drafts[: verdict.accepted], verdict.next_token), self._ends)
-        self._target.rollback(start + len(tokens))  # all emitted tokens but the newest, and the one that came before them
+        self._target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one that came before them
+        if self._heard:
+            self._policy.hear(self._heard[0] == tokens[0])
+        if alone:
+            self._policy.timed(
+                Timing(length=self._start, steps=self._asked, draft_seconds=draft_seconds, rows=rows, verify_seconds=verify_seconds)
+            )
         self._policy.observe(len(drafts), verdict.accepted)
         self.last, self._left = tokens[-1], self._left - len(tokens)
-        return Round(drafted=len(drafts), accepted=min(verdict.accepted, len(tokens)), tokens=tokens)
+        accepted = min(verdict.accepted, len(tokens))
+        return Round(drafted=len(drafts), accepted=accepted, tokens=tokens, draft_seconds=draft_seconds, verify_seconds=verify_seconds)
 
 
 def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Iterator[Round]:
@@ -70,9 +99,13 @@ def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Itera
     Leviathan et al. 2023 (arXiv 2211.17192), with Gemma 4's drafter, which reads the target's own rows.
     """
     while not decoding.done:
-        length = decoding.draft_length()
-        drafts = drafter.draft(decoding.last, length, decoding.rule.choose) if drafter is not None and length > 0 else []
-        yield decoding.settle(drafts, target.verify([decoding.last, *drafts]))
+        begin = time.perf_counter()
+        ask = decoding.ask()
+        wanted = drafter is not None and ask.draft_length > 0
+        drafts = drafter.draft(ask.last, ask.draft_length, ask.choose, ask.go_on) if drafter and wanted else []
+        middle = time.perf_counter()
+        logits = target.verify(decoding.rows(drafts))
+        yield decoding.settle(logits, middle - begin, time.perf_counter() - middle)
 
 
 def _until_end(tokens: tuple[int, ...], ends: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:

@@ -9,7 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from edge_runtime.backends.base import Drafter, Logits, Target, Vocabulary
+from edge_runtime.backends.base import Drafter, Target, Vocabulary
+from edge_runtime.constrained_rules import constrained
+from edge_runtime.constraint import Constraint, ConstraintSource
 from edge_runtime.decode import Decoding, Round, decode
 from edge_runtime.errors import RequestError
 from edge_runtime.monitoring import RequestWatch
@@ -32,6 +34,7 @@ class GenerationOptions:
     `stop` strings end the text before them. `chunk_size` is how many tokens at least make a piece of text, except for the last;
     `on_round` is called after each round, before its text is out. `reuse_prefix` keeps the cache's rows as far as the prompt begins
     with their tokens: quick in a chat; rows that another request computed in batches of other sizes may differ in their last bits.
+    `constraint` says what the text must be.
     """
 
     max_tokens: int = 128
@@ -41,6 +44,7 @@ class GenerationOptions:
     chunk_size: int = 1
     on_round: Callable[[Round], None] | None = None
     reuse_prefix: bool = False
+    constraint: ConstraintSource | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "chunk_size"):
@@ -69,7 +73,8 @@ class Generation:
     """
 
     def __init__(
-        self, pair: OpenedPair, prompt: Sequence[int], policy: DraftLengthPolicy, options: GenerationOptions, watch: RequestWatch
+        self, pair: OpenedPair, prompt: Sequence[int], policy: DraftLengthPolicy, options: GenerationOptions, watch: RequestWatch,
+        constraint: Constraint | None = None,
     ) -> None:  # fmt: skip
         self.stats = DecodeStats(prompt_tokens=len(prompt))
         self.tokens: list[int] = []
@@ -79,7 +84,10 @@ class Generation:
         self._pair = pair
         self._text = OutputText(options.stop)
         self._spelt = self._taken = 0
+        self._constraint = constraint
         rule = acceptance_rule(options.sampling, options.acceptance, prompt)
+        if constraint is not None:
+            rule = constrained(rule, constraint)
         self.decoding = Decoding(pair.target, self.prompt[-1], policy, max_tokens=options.max_tokens, rule=rule, ends=self._ends)
 
     @property
@@ -91,6 +99,11 @@ class Generation:
     def stopped_by(self) -> str | None:
         """The stop string that ended the text, if one did."""
         return self._text.stopped_by
+
+    @property
+    def whole(self) -> bool:
+        """Whether the text so far is all that the request's constraint asks for; without one always. False after max_tokens cut it short."""
+        return self._constraint is None or self._constraint.whole
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -137,12 +150,6 @@ class Generation:
             stats.prefill_seconds += time.perf_counter() - begin
             yield
 
-    def settle(self, drafts: Sequence[int], logits: Logits, begin: float) -> Round:
-        """Ends a round whose forward was done by somebody else; it began at `begin` (time.perf_counter)."""
-        one = self.decoding.settle(drafts, logits)
-        self.count(one, time.perf_counter() - begin)
-        return one
-
     def count(self, one: Round, seconds: float) -> None:
         """Adds a round that took `seconds` to the request's figures and text."""
         stats = self.stats
@@ -150,6 +157,8 @@ class Generation:
         if not stats.rounds:
             stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
         stats.count_round(one.drafted, one.accepted, len(one.tokens))
+        stats.draft_seconds += one.draft_seconds
+        stats.verify_seconds += one.verify_seconds
         self.tokens += one.tokens
         self.watch.saw(one, stats)
         if self.options.on_round:
@@ -185,7 +194,8 @@ class Generation:
         # With stop strings the text is made token by token inside the loop, as plain decoding would: so they end the request at the
         # same token. Without them the loop does no text work, and its seconds hold none.
         stopped = bool(self.options.stop) and self._feed(token)
-        return stopped or token in self._pair.vocabulary.eog_tokens
+        closed = self._constraint is not None and self._constraint.advance(token)
+        return stopped or closed or token in self._pair.vocabulary.eog_tokens
 
 
 def reusable_prefix(target: Target, prompt: Sequence[int]) -> int:

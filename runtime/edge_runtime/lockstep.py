@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from edge_runtime.backends.base import DraftAsk, Together
+from edge_runtime.backends.base import Together
 from edge_runtime.decode import Round
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.generation import Generation
@@ -67,15 +67,19 @@ class Lockstep:
             return []
         begin = time.perf_counter()
         drafts = self._drafts(running)
-        asks = [(self._number(one), [one.decoding.last, *draft]) for one, draft in zip(running, drafts, strict=True)]
+        middle = time.perf_counter()
+        asks = [(self._number(one), one.decoding.rows(draft)) for one, draft in zip(running, drafts, strict=True)]
         logits = self._together.verify_all(asks)
+        drafting, verifying, alone = middle - begin, time.perf_counter() - middle, len(running) == 1
         done = []
-        for one, draft, rows in zip(running, drafts, logits, strict=True):
+        for one, rows in zip(running, logits, strict=True):
             try:
-                done.append((one, one.settle(draft, rows, begin)))
+                done.append((one, one.decoding.settle(rows, drafting, verifying, alone=alone)))
             except EdgeRuntimeError as error:  # such as no token left to draw: the others' rows are as good as before
                 one.target.rollback(0)
                 self._failures.append((one, error))
+                continue
+            one.count(done[-1][1], time.perf_counter() - begin)
         self._running = [one for one, _ in done if not one.decoding.done]
         return done
 
@@ -112,15 +116,7 @@ class Lockstep:
                 self._begin(generation)
 
     def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
-        asks = [
-            DraftAsk(
-                sequence=self._number(one),
-                last=one.decoding.last,
-                draft_length=one.decoding.draft_length(),
-                choose=one.decoding.rule.choose,
-            )
-            for one in running
-        ]
+        asks = [one.decoding.ask(self._number(one)) for one in running]
         wanted = [i for i, ask in enumerate(asks) if ask.draft_length > 0]
         drafts: list[list[int]] = [[] for _ in running]
         if wanted:

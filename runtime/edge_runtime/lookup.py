@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.base import Choose, Target
+from edge_runtime.backends.base import Choose, GoOn, Target
 
 # A longer match says more about what follows; one token alone says too little to pay for verifying the draft.
 LONGEST_MATCH = 4
@@ -18,10 +18,12 @@ SHORTEST_MATCH = 2
 class LookupDrafter:
     """Drafts what followed the most recent earlier occurrence of the newest tokens. Implements `backends.base.Drafter`."""
 
+    stepwise = False  # a copy costs nothing, and has no probability
+
     def __init__(self, target: Target) -> None:
         self._target = target
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:  # noqa: ARG002
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:  # noqa: ARG002
         """Returns `draft_length` tokens, or none where the newest SHORTEST_MATCH tokens are new to the text.
 
         There are no logits for `choose` to pick from: what is copied counts as certain. Where the copy reaches the end of the text it goes on with itself, so that a loop is drafted as a loop.

@@ -5,21 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
-from edge_runtime.backends.base import Together
-from edge_runtime.bundle import open_bundle
+from edge_runtime.backends.base import Drafter, Target, Together
+from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.config import SpeculativeConfig
+from edge_runtime.cost_curve import CostCurve, MeasuredCosts
+from edge_runtime.cost_probe import CACHE_NAME, measure_costs, remember_costs, remembered_costs
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import Generation
+from edge_runtime.kv_types import KvType, check_kv_type
 from edge_runtime.lockstep import Lockstep
+from edge_runtime.memory_check import available_memory, check_memory, memory_bytes
+from edge_runtime.memory_plan import Opening
 from edge_runtime.monitoring import Monitor, MonitorOptions
 from edge_runtime.session import Session
-from edge_runtime.settings import load_settings
+from edge_runtime.settings import Settings, load_settings
 
 
 class OpenOptions(TypedDict, total=False):
@@ -28,7 +34,8 @@ class OpenOptions(TypedDict, total=False):
     `context` is in tokens. `config` (a file or a `SpeculativeConfig`) goes over the preset, that over the bundle's config.yaml, that over
     the defaults, and what is asked for here over all. Without a `drafter` it is the faster by a short measurement where the bundle has
     both the dense and the split. `notify` gets a sentence now and then, such as about a first probe. `monitoring` says what the
-    monitor tells whom; its window is the configured one. `check_hashes` False leaves out the files' sha256.
+    monitor tells whom; its window is the configured one. `kv_type` is that of the KV cache; `memory_limit`, bytes or a text such as
+    "2GB", refuses before it is opened what would take more, and without one the machine is asked (see `check_memory`). `check_hashes` False leaves out the files' sha256.
     """
 
     threads: int | None
@@ -37,6 +44,8 @@ class OpenOptions(TypedDict, total=False):
     config: SpeculativeConfig | Path | str | None
     preset: str | None
     monitoring: MonitorOptions | None
+    kv_type: KvType | None
+    memory_limit: str | int | None
     check_hashes: bool
     notify: Callable[[str], None]
 
@@ -85,7 +94,7 @@ def open_sessions(folder: Path | str, count: int, **options: Unpack[OpenOptions]
     """Opens a bundle for `count` requests at once, each with a text of up to `context` tokens. Otherwise as `open_session`."""
     from edge_runtime.backends.llama_context import LlamaOptions
     from edge_runtime.backends.llama_drafters import open_together
-    from edge_runtime.probe import probe_load_options
+    from edge_runtime.probe import cache_path, machine_key, probe_load_options
 
     drafter, notify = options.get("drafter"), options.get("notify", _silent)
     if drafter is not None and drafter not in DRAFTER_KINDS:
@@ -96,6 +105,9 @@ def open_sessions(folder: Path | str, count: int, **options: Unpack[OpenOptions]
     )
     monitor = Monitor(replace(options.get("monitoring") or MonitorOptions(), window=settings.window))
     drafter = drafter or settings.drafter
+    kv_type = check_kv_type(bundle.manifest.cache_layout, options.get("kv_type") or settings.kv_type)
+    _check_memory(bundle, settings, options.get("memory_limit"), drafter, kv_type, count, notify)
+    threads = options.get("threads") or default_threads()
     has_model = drafter not in ("lookup", "none")
     probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if has_model else [])]
     paths = [bundle.folder / file.path for file in probed]
@@ -104,13 +116,59 @@ def open_sessions(folder: Path | str, count: int, **options: Unpack[OpenOptions]
     together, kind = open_together(
         bundle,
         LlamaOptions(
-            context=settings.context, threads=options.get("threads") or default_threads(), use_extra_bufts=answer.use_extra_bufts,
+            context=settings.context, threads=threads, use_extra_bufts=answer.use_extra_bufts,
             draft=has_model, max_draft_length=settings.longest_draft, max_candidates=settings.max_candidates, sequences=count,
+            kv_type=kv_type,
         ),
         drafter,
     )  # fmt: skip
     own = zip(together.targets, together.drafters, strict=True)
-    return Sessions([Session(bundle, target, one, together.vocabulary, kind, settings, monitor) for target, one in own], together)
+
+    @cache
+    def costs() -> CostCurve:
+        facts = [threads, kv_type, kind, *(bundle.file(role).sha256 for role in ("target", "drafter") if bundle.has(role))]
+        return CostCurve(
+            _costs_of(
+                cache_path(CACHE_NAME),
+                together.targets[0],
+                together.drafters[0],
+                machine_key([*map(str, facts), *quantizations]),
+                together.vocabulary.bos,
+            )
+        )
+
+    if count > 1 and settings.policy == "profit":
+        costs()  # now, while nobody's text is in the cache
+    sessions = [Session(bundle, target, one, together.vocabulary, kind, settings, monitor, costs) for target, one in own]
+    return Sessions(sessions, together)
+
+
+def _costs_of(path: Path, target: Target, drafter: Drafter | None, key: str, bos: int) -> MeasuredCosts:
+    """Returns the remembered costs of this bundle on this machine, or measures them, which takes about two seconds the first time.
+
+    Called before a request's prompt is in the cache: measuring empties it.
+    """
+    costs = remembered_costs(path, key)
+    if costs is None:
+        costs = measure_costs(target, drafter, max(bos, 0))
+        remember_costs(path, key, costs)
+    return costs
+
+
+def _check_memory(
+    bundle: Bundle, settings: Settings, limit: str | int | None, drafter: DrafterKind | None, kv_type: KvType, count: int,
+    notify: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Raises RequestError if it would not fit. The probe that says whether weights are copied has still to come; they are counted."""
+    from edge_runtime.backends.llama_context import BATCH
+    from edge_runtime.backends.llama_drafters import drafters_opened
+
+    opening = Opening(
+        context=settings.context, kv_type=kv_type, sequences=count, batch=BATCH, verify_rows=settings.longest_draft + 1,
+        drafters=drafters_opened(bundle, drafter), repack=True,
+    )  # fmt: skip
+    most = settings.memory_limit if limit is None else memory_bytes(limit)
+    check_memory(bundle.manifest, opening, most, available_memory() if most is None else None, notify)
 
 
 def _silent(_: str) -> None:

@@ -7,25 +7,72 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+from edge_runtime.backends.base import GoOn
 from edge_runtime.bundle import MAX_DRAFT_LENGTH
 from edge_runtime.errors import RequestError
 
-POLICIES = ("fixed", "rolling", "stepped")
+COUNTING_POLICIES = ("fixed", "rolling", "stepped")
+POLICIES = ("profit", *COUNTING_POLICIES)
 WINDOW_ROUNDS = 10
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What a round of one request took, in seconds: `steps` draft steps, and a verify of `rows` rows after `length` tokens."""
+
+    length: int
+    steps: int
+    draft_seconds: float
+    rows: int
+    verify_seconds: float
+
+
 class DraftLengthPolicy(Protocol):
-    """Decides before each round; is told after it."""
+    """Decides before each round, and if it likes after each draft; is told what became of it."""
+
+    @property
+    def go_on(self) -> GoOn | None:
+        """Asked by the drafter after each draft whether to draft another; None: always."""
+
+    @property
+    def listening(self) -> bool:
+        """Whether this round's drafts are not to be verified, only compared with what plain decoding brings (`hear`)."""
 
     def draft_length(self) -> int:
-        """Returns how many tokens to draft in the next round; 0 is plain decoding."""
+        """Returns how many tokens to draft at most in the next round; 0 is plain decoding. Asked once a round, first of all."""
+
+    def padding(self, drafted: int) -> int:
+        """Returns how many rows to verify beyond the drafts, for the only reason that the larger batch is the cheaper one."""
+
+    def hear(self, right: bool) -> None:
+        """Learns, where it was listening, whether the first draft was the token that came. Before `observe`."""
+
+    def timed(self, timing: Timing) -> None:
+        """Learns what the round took. Before `observe`."""
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Learns what became of the last round's drafts."""
 
 
+class CountingPolicy:
+    """What policies have in common that decide before a round, by counts alone."""
+
+    go_on = None
+    listening = False
+
+    def padding(self, drafted: int) -> int:  # noqa: ARG002
+        """None."""
+        return 0
+
+    def hear(self, right: bool) -> None:
+        """It never listens."""
+
+    def timed(self, timing: Timing) -> None:
+        """Time is of no interest."""
+
+
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(CountingPolicy):
     """The same draft length every round. `Fixed(0)` is plain decoding on the same path."""
 
     length: int
@@ -62,7 +109,7 @@ class RecentAcceptance:
         return sum(a for _, a in self._rounds) / drafted if drafted else None
 
 
-class Rolling:
+class Rolling(CountingPolicy):
     """After each round one token more if the acceptance of the last `window` rounds is above `threshold`, `penalty` tokens less if below.
 
     The length stays within [shortest, longest]; a `penalty` may be a fraction, the length is rounded down. 0 is not reached: a
@@ -100,7 +147,7 @@ class Rolling:
         self._length = min(max(self._length + (1 if rate > self._threshold else -self._penalty), shortest), longest)
 
 
-class Stepped:
+class Stepped(CountingPolicy):
     """6 tokens where the acceptance of the last `window` rounds is above 0.9, 4 above 0.7, else 2; 2 before anything is known.
 
     Steps outside [shortest, longest] are moved to its nearer end.
@@ -126,7 +173,7 @@ class Stepped:
 def draft_length_policy(
     name: str, start: int, *, shortest: int = 1, longest: int = 8, threshold: float = 0.7, penalty: float = 1.0, window: int = WINDOW_ROUNDS
 ) -> DraftLengthPolicy:
-    """Returns the policy of that name. `start` is the length of `fixed` and the first one of `rolling`; `fixed` has no range.
+    """Returns the policy of that name, but for `profit`, which needs costs (see `Session`). `start` is the length of `fixed` and the first one of `rolling`; `fixed` has no range.
 
     `threshold` and `penalty` are those of `rolling`; `window` is in rounds.
     """
@@ -136,4 +183,4 @@ def draft_length_policy(
         return Rolling(start, shortest=shortest, longest=longest, threshold=threshold, penalty=penalty, window=window)
     if name == "stepped":
         return Stepped(shortest=shortest, longest=longest, window=window)
-    raise RequestError(f"policy {name!r} is not known; choose one of {', '.join(POLICIES)}")
+    raise RequestError(f"policy {name!r} is not known; choose one of {', '.join(COUNTING_POLICIES)}")

@@ -94,10 +94,10 @@ def machine_key(quantizations: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def cache_path() -> Path:
-    """Returns where answers are remembered: probe.json in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
+def cache_path(name: str = CACHE_NAME) -> Path:
+    """Returns where what a machine told is remembered: a file in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
     folder = os.environ.get(CACHE_VARIABLE)
-    return (Path(folder) if folder else Path.home() / ".cache" / "edge-mtp") / CACHE_NAME
+    return (Path(folder) if folder else Path.home() / ".cache" / "edge-mtp") / name
 
 
 def _processor() -> list[str]:

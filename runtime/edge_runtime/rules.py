@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.acceptance import Verdict, accept_by_match, accept_by_rejection, accept_greedy
+from edge_runtime.acceptance import LogitRows, Verdict, accept_by_match, accept_by_rejection, accept_greedy
 from edge_runtime.backends.base import Choose, Logits
 from edge_runtime.distribution import Distribution
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.sampling import Sampler, SamplingParams
+from edge_runtime.sampling import NothingToDraw, Sampler, SamplingParams
 
 ACCEPTANCE_METHODS = ("rejection", "match")
 # The better one at temperatures 0.3, 0.7 and 1.0 (scripts/bench_sampling.py; README, results).
@@ -20,13 +20,16 @@ DEFAULT_ACCEPTANCE = "rejection"
 
 
 class AcceptanceRule(Protocol):
-    """Belongs to one request. A round asks `choose` for each draft, in order, then `accept` once."""
+    """Belongs to one request. A round asks `choose` for each draft, in order, then `admit` once, then `accept` once."""
 
     @property
     def choose(self) -> Choose | None:
         """How the drafter picks a draft from its own logits; None: the likeliest."""
 
-    def accept(self, drafts: Sequence[int], logits: Logits) -> Verdict:
+    def admit(self, drafts: list[int]) -> list[int]:
+        """Returns the drafts that are worth verifying: those before the first that cannot stand whatever the target says."""
+
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
         """Judges a round's drafts on the target's logits, float32 [len(drafts) + 1, vocabulary]; the verdict's tokens become the past."""
 
 
@@ -35,7 +38,11 @@ class GreedyRule:
 
     choose = None
 
-    def accept(self, drafts: Sequence[int], logits: Logits) -> Verdict:
+    def admit(self, drafts: list[int]) -> list[int]:
+        """All."""
+        return drafts
+
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
         """Accepts the longest prefix that the target would have chosen itself."""
         return accept_greedy(drafts, logits)
 
@@ -50,10 +57,14 @@ class _SampledRule:
         self._drawn: list[int] = []
         self._remember(past)
 
+    def admit(self, drafts: list[int]) -> list[int]:
+        """All."""
+        return drafts
+
     def _recent(self, drafts: Sequence[int]) -> Sequence[int]:
         return [*self._past, *drafts] if self._sampler.window else ()
 
-    def _target(self, drafts: Sequence[int], logits: Logits, position: int) -> Distribution:
+    def _target(self, drafts: Sequence[int], logits: LogitRows, position: int) -> Distribution:
         return self._sampler(logits[position], self._recent(drafts[:position]))
 
     def _remember(self, tokens: Sequence[int]) -> None:
@@ -70,7 +81,7 @@ class MatchRule(_SampledRule):
         """None unless bias or penalties move the likeliest token."""
         return self._choose if self._sampler.adjusts else None
 
-    def accept(self, drafts: Sequence[int], logits: Logits) -> Verdict:
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
         """One random number per emitted token, so a seed gives the same output with any drafts and with none."""
         verdict = accept_by_match(drafts, lambda position: self._target(drafts, logits, position).draw(self._random()))
         self._remember([*drafts[: verdict.accepted], verdict.next_token])
@@ -93,7 +104,7 @@ class RejectionRule(_SampledRule):
         """Draws and remembers what it drew from."""
         return self._choose
 
-    def accept(self, drafts: Sequence[int], logits: Logits) -> Verdict:
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
         """Drafts that were not drawn (from a lookup, say) count as certain. Raises BackendError if drawn ones are missing or changed:
         the output would no longer have the target's distribution.
         """
@@ -105,8 +116,11 @@ class RejectionRule(_SampledRule):
         self._remember([*drafts[: verdict.accepted], verdict.next_token])
         return verdict
 
-    def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int:
-        distribution = self._sampler(logits, self._recent(self._drawn), tokens)
+    def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
+        try:
+            distribution = self._sampler(logits, self._recent(self._drawn), tokens)
+        except NothingToDraw:  # every candidate is banned; the target may still have others
+            return None
         self._proposed.append(distribution)
         self._drawn.append(distribution.draw(self._random()))
         return self._drawn[-1]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from edge_runtime.backends.base import GoOn
 from edge_runtime.bundle import MAX_DRAFT_LENGTH
 from edge_runtime.errors import RequestError
-from edge_runtime.policies import DraftLengthPolicy
+from edge_runtime.policies import DraftLengthPolicy, Timing
 from edge_runtime.rejection import WINDOW_TOKENS, Event, EventKind, RejectionWindow
 
 LIMIT = 0.5
@@ -88,6 +89,28 @@ class Guarded:
         self._policy = policy
         self._net = net
         self._on_event = on_event
+
+    @property
+    def go_on(self) -> GoOn | None:
+        """The policy's."""
+        return self._policy.go_on
+
+    @property
+    def listening(self) -> bool:
+        """The policy's."""
+        return self._policy.listening
+
+    def padding(self, drafted: int) -> int:
+        """The policy's."""
+        return self._policy.padding(drafted)
+
+    def hear(self, right: bool) -> None:
+        """Tells the policy."""
+        self._policy.hear(right)
+
+    def timed(self, timing: Timing) -> None:
+        """Tells the policy."""
+        self._policy.timed(timing)
 
     def draft_length(self) -> int:
         """Returns the policy's length, or what the net allows if that is less."""

@@ -74,6 +74,10 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
 
+class NothingToDraw(RequestError):
+    """Every token is banned, or the logits are none."""
+
+
 class Sampler:
     """`SamplingParams` made into one function. `window` is how many recent tokens it wants to see, 0 if none.
 
@@ -92,11 +96,11 @@ class Sampler:
         return bool(self.window or len(self._biased))
 
     def __call__(self, logits: Logits, recent: Sequence[int] = (), tokens: NDArray[np.integer] | None = None) -> Distribution:
-        """Returns the distribution after the `recent` tokens. Raises RequestError if nothing is left to draw, or for a row with NaN."""
+        """Returns the distribution after the `recent` tokens. Raises NothingToDraw if no token is left, or for a row with NaN."""
         ids, row = self._adjusted(logits, recent, tokens)
         best = int(row.argmax())
         if not math.isfinite(row[best]):
-            raise RequestError(
+            raise NothingToDraw(
                 f"no token can be drawn: the largest logit is {row[best]}; allow more tokens in logit_bias, or check the model"
             )
         if self._params.temperature == 0:
@@ -152,9 +156,9 @@ class Sampler:
 
 
 def _top_k(row: Logits, k: int) -> Tokens:
-    """Returns ascending indices of the k greatest logits (0: all); of equal ones at the edge the first."""
+    """Returns ascending indices of the k greatest logits (0: all that are not banned); of equal ones at the edge the first."""
     if not 0 < k < row.size:
-        return np.arange(row.size)
+        return np.arange(row.size) if row.min() > -np.inf else np.flatnonzero(row > -np.inf)
     edge = np.partition(row, -k)[-k]
     above = np.flatnonzero(row > edge)
     level = np.flatnonzero(row == edge)[: k - len(above)]

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from edge_runtime.acceptance_model import AcceptanceModel
 from edge_runtime.backends.base import Drafter, Target, Vocabulary
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, Bundle
+from edge_runtime.constraint import ConstraintSource
+from edge_runtime.cost_curve import Costs
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions, OpenedPair
+from edge_runtime.grammar import grammars_for
 from edge_runtime.monitoring import Monitor, MonitorOptions
 from edge_runtime.policies import DraftLengthPolicy, Fixed
+from edge_runtime.profit import Profit
 from edge_runtime.rules import DEFAULT_ACCEPTANCE
 from edge_runtime.safety_net import Guarded, SafetyNet
 from edge_runtime.sampling import SamplingParams
 from edge_runtime.settings import Settings, resolve_settings
+from edge_runtime.state_file import load_state, save_state
 
 
 class Session:
@@ -25,9 +32,11 @@ class Session:
 
     def __init__(
         self, bundle: Bundle, target: Target, drafter: Drafter | None, vocabulary: Vocabulary, drafter_kind: DrafterKind = "dense",
-        settings: Settings | None = None, monitor: Monitor | None = None,
+        settings: Settings | None = None, monitor: Monitor | None = None, costs: Callable[[], Costs] | None = None,
     ) -> None:  # fmt: skip
-        """`settings` None takes the bundle's recommendation; `monitor` None one that only counts."""
+        """`settings` None takes the bundle's recommendation; `monitor` None one that only counts. `costs` is asked once, when the
+        policy `profit` is first used: without it that policy drafts a fixed length over the safety net.
+        """
         self.bundle = bundle
         self.target = target
         self.drafter = drafter
@@ -36,6 +45,8 @@ class Session:
         self.settings = settings or resolve_settings([], bundle)
         self.monitor = monitor or Monitor(MonitorOptions(window=self.settings.window))
         self._net = SafetyNet(window=self.settings.window)
+        self._costs = costs
+        self._profit: Profit | None = None
 
     def generate(
         self,
@@ -50,18 +61,20 @@ class Session:
         chunk_size: int | None = None,
         on_round: Callable[[Round], None] | None = None,
         reuse_prefix: bool = False,
+        constraint: ConstraintSource | None = None,
     ) -> Generation:
         """Starts a request, greedy unless `sampling` says otherwise. `prompt` is text or token ids.
 
         `draft_length` 0 is plain decoding; a `policy` decides instead of it. With neither the session's settings decide, over a safety
         net. `acceptance` is "rejection" or "match": both leave the target's distribution as it is. `chunk_size` None takes the
-        settings' one. For the rest see `GenerationOptions`.
-        Raises RequestError when the prompt does not fit or an option makes no sense.
+        settings' one. With a `constraint` (a JsonSchema, Gbnf or Regex) the text is always valid; drafts change it as little as without
+        one. For the rest see `GenerationOptions`.
+        Raises RequestError when the prompt does not fit or an option makes no sense, BackendError if a constraint's library is missing.
         """
         options = GenerationOptions(
             max_tokens=max_tokens, sampling=sampling, acceptance=acceptance, stop=stop, on_round=on_round,
             chunk_size=self.settings.chunk_size if chunk_size is None else chunk_size,
-            reuse_prefix=reuse_prefix,
+            reuse_prefix=reuse_prefix, constraint=constraint,
         )  # fmt: skip
         ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -71,13 +84,22 @@ class Session:
         vocabulary_size = self.bundle.manifest.architecture.vocab_size
         if sampling.logit_bias and max(sampling.logit_bias) >= vocabulary_size:
             raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
+        enforced = None if constraint is None else grammars_for(self.vocabulary, vocabulary_size).constrain(constraint)
         watch = self.monitor.watch(self._said_of_request(options, draft_length, policy))
         if policy is None and draft_length is None:
-            policy = Guarded(self.settings.new_policy(), self._net, watch.report)
+            # Profit weighs what drafts cost here; the net, which does not, would only be in its way.
+            policy = self.profit() or Guarded(self.settings.new_policy(), self._net, watch.report)
         elif policy is None:
             policy = Fixed(self.draft_length_for(draft_length))
         pair = OpenedPair(target=self.target, drafter=self.drafter, vocabulary=self.vocabulary)
-        return Generation(pair, ids, policy, options, watch)
+        return Generation(pair, ids, policy, options, watch, enforced)
+
+    def profit(self) -> Profit | None:
+        """Returns the session's `profit` policy, which learns from request to request; None if another one is configured."""
+        if self._profit is None and self.settings.policy == "profit" and self._costs and self.drafter:
+            longest = min(self.settings.longest, self.settings.longest_draft)
+            self._profit = Profit(self._costs(), AcceptanceModel(), longest=longest, stepwise=self.drafter.stepwise)
+        return self._profit
 
     def draft_length_for(self, asked: int | None) -> int:
         """Returns the draft length asked for, or the settings' first one. Raises RequestError if it needs more rows than a verify has."""
@@ -100,6 +122,20 @@ class Session:
         elif draft_length is not None:
             said |= {"policy": "fixed", "start": draft_length}
         return {**said, "max_tokens": options.max_tokens, "acceptance": options.acceptance, "sampling": options.sampling.to_json()}
+
+    def save_state(self, path: Path | str) -> None:
+        """Writes the K/V rows with their tokens to a file. Raises RequestError if there are none or it cannot be written."""
+        save_state(Path(path), self.target, self.bundle)
+
+    def load_state(self, path: Path | str) -> None:
+        """Puts the K/V rows of a file that `save_state` wrote into the cache, in place of what is there.
+
+        A request with `reuse_prefix` whose prompt begins with `target.tokens` then goes on from them. Beyond the sliding window a
+        file holds only what the next token needs: a prompt that ends more than a token earlier is computed anew. Drafts begin after the
+        first verify. Raises RequestError if the file is damaged or not of this target, KV type or context; then nothing has changed.
+        """
+        self.profit()  # measuring costs would empty the cache later
+        load_state(Path(path), self.target, self.bundle)
 
     def close(self) -> None:
         """Frees the models."""

@@ -48,10 +48,11 @@ class Settings:
     chunk_size: int
 
     def new_policy(self) -> DraftLengthPolicy:
-        """Returns a policy for one request."""
-        start = self.start if self.policy == "fixed" else max(self.start, 1)
+        """Returns a policy for one request. Where profit cannot be had for want of costs, a fixed length takes its place."""
+        name = "fixed" if self.policy == "profit" else self.policy
+        start = self.start if name == "fixed" else max(self.start, 1)
         return draft_length_policy(
-            self.policy, start, shortest=max(self.shortest, 1), longest=self.longest, threshold=self.threshold, penalty=self.penalty,
+            name, start, shortest=max(self.shortest, 1), longest=self.longest, threshold=self.threshold, penalty=self.penalty,
             window=max(1, self.window * WINDOW_ROUNDS // WINDOW_TOKENS),
         )  # fmt: skip
 
@@ -70,7 +71,7 @@ def defaults(runtime: RuntimeSettings) -> SpeculativeConfig:
             shared_kv=True, eviction_policy="sliding_window", max_context_length=runtime.context, kv_type="f16", overflow="stop"
         ),
         tuning=TuningConfig(
-            policy="fixed", initial_horizon=first, min_horizon=min(1, first), max_horizon=max(LONGEST, first), acceptance_threshold=0.7,
+            policy="profit", initial_horizon=first, min_horizon=min(1, first), max_horizon=max(LONGEST, first), acceptance_threshold=0.7,
             rejection_penalty=1.0, monitoring_window=WINDOW_TOKENS,
         ),
         streaming=StreamingConfig(commit_on_accept=True, fallback_always_append=True, chunk_size=1),
@@ -97,11 +98,9 @@ def load_settings(
     if os.path.lexists(bundle.folder / CONFIG_NAME):
         layers.append(read_config(bundle.folder / CONFIG_NAME))
     settings = resolve_settings(layers, bundle)
-    # The cache is float16, without a limit, and the text ends where it is full.
-    if (settings.kv_type, settings.memory_limit, settings.overflow) != ("f16", None, "stop"):
-        raise ConfigError(
-            "cache.kv_type other than f16, cache.memory_limit and cache.overflow drop_oldest are not there yet; leave them out"
-        )
+    # The text ends where the cache is full.
+    if settings.overflow != "stop":
+        raise ConfigError("cache.overflow drop_oldest is not there yet; leave it out")
     return settings
 
 

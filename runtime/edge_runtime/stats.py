@@ -11,7 +11,8 @@ class DecodeStats:
     """Counts of one request. `accepted_at[i]` rounds accepted draft i, `drafted_at[i]` rounds drafted it (i from 0).
 
     `reused_tokens` of the prompt were in the cache already. Times are seconds: `prefill_seconds` until the prompt is in the cache, `first_token_seconds` from the request until the first
-    emitted token, `decode_seconds` from the end of prefill until the last token.
+    emitted token, `decode_seconds` from the end of prefill until the last token, of which `draft_seconds` and `verify_seconds`
+    went into drafting and into the target's forwards.
     """
 
     prompt_tokens: int = 0
@@ -25,6 +26,8 @@ class DecodeStats:
     prefill_seconds: float = 0.0
     first_token_seconds: float = 0.0
     decode_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
 
     def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
         """Adds one round."""
@@ -66,5 +69,5 @@ class DecodeStats:
             "accepted_tokens": self.accepted, "acceptance_rate": self.acceptance_rate,
             "acceptance_by_position": self.acceptance_by_position, "tokens_per_round": self.tokens_per_round,
             "tokens_per_second": self.tokens_per_second, "prefill_seconds": self.prefill_seconds,
-            "time_to_first_token_seconds": self.first_token_seconds, "decode_seconds": self.decode_seconds,
+            "time_to_first_token_seconds": self.first_token_seconds, "decode_seconds": self.decode_seconds, "draft_seconds": self.draft_seconds, "verify_seconds": self.verify_seconds,
         }  # fmt: skip

@@ -68,7 +68,7 @@ def test_the_bundle_opens_and_says_where_it_came_from(request_for: Callable[...,
     assert bundle.manifest == made.manifest
     assert [(f.role, f.path, f.quantization) for f in bundle.manifest.files] == [
         ("target", "target-q4_0.gguf", "q4_0"), ("drafter", "drafter-q8_0.gguf", "q8_0"),
-        ("drafter_body", "drafter-body-q8_0.gguf", "q8_0"), ("drafter_head", "drafter-head-bf16.safetensors", "bf16"),
+        ("drafter_body", "drafter-body-q8_0.gguf", "q8_0"), ("drafter_head", "drafter-head-q8_0.gguf", "q8_0"),
         ("tokenizer", "tokenizer.json", None), ("chat_template", "chat_template.jinja", None),
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

@@ -17,9 +17,8 @@ from edge_export.errors import CheckpointError, ExportError
 from edge_export.export import ExportRequest, export_pair
 from edge_export.gguf_file import write_gguf
 from edge_export.quantize import quantize_gguf
-from edge_export.split_body import DUMMY_VOCABULARY, write_body
+from edge_export.split_body import write_body
 from edge_export.split_head import head_bytes, write_head
-from edge_runtime.backends.head_file import read_head
 from silent import Silent
 
 Folders = Callable[[str], Path]
@@ -34,36 +33,59 @@ def values(folder: Path) -> dict[str, Any]:
     return {name: (t.float() if t.is_floating_point() else t).numpy() for name, t in stored.items()}
 
 
-def read(drafter: Checkpoint, path: Path) -> Any:
-    model = drafter.assistant
-    return read_head(path, hidden_size=model.hidden_size, target_hidden_size=model.target_hidden_size, vocabulary=model.vocab_size)
+def finished_as(drafter: Checkpoint, folder: Path, quantization: str) -> Path:
+    """The drafter's GGUF as it goes into a bundle."""
+    write_gguf(drafter, folder / "bf16.gguf", "bf16", lambda _: None)
+    if quantization != "bf16":
+        pytest.importorskip("llama_cpp", reason="quantizes with llama.cpp")
+        quantize_gguf(folder / "bf16.gguf", folder / f"{quantization}.gguf", quantization, 1)
+    return folder / f"{quantization}.gguf"
 
 
+@pytest.mark.parametrize("quantization", ["bf16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("name", ASSISTANTS)
-def test_the_head_holds_what_its_formulas_say(member_folder: Folders, tmp_path: Path, name: str) -> None:
+def test_the_head_holds_what_its_formulas_say(member_folder: Folders, tmp_path: Path, name: str, quantization: str) -> None:
     drafter, weights, told = open_checkpoint(member_folder(name)), values(member_folder(name)), []
-    write_head(drafter, tmp_path / "head", told.append)
-    head, model = read(drafter, tmp_path / "head"), drafter.assistant
-    rows = head.rows if head.rows.dtype == np.float32 else (head.rows.astype(np.uint32) << 16).view(np.float32)
-    assert (head.rows.dtype == np.uint16) == (name == "e2b-assistant"), "bfloat16 stays bfloat16"
+    finished, model = finished_as(drafter, tmp_path, quantization), drafter.assistant
+    write_head(drafter, finished, tmp_path / "head", told.append)
+    head = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "head").tensors}
+    (dense,) = (tensor for tensor in gguf.GGUFReader(finished).tensors if tensor.name == "token_embd.weight")
     order = weights["masked_embedding.token_ordering"]
-    assert np.array_equal(head.token_ordering.reshape(-1), order)
-    assert np.array_equal(rows.reshape(-1, model.hidden_size), weights["model.embed_tokens.weight"][order])
-    assert np.array_equal(head.centroids, weights["masked_embedding.centroids.weight"])
-    both = np.concatenate([head.embedding_projection, head.hidden_projection], axis=1)
-    assert np.array_equal(both, weights["pre_projection.weight"])
-    np.testing.assert_allclose(head.feedback, head.hidden_projection @ weights["post_projection.weight"], rtol=1e-4, atol=1e-4)
-    assert head.top_centroids == model.top_centroids
-    assert 0 <= (tmp_path / "head").stat().st_size - sum(told) < 1024
-    assert (tmp_path / "head").stat().st_size == pytest.approx(head_bytes(drafter), abs=1024)
+    assert np.array_equal(head["token_ordering"].data.reshape(-1), order)
+    assert head["rows"].tensor_type == dense.tensor_type
+    assert list(head["rows"].shape) == [model.hidden_size, len(order) // model.centroids, model.centroids]
+    bytes_of_rows = dense.data.view(np.uint8).reshape(len(order), -1)
+    assert np.array_equal(head["rows"].data.view(np.uint8).reshape(len(order), -1), bytes_of_rows[order])
+    halves = np.split(weights["pre_projection.weight"], 2, axis=1)
+    feedback = halves[1].astype(np.float64) @ weights["post_projection.weight"]
+    wanted = {"centroids": weights["masked_embedding.centroids.weight"], "embedding_projection": halves[0], "hidden_projection": halves[1]}
+    for matrix, numbers in (wanted | {"feedback": feedback}).items():
+        assert np.array_equal(head[matrix].data, numbers.astype(np.float16)), matrix
+    keys = {key: field.contents() for key, field in gguf.GGUFReader(tmp_path / "head").fields.items()}
+    assert keys["drafter_head.format"] == 2
+    assert keys["drafter_head.top_centroids"] == model.top_centroids
+    assert (tmp_path / "head").stat().st_size == sum(told) == pytest.approx(head_bytes(drafter, bytes_of_rows.shape[1]), abs=1024)
 
 
-def spoiled(folder: Path, to: Path, change: Callable[[Any], Any]) -> Checkpoint:
+def test_values_beyond_float16_are_refused(member_folder: Folders, tmp_path: Path) -> None:
+    def change(centroids: Any) -> Any:
+        centroids[3, 1] = 1e6
+        return centroids
+
+    drafter = spoiled(member_folder("e4b-assistant"), tmp_path / "spoiled", change, "masked_embedding.centroids.weight")
+    with pytest.raises(CheckpointError, match="centroids holds values beyond float16"):
+        write_head(drafter, finished_as(drafter, tmp_path, "bf16"), tmp_path / "head")
+    assert not (tmp_path / "head").exists()
+
+
+def spoiled(
+    folder: Path, to: Path, change: Callable[[Any], Any], name: str = "masked_embedding.token_ordering"
+) -> Checkpoint:  # fmt: skip
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(folder, to)
     tensors = load_file(to / "model.safetensors")
-    tensors["masked_embedding.token_ordering"] = change(tensors["masked_embedding.token_ordering"])
+    tensors[name] = change(tensors[name])
     save_file(tensors, to / "model.safetensors")
     return open_checkpoint(to)
 
@@ -76,7 +98,7 @@ def test_an_order_that_is_none_is_refused(member_folder: Folders, tmp_path: Path
 
     drafter = spoiled(member_folder("e4b-assistant"), tmp_path / "spoiled", change)
     with pytest.raises(CheckpointError, match="does not name every token once"):
-        write_head(drafter, tmp_path / "head")
+        write_head(drafter, finished_as(drafter, tmp_path, "bf16"), tmp_path / "head")
 
 
 @pytest.fixture
@@ -101,15 +123,14 @@ def test_the_body_keeps_the_quantized_blocks_and_selects_around_them(finished: t
         assert (ours[name].tensor_type, list(ours[name].shape)) == (theirs[name].tensor_type, list(theirs[name].shape)), name
         assert np.array_equal(ours[name].data.view(np.uint8), theirs[name].data.view(np.uint8)), name
     hidden, target = drafter.assistant.hidden_size, drafter.assistant.target_hidden_size
-    embedding, row = np.random.default_rng(1).normal(size=(2, target)).astype(np.float32)
-    assert np.array_equal(ours["nextn.pre_projection.weight"].data @ np.concatenate([embedding, row]), row[:hidden])
-    passed = ours["nextn.post_projection.weight"].data @ row[:hidden]
-    assert np.array_equal(passed[:hidden], row[:hidden])
-    assert not passed[hidden:].any()
-    assert ours["token_embd.weight"].data.shape == (DUMMY_VOCABULARY, hidden)
+    # Ones and zeros are exact in q4_0, too.
+    selector = gguf.quants.dequantize(ours["nextn.pre_projection.weight"].data, gguf.GGMLQuantizationType.Q4_0)
+    assert np.array_equal(selector, np.eye(hidden, 2 * target, k=target))
+    assert np.array_equal(ours["token_embd.weight"].data, np.eye(hidden))
+    assert not ours["nextn.post_projection.weight"].data.any()
     keys = {key: field.contents() for key, field in body.fields.items()}
     assert keys["tokenizer.ggml.model"] == "none"
-    assert keys["gemma4-assistant.vocab_size"] == DUMMY_VOCABULARY
+    assert keys["gemma4-assistant.vocab_size"] == hidden
     for key, field in source.fields.items():
         if key.startswith("gemma4-assistant."):
             assert keys[key] == field.contents(), key
@@ -135,7 +156,7 @@ def test_a_bundle_of_a_pair_with_ordered_embeddings_has_both(member_folder: Fold
     bundle = exported(member_folder, tmp_path, "e2b", str(member_folder("e2b-assistant")))
     found = {file.role: (file.format, file.quantization) for file in bundle.manifest.files}
     assert found["drafter_body"] == ("gguf", "bf16")
-    assert found["drafter_head"] == ("safetensors", "bf16")
+    assert found["drafter_head"] == ("gguf", "bf16")
     assert not any("masked_embedding" in name for name in bundle.manifest.left_out), "the head carries it"
 
 

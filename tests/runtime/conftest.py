@@ -39,12 +39,12 @@ def reference_pair(tmp_path_factory: pytest.TempPathFactory) -> ReferencePair:
         write_gguf(open_checkpoint(source / role), folder / f"{role}.gguf", "f16", lambda _: None, tokenizer_folder=source / "target")
     drafter = open_checkpoint(source / "drafter")
     write_body(drafter, folder / "drafter.gguf", folder / "body.gguf")
-    write_head(drafter, folder / "head.safetensors")
+    write_head(drafter, folder / "drafter.gguf", folder / "head.gguf")
     return ReferencePair(
         target_checkpoint=source / "target",
         drafter_checkpoint=source / "drafter",
         target=folder / "target.gguf",
         drafter=folder / "drafter.gguf",
         body=folder / "body.gguf",
-        head=folder / "head.safetensors",
+        head=folder / "head.gguf",
     )

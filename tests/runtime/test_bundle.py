@@ -71,6 +71,13 @@ def test_golden_manifest_is_still_written_and_read_as_in_version_1(tmp_path):
     assert from_json(Manifest, json.loads(GOLDEN.read_text()), "manifest") == manifest()
 
 
+def test_a_manifest_written_before_the_widths_were_in_it_is_read(tmp_path):
+    data = json.loads(GOLDEN.read_text())
+    for name in ("feed_forward_size", "per_layer_size", "drafter_feed_forward_size"):
+        del data["architecture"][name]
+    assert from_json(Manifest, data, "manifest") == manifest()
+
+
 def test_keys_a_newer_writer_adds_are_ignored(tmp_path):
     data = json.loads(manifest().to_json()) | {"novelty": [1, 2]}
     assert open_bundle(write(tmp_path / "b", json.dumps(data))).manifest == manifest()

@@ -142,7 +142,7 @@ def test_a_range_moves_the_lower_layers_start():
         ("tuning: {max_horizon: '3'}", "max_horizon is '3'; write a whole number"),
         ("tuning: {acceptance_threshold: .nan}", "acceptance_threshold is nan; write a number from 0 to 1"),
         ("tuning: {rejection_penalty: .inf}", "rejection_penalty is inf"),
-        ("tuning: {policy: clever}", "policy is 'clever'; choose one of fixed, rolling, stepped"),
+        ("tuning: {policy: clever}", "policy is 'clever'; choose one of profit, fixed, rolling, stepped"),
         ("tuning: {initial_horizon: 5, max_horizon: 4}", "initial_horizon 5, max_horizon 4; min_horizon <= initial_horizon"),
         ("{tuning: {max_horizon: 6}, verifier: {parallel_batch_size: 4}}", "up to 6 tokens, which need 7 rows, .* is 4; raise it to 7"),
         ("streaming: {fallback_always_append: false}", "cannot be honoured: the target's own next token ends every round"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import mmap
 import random
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-threadpoolctl = pytest.importorskip("threadpoolctl", reason="needs edge-mtp[llama]")
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.llama_cpp import LlamaDrafter, LlamaOptions, LlamaTarget
 from edge_runtime.backends.llama_split import LlamaSplitDrafter
@@ -87,7 +88,8 @@ class Reference:
 
 def with_top(head: Path, top: int, to: Path) -> Path:
     """A copy of the head file that looks into `top` centroids."""
-    before, after = b'"top_centroids": "8"', b'"top_centroids": "%d"' % top
+    key, uint32 = b"drafter_head.top_centroids", (4).to_bytes(4, "little")
+    before, after = (key + uint32 + count.to_bytes(4, "little") for count in (8, top))
     data = head.read_bytes()
     assert data.count(before) == 1
     to.write_bytes(data.replace(before, after))
@@ -100,7 +102,7 @@ def test_drafts_are_those_of_the_reference_s_sparse_head(
     reference_pair: Any, target: LlamaTarget, make: Any, top: int, tmp_path: Path
 ) -> None:
     torch = pytest.importorskip("torch")
-    head = with_top(reference_pair.head, top, tmp_path / "head.safetensors")
+    head = with_top(reference_pair.head, top, tmp_path / "head.gguf")
     drafter = LlamaSplitDrafter(reference_pair.body, head, target, reference_pair.target, OPTIONS)
     tokens = make(target, 64 * ROWS + 1)
     same = steps = sparse_matters = 0
@@ -172,16 +174,16 @@ def test_it_refuses_what_every_drafter_refuses(opened: Any, target: LlamaTarget)
 
 
 def test_the_body_alone_is_no_dense_drafter(reference_pair: Any, target: LlamaTarget) -> None:
-    with pytest.raises(BackendError, match="vocabulary size 32 against 4096"):
+    with pytest.raises(BackendError, match="vocabulary size 192 against 4096"):
         LlamaDrafter(reference_pair.body, target, OPTIONS)
 
 
 def test_files_that_do_not_fit_are_refused_and_nothing_stays_open(reference_pair: Any, target: LlamaTarget, tmp_path: Path) -> None:
-    cut = tmp_path / "cut.safetensors"
+    cut = tmp_path / "cut.gguf"
     shutil.copy(reference_pair.head, cut)
     with cut.open("r+b") as file:
         file.truncate(cut.stat().st_size - 1)
-    with pytest.raises(BackendError, match="is cut short"):
+    with pytest.raises(BackendError, match="is truncated"):
         LlamaSplitDrafter(reference_pair.body, cut, target, reference_pair.target, OPTIONS)
     with pytest.raises(BackendError, match="not a file"):
         LlamaSplitDrafter(tmp_path / "none.gguf", reference_pair.head, target, reference_pair.target, OPTIONS)
@@ -202,29 +204,16 @@ def test_closing_the_target_closes_all_its_drafters(reference_pair: Any) -> None
         split.draft(5, 1)
 
 
-def test_a_draft_step_makes_no_copy_of_the_embedding_table(reference_pair: Any, opened: Any) -> None:
-    table = opened[1]._rows._map
-    assert isinstance(table, np.memmap)
-    assert Path(table.filename) == reference_pair.target.resolve()
-    assert isinstance(opened[1]._head._weights.rows, np.memmap)
+def test_a_draft_step_makes_no_copy_of_the_tables(opened: Any) -> None:
+    maps = [weights.base for weights in opened[1]._head._context._maps]
+    assert len(maps) == 6
+    assert all(isinstance(mapped, np.memmap | mmap.mmap) for mapped in maps)
 
 
-def test_host_work_is_done_on_one_blas_thread_and_the_callers_setting_comes_back(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, split, _ = opened
-    target.rollback(0)
-    target.prefill(text_tokens(target, 20))
-    seen: list[int] = []
-    best_token = split._head.best_token
-
-    def watched(output: Any) -> int:
-        seen.extend(pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas")
-        return int(best_token(output))
-
-    monkeypatch.setattr(split._head, "best_token", watched)
-    with threadpoolctl.threadpool_limits(limits=2, user_api="blas"):
-        before = [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
-        split.draft(5, 2)
-        after = [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
-    assert set(seen) <= {1}
-    assert len(seen) == 2 * len(before)
-    assert after == before
+def test_a_closed_drafter_frees_its_head_once(reference_pair: Any, target: LlamaTarget) -> None:
+    drafter = split_drafter(reference_pair, target)
+    head = drafter._head
+    drafter.close()
+    drafter.close()
+    assert drafter._head is None
+    assert head._context._context is None

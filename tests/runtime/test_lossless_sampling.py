@@ -126,7 +126,7 @@ def test_the_chi_square_sees_penalties_at_the_wrong_place():
 class DroppingDrafter(StochasticDrafter):
     """Draws a token and then thinks better of it."""
 
-    def draft(self, last, draft_length, choose=None):
+    def draft(self, last, draft_length, choose=None, go_on=None):
         return super().draft(last, draft_length, choose)[:-1]
 
 

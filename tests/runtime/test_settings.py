@@ -38,7 +38,7 @@ def write(bundle: Bundle, config: SpeculativeConfig) -> None:
 
 def test_without_any_file_the_manifest_recommends(bundle):
     settings = load_settings(bundle)
-    assert (settings.policy, settings.start, settings.context, settings.longest_draft, settings.chunk_size) == ("fixed", 2, 64, 12, 1)
+    assert (settings.policy, settings.start, settings.context, settings.longest_draft, settings.chunk_size) == ("profit", 2, 64, 12, 1)
     assert isinstance(settings.new_policy(), Fixed)
     assert settings.drafter is None
 

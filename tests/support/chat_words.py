@@ -47,6 +47,8 @@ class ChatWords:
         return ids
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
+        if len(CONTROL) <= token < FIRST_BYTE:
+            return b""
         if token < FIRST_BYTE:
             return CONTROL[token].encode() if special or CONTROL[token] in self.visible else b""
         return bytes([token - FIRST_BYTE])

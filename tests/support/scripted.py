@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.base import Choose, Logits
+from edge_runtime.backends.base import Choose, GoOn, Logits
 from edge_runtime.bundle import Architecture, Bundle, CacheLayout, LayerCache, Manifest, RuntimeSettings
 from edge_runtime.session import Session
 
@@ -82,7 +82,7 @@ class ScriptedDrafter:
         self.lengths: list[int] = []
         self.closed = False
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
         context = [*self._target.cache, last]
         drafts: list[int] = []
         for position in range(draft_length):

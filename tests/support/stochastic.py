@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edge_runtime.backends.base import Choose, Logits
+from edge_runtime.backends.base import Choose, GoOn, Logits
 from edge_runtime.decode import Decoding, decode
 from edge_runtime.policies import Fixed
 from edge_runtime.rules import AcceptanceRule
@@ -52,7 +52,7 @@ class StochasticDrafter:
         self._row = row
         self._support = support
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
         context = [*self._target.cache, last]
         for _ in range(draft_length):
             logits, tokens = self._row(context).copy(), None
@@ -60,9 +60,12 @@ class StochasticDrafter:
                 tokens = np.array(self._support(context), dtype=np.int32)
                 logits = logits[tokens]
             best = int(logits.argmax()) if tokens is None else int(tokens[logits.argmax()])
-            context.append(choose(logits, tokens) if choose else best)
+            chosen = choose(logits, tokens) if choose else best
             logits.fill(np.nan)
-        return context[len(context) - draft_length :]
+            if chosen is None:
+                break
+            context.append(chosen)
+        return context[self._target.length + 1 :]
 
     def close(self) -> None:
         """Holds nothing."""
@@ -71,18 +74,19 @@ class StochasticDrafter:
 class CertainDrafter(StochasticDrafter):
     """Ignores `choose`, as a lookup does: drafts its likeliest tokens."""
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
         return super().draft(last, draft_length)
 
 
 def write(
-    target: StochasticTarget, drafter: StochasticDrafter | None, prompt: Sequence[int], rule: AcceptanceRule, *, length: int, tokens: int
-) -> tuple[int, ...]:
+    target: StochasticTarget, drafter: StochasticDrafter | None, prompt: Sequence[int], rule: AcceptanceRule, *, length: int, tokens: int,
+    ends: Callable[[int], bool] = lambda _: False,
+) -> tuple[int, ...]:  # fmt: skip
     """One request through the loop, on an empty cache."""
     target.rollback(0)
     target.prefill(prompt[:-1])
     emitted: list[int] = []
-    for one in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=tokens, rule=rule)):
+    for one in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=tokens, rule=rule, ends=ends)):
         emitted += one.tokens
         assert target.cache == [*prompt, *emitted][:-1]
     return tuple(emitted)

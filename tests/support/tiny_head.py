@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
-from edge_runtime.backends.head_file import HEAD_FORMAT
-
-CENTROIDS, PER_CENTROID, HIDDEN, TARGET, TOP = 6, 5, 4, 10, 2
+CENTROIDS, PER_CENTROID, HIDDEN, TARGET, TOP = 6, 5, 32, 64, 2
 VOCABULARY = CENTROIDS * PER_CENTROID
 SIZES: dict[str, int] = {"hidden_size": HIDDEN, "target_hidden_size": TARGET, "vocabulary": VOCABULARY}
-NAMES = {np.dtype(np.float32): "F32", np.dtype(np.uint16): "BF16", np.dtype(np.int32): "I32", np.dtype(np.int64): "I64"}
+KEYS: dict[str, Any] = {"drafter_head.format": 2, "drafter_head.top_centroids": TOP}
 
 
-def head_arrays(seed: int = 0, *, bfloat16: bool = False) -> dict[str, Any]:
-    """The tensors of a random head, in the order of the file."""
+def head_arrays(seed: int = 0) -> dict[str, Any]:
+    """The tensors of a random head, in the order of the file; rows and matrices are multiples of 1/8, which float16 holds exactly."""
     random = np.random.default_rng(seed)
 
-    def floats(*shape: int) -> Any:
-        return random.normal(size=shape).astype(np.float32)
+    def halves(*shape: int) -> Any:
+        return (np.round(8 * random.normal(size=shape)) / 8).astype(np.float16)
 
-    rows = floats(CENTROIDS, PER_CENTROID, HIDDEN)
     return {
-        "rows": (rows.view(np.uint32) >> 16).astype(np.uint16) if bfloat16 else rows,
+        "rows": halves(CENTROIDS, PER_CENTROID, HIDDEN),
         "token_ordering": random.permutation(VOCABULARY).astype(np.int32).reshape(CENTROIDS, PER_CENTROID),
-        "centroids": floats(CENTROIDS, HIDDEN),
-        "embedding_projection": floats(HIDDEN, TARGET),
-        "hidden_projection": floats(HIDDEN, TARGET),
-        "feedback": floats(HIDDEN, HIDDEN),
+        "centroids": halves(CENTROIDS, HIDDEN),
+        "embedding_projection": halves(HIDDEN, TARGET),
+        "hidden_projection": halves(HIDDEN, TARGET),
+        "feedback": halves(HIDDEN, HIDDEN),
     }
 
 
-def head_header(arrays: dict[str, Any], top: str = str(TOP)) -> dict[str, Any]:
-    """The header that belongs to `arrays`."""
-    header: dict[str, Any] = {"__metadata__": {"format": HEAD_FORMAT, "top_centroids": top}}
-    offset = 0
+def write_head_file(path: Path, arrays: dict[str, Any], keys: dict[str, Any] | None = None, rows: str = "F16") -> Path:
+    """Writes a head file; `keys` are the ones to write in place of KEYS, `rows` the ggml type of the rows."""
+    return write_tensors(path, arrays, KEYS if keys is None else keys, {"rows": rows})
+
+
+def write_tensors(path: Path, arrays: dict[str, Any], keys: dict[str, Any], types: dict[str, str]) -> Path:
+    """Writes a GGUF; `types` names the ggml type of tensors that are to have another than their array's."""
+    writer = gguf.GGUFWriter(path, "edge-mtp-drafter-head")
+    for key, value in keys.items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_string)(key, value)
     for name, array in arrays.items():
-        header[name] = {"dtype": NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
-        offset += array.nbytes
-    return header
-
-
-def write_head_file(path: Path, arrays: dict[str, Any], header: dict[str, Any] | None = None) -> Path:
-    """Writes a head file; `header` replaces the one that belongs to the arrays."""
-    text = json.dumps(head_header(arrays) if header is None else header).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in arrays.values()))
+        kind = gguf.GGMLQuantizationType[types[name]] if name in types else None
+        data = array if kind is None else gguf.quants.quantize(array.astype(np.float32), kind)
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path

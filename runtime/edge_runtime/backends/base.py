@@ -5,9 +5,9 @@ Hidden rows and K/V never cross it: a backend builds the drafter from its target
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,16 @@ Logits = NDArray[np.float32]
 class Choose(Protocol):
     """Picks one draft; called once per draft, in order."""
 
-    def __call__(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int:
-        """Returns a token id. `logits` are the drafter's, float32 [n]: of the whole vocabulary, or of the n different `tokens` alone.
+    def __call__(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
+        """Returns a token id, or None: no candidate will do, and the draft ends before this place.
 
-        They are read before it returns, so a view will do.
+        `logits` are the drafter's, float32 [n]: of the whole vocabulary, or of the n different `tokens` alone. They are read before it
+        returns, so a view will do.
         """
+
+
+# Asked after each draft with the drafter's own probability of its likeliest token there; says whether to draft another.
+GoOn = Callable[[float], bool]
 
 
 class Target(Protocol):
@@ -56,11 +61,29 @@ class Target(Protocol):
         """Frees what the backend holds."""
 
 
+@runtime_checkable
+class SavableTarget(Target, Protocol):
+    """A target whose K/V rows can leave the process."""
+
+    kv_type: str
+
+    def state(self) -> bytes:
+        """Returns the committed rows in the backend's own form."""
+
+    def restore(self, tokens: Sequence[int], state: bytes) -> None:
+        """Replaces all rows by those of `state`, which are those of `tokens`; the drafter has no hidden row until the next forward.
+
+        Raises RequestError if `state` is damaged or does not fit; then nothing has changed.
+        """
+
+
 class Drafter(Protocol):
     """Proposes tokens that follow `last`, the newest token, which is not in the target's cache yet."""
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
-        """Returns at most `draft_length` token ids; may return fewer. Leaves the target's cache as it is.
+    stepwise: bool  # whether it asks `go_on`
+
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
+        """Returns at most `draft_length` token ids; may return fewer, as where `go_on` says no. Leaves the target's cache as it is.
 
         Each is the likeliest, or what `choose` picks. A token that `choose` picked must be returned, before any that it did not pick:
         to drop one for what it is would bend the distribution of the output.
@@ -78,6 +101,7 @@ class DraftAsk:
     last: int
     draft_length: int
     choose: Choose | None = None
+    go_on: GoOn | None = None
 
 
 class Together(Protocol):

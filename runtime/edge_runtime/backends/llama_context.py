@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from edge_runtime.backends.llama_library import LlamaLibrary
 from edge_runtime.bundle import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
 
 # See `rewind_slack`: with fewer rows per batch the sliding cache could not always be rewound by the longest draft.
 MIN_BATCH = 32
+BATCH = 512
 # llama.cpp pads contexts to this (src/llama-context.cpp, n_ctx); asking for the padded size keeps n_batch from being cut to less.
 _CONTEXT_STEP = 256
 # More could not share a batch of the default size.
@@ -37,23 +39,26 @@ class LlamaOptions:
     `context` and `batch` are in tokens; `sequences` texts of `context` tokens each share the opened context; `use_extra_bufts` lets
     llama.cpp repack weights for the CPU; `draft` keeps the target's hidden rows, which only a drafter needs; `max_draft_length` bounds a
     draft, and a verify to one row more; `max_candidates` bounds the tokens that the split drafter's head looks at, None leaves the
-    head's own number.
+    head's own number; `kv_type` is the type of the K/V rows.
     """
 
     context: int
     threads: int
-    batch: int = 512
+    batch: int = BATCH
     use_extra_bufts: bool = True
     draft: bool = True
     max_draft_length: int = MAX_DRAFT_LENGTH
     sequences: int = 1
     max_candidates: int | None = None
+    kv_type: KvType = DEFAULT_KV_TYPE
 
     def __post_init__(self) -> None:
         if self.context < 1:
             raise RequestError(f"context {self.context} holds no token; ask for at least 1")
         if self.threads < 1:
             raise RequestError(f"{self.threads} threads cannot work; ask for at least 1")
+        if self.kv_type not in KV_TYPES:
+            raise RequestError(f"KV type {self.kv_type!r} is unknown; choose one of {', '.join(KV_TYPES)}")
         if not 1 <= self.sequences <= MAX_SEQUENCES:
             raise RequestError(f"{self.sequences} sequences are not in 1..{MAX_SEQUENCES}; choose a number in that range")
         if self.batch < self.sequences * (self.max_draft_length + 1):
@@ -147,6 +152,10 @@ def context_params(library: LlamaLibrary, options: LlamaOptions, max_rows: int) 
     params.n_outputs_max = max_rows
     params.n_threads = params.n_threads_batch = options.threads
     params.swa_full = False
+    # The drafter's context views its target's rows, so both are opened alike. A quantized V wants flash attention, which the default,
+    # auto, turns into a demand (src/llama-context.cpp, llama_init_from_model).
+    kinds = {"f16": library.api.GGML_TYPE_F16, "q8_0": library.api.GGML_TYPE_Q8_0, "q4_0": library.api.GGML_TYPE_Q4_0}
+    params.type_k = params.type_v = kinds[options.kv_type]
     return params
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.base import Choose, DraftAsk
+from edge_runtime.backends.base import Choose, DraftAsk, GoOn
 from edge_runtime.backends.llama_context import (
+    MAX_SEQUENCES,
     Batch,
     LlamaOptions,
     check_architecture,
@@ -24,6 +25,8 @@ from edge_runtime.backends.llama_target import LlamaSequence, LlamaTarget
 from edge_runtime.errors import BackendError, RequestError
 
 Row = NDArray[np.float32]
+# A drafted token or none, the drafter's probability of its likeliest token, and what the next step takes over.
+Step = tuple[int | None, float, Row]
 
 
 class LlamaDrafter(LlamaModel):
@@ -31,6 +34,8 @@ class LlamaDrafter(LlamaModel):
 
     `draft` follows the target's first sequence; `draft_all` drafts for several sequences, step by step with one forward for all.
     """
+
+    stepwise = True
 
     def __init__(self, path: Path, target: LlamaTarget, options: LlamaOptions) -> None:
         super().__init__(path, options)
@@ -46,6 +51,8 @@ class LlamaDrafter(LlamaModel):
         api, target_context = self._api, self._target.shared._pointer
         self._check_fit(path)
         params = context_params(self._library, options, options.sequences)
+        # It never sees a prompt: buffers for a whole batch of one would be most of what it takes.
+        params.n_batch = params.n_ubatch = MAX_SEQUENCES
         params.ctx_type = api.LLAMA_CONTEXT_TYPE_MTP
         params.ctx_other = target_context
         self._pointer = open_context(self._library, self._model, params, path)
@@ -55,9 +62,10 @@ class LlamaDrafter(LlamaModel):
         self._batch = Batch(api, options.sequences, self._target.hidden_size, sequences=options.sequences)
         self._target.shared.drafters.append(self)
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
-        """Returns `draft_length` tokens after `last`, or none where the target has no hidden row (see `rollback`)."""
-        return self.draft_all([DraftAsk(sequence=0, last=last, draft_length=draft_length, choose=choose)])[0]
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
+        """Returns `draft_length` tokens after `last`, fewer where `choose` or `go_on` ends them, none where the target has no hidden row
+        (see `rollback`)."""
+        return self.draft_all([DraftAsk(sequence=0, last=last, draft_length=draft_length, choose=choose, go_on=go_on)])[0]
 
     def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
         """Returns the drafts of each ask, whose sequences are all different.
@@ -79,10 +87,11 @@ class LlamaDrafter(LlamaModel):
                 carries[i] = self._first_carry(hidden, ask.sequence)
         while carries:
             steps = [(asks[i], drafts[i][-1] if drafts[i] else asks[i].last, carries[i]) for i in carries]
-            for i, (token, carry) in zip(list(carries), self._step(steps), strict=True):
-                drafts[i].append(token)
+            for i, (token, confidence, carry) in zip(list(carries), self._step(steps), strict=True):
+                if token is not None:
+                    drafts[i].append(token)
                 carries[i] = carry
-                if len(drafts[i]) == asks[i].draft_length:
+                if token is None or _ends(asks[i], confidence, len(drafts[i])):
                     del carries[i]
         return drafts
 
@@ -93,16 +102,24 @@ class LlamaDrafter(LlamaModel):
         """What the first step takes over from the target's hidden row: with a dense drafter the row itself."""
         return hidden
 
-    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[tuple[int, Row]]:
+    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[Step]:
         """One draft step of each sequence, given the newest token and what the step before left for it; returns the likeliest token,
-        or the chosen one, and what the next step takes over: here the drafter's hidden row."""
+        or what was chosen, its confidence if that is asked for, and what the next step takes over: here the drafter's hidden row."""
         following = self._forward(steps)
         logits = floats(self._api.llama_get_logits(self._pointer), len(steps), self._target.vocabulary.size)
-        tokens = [ask.choose(row) if ask.choose else int(row.argmax()) for (ask, _, _), row in zip(steps, logits, strict=True)]
-        return list(zip(tokens, following, strict=True))
+        return [
+            (ask.choose(row) if ask.choose else int(row.argmax()), top_probability(row) if ask.go_on else 0.0, carry)
+            for (ask, _, _), row, carry in zip(steps, logits, following, strict=True)
+        ]
 
     def _forward(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> NDArray[np.float32]:
-        """One forward with a token and an embedding [target's hidden_size] for each; returns the hidden rows, a view until the next one."""
+        """As `_decode` does; returns the hidden rows, a view until the next forward."""
+        self._decode(steps)
+        pointer = self._library.staging.llama_get_embeddings_nextn(self._pointer)
+        return floats(pointer, len(steps), self._target.hidden_size)
+
+    def _decode(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> None:
+        """One forward with a token and an embedding [target's hidden_size] for each."""
         self._batch.clear()
         for ask, token, embedding in steps:
             self._batch.add_step(token, embedding, self._sequence(ask).length, ask.sequence)
@@ -110,8 +127,6 @@ class LlamaDrafter(LlamaModel):
         code: int = self._api.llama_decode(self._pointer, self._batch.structure)
         if code != 0:
             raise decode_error(self._library, "drafter", code, len(steps))
-        pointer = self._library.staging.llama_get_embeddings_nextn(self._pointer)
-        return floats(pointer, len(steps), self._target.hidden_size)
 
     def _check_fit(self, path: Path) -> None:
         """Raises BackendError if the drafter is not one of this target: llama.cpp itself would abort the process."""
@@ -131,3 +146,14 @@ class LlamaDrafter(LlamaModel):
     def _compare(name: str, own: object, wanted: object, path: Path) -> None:
         if own != wanted:
             raise BackendError(f"{path.name} is no drafter of this target: {name} {own} against {wanted}; export the pair again")
+
+
+def top_probability(logits: Row) -> float:
+    """Returns the softmax probability of the largest of `logits` [n]."""
+    return float(1 / np.exp(logits - logits.max()).sum())
+
+
+def _ends(ask: DraftAsk, confidence: float, drafted: int) -> bool:
+    """Whether a draft is over. The policy hears of every draft, the last too."""
+    more = ask.go_on is None or ask.go_on(confidence)
+    return not more or drafted == ask.draft_length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edge_runtime.backends.base import Choose, DraftAsk, Drafter, Logits
+from edge_runtime.backends.base import Choose, DraftAsk, Drafter, GoOn, Logits
 from edge_runtime.backends.llama_context import LlamaOptions
 from edge_runtime.backends.llama_drafter import LlamaDrafter
 from edge_runtime.backends.llama_split import LlamaSplitDrafter
@@ -18,13 +18,16 @@ from edge_runtime.lookup import LookupDrafter
 class SequenceDrafter:
     """A model drafter for one sequence of its target. Implements `backends.base.Drafter`; the drafter itself is its target's to close."""
 
+    stepwise = True
+
     def __init__(self, drafter: LlamaDrafter, number: int) -> None:
         self._drafter = drafter
         self._number = number
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None) -> list[int]:
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
         """Returns `draft_length` tokens after `last`, or none where the sequence has no hidden row."""
-        return self._drafter.draft_all([DraftAsk(sequence=self._number, last=last, draft_length=draft_length, choose=choose)])[0]
+        ask = DraftAsk(sequence=self._number, last=last, draft_length=draft_length, choose=choose, go_on=go_on)
+        return self._drafter.draft_all([ask])[0]
 
     def close(self) -> None:
         """There is nothing of its own to free."""
@@ -103,6 +106,13 @@ def open_model_drafter(bundle: Bundle, target: LlamaTarget, options: LlamaOption
 def has_split(bundle: Bundle) -> bool:
     """Whether the bundle holds both files of the split drafter."""
     return bundle.has(_BODY, "gguf") and bundle.has(_HEAD)
+
+
+def drafters_opened(bundle: Bundle, wanted: DrafterKind | None) -> tuple[DrafterKind, ...]:
+    """Returns which kinds are open at the same time, if only until one is chosen."""
+    if wanted is not None:
+        return (wanted,)
+    return ("dense", "split") if has_split(bundle) else ("dense",)
 
 
 def _faster(bundle: Bundle, target: LlamaTarget, options: LlamaOptions) -> tuple[LlamaDrafter, DrafterKind]:

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import re
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +62,12 @@ class LogRing:
 @dataclass(frozen=True, kw_only=True)
 class LlamaLibrary:
     """The loaded library: `api` is llama_cpp's ctypes module, `staging` its module for the MTP symbols, `ggml` the bare library of
-    the tensor types and of the file format. All are untyped."""
+    tensors, graphs and the file format, `devices` the one that knows what can compute them. All are untyped."""
 
     api: Any
     staging: Any
     ggml: Any
+    devices: Any
     version: str
     log: LogRing
     callback: Any
@@ -95,7 +97,23 @@ def library() -> LlamaLibrary:
     log = LogRing()
     callback = _route_log(api, log)
     api.llama_backend_init()
-    return LlamaLibrary(api=api, staging=staging, ggml=_ggml(api), version=str(llama_cpp.__version__), log=log, callback=callback)
+    return LlamaLibrary(
+        api=api, staging=staging, ggml=_beside(api, "ggml-base"), devices=_beside(api, "ggml"), version=str(llama_cpp.__version__),
+        log=log, callback=callback,
+    )  # fmt: skip
+
+
+def declare(library: Any, signatures: Mapping[str, tuple[Any, list[Any]]]) -> Any:
+    """Gives functions their result and argument types, without which a pointer would be cut, and returns `library`.
+
+    Raises BackendError naming a function that it lacks.
+    """
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name, None)
+        if function is None:
+            raise BackendError(f"this build of llama.cpp has no {name}, which the split drafter needs; choose the dense drafter")
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def check_version(version: str) -> None:
@@ -124,14 +142,14 @@ def system_info() -> str:
     return text.decode("utf-8", "replace").strip()
 
 
-def _ggml(api: Any) -> Any:
-    """Opens ggml-base, which lies beside libllama and was loaded with it."""
+def _beside(api: Any, name: str) -> Any:
+    """Opens a library of ggml that lies beside libllama and was loaded with it."""
     from llama_cpp._ctypes_extensions import load_shared_library
 
     try:
-        return load_shared_library("ggml-base", api._base_path)
+        return load_shared_library(name, api._base_path)
     except (OSError, RuntimeError) as error:
-        raise BackendError(f"llama-cpp-python's ggml library does not load ({error}); run: {INSTALL}") from error
+        raise BackendError(f"llama-cpp-python's {name} library does not load ({error}); run: {INSTALL}") from error
 
 
 def _route_log(api: Any, log: LogRing) -> Any:

@@ -5,6 +5,7 @@ How target and drafter work together is shown by llama.cpp's common/speculative.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,9 @@ from edge_runtime.backends.llama_context import (
     rewind_slack,
 )
 from edge_runtime.backends.llama_model import LlamaModel
+from edge_runtime.backends.llama_state import check_state
 from edge_runtime.backends.llama_vocabulary import LlamaVocabulary
-from edge_runtime.errors import RequestError
+from edge_runtime.errors import BackendError, RequestError
 
 if TYPE_CHECKING:
     from edge_runtime.backends.llama_drafter import LlamaDrafter
@@ -132,6 +134,25 @@ class LlamaTargetContext(LlamaModel):
         lowest: int = self._api.llama_memory_seq_pos_min(self._memory, number)
         return lowest
 
+    def state(self, number: int) -> bytes:
+        """Returns a sequence's rows in llama.cpp's form. Raises BackendError if it gives none."""
+        self.require_open()
+        size: int = self._api.llama_state_seq_get_size(self._pointer, number)
+        buffer = (ctypes.c_uint8 * size)()
+        self._library.log.clear()
+        if self._api.llama_state_seq_get_data(self._pointer, buffer, size, number) != size:
+            raise BackendError(f"llama.cpp gave no state of {size} bytes{self._library.quoted_error()}; try again")
+        return bytes(buffer)
+
+    def restore(self, number: int, state: bytes) -> None:
+        """Replaces a sequence's rows by checked ones in llama.cpp's form. Raises BackendError if it takes them not; then there are none."""
+        self.truncate(number, 0)
+        self._library.log.clear()
+        source = ctypes.cast(ctypes.c_char_p(state), ctypes.POINTER(ctypes.c_uint8))
+        if self._api.llama_state_seq_set_data(self._pointer, source, len(state), number) != len(state):
+            self.truncate(number, 0)
+            raise BackendError(f"llama.cpp did not take the state{self._library.quoted_error()}; prefill the text again")
+
     def require_open(self) -> None:
         """Raises RequestError once it is closed."""
         if self._pointer is None:
@@ -157,6 +178,7 @@ class LlamaSequence:
         self.vocabulary = shared.vocabulary
         self.hidden_size = shared.hidden_size
         self.max_rows = shared.max_rows
+        self.kv_type: str = shared.options.kv_type
         self.length = 0
         self._tokens = np.zeros(self.context, np.int32)
         self.forget_hidden()
@@ -199,6 +221,25 @@ class LlamaSequence:
         if 0 < length < self.rollback_floor:
             raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
         self._truncate(length)
+
+    def state(self) -> bytes:
+        """Returns the K/V rows in llama.cpp's form; of the sliding layers those that the next token attends to."""
+        return self.shared.state(self.number)
+
+    def restore(self, tokens: Sequence[int], state: bytes) -> None:
+        """Replaces all rows by those of `state`, made of `tokens`. There are no drafts until the next forward.
+
+        Of the sliding layers it holds one window, so `rollback_floor` and not `rewind_slack` says how far it can be rolled back.
+        Raises RequestError if the state is damaged, then nothing has changed, and BackendError if llama.cpp refuses it, then it is empty.
+        """
+        self.shared.require_open()
+        if len(tokens) > self.context:
+            raise RequestError(f"a state of {len(tokens)} tokens exceeds the context of {self.context}; raise it")
+        check_state(state, len(tokens), self.shared.window)
+        self.forget_hidden()
+        self.length = 0
+        self.shared.restore(self.number, state)
+        self.append(np.asarray(tokens, np.int64))
 
     @property
     def rollback_floor(self) -> int:

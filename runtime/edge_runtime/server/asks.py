@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+from edge_runtime.constraint import JsonSchema
+from edge_runtime.grammar import INSTALL
 from edge_runtime.sampling import SamplingParams
 from edge_runtime.server.errors import ApiError, invalid
 from edge_runtime.server.fields import Fields
@@ -41,6 +44,7 @@ class Ask:
     stream: bool
     usage_at_end: bool
     usage_always: bool
+    constraint: JsonSchema | None = None
 
     @property
     def repeatable(self) -> bool:
@@ -59,10 +63,13 @@ def read_chat(body: dict[str, Any]) -> Ask:
         fields.refuse(name)
     for name in ("functions", "function_call"):
         fields.refuse(name, [], "none", why="it is the old name; send tools")
-    fields.refuse("response_format", {"type": "text"}, why="this server cannot constrain its output")
     limit = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-    conversation = Conversation(messages=read_messages(fields), tools=read_tools(fields), thinking=_thinking(fields))
-    return _ask(fields, conversation, fields.whole(limit, 1, 1 << 31))
+    constraint, tools = _constraint(fields), read_tools(fields)
+    if constraint is not None and tools:
+        raise fields.wrong("tools", "cannot be called in an answer that response_format makes JSON; send one of the two")
+    thinking = _thinking(fields) and constraint is None  # thoughts are no JSON
+    conversation = Conversation(messages=read_messages(fields), tools=tools, thinking=thinking)
+    return _ask(fields, conversation, fields.whole(limit, 1, 1 << 31), constraint)
 
 
 def read_completion(body: dict[str, Any]) -> Ask:
@@ -76,7 +83,9 @@ def read_completion(body: dict[str, Any]) -> Ask:
     return _ask(fields, _prompt(fields), fields.whole("max_tokens", 1, 1 << 31, COMPLETION_TOKENS))
 
 
-def _ask(fields: Fields, prompt: str | tuple[int, ...] | Conversation, max_tokens: int | None) -> Ask:
+def _ask(
+    fields: Fields, prompt: str | tuple[int, ...] | Conversation, max_tokens: int | None, constraint: JsonSchema | None = None
+) -> Ask:  # fmt: skip
     fields.refuse("n", 1, why="there is one answer to a prompt")
     stream = fields.flag("stream")
     options = Fields(fields.object("stream_options") or {}, "stream_options")
@@ -85,7 +94,7 @@ def _ask(fields: Fields, prompt: str | tuple[int, ...] | Conversation, max_token
     options.only({"include_usage", "continuous_usage_stats", "include_obfuscation"})
     return Ask(
         prompt=prompt, max_tokens=max_tokens, sampling=_sampling(fields), stop=_stops(fields), stream=stream,
-        usage_at_end=options.flag("include_usage"), usage_always=options.flag("continuous_usage_stats"),
+        usage_at_end=options.flag("include_usage"), usage_always=options.flag("continuous_usage_stats"), constraint=constraint,
     )  # fmt: skip
 
 
@@ -122,6 +131,25 @@ def _stops(fields: Fields) -> tuple[str, ...]:
         raise fields.wrong("stop", "must be a string or a list of strings")
     StopStrings(stops)  # refuses empty and overlong ones
     return stops
+
+
+def _constraint(fields: Fields) -> JsonSchema | None:
+    """Returns what response_format makes of the answer."""
+    asked = Fields(fields.object("response_format") or {}, "response_format")
+    kind = asked.text("type", "text")
+    if kind == "text":
+        return None
+    if kind not in ("json_object", "json_schema"):
+        raise asked.wrong("type", f"is {str(kind)[:40]!r}; it must be text, json_object or json_schema")
+    if find_spec("llguidance") is None:
+        raise fields.wrong("response_format", f"needs llguidance on the server; install it there: {INSTALL}", code="unsupported_parameter")
+    if kind == "json_object":
+        return JsonSchema({"type": "object"})
+    named = Fields(asked.object("json_schema") or {}, "response_format.json_schema")
+    schema = named.object("schema")
+    if schema is None:
+        raise named.wrong("schema", "is missing; give the JSON schema of the answer")
+    return JsonSchema(schema)
 
 
 def _thinking(fields: Fields) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from edge_runtime.server.errors import ApiError, invalid
 
 MAX_BODY_BYTES = 2 << 20
-MAX_DEPTH = 32
+MAX_DEPTH = 64
 READ_SECONDS = 30.0
 
 

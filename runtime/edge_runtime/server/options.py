@@ -13,7 +13,7 @@ KEY_VARIABLE = "EDGE_MTP_API_KEY"
 # Options that make sense for a server; the others are about one prompt, or are fields of each request.
 _SHARED = {
     "bundle", "draft_length", "policy", "drafter", "threads", "context", "config", "preset", "log", "warn_rejection", "check_hashes", "serve",
-    "host", "port", "sessions", "waiting", "api_key",
+    "host", "kv_type", "memory_limit", "port", "sessions", "waiting", "api_key",
 }  # fmt: skip
 OPTIONS = (
     click.option("--serve", is_flag=True, help="Serve the OpenAI API and a chat page over HTTP instead of generating."),

@@ -6,6 +6,7 @@ from edge_runtime.channels import ChannelParser, Event
 from edge_runtime.chat_template import ChatTemplate
 from edge_runtime.decode import Round
 from edge_runtime.generation import Generation
+from edge_runtime.rules import DEFAULT_ACCEPTANCE
 from edge_runtime.server.jobs import Begun, Ended, Job, Said, figures_of
 from edge_runtime.server.messages import Conversation
 from edge_runtime.server.speech import PlainSpeech, Speech, joined
@@ -23,7 +24,9 @@ class Running:
         self.generation: Generation = session.generate(
             job.ids, max_tokens=ask.max_tokens or session.target.context, sampling=ask.sampling,
             # Only so a seed repeats itself: rejection draws as the drafts fall, and rows that others computed may differ in their last bits.
-            acceptance="match" if ask.repeatable else "rejection", reuse_prefix=not ask.repeatable,
+            # And as many drafts as others' rejections leave would make forwards of other sizes.
+            acceptance="match" if ask.repeatable else DEFAULT_ACCEPTANCE, reuse_prefix=not ask.repeatable,
+            policy=session.settings.new_policy() if ask.repeatable else None, constraint=ask.constraint,
         )  # fmt: skip
         self._speech: Speech
         if isinstance(ask.prompt, Conversation):

@@ -39,6 +39,8 @@ def serve(folder: Path, options: ServeOptions, note: Callable[[str], None], **op
 
     with _listening(options) as listener, open_sessions(folder, options.sessions, **opening) as sessions:
         first = sessions.sessions[0]
+        for session in sessions.sessions:
+            session.profit()  # what it measures the first time, no client should wait for
         worker = Worker(sessions, bundle_template(first.bundle, first.vocabulary), waiting=options.waiting, note=note)
         api = Api(worker, first.monitor, model=folder.resolve().name, made=first.bundle.manifest.created_at)
         guard = Guard(make_app(api), hosts=allowed_hosts(options.host), key=options.api_key)

@@ -1,4 +1,4 @@
-"""Rows that ggml expands out of a mapped GGUF, against gguf-py's own dequantization of the whole tensor."""
+"""Rows that a graph of ggml expands out of a mapped GGUF, against gguf-py's own dequantization of the whole tensor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
+from edge_runtime.backends.ggml_graph import GgmlContext
 from edge_runtime.backends.llama_library import library
-from edge_runtime.backends.llama_rows import GgufRows
+from edge_runtime.backends.mapped_gguf import MappedTensor, map_gguf
 from edge_runtime.errors import BackendError
 
 COUNT, WIDTH = 11, 512
@@ -33,6 +34,10 @@ def quantized(kind: Any) -> Any:
     return blocks.reshape(COUNT, -1)
 
 
+def opened(path: Path, tensor: str = NAME, count: int = COUNT, width: int = WIDTH) -> MappedTensor:
+    return map_gguf(library(), path, (tensor,)).tensor(tensor, (width, count))
+
+
 def write(path: Path, kind: Any, data: Any) -> Path:
     writer = gguf.GGUFWriter(path, "gemma4")
     writer.add_tensor("before", np.ones(3, np.float32))
@@ -49,11 +54,16 @@ def test_rows_are_bit_for_bit_gguf_s(tmp_path: Path, name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     data = quantized(kind)
     wanted = gguf.quants.dequantize(data, kind)
-    rows = GgufRows(library(), write(tmp_path / "model.gguf", kind, data), NAME, COUNT, WIDTH)
-    out = np.empty(WIDTH, np.float32)
-    for row in (3, 0, COUNT - 1, 3):
-        rows.read(row, out)
-        assert np.array_equal(out.view(np.uint32), wanted[row].view(np.uint32))
+    context = GgmlContext(library(), 1)
+    index = context.numbers(1)
+    row = context.row(context.mapped(opened(write(tmp_path / "model.gguf", kind, data))), index)
+    graph = context.graph(row)
+    context.allocate()
+    for place in (3, 0, COUNT - 1, 3):
+        context.array(index, 1, np.int32)[0] = place
+        context.compute(graph)
+        assert np.array_equal(context.array(row, WIDTH).view(np.uint32), wanted[place].view(np.uint32))
+    context.close()
 
 
 @pytest.fixture
@@ -62,31 +72,26 @@ def path(tmp_path: Path) -> Path:
     return write(tmp_path / "model.gguf", kind, quantized(kind))
 
 
-@pytest.mark.parametrize("row", [-1, COUNT])
-def test_a_row_that_is_not_there_is_never_read(path: Path, row: int) -> None:
-    with pytest.raises(BackendError, match=f"row {row}"):
-        GgufRows(library(), path, NAME, COUNT, WIDTH).read(row, np.empty(WIDTH, np.float32))
-
-
-def test_a_place_too_small_is_never_written(path: Path) -> None:
-    with pytest.raises(BackendError, match="one of 11 rows of 512"):
-        GgufRows(library(), path, NAME, COUNT, WIDTH).read(0, np.empty(WIDTH - 1, np.float32))
-
-
 @pytest.mark.parametrize(
     ("tensor", "count", "width", "words"),
     [("output.weight", COUNT, WIDTH, "no tensor output.weight"), (NAME, COUNT + 1, WIDTH, "not"), (NAME, COUNT, WIDTH * 2, "not")],
 )
 def test_another_tensor_is_refused(path: Path, tensor: str, count: int, width: int, words: str) -> None:
     with pytest.raises(BackendError, match=words):
-        GgufRows(library(), path, tensor, count, width)
+        opened(path, tensor, count, width)
+
+
+def test_a_type_that_cannot_be_multiplied_is_refused(tmp_path: Path) -> None:
+    numbers = np.zeros((COUNT, WIDTH), np.int32)
+    with pytest.raises(BackendError, match="is i32, not f32"):
+        opened(write(tmp_path / "model.gguf", gguf.GGMLQuantizationType.I32, numbers))
 
 
 def test_a_truncated_or_foreign_file_is_refused(path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-200])
     with pytest.raises(BackendError, match=r"is truncated|cannot read"):
-        GgufRows(library(), path, NAME, COUNT, WIDTH)
+        opened(path)
     path.write_bytes(b"GGUF" + b"\xff" * 64)
     with pytest.raises(BackendError, match="cannot read"):
-        GgufRows(library(), path, NAME, COUNT, WIDTH)
+        opened(path)

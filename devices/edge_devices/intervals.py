@@ -1,0 +1,133 @@
+"""Means, ratios and their 95 % intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from statistics import fmean
+from typing import Any
+
+from edge_devices.errors import MeasurementError
+
+CONFIDENCE = 0.95
+LEAST_TO_DETREND = 5  # with fewer values a slope would take too many of the degrees of freedom
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A figure with its 95 % confidence interval, from `n` values. `error`: its standard error, `freedom`: degrees of freedom of that."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+    error: float
+    freedom: float
+
+    @property
+    def half(self) -> float:
+        """Half the interval's width, in the figure's unit."""
+        return (self.high - self.low) / 2
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys; an interval without bounds has null there."""
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+
+
+def of_error(value: float, error: float, freedom: float, n: int) -> Interval:
+    """Returns value ± t·error, Student's t for the degrees of freedom."""
+    half = t_quantile(freedom) * error if error else 0.0
+    return Interval(value=value, low=value - half, high=value + half, n=n, error=error, freedom=freedom)
+
+
+def mean_interval(values: Sequence[float], times: Sequence[float], *, resolution: float = 0.0) -> Interval:
+    """Returns the mean of repeats with its interval.
+
+    A straight drift over `times` (heating, a sinking battery voltage) is a property of the block, not scatter: from 5 repeats on the scatter is
+    taken around the line, with n - 2 degrees of freedom (least squares; the mean itself stays). `resolution`, the smallest error one value
+    can have, stands in where repeats agree better than the meter can tell. Raises MeasurementError for fewer than 2 values.
+    """
+    n = len(values)
+    if n < 2:
+        raise MeasurementError(f"{n} repeat gives no interval; run at least 2, better 5.")
+    mean = fmean(values)
+    slope = 0.0
+    freedom = n - 1
+    middle = fmean(times)
+    spread = sum((t - middle) ** 2 for t in times)
+    if n >= LEAST_TO_DETREND and spread > 0:
+        slope = sum((t - middle) * (v - mean) for t, v in zip(times, values, strict=True)) / spread
+        freedom = n - 2
+    squares = sum((v - mean - slope * (t - middle)) ** 2 for t, v in zip(times, values, strict=True))
+    scatter = math.sqrt(squares / freedom)
+    if scatter < resolution / 3:
+        scatter = resolution
+    return of_error(mean, scatter / math.sqrt(n), freedom, n)
+
+
+def ratio_interval(values: Sequence[float], baselines: Sequence[float]) -> Interval:
+    """Returns value / baseline of pairs: the mean of the logarithms of their ratios, and its interval, taken back. MeasurementError for < 2 pairs."""
+    if len(values) != len(baselines) or len(values) < 2 or min(*values, *baselines) <= 0:
+        raise MeasurementError(f"{len(values)} and {len(baselines)} repeats make no pairs; run both sides equally often, at least twice.")
+    logs = [math.log(v / b) for v, b in zip(values, baselines, strict=True)]
+    inner = mean_interval(logs, range(len(logs)))
+    value, low, high = (math.exp(x) for x in (inner.value, inner.low, inner.high))
+    return Interval(value=value, low=low, high=high, n=inner.n, error=inner.error * value, freedom=inner.freedom)
+
+
+def combined(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Adds independent errors, given as (error, degrees of freedom); returns the same of the sum (Welch and Satterthwaite)."""
+    variances = [(e * e, f) for e, f in parts if e > 0]
+    total = sum(v for v, _ in variances)
+    if not total:
+        return 0.0, max((f for _, f in parts), default=1.0)
+    inverse = sum(v * v / f for v, f in variances)
+    return math.sqrt(total), total**2 / inverse if inverse else math.inf
+
+
+@lru_cache(maxsize=4096)
+def t_quantile(freedom: float, probability: float = (1 + CONFIDENCE) / 2) -> float:
+    """Returns Student's t for a probability above 0.5, by bisection of its distribution function."""
+    if freedom <= 0:
+        return math.inf
+    freedom = min(freedom, 1e7)  # from there on Student's distribution is the normal one
+    low, high = 0.0, 1.0
+    while _t_below(high, freedom) < probability:
+        high *= 2
+        if high > 1e6:
+            return math.inf
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_below(middle, freedom) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def _t_below(t: float, freedom: float) -> float:
+    """P(T <= t) for t >= 0: 1 - I_x(freedom / 2, 1 / 2) / 2 with x = freedom / (freedom + t²) (Abramowitz and Stegun 26.7.1)."""
+    return 1 - _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5) / 2
+
+
+def _incomplete_beta(x: float, a: float, b: float) -> float:
+    """I_x(a, b), by its continued fraction (Abramowitz and Stegun 26.5.8), on the side where that converges fast."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    if x > (a + 1) / (a + b + 2):
+        return 1 - front * _fraction(1 - x, b, a) / b
+    return front * _fraction(x, a, b) / a
+
+
+def _fraction(x: float, a: float, b: float) -> float:
+    """The continued fraction of I_x(a, b), by Lentz's method."""
+    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    total = d
+    for m in range(1, 500):
+        for step in (m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)), -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))):
+            d = 1 / (1 + step * d)
+            c = 1 + step / c
+            total *= c * d
+        if abs(c * d - 1) < 1e-12:
+            break
+    return total

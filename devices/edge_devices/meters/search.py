@@ -1,0 +1,51 @@
+"""All meters of this machine, and the one to take where none is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edge_devices.errors import MeterError
+from edge_devices.meters import (
+    android_battery,
+    android_powerstats,
+    android_rails,
+    battery,
+    emi,
+    hwmon,
+    jetson,
+    nvml,
+    powermetrics,
+    rapl,
+    raspberry_pi,
+)
+from edge_devices.meters.base import Finding, Meter, State
+from edge_devices.system import System
+
+# The order is the order of preference: sensed or counted close to the work first, slow gauges of the whole device last.
+SOURCES = (jetson, hwmon, rapl, emi, android_rails, android_powerstats, raspberry_pi, powermetrics, battery, android_battery, nvml)
+
+
+def find_meters(system: System) -> list[Finding]:
+    """Returns what there is on this machine, usable or not. A source that fails in a new way is present with its reason, not a crash."""
+    findings: list[Finding] = []
+    for source in SOURCES:
+        name = source.__name__.rpartition(".")[2]
+        try:
+            findings += source.find(system)
+        except (MeterError, OSError) as error:
+            findings.append(Finding(name=name, state=State.PRESENT, reason=str(error)))
+    return findings
+
+
+def choose_meter(findings: Sequence[Finding], name: str | None = None) -> Meter | None:
+    """Returns the named meter, or the first usable one; None when there is none. MeterError when the named one is not usable."""
+    usable = [f for f in findings if f.meter is not None]
+    if name is None:
+        return usable[0].meter if usable else None
+    for finding in findings:
+        if finding.name == name and finding.meter is not None:
+            return finding.meter
+        if finding.name == name:
+            raise MeterError(f"the meter {name} is {finding.state}: {finding.reason}. {finding.remedy}".strip())
+    known = ", ".join(f.name for f in usable) or "none"
+    raise MeterError(f"there is no meter {name!r} here; usable: {known}. `edge-devices meters` lists all.")

@@ -1,0 +1,29 @@
+"""Undoing the wrap of a register."""
+
+from __future__ import annotations
+
+from edge_devices.errors import MeterError
+
+
+class Unwrapped:
+    """A register that starts again at 0 after `span` (in its own units), made into a number that only grows.
+
+    Exact while it is read at least once per wrap. Without a span, going back is an error: the source was reset.
+    """
+
+    def __init__(self, name: str, span: int | None) -> None:
+        self._name = name
+        self._span = span
+        self._last: int | None = None
+        self._turns = 0
+
+    def total(self, register: int) -> int:
+        """Takes a reading of the register; returns the number without wraps. Raises MeterError when it cannot be right."""
+        if register < 0 or (self._span is not None and register > self._span):
+            raise MeterError(f"{self._name} reads {register}, outside 0..{self._span}; the meter cannot be trusted.")
+        if self._last is not None and register < self._last:
+            if self._span is None:
+                raise MeterError(f"{self._name} went back from {self._last} to {register}: it was reset. Measure again.")
+            self._turns += 1
+        self._last = register
+        return register + self._turns * (self._span or 0)

@@ -1,0 +1,105 @@
+"""What is known beforehand of common devices. Priors only: what is read on the machine itself goes before.
+
+The files beside this one (`profiles/*.toml`) name their sources. None was checked on hardware.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from edge_devices.errors import DeviceError
+
+BITS_PER_BYTE = 8
+
+
+class ProfileError(DeviceError):
+    """A device profile that is unknown or malformed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """By what a device is known: how its model begins, its chip, patterns in its processor's name, its cores' names."""
+
+    models: tuple[str, ...] = ()
+    socs: tuple[str, ...] = ()
+    processors: tuple[str, ...] = ()
+    cores: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One device. Bandwidths in GB/s: `peak` from transfer rate × bus width, `effective` from others' measurements; None where not known.
+
+    `threads` None: all big cores. `execution_providers`: the first is the default.
+    """
+
+    name: str
+    title: str
+    sources: tuple[str, ...]
+    match: Match = field(default_factory=Match)
+    clusters: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    peak_gb_per_s: float | None = None
+    effective_gb_per_s: tuple[float, float] | None = None
+    meters: tuple[str, ...] = ()
+    energy_note: str = ""
+    execution_providers: tuple[str, ...] = ("cpu",)
+    quantization: str = "q4_0"
+    threads: int | None = None
+    draft_length: tuple[int, int] = (0, 6)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return asdict(self)
+
+
+@cache
+def profiles() -> dict[str, Profile]:
+    """Returns all profiles that come with the package, by name."""
+    folder = resources.files("edge_devices") / "profiles"
+    found = (f for f in folder.iterdir() if f.name.endswith(".toml"))
+    return {p.name: p for p in sorted((parse_profile(f.name[:-5], f.read_text(encoding="utf-8")) for f in found), key=lambda p: p.name)}
+
+
+def profile(name: str) -> Profile:
+    """Returns one profile; raises ProfileError when there is none of that name."""
+    try:
+        return profiles()[name]
+    except KeyError:
+        raise ProfileError(f"there is no device profile {name!r}; there are {', '.join(profiles())}.") from None
+
+
+def parse_profile(name: str, text: str) -> Profile:
+    """Reads a profile's TOML; raises ProfileError for a key or value that is not understood."""
+    try:
+        table = tomllib.loads(text)
+        match, processor, memory, energy, runtime = (table.pop(k) for k in ("match", "processor", "memory", "energy", "runtime"))
+        rate, bits = memory.pop("transfers_per_us", None), memory.pop("bus_bits", None)
+        effective = memory.pop("effective_gb_per_s", None)
+        found = Profile(
+            name=name, title=str(table.pop("title")), sources=_texts(table.pop("sources")),
+            match=Match(**{k: _texts(v) for k, v in match.items()}), clusters=_texts(processor.pop("clusters")), features=_texts(processor.pop("features")),
+            peak_gb_per_s=rate * bits / BITS_PER_BYTE / 1000 if rate and bits else None,
+            effective_gb_per_s=(float(effective[0]), float(effective[1])) if effective else None,
+            meters=_texts(energy.pop("meters")), energy_note=str(energy.pop("note")), execution_providers=_texts(runtime.pop("execution_providers")),
+            quantization=str(runtime.pop("quantization")), threads=runtime.pop("threads", None), draft_length=tuple(runtime.pop("draft_length")),
+        )  # fmt: skip
+        left = [*table, *processor, *memory, *energy, *runtime]
+        for pattern in found.match.processors:
+            re.compile(pattern)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, re.error) as error:
+        raise ProfileError(f"the device profile {name} is malformed: {error!r}.") from error
+    if left or not found.sources:
+        raise ProfileError(f"the device profile {name} has unknown keys {left} or no sources.")
+    return found
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
+        raise TypeError(f"{values!r} is no list of texts")
+    return tuple(values)

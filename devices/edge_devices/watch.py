@@ -1,0 +1,93 @@
+"""Energy of one run, without the full protocol: what `edge-run` shows beside its speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from edge_devices.characteristics import Characteristics
+from edge_devices.errors import DeviceError, MeasurementError
+from edge_devices.intervals import Interval, of_error
+from edge_devices.listing import NO_METER, figure_text
+from edge_devices.meters.base import Kind, Meter, MeterFacts
+from edge_devices.recorder import Recorder
+from edge_devices.system import System
+from edge_devices.validity import LEAST_NEWS
+from edge_devices.windows import measure_window
+
+LEAST_REFRESHES = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnergy:
+    """Gross energy of one run: joules and joules per emitted token, or why there is no figure."""
+
+    facts: MeterFacts | None
+    joules: Interval | None = None
+    joules_per_token: Interval | None = None
+    reason: str = ""
+
+    def sentence(self) -> str:
+        """Returns the one line to show."""
+        if self.facts is None:
+            return NO_METER
+        label = "ESTIMATE, nothing was measured: " if self.facts.is_estimate else ""
+        if self.joules_per_token is None:
+            return f"{label}no energy figure from {self.facts.name}: {self.reason}"
+        return f"{label}{figure_text(self.joules_per_token)} J/token, scope {self.facts.scope}, idle power included ({self.facts.name})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return {
+            "meter": self.facts.to_json() if self.facts else None, "joules": self.joules.to_json() if self.joules else None,
+            "joules_per_token": self.joules_per_token.to_json() if self.joules_per_token else None,
+            "reason": self.reason or (None if self.facts else NO_METER),
+        }  # fmt: skip
+
+
+class EnergyWatch:
+    """Reads a meter while a with block runs; `energy(tokens)` after it. Without a meter it does nothing. Never disturbs the work itself."""
+
+    def __init__(self, system: System, meter: Meter | None) -> None:
+        self._system, self._meter = system, meter
+        self._recorder = Recorder(system, meter) if meter else None
+        self._window = (0.0, 0.0)
+
+    def __enter__(self) -> EnergyWatch:
+        if self._recorder:
+            self._recorder.__enter__()
+            self._window = (self._recorder.mark(), 0.0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._recorder:
+            self._window = (self._window[0], self._recorder.mark())
+            self._recorder.__exit__(kind, error, traceback)
+
+    def energy(self, tokens: int) -> RunEnergy:
+        """Returns the energy of the block, and that per emitted token; a reason instead where the run was too short for the meter."""
+        if self._meter is None or self._recorder is None:
+            return RunEnergy(facts=None)
+        facts = self._meter.facts
+        try:
+            joules = self._joules(self._recorder, facts)
+        except DeviceError as error:
+            return RunEnergy(facts=facts, reason=str(error))
+        if tokens <= 0:
+            return RunEnergy(facts=facts, joules=joules, reason="no token was emitted")
+        per_token = of_error(joules.value / tokens, joules.error / tokens, joules.freedom, 1)
+        return RunEnergy(facts=facts, joules=joules, joules_per_token=per_token)
+
+    def _joules(self, recorder: Recorder, facts: MeterFacts) -> Interval:
+        start_s, end_s = self._window
+        expected = Characteristics.expected(facts)
+        need = LEAST_REFRESHES * expected.refresh_s + expected.lead_in_s
+        if end_s - start_s < need:
+            raise MeasurementError(f"the run of {end_s - start_s:.3g} s is too short, this meter needs {need:.3g} s")
+        if recorder.faults:
+            raise MeasurementError(f"the meter failed: {recorder.faults[0][1]}")
+        window = measure_window(recorder.trace, start_s, end_s, expected)
+        if facts.kind is Kind.SAMPLER and window.news < LEAST_NEWS:
+            raise MeasurementError(f"the meter showed {window.news} new values; {LEAST_NEWS} are needed")
+        return of_error(window.joules, window.error_watts * window.seconds, window.freedom, 1)

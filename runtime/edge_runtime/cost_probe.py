@@ -1,0 +1,90 @@
+"""Measures what a draft step and a verify of n rows cost here, and remembers it for this bundle, machine and thread count."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from edge_runtime.backends.base import Drafter, Target
+from edge_runtime.cost_curve import MAX_ROWS, MeasuredCosts
+
+CACHE_NAME = "costs.json"
+MAX_CACHE_BYTES = 1 << 20
+# The newest so many are remembered.
+MAX_REMEMBERED = 200
+MAX_SECONDS = 2.0
+MIN_ROUNDS, MAX_ROUNDS = 3, 15
+# Text the rows are verified after, and steps of a timed draft.
+TEXT, STEPS = 32, 3
+
+
+def measure_costs(
+    target: Target, drafter: Drafter | None, token: int, *, max_seconds: float = MAX_SECONDS, clock: Callable[[], float] = time.perf_counter
+) -> MeasuredCosts:
+    """Times verifies of 1 to MAX_ROWS rows and drafts in turn, after a short text of one `token`; leaves the cache empty.
+
+    Medians of at least MIN_ROUNDS rounds, however long they take, and of more while `max_seconds` are not over; the round before them
+    warms up. Without a drafter, or with one that drafts nothing here, a step costs as good as nothing: 1 ns.
+    """
+    longest = min(MAX_ROWS, target.context - 2, target.rewind_slack)
+    text = [token] * max(1, min(TEXT, target.context - longest - 1))
+    target.rollback(0)
+    target.prefill(text)
+    rows: list[list[float]] = [[] for _ in range(longest)]
+    steps: list[float] = []
+    begin = clock()
+    for number in range(MAX_ROUNDS + 1):
+        if number > MIN_ROUNDS and clock() - begin > max_seconds:
+            break
+        # There and back again: what the order does to the caches falls on all alike.
+        for count in range(1, longest + 1) if number % 2 else range(longest, 0, -1):
+            start = clock()
+            target.verify([token] * count)
+            rows[count - 1].append(clock() - start)
+            target.rollback(len(text))
+        start = clock()
+        drafted = len(drafter.draft(token, STEPS)) if drafter is not None else 0
+        if drafted:
+            steps.append((clock() - start) / drafted)
+    target.rollback(0)
+    verify = [statistics.median(taken[1:]) for taken in rows]
+    # A context too short for more rows never verifies them.
+    verify += [verify[-1] * (1 + n) for n in range(MAX_ROWS - longest)]
+    return MeasuredCosts(verify=tuple(verify), step=statistics.median(steps[1:]) if len(steps) > 1 else 1e-9)
+
+
+def remembered_costs(path: Path, key: str) -> MeasuredCosts | None:
+    """Returns what `remember_costs` kept under this key; None if there is nothing or the file is damaged."""
+    return MeasuredCosts.from_json(_read(path).get(key))
+
+
+def remember_costs(path: Path, key: str, costs: MeasuredCosts) -> None:
+    """Keeps costs for the next time; where that cannot be written they are measured again, which takes two seconds."""
+    entries = {k: v for k, v in _read(path).items() if k != key}
+    kept = dict([*list(entries.items())[-MAX_REMEMBERED + 1 :], (key, costs.to_json())])
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=CACHE_NAME, delete=False, encoding="utf-8") as file:
+            temporary = Path(file.name)
+            json.dump(kept, file, indent=2)
+        temporary.replace(path)
+    except OSError:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        if path.stat().st_size > MAX_CACHE_BYTES:
+            return {}
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}

@@ -1,0 +1,153 @@
+"""Draft length by measured profit: a token is drafted where what it is likely to bring exceeds what it costs on this machine.
+
+A round is a renewal: it emits 1 + (accepted drafts) tokens and costs its draft steps and one verify. The rate to beat is that of the
+best fixed length, r = max E[tokens] / E[cost] with 0 (plain decoding) among the lengths; a further draft pays while it raises
+E[tokens] - r E[cost], the value of a round at that rate (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_runtime.acceptance_model import AcceptanceModel
+from edge_runtime.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.cost_curve import Costs
+from edge_runtime.policies import Timing
+
+# How much faster than plain decoding drafting must look to begin with it, and to go on with it: estimates are noisy.
+ENTER, STAY = 1.01, 0.99
+# What finding the way back to drafting may cost, in plain rounds: per emitted token, and saved up at most.
+CREDIT_PER_TOKEN, MOST_CREDIT = 0.01, 2.0
+# While nothing is drafted, what was seen before counts as at most this many observations of the first position, and of the others.
+STALE, STALE_LATER = 6.0, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Why the last round drafted as it did. Rates are tokens per unit of cost, `mode` is "plain", "listen" or "draft".
+
+    `expected` are the tokens the round was expected to emit when its draft ended, `cost` what it was expected to cost.
+    """
+
+    mode: str
+    planned: int
+    drafted: int
+    padding: int
+    expected: float
+    cost: float
+    plain_rate: float
+    best_rate: float
+    confidences: tuple[float, ...]
+
+
+class Profit:
+    """Implements `policies.DraftLengthPolicy` for the requests of one session: what it learns from one serves the next.
+
+    Where drafting does not pay it *listens* now and then: one token is drafted and not verified, only compared with the token that
+    plain decoding then brings. That costs a draft step, far less than verifying drafts, and tells when drafts would be accepted again.
+    """
+
+    def __init__(self, costs: Costs, model: AcceptanceModel, *, longest: int = MAX_DRAFT_LENGTH, stepwise: bool = True) -> None:
+        """`longest` bounds a draft. `stepwise`: the drafter asks `go_on` after each draft; otherwise the length is decided before."""
+        self._costs = costs
+        self._model = model
+        self._longest = longest
+        self._stepwise = stepwise
+        self._credit = 0.0
+        self._mode, self._planned = "draft", 0
+        self._rate = 0.0
+        self._positions = model.positions()
+        self._chain = self._expected = 1.0
+        self._confidences: list[float] = []
+        self.last: Decision | None = None
+
+    def timed(self, timing: Timing) -> None:
+        """Passes a round's timings to the costs."""
+        self._costs.learn(
+            length=timing.length, rows=timing.rows, verify_seconds=timing.verify_seconds, drafted=timing.steps,
+            draft_seconds=timing.draft_seconds,
+        )  # fmt: skip
+
+    @property
+    def listening(self) -> bool:
+        """Whether the drafts of this round are only compared with what plain decoding brings."""
+        return self._mode == "listen"
+
+    def draft_length(self) -> int:
+        """Returns the most tokens to draft now; `go_on` may end the draft earlier."""
+        self._positions = self._model.positions()
+        self._chain = self._expected = 1.0
+        self._confidences = []
+        plain = 1 / self._costs.verify(1)
+        self._planned, best = max(((n, self._rate_of(n)) for n in range(1, self._longest + 1)), key=lambda pair: pair[1], default=(0, 0.0))
+        self._rate = max(best, plain)
+        if best >= (STAY if self._mode == "draft" else ENTER) * plain:
+            self._mode = "draft"
+            return self._longest if self._stepwise else self._planned
+        self._planned = 0
+        self._mode = "listen" if self._longest and self._credit * self._costs.verify(1) >= self._costs.step() else "plain"
+        return 1 if self.listening else 0
+
+    def go_on(self, confidence: float) -> bool:
+        """Hears how sure the drafter is of the token it just drafted; returns whether another pays."""
+        self._confidences.append(confidence)
+        self._chain *= self._model.drafted(confidence)
+        self._expected += self._chain
+        return not self.listening and self._gain_of_more(len(self._confidences)) > 0
+
+    def padding(self, drafted: int) -> int:
+        """Returns how many rows to verify beyond the drafts only because the larger batch is the cheaper one."""
+        return self._cheapest_rows(drafted + 1) - drafted - 1
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Learns from a round whose drafts were verified, or that had none."""
+        self._decided(drafted)
+        self._model.observe(drafted, accepted, self._confidences[:drafted])
+        if not drafted:
+            self._model.fade(STALE, STALE_LATER)
+            self._credit = min(self._credit + CREDIT_PER_TOKEN, MOST_CREDIT)
+
+    def hear(self, right: bool) -> None:
+        """Learns from a round that listened: whether the draft was the token that plain decoding brought. Comes before `observe`."""
+        self._model.observe(1, int(right), self._confidences)
+        self._credit -= self._costs.step() / self._costs.verify(1)
+
+    def _decided(self, drafted: int) -> None:
+        self.last = Decision(
+            mode=self._mode if drafted or self.listening else "plain", planned=self._planned, drafted=drafted,
+            padding=self.padding(drafted), expected=self._expected if self._confidences and drafted else self._tokens_of(drafted),
+            cost=self._cost_of(drafted), plain_rate=1 / self._costs.verify(1), best_rate=self._rate,
+            confidences=tuple(self._confidences),
+        )  # fmt: skip
+
+    def _gain_of_more(self, drafted: int) -> float:
+        """The most that drafting on adds to the value of this round."""
+        here = -self._rate * self._verify_cost(drafted + 1)
+        chain, tokens, best = self._chain, 0.0, -1.0
+        for length in range(drafted + 1, self._longest + 1):
+            chain *= self._positions[length - 1]
+            tokens += chain
+            there = tokens - self._rate * ((length - drafted) * self._costs.step() + self._verify_cost(length + 1))
+            best = max(best, there - here)
+        return best
+
+    def _rate_of(self, length: int) -> float:
+        return self._tokens_of(length) / self._cost_of(length)
+
+    def _tokens_of(self, length: int) -> float:
+        """Expected tokens of a round that drafts `length`, before anything is drafted."""
+        chain = tokens = 1.0
+        for index in range(length):
+            chain *= self._positions[index]
+            tokens += chain
+        return tokens
+
+    def _cost_of(self, length: int) -> float:
+        return length * self._costs.step() + self._verify_cost(length + 1)
+
+    def _verify_cost(self, rows: int) -> float:
+        return self._costs.verify(self._cheapest_rows(rows))
+
+    def _cheapest_rows(self, rows: int) -> int:
+        """The number of rows, at least `rows`, whose verify is the cheapest."""
+        return min(range(rows, self._longest + 2), key=self._costs.verify, default=rows)

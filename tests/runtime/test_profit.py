@@ -1,0 +1,195 @@
+"""Draft length by profit, against simulated machines and drafters whose truth is known."""
+
+from __future__ import annotations
+
+import statistics
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_runtime.acceptance_model import AcceptanceModel
+from edge_runtime.cost_curve import MAX_ROWS, CostCurve, MeasuredCosts
+from edge_runtime.cost_probe import MAX_REMEMBERED, measure_costs, remember_costs, remembered_costs
+from edge_runtime.policies import Fixed
+from edge_runtime.profit import Profit
+from scripted import ScriptedDrafter, ScriptedTarget, make_session, next_token, plain_greedy
+from simulated_rounds import CURVES, FLAT, LINEAR, NOT_REPACKED, REPACKED, STEEP, ExactCosts, rate
+
+TOKENS, SEEDS = 300, 5
+
+
+@cache
+def static_rates(curve: str, step: float, acceptance: float) -> list[float]:
+    """Mean rate of each fixed length, 0 first."""
+    costs = ExactCosts(CURVES[curve], step)
+    return [statistics.mean(rate(costs, Fixed(n), lambda _: acceptance, TOKENS, seed) for seed in range(SEEDS)) for n in range(13)]
+
+
+@cache
+def profit_rate(curve: str, step: float, acceptance: float) -> float:
+    costs = ExactCosts(CURVES[curve], step)
+    return statistics.mean(rate(costs, Profit(costs, AcceptanceModel()), lambda _: acceptance, TOKENS, seed) for seed in range(SEEDS))
+
+
+GRID = [(curve, step, p) for curve in CURVES for step in (0.3, 1.0, 4.0) for p in (0.0, 0.3, 0.5, 0.7, 0.85, 0.95)]
+
+
+def test_it_is_on_average_within_two_percent_of_the_best_fixed_length_and_nowhere_far_off() -> None:
+    ratios = [profit_rate(*point) / max(static_rates(*point)) for point in GRID]
+    assert statistics.geometric_mean(ratios) > 0.98
+    assert min(ratios) > 0.90
+
+
+def test_it_is_never_slower_than_plain_decoding_by_more_than_two_percent() -> None:
+    ratios = {point: profit_rate(*point) / static_rates(*point)[0] for point in GRID}
+    assert min(ratios.values()) > 0.975, min(ratios, key=ratios.__getitem__)
+    useless = [ratio for (_, _, p), ratio in ratios.items() if p == 0]
+    assert min(useless) >= 0.98
+
+
+def test_it_finds_its_way_back_when_the_domain_changes() -> None:
+    costs = ExactCosts(LINEAR, 1.0)
+    easy, hard = (max(static_rates("linear", 1.0, p)) for p in (0.85, 0.3))
+    oracle = 2 / (1 / easy + 1 / hard)
+    rates = [rate(costs, Profit(costs, AcceptanceModel()), lambda n: 0.85 if n // 150 % 2 == 0 else 0.3, 1200, s) for s in range(SEEDS)]
+    assert statistics.mean(rates) > 0.95 * oracle
+
+
+def test_the_cheap_batches_of_a_curve_are_found() -> None:
+    """Four rows cost less than two or three on the repacked curve: so drafts of 3, or 2 and a row that is thrown away."""
+    policy = Profit(ExactCosts(REPACKED, 0.3), AcceptanceModel(prior=0.7), stepwise=False)
+    assert policy.draft_length() == 3
+    assert [policy.padding(n) for n in range(4)] == [0, 2, 1, 0]
+
+
+def test_where_one_row_is_dear_even_plain_decoding_pads() -> None:
+    policy = Profit(ExactCosts(NOT_REPACKED, 40.0), AcceptanceModel(prior=0.05))
+    assert policy.draft_length() == 0
+    assert policy.padding(0) == 1
+
+
+def test_a_sure_drafter_is_followed_further_than_an_unsure_one() -> None:
+    def drafted(confidence: float) -> int:
+        policy = Profit(ExactCosts(LINEAR, 0.5), AcceptanceModel(prior=0.8))
+        policy.draft_length()
+        count = 1
+        while policy.go_on(confidence) and count < 12:
+            count += 1
+        return count
+
+    assert drafted(0.999) > drafted(0.6) >= drafted(0.1) == 1
+
+
+def test_confidence_counts_for_what_it_proved_to_be() -> None:
+    model = AcceptanceModel()
+    assert model.drafted(0.97) > 0.9
+    for _ in range(60):
+        model.observe(1, 0, [0.97])
+        model.observe(1, 1, [0.25])
+    assert model.drafted(0.97) < 0.2
+    assert model.drafted(0.25) > 0.8
+
+
+def test_where_drafts_are_useless_it_only_listens_and_within_its_budget() -> None:
+    costs = ExactCosts(STEEP, 2.0)
+    policy = Profit(costs, AcceptanceModel())
+    modes = []
+    for _ in range(500):
+        length = policy.draft_length()
+        if length:
+            policy.go_on(0.02)
+        if policy.listening:
+            policy.hear(False)
+            length = 0
+        policy.observe(length, 0)
+        modes.append(policy.last.mode)
+    assert modes[-100:].count("draft") == 0
+    assert 0 < modes.count("listen") <= 500 * 0.01 * costs.verify(1) / costs.step() + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.floats(0.001, 100), min_size=13, max_size=13), st.floats(1e-9, 50), st.integers(0, 12),
+    st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=120), st.booleans(),
+)  # fmt: skip
+def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, happenings, stepwise) -> None:
+    policy = Profit(ExactCosts(verify, step), AcceptanceModel(), longest=longest, stepwise=stepwise)
+    for confidence, stands in happenings:
+        length = policy.draft_length()
+        assert 0 <= length <= longest
+        drafted = 0
+        while drafted < length:
+            drafted += 1
+            if stepwise and not policy.go_on(confidence):
+                break
+        if policy.listening:
+            assert length == 1
+            policy.hear(stands)
+            drafted = 0
+        assert drafted + 1 <= drafted + 1 + policy.padding(drafted) <= longest + 1
+        policy.observe(drafted, drafted if stands else 0)
+        assert policy.last is not None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([REPACKED, LINEAR, FLAT, STEEP]), st.floats(0, 1))
+def test_output_with_profit_is_plain_decoding_s_own(seed: int, verify: tuple[float, ...], wrong: float) -> None:
+    import random
+
+    dice = random.Random(seed)
+    session = make_session(lambda context, _: next_token(context) if dice.random() >= wrong else 0)
+    policy = Profit(ExactCosts(verify, 1.0), AcceptanceModel(), stepwise=False)
+    generation = session.generate([1, 2, 3], max_tokens=50, policy=policy)
+    list(generation.rounds())
+    assert generation.tokens == plain_greedy([1, 2, 3], 50)
+
+
+def test_costs_follow_what_rounds_really_take() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    for _ in range(100):
+        curve.learn(length=100, rows=4, verify_seconds=2 * LINEAR[3], drafted=3, draft_seconds=9.0)
+    assert curve.verify(4) == pytest.approx(2 * LINEAR[3], rel=0.05)
+    assert curve.step() == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_hiccup_moves_costs_a_little_only() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    curve.learn(length=100, rows=4, verify_seconds=1e6, drafted=3, draft_seconds=1e6)
+    assert curve.verify(4) < 1.2 * LINEAR[3]
+    assert curve.step() < 1.1
+
+
+def test_longer_texts_have_costs_of_their_own() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    for _ in range(200):
+        curve.learn(length=4000, rows=1, verify_seconds=3 * LINEAR[0], drafted=0, draft_seconds=0.0)
+    assert curve.verify(1) == pytest.approx(3 * LINEAR[0], rel=0.05)
+    assert curve.verify(8) > 1.3 * LINEAR[7], "all rows attend to the longer text"
+    curve.learn(length=100, rows=8, verify_seconds=LINEAR[7], drafted=0, draft_seconds=0.0)
+    assert curve.verify(8) == pytest.approx(LINEAR[7], rel=0.05)
+
+
+def test_measuring_asks_for_every_number_of_rows_and_leaves_nothing_behind() -> None:
+    target = ScriptedTarget()
+    costs = measure_costs(target, ScriptedDrafter(target, lambda c, _: 0), 1, max_seconds=0.0)
+    assert len(costs.verify) == MAX_ROWS
+    assert costs.step > 0
+    assert sorted(set(target.rows)) == list(range(1, 13)), "the slack of 12 bounds it"
+    assert target.length == 0
+
+
+def test_costs_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
+    path = tmp_path / "new" / "costs.json"
+    costs = MeasuredCosts(verify=LINEAR, step=0.5)
+    remember_costs(path, "a", costs)
+    remember_costs(path, "b", MeasuredCosts(verify=FLAT, step=0.1))
+    assert remembered_costs(path, "a") == costs
+    assert remembered_costs(path, "c") is None
+    for i in range(MAX_REMEMBERED + 5):
+        remember_costs(path, f"n{i}", costs)
+    assert remembered_costs(path, "a") is None, "the oldest are forgotten"
+    for damage in ("", "[]", '{"a": {"verify_seconds": [1], "draft_step_seconds": 1}}', '{"a": {"verify_seconds": 3}}', "{" * 5000):
+        path.write_text(damage)
+        assert remembered_costs(path, "a") is None

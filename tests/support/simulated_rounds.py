@@ -1,0 +1,63 @@
+"""A simulated machine and drafter of known costs and acceptance, to hold policies against."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from edge_runtime.policies import DraftLengthPolicy, Timing
+
+# Verify of 1 to 13 rows in milliseconds. The first eight were measured on real machines, the rest goes on in their manner.
+REPACKED = (19.6, 32.6, 40.0, 32.0, 46.1, 53.3, 62.2, 56.5, 66.0, 74.0, 80.0, 70.0, 85.0)
+NOT_REPACKED = (32.8, 24.8, 30.5, 35.3, 52.2, 56.4, 62.1, 61.8, 72.0, 80.0, 88.0, 90.0, 100.0)
+LINEAR = tuple(20.0 + 4.0 * n for n in range(13))
+STEEP = tuple(20.0 + 16.0 * n for n in range(13))
+FLAT = tuple(20.0 + n for n in range(13))
+CURVES = {"repacked": REPACKED, "not repacked": NOT_REPACKED, "linear": LINEAR, "steep": STEEP, "flat": FLAT}
+
+
+class ExactCosts:
+    """The machine's true costs; implements `cost_curve.Costs`."""
+
+    def __init__(self, verify: Sequence[float], step: float) -> None:
+        self._verify, self._step = verify, step
+
+    def verify(self, rows: int) -> float:
+        return self._verify[rows - 1]
+
+    def step(self) -> float:
+        return self._step
+
+    def learn(self, **_: float) -> None:
+        """Exact costs have nothing to learn."""
+
+
+def rate(
+    costs: ExactCosts, policy: DraftLengthPolicy, acceptance: Callable[[int], float], tokens: int, seed: int, *, spread: float = 4.0
+) -> float:
+    """Tokens per unit of cost over `tokens` tokens. `acceptance(n)` is the mean chance of a draft after n tokens.
+
+    Each draft's own chance is drawn around the mean (beta of weight `spread`), and the drafter's confidence is that chance, blurred.
+    """
+    chances = random.Random(seed)
+    emitted, spent = 0, 0.0
+    while emitted < tokens:
+        mean, length, drafted, accepted, standing = acceptance(emitted), policy.draft_length(), 0, 0, True
+        while drafted < length:
+            chance = chances.betavariate(max(mean * spread, 1e-3), max((1 - mean) * spread, 1e-3))
+            drafted += 1
+            standing = standing and chances.random() < chance
+            accepted += standing
+            confidence = min(max(chance + chances.gauss(0, 0.05), 0.001), 0.999)
+            if policy.go_on is not None and not policy.go_on(confidence):
+                break
+        spent += drafted * costs.step()
+        if policy.listening:
+            policy.hear(accepted > 0)
+            drafted = accepted = 0
+        rows = drafted + 1 + policy.padding(drafted)
+        spent += costs.verify(rows)
+        policy.timed(Timing(length=emitted, steps=drafted, draft_seconds=0.0, rows=rows, verify_seconds=costs.verify(rows)))
+        policy.observe(drafted, accepted)
+        emitted += accepted + 1
+    return emitted / spent

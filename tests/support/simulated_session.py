@@ -1,0 +1,71 @@
+"""A machine in simulated time: sleeping advances the clock, polls the recorder, and adds joules at the power of the moment."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
+from edge_devices.protocol import Work
+from edge_devices.recorder import Recorder
+from edge_devices.recording import RecordedSystem, Recording
+
+IDLE_WATTS = 2.0
+
+
+class SimulatedMachine:
+    """`system` and `meter` share this clock; `watts` is the power now. Its meter is a counter, or a sampler."""
+
+    def __init__(self, kind: Kind = Kind.COUNTER, *, refresh_s: float = 0.001, files: dict[str, str] | None = None) -> None:
+        self.now, self.energy, self.watts = 0.0, 0.0, IDLE_WATTS
+        self.recorder: Recorder | None = None
+        self.recording = Recording(files=files if files is not None else {})
+        self.system = RecordedSystem(self.recording, clock=self.clock, sleep=self.sleep)
+        self.facts = MeterFacts(
+            name="simulated", kind=kind, scope=Scope.PACKAGE, source="simulated", refresh_s=refresh_s, resolution=1e-6, poll_s=max(0.2, refresh_s / 3),
+        )  # fmt: skip
+        self._next_poll = 0.0
+
+    def clock(self) -> float:
+        """Looking at the clock takes 10 microseconds."""
+        self.now += 1e-5
+        self.energy += 1e-5 * self.watts
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Advances time, polling on the way."""
+        end = self.now + seconds
+        while self.recorder and self._next_poll < end:
+            self._advance(max(self._next_poll, self.now))
+            self.recorder.poll()
+            self._next_poll = self.now + self.recorder.next_interval()
+        self._advance(max(end, self.now))
+
+    def _advance(self, to: float) -> None:
+        self.energy += (to - self.now) * self.watts
+        self.now = to
+
+    def read(self) -> Sample:
+        """The true energy, or the true power with a ripple that makes every reading a new one."""
+        ripple = 0.001 * ((self.now * 7919) % 1 - 0.5)
+        return Sample(self.now, self.energy if self.facts.kind is Kind.COUNTER else self.watts + ripple)
+
+    @contextmanager
+    def load(self):
+        """A plain load of 5 W above idle."""
+        self.watts += 5.0
+        yield
+        self.watts -= 5.0
+
+    def workload(self, watts: float, *, tokens: int = 50, prefill_s: float = 0.0, prefill_watts: float = 0.0, decode_s: float = 2.0):
+        """A request: prefill, then decode, each at its power."""
+
+        def work() -> Work:
+            self.watts = prefill_watts or watts
+            self.sleep(prefill_s)
+            self.watts = watts
+            self.sleep(decode_s)
+            self.watts = IDLE_WATTS
+            phases = {"prefill": prefill_s, "decode": decode_s} if prefill_s else {}
+            return Work(emitted_tokens=tokens, prompt_tokens=100 if prefill_s else 0, phases=phases)
+
+        return work

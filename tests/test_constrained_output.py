@@ -1,0 +1,165 @@
+"""An exported bundle under a constraint: valid text from every kind of drafter, the same as without drafts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from chat_words import chat_session
+
+pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+jsonschema = pytest.importorskip("jsonschema", reason="needs edge-mtp[dev]")
+
+from edge_runtime import Gbnf, JsonSchema, Regex, RequestError, SamplingParams, Session, open_session
+from edge_runtime.channels import Text
+from edge_runtime.chat import Chat
+from edge_runtime.cli import main
+from edge_runtime.lossless import check_lossless
+from edge_runtime.opening import open_sessions
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["function", "class", "module"]},
+        "lines": {"type": "array", "items": {"type": "integer", "maximum": 999, "minimum": 0}, "maxItems": 4},
+        "public": {"type": "boolean"},
+    },
+    "required": ["name", "kind", "lines", "public"],
+    "additionalProperties": False,
+}
+LIST = 'root ::= "[" item (", " item){0,3} "]"\nitem ::= "\\"" [a-z_]{1,8} "\\""\n'
+PROMPT = "def describe(thing):\n    return "
+# A near-tie: two float16 paths that sum in another order may differ by this much.
+NEAR_TIE = 0.05
+
+
+def is_schema(text: str) -> None:
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def is_list(text: str) -> None:
+    assert 1 <= len(json.loads(text)) <= 4
+
+
+def is_date(text: str) -> None:
+    assert re.fullmatch(r"[12][0-9]{3}-[01][0-9](-[0-3][0-9])?", text)
+
+
+CASES: dict[str, tuple[Any, Callable[[str], None]]] = {
+    "schema": (JsonSchema(SCHEMA), is_schema),
+    "grammar": (Gbnf(LIST), is_list),
+    "regex": (Regex(r"[12][0-9]{3}-[01][0-9](-[0-3][0-9])?"), is_date),
+}
+
+
+@pytest.fixture(scope="module", params=["dense", "split", "lookup"])
+def session(request: pytest.FixtureRequest, exported_pair: Path, probe_memory: None) -> Iterator[Session]:
+    with open_session(exported_pair, threads=1, drafter=request.param) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_output_is_valid_and_that_of_plain_decoding(session: Session, name: str) -> None:
+    constraint, check = CASES[name]
+    generation = session.generate(PROMPT, max_tokens=150, draft_length=4, constraint=constraint)
+    text = generation.text()
+    assert generation.whole
+    check(text)
+    report = check_lossless(session, generation)
+    assert report.equal or abs(report.logit_gap or 1.0) < NEAR_TIE, report.sentence()
+    if session.drafter_kind != "lookup":
+        assert generation.stats.accepted > 0
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "match"])
+@pytest.mark.parametrize("name", CASES)
+def test_sampled_output_is_valid(session: Session, name: str, acceptance: str) -> None:
+    constraint, check = CASES[name]
+    for seed in range(4):
+        options = SamplingParams(temperature=1.2, seed=seed)
+        generation = session.generate(
+            PROMPT, max_tokens=150, draft_length=3, constraint=constraint, sampling=options, acceptance=acceptance
+        )
+        text = generation.text()
+        assert generation.whole
+        check(text)
+
+
+def test_a_text_cut_short_says_so(session: Session) -> None:
+    generation = session.generate(PROMPT, max_tokens=3, draft_length=4, constraint=JsonSchema(SCHEMA))
+    generation.text()
+    assert len(generation.tokens) == 3
+    assert not generation.whole
+
+
+def test_an_invalid_constraint_is_refused_before_anything_runs(session: Session) -> None:
+    with pytest.raises(RequestError, match="Unimplemented keys"):
+        session.generate(PROMPT, constraint=JsonSchema({"type": "array", "uniqueItems": True}))
+
+
+def run(bundle: Path, *arguments: str) -> Any:
+    return CliRunner().invoke(main, [str(bundle), "--threads", "1", "--drafter", "dense", *arguments, PROMPT])
+
+
+def test_the_command_takes_schemas_grammars_and_patterns(exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "list.gbnf").write_text(LIST)
+    runs = {
+        "schema": ("--json-schema", str(tmp_path / "schema.json")),
+        "grammar": ("--grammar", str(tmp_path / "list.gbnf")),
+        "regex": ("--regex", CASES["regex"][0].pattern),
+    }
+    for name, option in runs.items():
+        result = run(exported_pair, *option, "--verify-lossless")
+        assert result.exit_code == 0, result.output
+        CASES[name][1](result.stdout.strip())
+        assert "lossless: all" in result.stderr or "first divergence" in result.stderr
+    inline = run(exported_pair, "--json-schema", json.dumps(SCHEMA), "--json")
+    record = json.loads(inline.stdout)
+    is_schema(record["text"])
+    assert record["whole"] is True
+    assert "raise --max-tokens" in run(exported_pair, *runs["schema"], "--max-tokens", "2").stderr
+
+
+def test_the_command_refuses_in_one_sentence(exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:
+    for arguments, code, words in (
+        (("--json-schema", "{"), 1, "is no JSON"),
+        (("--grammar", str(tmp_path / "none.gbnf")), 1, "none.gbnf cannot be read"),
+        (("--regex", "("), 1, "unclosed group"),
+        (("--regex", "a", "--json-schema", "{}"), 2, "exclude each other"),
+        (("--regex", "a", "--compare"), 2, "no grammar"),
+    ):
+        result = run(exported_pair, *arguments)
+        assert result.exit_code == code
+        assert words in result.stderr
+        assert "Traceback" not in result.output
+
+
+def test_requests_at_once_keep_to_their_own_constraints(exported_pair: Path, probe_memory: None) -> None:
+    for kind in ("dense", "split", "lookup"):
+        with open_sessions(exported_pair, 3, threads=1, drafter=kind) as sessions:
+            running = [
+                session.generate(PROMPT, max_tokens=150, draft_length=3, constraint=constraint)
+                for session, (constraint, _) in zip(sessions.sessions, CASES.values(), strict=True)
+            ]
+            for _ in sessions.run(running):
+                pass
+            for generation, (_, check) in zip(running, CASES.values(), strict=True):
+                assert generation.whole
+                assert generation.finish_reason == "stop"
+                check(generation.finish())
+
+
+def test_an_answer_of_a_chat_keeps_to_the_constraint() -> None:
+    chat = Chat(chat_session("no JSON at all", drafts=True), constraint=Regex("(true|false|no)"))
+    for _ in range(2):
+        answer = chat.say("Yes?")
+        assert "".join(event.text for event in answer if isinstance(event, Text)) == "no"
+        assert answer.finish == "stop"
