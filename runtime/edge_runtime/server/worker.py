@@ -163,8 +163,8 @@ class Worker:
             self._fail(failed.job, error, counted=False)
         going = set(self._lockstep.running)
         for running in [one for one in self._running.values() if one.stopped or one.generation not in going]:
+            self._release(running)  # first, so that who has an answer finds it counted and may ask again
             running.end()
-            self._release(running)
 
     def _release(self, one: Running) -> None:
         """Frees a request's session; its rows stay for the next prompt that begins with them."""

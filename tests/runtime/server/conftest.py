@@ -14,6 +14,12 @@ def several(exported_pair: Path, probe_memory: Path) -> Iterator[str]:
     yield from _served(exported_pair, "--sessions", "4", "--context", "512", "--drafter", "split")
 
 
+@pytest.fixture(scope="module")
+def single(exported_pair: Path, probe_memory: Path) -> Iterator[str]:
+    """The address of a server with one session."""
+    yield from _served(exported_pair, "--context", "512", "--drafter", "split")
+
+
 def _served(bundle: Path, *options: str) -> Iterator[str]:
     for library in ("uvicorn", "starlette"):
         pytest.importorskip(library, reason="needs edge-mtp[serve]")

@@ -162,7 +162,7 @@ def test_text_and_its_places(hello):
         ({"stop": ["x"] * 17}, "stop", "at most 16"), ({"stop": ["x" * 1001]}, None, "1001"), ({"stop": [1]}, "stop", "strings"),
         ({"frequency_penalty": -3}, "frequency_penalty", "-2 to 2"), ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5", "-100 to 100"), ({"logit_bias": {"99999": 1}}, None, "vocabulary"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "constrain"), ({"tool_choice": "required"}, "tool_choice", "force"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"), ({"tool_choice": "required"}, "tool_choice", "force"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"), ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"messages": []}, "messages", "at least one"), ({"messages": [{"role": "cat", "content": ""}]}, "messages[0].role", "one of system"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "text only"),

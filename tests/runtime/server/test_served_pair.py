@@ -82,19 +82,41 @@ def test_four_clients_at_once_get_what_each_gets_alone(several: str) -> None:
             assert together == alone
 
 
-def test_a_seed_repeats_itself_whatever_runs_beside_it(several: str) -> None:
-    client = client_of(several)
+def test_a_seed_repeats_itself_whatever_else_is_asked(single: str) -> None:
+    client = client_of(single)
 
     def drawn(seed: int) -> str:
         text: str = complete(client, PROMPTS[1], temperature=0.9, top_p=0.95, seed=seed).choices[0].text
         return text
 
-    first = drawn(7)
+    first = {seed: drawn(seed) for seed in (-1, 7, 8, 9)}
+    assert len(set(first.values())) > 1
     with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(complete, client, prompt, temperature=1.0) for prompt in PROMPTS[:3]]
-        assert drawn(7) == first
+        others = [pool.submit(complete, client, prompt, temperature=1.0) for prompt in PROMPTS * 2]
+        assert {seed: drawn(seed) for seed in first} == first
         assert all(other.result().usage.completion_tokens > 0 for other in others)
-    assert len({drawn(seed) for seed in (-1, 8, 9)}) > 1
+
+
+def test_an_answer_is_the_json_that_was_asked_for(several: str) -> None:
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    client = client_of(several)
+    schema = {
+        "type": "object", "additionalProperties": False, "required": ["name", "ok"],
+        "properties": {"name": {"type": "string", "maxLength": 12}, "ok": {"type": "boolean"}},
+    }  # fmt: skip
+    for drawing in ({"temperature": 0}, {"temperature": 1, "seed": 3}):
+        named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+        answer = chat(client, "def add(a, b):", max_tokens=100, response_format=named, **drawing)
+        value = json.loads(answer.choices[0].message.content)
+        assert set(value) == {"name", "ok"}
+        assert type(value["ok"]) is bool
+        assert len(value["name"]) <= 12
+        assert answer.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError):
+        chat(client, "hi", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}})
+    tools: Any = [{"type": "function", "function": {"name": "now"}}]
+    with pytest.raises(openai.BadRequestError, match="one of the two"):
+        chat(client, "hi", response_format={"type": "json_object"}, tools=tools)
 
 
 def test_leaving_in_mid_stream_disturbs_nobody(several: str) -> None:
