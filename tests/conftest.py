@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,29 @@ def exported_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     export_pair(request, Silent())
     return output
+
+
+@pytest.fixture(scope="session")
+def onnx_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns a function from "f32", "int8" or "int4" to the shipped pair as an ONNX bundle, exported once per run."""
+    pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+    pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+    from edge_export.export import ExportRequest, export_pair
+    from edge_export.onnx_request import OnnxRequest, OnnxWeights
+
+    root = tmp_path_factory.mktemp("onnx")
+
+    def bundle_of(weights: OnnxWeights) -> Path:
+        output = root / weights
+        if not output.is_dir():
+            request = ExportRequest(
+                target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, context=1024, verify=False, gguf=False,
+                onnx=OnnxRequest(target=weights, drafter=weights),
+            )  # fmt: skip
+            export_pair(request, Silent())
+        return output
+
+    return bundle_of
 
 
 @pytest.fixture(scope="module")

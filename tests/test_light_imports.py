@@ -12,9 +12,20 @@ from pathlib import Path
 import pytest
 
 HEAVY = {
-    "torch", "transformers", "onnxruntime", "llama_cpp", "gguf", "tokenizers", "rich", "huggingface_hub", "jinja2", "llguidance", "starlette",
+    "torch",
+    "transformers",
+    "onnx",
+    "onnxruntime",
+    "llama_cpp",
+    "gguf",
+    "tokenizers",
+    "rich",
+    "huggingface_hub",
+    "jinja2",
+    "llguidance",
+    "starlette",
     "uvicorn",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("package", ["edge_runtime", "edge_devices", "edge_export"])

@@ -136,7 +136,7 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
             output = target(
                 input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=1
             )
-            rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), request.window)
+            rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), request.window - 1)
             # The head saw one row only: all logits of a chunk would be hundreds of megabytes.
             sums[0].add(_HEAD if _tied(target) else "output.weight", rows.hidden)
             if drafter is not None:

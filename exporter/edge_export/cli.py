@@ -17,6 +17,7 @@ from rich.text import Text
 
 from edge_export.errors import ExportError
 from edge_export.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest, export_pair
+from edge_export.onnx_request import BLOCKS, ONNX_WEIGHTS, OnnxRequest
 from edge_export.quantize import QUANTIZATIONS
 from edge_export.reference import reference_pair
 from edge_export.weighing import Weighing
@@ -35,6 +36,7 @@ Examples:
   edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
   edge-export target-q4_0.gguf ./drafter -o my-bundle --force
   edge-export --reference-pair -o reference
+  edge-export --reference-pair -o reference --format onnx --onnx-target int8
 """
 
 
@@ -114,16 +116,50 @@ def summary(bundle: Bundle) -> Table:
     return table
 
 
-def parity_sentence(parity: dict[str, Any] | None) -> str:
-    """One sentence about the comparison with the reference."""
+def parity_sentences(parity: dict[str, Any] | None) -> list[str]:
+    """One sentence for each format's comparison with the reference."""
+    gguf = {key: value for key, value in (parity or {}).items() if key != "onnx"}
+    onnx = (parity or {}).get("onnx")
+    sentences = [parity_sentence(gguf)] if gguf or onnx is None else []
+    return sentences + ([f"ONNX: {parity_sentence(onnx)}"] if onnx is not None else [])
+
+
+def parity_sentence(parity: dict[str, Any]) -> str:
+    """One sentence about a comparison with the reference."""
     if not parity or "skipped" in parity:
-        return f"Parity not measured: {(parity or {}).get('skipped', 'no reason given')}."
+        return f"Parity not measured: {parity.get('skipped', 'no reason given')}."
     plain, final, drafts = parity["unquantized"], parity["quantized"], parity["drafts"]
     return (
         f"Parity with {parity['reference']}: unquantized logits within {plain['max_abs_difference']:.3g}, "
         f"{final['quantization']} mean KL {final['mean_kl']:.3g} and greedy agreement {final['greedy_agreement']:.0%}, "
         f"drafts agree {drafts['unquantized_agreement']:.0%} ({drafts['quantized_agreement']:.0%} quantized)."
     )
+
+
+def check_formats(formats: str, quantization: str | None, onnx: dict[str, Any]) -> None:
+    """Raises a usage error for options of a format that is not made."""
+    if formats == "gguf" and any(onnx.values()):
+        raise click.UsageError("the --onnx options need --format onnx or both")
+    if formats == "onnx" and quantization:
+        raise click.UsageError(
+            "--target-quant and --drafter-quant are those of GGUF files; with --format onnx give --onnx-target, --onnx-drafter"
+        )
+
+
+def check_weighing(calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None) -> None:
+    """Raises a usage error for ways to weigh errors that contradict each other."""
+    if calibrate and imatrix:
+        raise click.UsageError("give --calibrate or an importance matrix, not both")
+    if save_imatrix and not (calibrate and save_imatrix.is_dir()):
+        raise click.UsageError("--save-imatrix takes an existing folder, and goes with --calibrate")
+
+
+def onnx_request(given: dict[str, Any]) -> OnnxRequest:
+    """The ONNX part of a request out of the --onnx options that were given."""
+    named = {key.removeprefix("onnx_"): value for key, value in given.items() if value is not None}
+    if "block" in named:
+        named["block"] = int(named["block"])
+    return OnnxRequest(**named)
 
 
 def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
@@ -136,6 +172,7 @@ def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
 @click.argument("target", required=False)
 @click.argument("drafter", required=False)
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to make.")
+@click.option("--format", "formats", type=click.Choice(("gguf", "onnx", "both")), default="gguf", help="Files to make.  [default: gguf]")
 @click.option(
     "--target-quant", type=click.Choice(QUANTIZATIONS),
     help=f"Target's weights.  [default: {TARGET_QUANTIZATION}, the 4-bit type that CPUs repack and run fastest]",
@@ -144,6 +181,12 @@ def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
     "--drafter-quant", type=click.Choice(QUANTIZATIONS),
     help=f"Drafter's weights.  [default: {DRAFTER_QUANTIZATION}: nearly exact, and still a few percent of the target's size]",
 )  # fmt: skip
+@click.option("--onnx-target", type=click.Choice(ONNX_WEIGHTS), help="Target's weights in ONNX.  [default: int4]")
+@click.option("--onnx-drafter", type=click.Choice(ONNX_WEIGHTS), help="Drafter's weights in ONNX.  [default: int8]")
+@click.option("--onnx-embedding", type=click.Choice(ONNX_WEIGHTS), help="Target's embedding and head.  [default: as its other weights]")
+@click.option(
+    "--onnx-block", type=click.Choice([str(block) for block in BLOCKS]), help="Weights of int8 and int4 that share a scale.  [default: 32]"
+)
 @click.option(
     "--context", type=click.IntRange(min=1), help="Tokens the KV cache is laid out for.  [default: 4096, or the model's if shorter]"
 )
@@ -170,6 +213,7 @@ def main(
     target: str | None, drafter: str | None, output: Path, target_quant: str | None, drafter_quant: str | None, context: int | None,
     config_path: Path | None, preset: str | None, no_verify: bool, force: bool, as_json: bool, shipped: bool,
     calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None, drafter_imatrix: Path | None,
+    formats: str, **onnx: str | None,
 ) -> None:  # fmt: skip
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
@@ -185,18 +229,18 @@ def main(
         raise click.UsageError("--reference-pair is exported instead of TARGET and DRAFTER; leave them out")
     if not shipped and not (target and drafter):
         raise click.UsageError("give TARGET and DRAFTER, a --config that names both models, or --reference-pair")
-    if calibrate and (imatrix or drafter_imatrix):
-        raise click.UsageError("give --calibrate or an importance matrix, not both")
-    if save_imatrix and not (calibrate and save_imatrix.is_dir()):
-        raise click.UsageError("--save-imatrix takes an existing folder, and goes with --calibrate")
-    console = Console(stderr=True)
+    check_formats(formats, target_quant or drafter_quant, onnx)
+    check_weighing(calibrate, save_imatrix, imatrix or drafter_imatrix)
+    console, gguf = Console(stderr=True), formats != "onnx"
     try:
         if shipped:
             target, drafter = map(str, reference_pair())
         request = ExportRequest(
-            target=str(target), drafter=str(drafter), output=output, target_quantization=target_quant or config.verifier.precision,
-            drafter_quantization=drafter_quant or config.drafter.precision, context=context or config.cache.max_context_length,
-            verify=not no_verify, force=force, config=config,
+            target=str(target), drafter=str(drafter), output=output,
+            target_quantization=target_quant or (config.verifier.precision if gguf else None),
+            drafter_quantization=drafter_quant or (config.drafter.precision if gguf else None),
+            context=context or config.cache.max_context_length, verify=not no_verify, force=force, config=config, gguf=gguf,
+            onnx=None if formats == "gguf" else onnx_request(onnx),
             weighing=Weighing(imatrix=imatrix, drafter_imatrix=drafter_imatrix, calibrate=calibrate, save=save_imatrix),
         )  # fmt: skip
         with Display(console) as display:
@@ -210,4 +254,5 @@ def main(
         click.echo(json.dumps({"bundle": str(bundle.folder), **to_json(bundle.manifest)}, ensure_ascii=False))
         return
     Console().print(summary(bundle))
-    console.print(parity_sentence(bundle.manifest.parity), markup=False, highlight=False, soft_wrap=True)
+    for sentence in parity_sentences(bundle.manifest.parity):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)

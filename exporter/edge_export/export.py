@@ -16,6 +16,8 @@ from edge_export.cache_plan import architecture, cache_layout
 from edge_export.errors import ExportError
 from edge_export.gguf_file import gguf_bytes, write_gguf
 from edge_export.importance import Importance
+from edge_export.onnx_request import OnnxRequest, check_onnx_sources
+from edge_export.onnx_step import Made, check_onnx_space, make_onnx, onnx_parity
 from edge_export.parity import ParityRequest, measure_parity
 from edge_export.quantize import DIRECT, WEIGHED, check_quantization, expected_bytes, library_version, quantize_gguf
 from edge_export.safetensors_file import FloatType
@@ -25,7 +27,17 @@ from edge_export.split_head import can_split, head_bytes, output_rows, write_hea
 from edge_export.tensor_shapes import SPARSE_HEAD
 from edge_export.vocabulary import TOKENIZER_NAME, read_vocabulary
 from edge_export.weighing import Weighing, importance_of_pair
-from edge_runtime.bundle import MANIFEST_NAME, SCHEMA_VERSION, Bundle, BundleFile, Manifest, RuntimeSettings, Source, open_bundle, sha256_of
+from edge_runtime.bundle import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    Bundle,
+    BundleFile,
+    Manifest,
+    RuntimeSettings,
+    Source,
+    open_bundle,
+    sha256_of,
+)
 from edge_runtime.config import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
 from edge_runtime.config_file import CONFIG_NAME, config_text
 from edge_runtime.presets import expanded
@@ -60,6 +72,7 @@ class ExportRequest:
     """What to export. A source is a checkpoint folder, a hub id, or a GGUF, which is taken as it is.
 
     Quantizations: one of quantize.QUANTIZATIONS, or None for the default. `context` in tokens (None: 4096, or the model's own if shorter).
+    `onnx` asks for ONNX graphs, `gguf` for GGUF files; at least one of them is wanted.
     `config` is what the bundle's config.yaml is to say of how it is run; the rest of it is the defaults.
     `weighing` is what quantization errors are weighed by, if by anything.
     """
@@ -73,6 +86,8 @@ class ExportRequest:
     verify: bool = True
     force: bool = False
     threads: int | None = None
+    gguf: bool = True
+    onnx: OnnxRequest | None = None
     config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     weighing: Weighing = field(default_factory=Weighing)
 
@@ -108,45 +123,46 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             check_quantization(quantization)
     check_output(request.output, request.force)
     progress.step("Open the checkpoints", None)
-    target, drafter = resolve_pair(request.target, request.drafter)
+    pair = target, drafter = resolve_pair(request.target, request.drafter)
+    if request.onnx is not None:
+        check_onnx_sources(target, drafter)
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
     layout = cache_layout(target.checkpoint, drafter.checkpoint, context)
-    split = drafter.gguf is None and can_split(target.checkpoint.architecture.hidden_size, drafter.checkpoint)
-    if request.config.drafter.sparse_output and not split:
+    split = request.gguf and drafter.gguf is None and can_split(target.checkpoint.architecture.hidden_size, drafter.checkpoint)
+    sparse = split or (request.onnx is not None and drafter.checkpoint.assistant.ordered_embeddings)
+    if request.config.drafter.sparse_output and not sparse:
         raise ExportError(f"{request.drafter} gives no split drafter, which drafter.sparse_output true asks for; leave that key out")
-    left_out = [(part.role, name) for part in (target, drafter) for name in part.checkpoint.left_out]
-    if split:
+    left_out = [(part.role, name) for part in pair for name in part.checkpoint.left_out]
+    if sparse:
         left_out = [(role, name) for role, name in left_out if not name.startswith(SPARSE_HEAD)]
     for role, name in left_out:
         progress.say(f"Left out of the {role}: {name}.")
     with partial_folder(request.output, request.force) as folder:
-        models = (
-            _planned(target, request.target_quantization, TARGET_QUANTIZATION, folder),
-            _planned(drafter, request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
-        )
-        check_space(models, folder, split)
-        threads = request.threads or _processors()
-        importance = _importance(request.weighing, models, threads, progress)
-        for model in models:
-            _make(model, threads, importance.get(model.source.role), progress)
-        split_files = _make_split(models[1], folder, progress) if split else []
-        parity = _parity(request, models, progress)
-        for model in models:
-            if not model.direct:
-                model.unquantized.unlink(missing_ok=True)
-        files = _files(models, split_files, _copy_texts(target, folder, progress), folder, progress)
+        models = _plan(request, pair, split, folder)
+        if request.onnx is not None:
+            check_onnx_space(pair, request.onnx, folder)
+        importance = _importance(request, pair, models, progress)
+        made = Made(parts=[], layout=layout)
+        if request.onnx is not None:
+            made = make_onnx(pair, layout, request.onnx, importance, folder, progress)
+        parity = onnx_parity(request.onnx, request.verify, pair, made, folder, request.threads or _processors(), progress)
+        if models:
+            parts, measured = _make_gguf(request, models, split, importance, folder, progress)
+            made.parts[:0], parity = parts, measured | parity
+        files = _files(made.parts, _copy_texts(target, folder, progress), folder, progress)
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             created_by=f"edge-mtp {version('edge-mtp')}",
             created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            sources={part.role: _hashed_source(part, progress) for part in (target, drafter)},
+            sources={part.role: _hashed_source(part, progress) for part in pair},
             architecture=architecture(target.checkpoint, drafter.checkpoint, context),
-            cache_layout=layout,
+            cache_layout=made.layout,
             files=files,
             left_out=tuple(f"{role}: {name}" for role, name in left_out),
             parity=parity,
             importance={role: found.source for role, found in importance.items()},
             runtime=RuntimeSettings(context=context),
+            onnx=made.graphs,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
         (folder / CONFIG_NAME).write_text(config_text(bundle_config(request.config, manifest)), encoding="utf-8")
@@ -155,9 +171,36 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
     return Bundle(request.output, manifest)
 
 
+def _plan(
+    request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], split: bool, folder: Path
+) -> tuple[_Model, ...]:  # fmt: skip
+    """The GGUF files to make, if any are wanted; refused if the disk has no room for them."""
+    if not request.gguf:
+        return ()
+    models = (
+        _planned(pair[0], request.target_quantization, TARGET_QUANTIZATION, folder),
+        _planned(pair[1], request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
+    )
+    check_space(models, folder, split)
+    return models
+
+
+def _make_gguf(
+    request: ExportRequest, models: tuple[_Model, ...], split: bool, importance: dict[str, Importance], folder: Path, progress: Progress
+) -> tuple[list[_Part], dict[str, Any]]:  # fmt: skip
+    for model in models:
+        _make(model, request.threads or _processors(), importance.get(model.source.role), progress)
+    split_files = _make_split(models[1], folder, progress) if split else []
+    parity = _parity(request, (models[0], models[1]), progress)
+    for model in models:
+        if not model.direct:
+            model.unquantized.unlink(missing_ok=True)
+    return [*((model.source.role, model.exported, "gguf", model.quantization) for model in models), *split_files], parity
+
+
 def bundle_config(config: SpeculativeConfig, manifest: Manifest) -> SpeculativeConfig:
     """Returns what config.yaml says: `config` over the defaults, with the files and the context as they came out."""
-    quantizations = {entry.role: entry.quantization for entry in manifest.files}
+    quantizations = {entry.role: entry.quantization for entry in reversed(manifest.files)}  # of two formats the first, as a reader finds it
     made = SpeculativeConfig(
         drafter=DrafterConfig(model=manifest.sources["drafter"].origin, precision=quantizations["drafter"]),
         verifier=VerifierConfig(model=manifest.sources["target"].origin, precision=quantizations["target"]),
@@ -209,15 +252,21 @@ def _planned(source: ResolvedSource, wanted: str | None, default: str, folder: P
     return _Model(source=source, quantization=quantization, weight_type=weight_type, unquantized=unquantized, exported=exported)
 
 
-def _importance(weighing: Weighing, models: tuple[_Model, _Model], threads: int, progress: Progress) -> dict[str, Importance]:
+def _importance(
+    request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], models: tuple[_Model, ...], progress: Progress
+) -> dict[str, Importance]:  # fmt: skip
+    weighing = request.weighing
     if not weighing.wanted:
         return {}
     text = weighing.calibrate
     title = f"Calibrate on {text.name}" if text else "Read the importance matrix"
     progress.step(title, text.stat().st_size if text and text.is_file() else None)
-    sources = {model.source.role: model.source for model in models}
-    weighed = [model.source.role for model in models if model.quantization in WEIGHED and not model.taken]
-    return importance_of_pair(weighing, sources, weighed, threads, progress.advance)
+    weighed = {model.source.role for model in models if model.quantization in WEIGHED and not model.taken}
+    if request.onnx is not None:
+        weighed |= request.onnx.weighed
+    return importance_of_pair(
+        weighing, {part.role: part for part in pair}, sorted(weighed), request.threads or _processors(), progress.advance
+    )
 
 
 def _make(model: _Model, threads: int, importance: Importance | None, progress: Progress) -> None:
@@ -290,13 +339,9 @@ def _copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> lis
     return made
 
 
-def _files(
-    models: tuple[_Model, ...], split: list[_Part], texts: list[tuple[str, Path]], folder: Path, progress: Progress
-) -> tuple[BundleFile, ...]:  # fmt: skip
+def _files(parts: list[_Part], texts: list[tuple[str, Path]], folder: Path, progress: Progress) -> tuple[BundleFile, ...]:
     progress.step("Hash the bundle", None)
-    entries: list[_Part] = [(model.source.role, model.exported, "gguf", model.quantization) for model in models]
-    entries += split
-    entries += [(role, path, path.suffix[1:], None) for role, path in texts]
+    entries = [*parts, *((role, path, path.suffix[1:], None) for role, path in texts)]
     return tuple(
         BundleFile(
             path=path.relative_to(folder).as_posix(), role=role, format=kind, bytes=path.stat().st_size, sha256=sha256_of(path),

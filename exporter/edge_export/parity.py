@@ -17,6 +17,7 @@ import numpy as np
 
 from edge_export.divergence import Divergence, Rows, agrees, divergence
 from edge_export.errors import ParityError
+from edge_runtime.backends.base import Drafter, Target
 from edge_runtime.errors import EdgeRuntimeError
 
 # transformers 5.19 brought the assistant; 5.23.0 refuses to build it ("cache-producing layer types").
@@ -72,25 +73,31 @@ QUANTIZED_KL_LIMITS = {"f16": 0.02, "bf16": 0.05, "q8_0": 0.1, "q6_k": 0.2, "q5_
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityRequest:
-    """What is compared. `exported_*` are the bundle's files, `unquantized_*` what they were quantized from (or the same).
-
-    `weight_types` are those of the unquantized target and drafter; `parameters` counts both models; `window` and `context` are the target's, in tokens.
-    """
+class ReferenceRequest:
+    """What transformers runs. `parameters` counts both models; `window` and `context` are the target's, in tokens."""
 
     target_folder: Path
     drafter_folder: Path
     tokenizer_folder: Path
+    parameters: int
+    window: int
+    context: int
+    threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityRequest(ReferenceRequest):
+    """What is compared with it. `exported_*` are the bundle's files, `unquantized_*` what they were quantized from (or the same).
+
+    `weight_types` are those of the unquantized target and drafter.
+    """
+
     unquantized_target: Path
     unquantized_drafter: Path
     exported_target: Path
     exported_drafter: Path
     weight_types: tuple[str, str]
     quantizations: tuple[str, str]
-    parameters: int
-    window: int
-    context: int
-    threads: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,20 +109,23 @@ class Rowset:
     drafts: tuple[tuple[int, ...], ...]
 
 
-def why_not(parameters: int) -> str | None:
-    """Returns the reason why parity cannot be measured here, or None if it can. Imports nothing heavy."""
+def why_not(parameters: int, library: str = "llama-cpp-python", extra: str = "llama") -> str | None:
+    """Returns the reason why parity cannot be measured here, or None if it can. Imports nothing heavy.
+
+    `library` is the one that runs the export, and `extra` what installs it.
+    """
     reason = why_no_reference(parameters)
-    if reason is None and _installed("llama-cpp-python") is None:
-        return "llama-cpp-python is not installed; pip install 'edge-mtp[llama]' to run the export"
+    if reason is None and installed(library) is None:
+        return f"{library} is not installed; pip install 'edge-mtp[{extra}]' to run the export"
     return reason
 
 
 def why_no_reference(parameters: int) -> str | None:
     """Returns the reason why transformers cannot run so many parameters in float32 here, or None. Imports nothing heavy."""
     for package in ("torch", "transformers"):
-        if _installed(package) is None:
+        if installed(package) is None:
             return f"{package} is not installed; pip install 'edge-mtp[verify]' to compare with the reference"
-    found = _installed("transformers") or ""
+    found = installed("transformers") or ""
     if not FIRST_TRANSFORMERS <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < END_TRANSFORMERS:
         return f"transformers {found} cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can; pip install 'edge-mtp[verify]'"
     needed, free = int(4 * parameters * MEMORY_MARGIN), available_memory()
@@ -144,7 +154,7 @@ def measure_parity(request: ParityRequest, notify: Callable[[str], None] = lambd
         reason = f"the comparison takes {MIN_CONTEXT} tokens, the target's context is {request.context}"
     if reason is not None:
         return {"skipped": reason}
-    tokens = _tokens(request)
+    tokens = parity_tokens(request)
     try:
         plain = _export_rows(request, request.unquantized_target, request.unquantized_drafter, request.weight_types, tokens, notify)
         same = request.unquantized_target == request.exported_target and request.unquantized_drafter == request.exported_drafter
@@ -153,7 +163,7 @@ def measure_parity(request: ParityRequest, notify: Callable[[str], None] = lambd
         )  # fmt: skip
     except EdgeRuntimeError as error:
         raise ParityError(f"the export does not run in llama.cpp: {error}; correct that, or export with --no-verify") from error
-    logits, agreements = _reference(request, tokens, [plain, final])
+    logits, agreements = reference_rows(request, tokens, [plain, final], as_llama=True)
     return _judged(request, len(tokens), divergence(logits, plain.logits), divergence(logits, final.logits), agreements, plain.contexts)
 
 
@@ -163,14 +173,14 @@ def _judged(
     weight_type = request.weight_types[0]
     limits, kl_limit = UNQUANTIZED_LIMITS[weight_type], QUANTIZED_KL_LIMITS[request.quantizations[0]]
     draft_limit = min(UNQUANTIZED_LIMITS[kind].draft_agreement for kind in request.weight_types)
-    _demand(f"largest logit difference of the {weight_type} export", plain.max_abs_difference, most=limits.max_abs_difference)
-    _demand(f"mean KL of the {weight_type} export", plain.mean_kl, most=limits.mean_kl)
-    _demand(f"greedy agreement of the {weight_type} export", plain.greedy_agreement, least=limits.greedy_agreement)
-    _demand(f"mean KL of the {request.quantizations[0]} target", final.mean_kl, most=max(kl_limit, limits.mean_kl))
-    _demand("share of drafts that are the reference assistant's", agreements[0], least=draft_limit)
+    demand(f"largest logit difference of the {weight_type} export", plain.max_abs_difference, most=limits.max_abs_difference)
+    demand(f"mean KL of the {weight_type} export", plain.mean_kl, most=limits.mean_kl)
+    demand(f"greedy agreement of the {weight_type} export", plain.greedy_agreement, least=limits.greedy_agreement)
+    demand(f"mean KL of the {request.quantizations[0]} target", final.mean_kl, most=max(kl_limit, limits.mean_kl))
+    demand("share of drafts that are the reference assistant's", agreements[0], least=draft_limit)
     return {
         "reference": "transformers in float32",
-        "versions": {name: _installed(name) for name in ("torch", "transformers", "llama-cpp-python")},
+        "versions": {name: installed(name) for name in ("torch", "transformers", "llama-cpp-python")},
         "tokens": length,
         "rows": ROWS,
         "unquantized": {"weight_type": weight_type, **asdict(plain)},
@@ -185,20 +195,22 @@ def _judged(
     }
 
 
-def _demand(what: str, value: float, *, most: float = float("inf"), least: float = 0.0) -> None:
+def demand(what: str, value: float, *, most: float = float("inf"), least: float = 0.0) -> None:
+    """Raises ParityError for a figure that is beyond its limit."""
     if not least <= value <= most:
         bound = f"at most {most:g}" if value > most else f"at least {least:g}"
         raise ParityError(f"parity failed: the {what} is {value:.4g}, {bound} is wanted; {_REFUSED}")
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """Returns the version of a package, None if it is not there."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _tokens(request: ParityRequest) -> list[int]:
+def parity_tokens(request: ReferenceRequest) -> list[int]:
     """TEXT as the reference tokenizes it, after a seeded shuffle of its own tokens that is as long as the window."""
     from transformers import PreTrainedTokenizerFast
 
@@ -215,7 +227,7 @@ def _export_rows(
     request: ParityRequest, target_path: Path, drafter_path: Path, quantizations: tuple[str, str], tokens: list[int],
     notify: Callable[[str], None],
 ) -> Rowset:  # fmt: skip
-    """Runs files in llama.cpp. The last token is never decoded: it only begins the last draft."""
+    """Runs files in llama.cpp."""
     from edge_runtime.backends.llama_cpp import LlamaOptions, open_pair
     from edge_runtime.probe import probe_load_options
 
@@ -223,32 +235,43 @@ def _export_rows(
     options = LlamaOptions(context=len(tokens), threads=request.threads, use_extra_bufts=answer.use_extra_bufts)
     target, drafter = open_pair(target_path, drafter_path, options)
     with target:
-        _check_tokenizer(request, target.vocabulary.encode(TEXT, add_bos=False))
-        first = len(tokens) - 1 - ROWS
-        target.prefill(tokens[:first])
-        logits: list[Rows] = []
-        drafts: list[tuple[int, ...]] = []
-        contexts = tuple(range(first + ROWS_PER_FORWARD, len(tokens), ROWS_PER_FORWARD))
-        for end in contexts:
-            logits.append(np.array(target.verify(tokens[end - ROWS_PER_FORWARD : end])))
-            if drafter is not None:
-                drafts.append(tuple(drafter.draft(tokens[end], DRAFT_LENGTH)))
-        return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts))
+        check_tokenizer(request, target.vocabulary.encode(TEXT, add_bos=False), "llama.cpp")
+        return export_rowset(target, drafter, tokens)
 
 
-def _check_tokenizer(request: ParityRequest, found: list[int]) -> None:
+def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int]) -> Rowset:
+    """Runs an opened export over the tokens; the last one is never decoded: it only begins the last draft."""
+    first = len(tokens) - 1 - ROWS
+    target.prefill(tokens[:first])
+    logits: list[Rows] = []
+    drafts: list[tuple[int, ...]] = []
+    contexts = tuple(range(first + ROWS_PER_FORWARD, len(tokens), ROWS_PER_FORWARD))
+    for end in contexts:
+        logits.append(np.array(target.verify(tokens[end - ROWS_PER_FORWARD : end])))
+        if drafter is not None:
+            drafts.append(tuple(drafter.draft(tokens[end], DRAFT_LENGTH)))
+    return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts))
+
+
+def check_tokenizer(request: ReferenceRequest, found: list[int], whose: str) -> None:
+    """Raises ParityError if `found`, the tokens of TEXT, are not those of the checkpoint's own tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     wanted = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / "tokenizer.json")).encode(TEXT, add_special_tokens=False)
     if found != wanted:
         first = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), min(len(found), len(wanted)))
         raise ParityError(
-            f"parity failed: llama.cpp's tokenizer differs from the checkpoint's from token {first} of the test text on; {_REFUSED}"
+            f"parity failed: {whose}'s tokenizer differs from the checkpoint's from token {first} of the test text on; {_REFUSED}"
         )
 
 
-def _reference(request: ParityRequest, tokens: list[int], rowsets: list[Rowset]) -> tuple[Rows, list[float]]:
-    """Returns the reference's logits [ROWS, vocabulary], and for each row set the share of its drafts that the assistant agrees with."""
+def reference_rows(
+    request: ReferenceRequest, tokens: list[int], rowsets: list[Rowset], *, as_llama: bool
+) -> tuple[Rows, list[float]]:  # fmt: skip
+    """Returns the reference's logits [ROWS, vocabulary], and for each row set the share of its drafts that the assistant agrees with.
+
+    `as_llama` has the assistant do what llama.cpp does, which runs the dense head and sees two rows less of the window.
+    """
     import torch
 
     threads = torch.get_num_threads()
@@ -261,9 +284,10 @@ def _reference(request: ParityRequest, tokens: list[int], rowsets: list[Rowset])
                 input_ids=ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=ROWS
             )  # fmt: skip
             assistant = load_reference(request.drafter_folder)
-            # llama.cpp runs the dense head, so the reference does too.
-            assistant.config.use_ordered_embeddings = False
-            rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), request.window)
+            if as_llama:
+                assistant.config.use_ordered_embeddings = False
+            seen = request.window - 1 if as_llama else len(tokens)
+            rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), seen)
             agreements = [_agreement(assistant, rows, tokens, rowset) for rowset in rowsets]
             return output.logits[0].float().numpy(), agreements
     finally:
@@ -272,16 +296,19 @@ def _reference(request: ParityRequest, tokens: list[int], rowsets: list[Rowset])
 
 @dataclass(frozen=True)
 class ReferenceRows:
-    """What the assistant reads: the embedding, hidden rows [1, T, hidden], K/V [1, heads, T, head_dim] by layer type, the window."""
+    """What the assistant reads: the embedding, hidden rows [1, T, hidden], K/V [1, heads, T, head_dim] by layer type.
+
+    `seen` is how many rows its sliding layers are shown; those that are beyond its own window it masks itself.
+    """
 
     embed: Any
     hidden: Any
     shared: dict[str, tuple[Any, Any]]
-    window: int
+    seen: int
 
     def before(self, position: int) -> dict[str, tuple[Any, Any]]:
-        """The K/V rows that a query at `position` sees: all before it, window - 1 of them on sliding layers."""
-        first = {"sliding_attention": max(0, position - self.window + 1)}
+        """The K/V rows that a query at `position` is shown: all before it, `seen` of them on sliding layers."""
+        first = {"sliding_attention": max(0, position - self.seen)}
         return {kind: tuple(rows[:, :, first.get(kind, 0) : position] for rows in pair) for kind, pair in self.shared.items()}
 
 

@@ -48,7 +48,7 @@ def write_head(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
     `progress` gets the bytes written since its last call. Raises CheckpointError if the token order is no permutation, the sizes do not
     divide, or a value is beyond float16; ExportError if `finished` has no output rows.
     """
-    ordering, model, stored = _ordering(drafter), drafter.assistant, drafter.tensors
+    ordering, model, stored = token_order(drafter), drafter.assistant, drafter.tensors
     clusters = ordering.reshape(model.centroids, -1)
     pre, post = _matrix(stored["pre_projection.weight"]), _matrix(stored["post_projection.weight"])
     halves = pre[:, : model.target_hidden_size], pre[:, model.target_hidden_size :]
@@ -95,7 +95,8 @@ def _half(name: str, values: NDArray[Any], drafter: Checkpoint) -> RawTensor:
     return raw_tensor(name, values, "f16")
 
 
-def _ordering(drafter: Checkpoint) -> NDArray[np.int32]:
+def token_order(drafter: Checkpoint) -> NDArray[np.int32]:
+    """Returns the tokens [vocabulary] in cluster order. Raises CheckpointError if that is no permutation, or the sizes do not divide."""
     model, stored = drafter.assistant, drafter.tensors[TOKEN_ORDERING]
     _check_sizes(drafter, model)
     order = np.concatenate([np.array(piece) for piece in read_chunks(stored)])

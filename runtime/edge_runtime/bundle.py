@@ -83,12 +83,29 @@ class LayerCache:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheBuffer:
+    """The two buffers of an owner layer in the ONNX graphs: `key` and `value` are their input names, [1, kv_heads, rows, head_dim] of `dtype`.
+
+    `kind` is "sliding" or "full"; `rows` is how many rows the bundle's context takes, those of a sliding layer with room to move in.
+    """
+
+    layer: int
+    kind: str
+    key: str
+    value: str
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheLayout:
     """Who owns which K/V rows, and who reads them.
 
     `layer_owners[i]` is the target layer whose rows target layer i attends to (itself unless its K/V is shared).
     `drafter_sources[i]` is the target layer whose rows drafter layer i attends to; the drafter owns none.
-    `rewind_slack` is how many rows can be rolled back, at least the longest draft.
+    `rewind_slack` is how many rows can be rolled back, at least the longest draft. `buffers` are the ONNX graphs', if there are any.
     """
 
     sliding: LayerCache | None
@@ -96,6 +113,33 @@ class CacheLayout:
     layer_owners: tuple[int, ...]
     drafter_sources: tuple[int, ...]
     rewind_slack: int
+    buffers: tuple[CacheBuffer, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """Rotary embedding of one kind of layer: the first `rotated_pairs` of head_dim/2 pairs turn by position / base^(2i/head_dim)."""
+
+    kind: str
+    base: float
+    head_dim: int
+    rotated_pairs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxGraphs:
+    """What a reader of the ONNX graphs must know beside them: operator sets, contrib operators of onnxruntime, and the tokens that
+    begin and end a text (`bos_token`, `eos_token` None: there is none). `control_tokens` have no text of their own.
+    `context` is the longest the target was made for, in tokens."""
+
+    opset: int
+    contrib_ops: tuple[str, ...]
+    rotations: tuple[Rotation, ...]
+    context: int
+    bos_token: int | None
+    eos_token: int | None
+    eog_tokens: tuple[int, ...]
+    control_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +188,16 @@ class Manifest:
     parity: dict[str, Any] | None = None
     importance: dict[str, ImportanceSource] = field(default_factory=dict)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
+    onnx: OnnxGraphs | None = None
 
     def to_json(self) -> str:
         """The exact text of manifest.json, ending in a newline."""
         data = to_json(self)
+        # What only some bundles have is left out of the others.
         if not self.importance:
             del data["importance"]
+        if self.onnx is None:
+            del data["onnx"], data["cache_layout"]["buffers"]
         return json.dumps(data, indent=2) + "\n"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from edge_runtime.backends.choice import BACKENDS, BackendKind
 from edge_runtime.cache_options import CacheValues, cache_options, cache_values, remarks
 from edge_runtime.chat import MAX_TOKENS, Chat
 from edge_runtime.comparison import compare, comparison_table
@@ -43,6 +44,7 @@ Examples:
   edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
   edge-run my-bundle --json-schema '{"type": "array", "items": {"type": "integer"}}' "primes = "
   edge-run my-bundle --drafter lookup "drafts copied from the text itself"
+  edge-run my-bundle --backend onnx "the same through onnxruntime"
   edge-run my-bundle --kv-type q8_0 --memory-limit 2GB "half the KV cache"
   edge-run my-bundle --max-tokens 1 --save-state notes.kv "a long text"
   edge-run my-bundle --load-state notes.kv "a long text, and what comes after it"
@@ -166,6 +168,12 @@ def check_combination(
     "--max-tokens", type=click.IntRange(min=1),
     help=f"Most tokens to generate; drafts never count.  [default: {RUN_TOKENS}, in a chat {MAX_TOKENS} per answer]",
 )  # fmt: skip
+@click.option("--backend", type=click.Choice(BACKENDS), help="llama.cpp or onnxruntime.  [default: what the bundle has and is installed]")
+@click.option("--execution-provider", metavar="NAME", help="onnx: where the graphs run, e.g. cpu, openvino.  [default: cpu]")
+@click.option("--uniform-rows", is_flag=True, help="onnx: the same kernels for one row as for several, so that drafts never change a bit.")
+@click.option(
+    "--keep-packed", is_flag=True, help="onnx: keep weights packed for this CPU on disk, twice their size: opens faster, maps memory."
+)
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
 @click.option("--config", type=click.Path(path_type=Path), help="YAML file that goes over --preset and the bundle's own config.yaml.")
@@ -188,7 +196,8 @@ def check_combination(
 def main(
     bundle: Path, prompt: str | None, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int | None,
     threads: int | None, context: int | None, config: Path | None, preset: str | None, log: Path | None, warn_rejection: tuple[float, ...],
-    as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, **values: Any,
+    as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, backend: BackendKind | None,
+    execution_provider: str | None, uniform_rows: bool, keep_packed: bool, **values: Any,
 ) -> None:  # fmt: skip
     """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter.
 
@@ -213,7 +222,8 @@ def main(
         opening: OpenOptions = {
             "threads": threads, "context": context, "drafter": drafter, "check_hashes": check_hashes, "notify": note,
             "config": command_config(config, policy, draft_length), "preset": preset, "monitoring": monitoring,
-            "kv_type": cache.kv_type, "memory_limit": cache.memory_limit,
+            "kv_type": cache.kv_type, "memory_limit": cache.memory_limit, "backend": backend, "execution_provider": execution_provider,
+            "uniform_rows": uniform_rows, "keep_packed": keep_packed,
         }  # fmt: skip
         if serving is not None:
             from edge_runtime.server.serve import serve

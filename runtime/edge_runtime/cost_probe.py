@@ -47,10 +47,12 @@ def measure_costs(
             target.verify([token] * count)
             rows[count - 1].append(clock() - start)
             target.rollback(len(text))
+        target.verify([token])  # a draft follows a row of the newest forward
         start = clock()
         drafted = len(drafter.draft(token, STEPS)) if drafter is not None else 0
         if drafted:
             steps.append((clock() - start) / drafted)
+        target.rollback(len(text))
     target.rollback(0)
     verify = [statistics.median(taken[1:]) for taken in rows]
     # A context too short for more rows never verifies them.

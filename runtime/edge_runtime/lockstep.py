@@ -8,12 +8,35 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from edge_runtime.backends.base import Together
+from edge_runtime.backends.base import DraftAsk, Drafter, Logits, Target, Together
 from edge_runtime.decode import Round
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.generation import Generation
 
 _OVER = object()
+
+
+class Alone:
+    """One sequence as a `Together` of its own, for backends that run no more."""
+
+    def __init__(self, target: Target, drafter: Drafter | None) -> None:
+        self.targets = (target,)
+        self._drafter = drafter
+
+    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        """Drafts for the one."""
+        drafter = self._drafter
+        return [drafter.draft(ask.last, ask.draft_length, ask.choose, ask.go_on) if drafter else [] for ask in asks]
+
+    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        """Verifies for the one."""
+        return [self.targets[0].verify(tokens) for _, tokens in asks]
+
+    def close(self) -> None:
+        """Frees the models."""
+        if self._drafter is not None:
+            self._drafter.close()
+        self.targets[0].close()
 
 
 class Lockstep:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
 from edge_runtime.backends.base import Drafter, Target, Together
+from edge_runtime.backends.choice import BackendKind, choose_backend
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.config import SpeculativeConfig
-from edge_runtime.cost_curve import CostCurve, MeasuredCosts
+from edge_runtime.cost_curve import CostCurve
 from edge_runtime.cost_probe import CACHE_NAME, measure_costs, remember_costs, remembered_costs
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import Generation
 from edge_runtime.kv_types import KvType, check_kv_type
-from edge_runtime.lockstep import Lockstep
+from edge_runtime.lockstep import Alone, Lockstep
+from edge_runtime.machine_cache import cache_folder, cpu_identity
 from edge_runtime.memory_check import available_memory, check_memory, memory_bytes
 from edge_runtime.memory_plan import Opening
 from edge_runtime.monitoring import Monitor, MonitorOptions
@@ -36,6 +40,9 @@ class OpenOptions(TypedDict, total=False):
     both the dense and the split. `notify` gets a sentence now and then, such as about a first probe. `monitoring` says what the
     monitor tells whom; its window is the configured one. `kv_type` is that of the KV cache; `memory_limit`, bytes or a text such as
     "2GB", refuses before it is opened what would take more, and without one the machine is asked (see `check_memory`). `check_hashes` False leaves out the files' sha256.
+
+    `backend` None is llama.cpp or onnxruntime, by what the bundle holds and what is installed. The last three are onnxruntime's: where the
+    graphs run, whether a single row goes through the kernels of several, and whether packed weights are kept on disk (`OrtOptions`).
     """
 
     threads: int | None
@@ -48,6 +55,10 @@ class OpenOptions(TypedDict, total=False):
     memory_limit: str | int | None
     check_hashes: bool
     notify: Callable[[str], None]
+    backend: BackendKind | None
+    execution_provider: str | None
+    uniform_rows: bool
+    keep_packed: bool
 
 
 class Sessions:
@@ -82,20 +93,42 @@ def default_threads() -> int:
 
 
 def open_session(folder: Path | str, **options: Unpack[OpenOptions]) -> Session:
-    """Opens a bundle on llama.cpp; the options are those of `OpenOptions`.
+    """Opens a bundle; the options are those of `OpenOptions`.
 
-    The first use on a machine probes the library in a child process, since a build may crash on the processor it runs on.
-    Raises BundleError, BackendError, ConfigError, and RequestError for an unknown kind of drafter or a log that cannot be written.
+    The first use of llama.cpp on a machine probes it in a child process, since a build may crash on the processor it runs on.
+    Raises BundleError, BackendError, ConfigError, and RequestError for an unknown drafter, backend or provider, or a log that cannot be
+    written.
     """
     return open_sessions(folder, 1, **options).sessions[0]
 
 
 def open_sessions(folder: Path | str, count: int, **options: Unpack[OpenOptions]) -> Sessions:
-    """Opens a bundle for `count` requests at once, each with a text of up to `context` tokens. Otherwise as `open_session`."""
-    from edge_runtime.backends.llama_context import LlamaOptions
-    from edge_runtime.backends.llama_drafters import open_together
-    from edge_runtime.probe import cache_path, machine_key, probe_load_options
+    """Opens a bundle for `count` requests at once, each with a text of up to `context` tokens. Otherwise as `open_session`.
 
+    More than one at once run on llama.cpp only.
+    """
+    opening = _prepared(folder, options)
+    if choose_backend(opening.bundle, options.get("backend")) == "llama":
+        return _open_llama(opening, count, options)
+    if count > 1:
+        raise RequestError(f"{count} sessions at once run on llama.cpp only; ask for 1, or for the llama backend")
+    session = _open_onnx(opening, options)
+    return Sessions([session], Alone(session.target, session.drafter))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opening:
+    """What the options come to."""
+
+    bundle: Bundle
+    settings: Settings
+    monitor: Monitor
+    drafter: DrafterKind | None
+    threads: int
+    notify: Callable[[str], None]
+
+
+def _prepared(folder: Path | str, options: OpenOptions) -> _Opening:
     drafter, notify = options.get("drafter"), options.get("notify", _silent)
     if drafter is not None and drafter not in DRAFTER_KINDS:
         raise RequestError(f"drafter {drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
@@ -104,19 +137,50 @@ def open_sessions(folder: Path | str, count: int, **options: Unpack[OpenOptions]
         bundle, config=options.get("config"), preset=options.get("preset"), context=options.get("context"), notify=notify
     )
     monitor = Monitor(replace(options.get("monitoring") or MonitorOptions(), window=settings.window))
-    drafter = drafter or settings.drafter
+    return _Opening(
+        bundle=bundle, settings=settings, monitor=monitor, drafter=drafter or settings.drafter,
+        threads=options.get("threads") or default_threads(), notify=notify,
+    )  # fmt: skip
+
+
+def _open_onnx(opening: _Opening, options: OpenOptions) -> Session:
+    from edge_runtime.backends.ort_open import OrtOptions, open_onnx
+
+    settings = opening.settings
+    _check_onnx(settings, options)
+    ort_options = OrtOptions(
+        context=settings.context, threads=opening.threads, provider=options.get("execution_provider"),
+        uniform_rows=options.get("uniform_rows", False), keep_packed=options.get("keep_packed", False),
+    )  # fmt: skip
+    target, drafter, kind = open_onnx(opening.bundle, ort_options, opening.drafter, opening.notify)
+
+    def costs() -> CostCurve:
+        facts = (ort_options, kind)
+        return _costs(opening, target, drafter, target.vocabulary.bos, facts)
+
+    return Session(opening.bundle, target, drafter, target.vocabulary, kind, settings, opening.monitor, costs)
+
+
+def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions:
+    from edge_runtime.backends.llama_context import LlamaOptions
+    from edge_runtime.backends.llama_drafters import open_together
+    from edge_runtime.backends.llama_library import library_version, system_info
+    from edge_runtime.probe import probe_load_options
+
+    if options.get("execution_provider") is not None or options.get("uniform_rows") or options.get("keep_packed"):
+        raise RequestError("execution providers, uniform rows and packed weights are onnxruntime's; ask for them with the onnx backend")
+    bundle, settings, drafter = opening.bundle, opening.settings, opening.drafter
     kv_type = check_kv_type(bundle.manifest.cache_layout, options.get("kv_type") or settings.kv_type)
-    _check_memory(bundle, settings, options.get("memory_limit"), drafter, kv_type, count, notify)
-    threads = options.get("threads") or default_threads()
+    _check_memory(bundle, settings, options.get("memory_limit"), drafter, kv_type, count, opening.notify)
     has_model = drafter not in ("lookup", "none")
     probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if has_model else [])]
     paths = [bundle.folder / file.path for file in probed]
     quantizations = [file.quantization or "unknown" for file in probed]
-    answer = probe_load_options(paths[0], paths[1] if has_model else None, quantizations, notify=notify)
+    answer = probe_load_options(paths[0], paths[1] if has_model else None, quantizations, notify=opening.notify)
     together, kind = open_together(
         bundle,
         LlamaOptions(
-            context=settings.context, threads=threads, use_extra_bufts=answer.use_extra_bufts,
+            context=settings.context, threads=opening.threads, use_extra_bufts=answer.use_extra_bufts,
             draft=has_model, max_draft_length=settings.longest_draft, max_candidates=settings.max_candidates, sequences=count,
             kv_type=kv_type,
         ),
@@ -124,35 +188,30 @@ def open_sessions(folder: Path | str, count: int, **options: Unpack[OpenOptions]
     )  # fmt: skip
     own = zip(together.targets, together.drafters, strict=True)
 
-    @cache
     def costs() -> CostCurve:
-        facts = [threads, kv_type, kind, *(bundle.file(role).sha256 for role in ("target", "drafter") if bundle.has(role))]
-        return CostCurve(
-            _costs_of(
-                cache_path(CACHE_NAME),
-                together.targets[0],
-                together.drafters[0],
-                machine_key([*map(str, facts), *quantizations]),
-                together.vocabulary.bos,
-            )
-        )
+        facts = (kv_type, kind, answer.use_extra_bufts, library_version(), system_info(), *quantizations)
+        return _costs(opening, together.targets[0], together.drafters[0], together.vocabulary.bos, facts)
 
+    curve = cache(costs)
     if count > 1 and settings.policy == "profit":
-        costs()  # now, while nobody's text is in the cache
-    sessions = [Session(bundle, target, one, together.vocabulary, kind, settings, monitor, costs) for target, one in own]
+        curve()  # now, while nobody's text is in the cache
+    sessions = [Session(bundle, target, one, together.vocabulary, kind, settings, opening.monitor, curve) for target, one in own]
     return Sessions(sessions, together)
 
 
-def _costs_of(path: Path, target: Target, drafter: Drafter | None, key: str, bos: int) -> MeasuredCosts:
-    """Returns the remembered costs of this bundle on this machine, or measures them, which takes about two seconds the first time.
+def _costs(opening: _Opening, target: Target, drafter: Drafter | None, bos: int, facts: Sequence[object]) -> CostCurve:
+    """Returns the remembered costs of this pair on this machine, or measures them, which takes about two seconds the first time.
 
     Called before a request's prompt is in the cache: measuring empties it.
     """
-    costs = remembered_costs(path, key)
-    if costs is None:
-        costs = measure_costs(target, drafter, max(bos, 0))
-        remember_costs(path, key, costs)
-    return costs
+    hashes = [file.sha256 for file in opening.bundle.manifest.files]
+    key = hashlib.sha256(json.dumps([cpu_identity(), opening.threads, hashes, [*map(str, facts)]]).encode()).hexdigest()
+    path = cache_folder() / CACHE_NAME
+    measured = remembered_costs(path, key)
+    if measured is None:
+        measured = measure_costs(target, drafter, max(bos, 0))
+        remember_costs(path, key, measured)
+    return CostCurve(measured)
 
 
 def _check_memory(
@@ -169,6 +228,18 @@ def _check_memory(
     )  # fmt: skip
     most = settings.memory_limit if limit is None else memory_bytes(limit)
     check_memory(bundle.manifest, opening, most, available_memory() if most is None else None, notify)
+
+
+def _check_onnx(settings: Settings, options: OpenOptions) -> None:
+    """Raises RequestError for what ONNX graphs do not offer: their rows are float32, their head looks at a fixed number of tokens."""
+    refused = {
+        "kv_type": options.get("kv_type") or (settings.kv_type if settings.kv_type != "f16" else None),
+        "memory_limit": options.get("memory_limit") or settings.memory_limit,
+        "max_candidates": settings.max_candidates,
+    }
+    for name, value in refused.items():
+        if value is not None:
+            raise RequestError(f"{name} {value} is not for ONNX graphs; leave it out, or take the llama backend")
 
 
 def _silent(_: str) -> None:

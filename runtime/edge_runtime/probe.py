@@ -23,15 +23,14 @@ import click
 
 from edge_runtime.backends.llama_library import library_version, system_info
 from edge_runtime.errors import BackendError, EdgeRuntimeError
+from edge_runtime.machine_cache import CACHE_VARIABLE, cache_folder, cpu_identity
 
-CACHE_VARIABLE = "EDGE_MTP_CACHE"
 CACHE_NAME = "probe.json"
 MAX_CACHE_BYTES = 1 << 20
 TIMEOUT_SECONDS = 120.0
 CHILD_COMMAND = (sys.executable, "-m", "edge_runtime.probe")
 _ROWS = 8
 _CONTEXT = 256
-_CPU_FIELDS = {"model name", "flags", "Features", "CPU implementer", "CPU variant", "CPU part", "CPU revision"}
 # What -DGGML_NATIVE=ON finds on such a machine, less AMX.
 _CURE_X86 = (
     "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_BMI2=ON -DGGML_FMA=ON -DGGML_F16C=ON "
@@ -90,23 +89,13 @@ def probe_load_options(
 
 def machine_key(quantizations: Sequence[str]) -> str:
     """Returns the sha256 under which an answer is remembered: processor, library version and build, quantizations of the files."""
-    facts = [_processor(), platform.machine(), library_version(), system_info(), list(quantizations)]
+    facts = [cpu_identity(), platform.machine(), library_version(), system_info(), list(quantizations)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def cache_path(name: str = CACHE_NAME) -> Path:
-    """Returns where what a machine told is remembered: a file in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
-    folder = os.environ.get(CACHE_VARIABLE)
-    return (Path(folder) if folder else Path.home() / ".cache" / "edge-mtp") / name
-
-
-def _processor() -> list[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return [platform.processor()]
-    pairs = (line.partition(":") for line in lines)
-    return sorted({f"{name.strip()}:{value.strip()}" for name, _, value in pairs if name.strip() in _CPU_FIELDS})
+def cache_path() -> Path:
+    """Returns where answers are remembered: probe.json in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
+    return cache_folder() / CACHE_NAME
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> str | None:

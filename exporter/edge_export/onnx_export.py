@@ -1,0 +1,146 @@
+"""The ONNX half of an export: graphs, their external data, and what the manifest says of them. See docs/bundle.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from edge_export.architecture import FULL, SLIDING, TextArchitecture
+from edge_export.checkpoint import Checkpoint
+from edge_export.importance import Importance
+from edge_export.nbits import WeightSpec
+from edge_export.onnx_drafter import write_drafter
+from edge_export.onnx_graph import OPSET
+from edge_export.onnx_request import OnnxPart, OnnxRequest, OnnxWeights, check_onnx_sources
+from edge_export.onnx_target import TargetForms, write_target
+from edge_export.onnx_weights import WeightFile, WeightForm
+from edge_export.parity import ReferenceRequest
+from edge_export.parity_onnx import OnnxFiles, OnnxParityRequest, measure_onnx_parity, onnx_why_not
+from edge_export.sources import ResolvedSource
+from edge_export.vocabulary import CONTROL, Vocabulary, read_vocabulary
+from edge_runtime.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
+
+# Rows a sliding buffer has beyond those it must keep: the longest forward, and how rarely rows are moved to its front.
+SPARE_ROWS = 256
+# llama.cpp ends a generation at these too (src/llama-vocab.cpp).
+_END_PIECES = ("<eos>", "<turn|>", "<|tool_response>")
+
+
+def write_onnx(
+    target: ResolvedSource, drafter: ResolvedSource, layout: CacheLayout, request: OnnxRequest,
+    importance: Mapping[str, Importance], folder: Path, progress: Callable[[int], None],
+) -> tuple[list[OnnxPart], OnnxGraphs, CacheLayout]:  # fmt: skip
+    """Writes graphs and data files into `folder`; `progress` gets the bytes written since its last call.
+
+    Returns the files, the manifest's facts of the graphs, and the layout with its buffers. Raises ExportError, CheckpointError.
+    """
+    check_onnx_sources(target, drafter)
+    first, second = target.checkpoint, drafter.checkpoint
+    forms = TargetForms(layers=_form(request.target, request), embedding=_form(request.embedding or request.target, request))
+    paths = {
+        role: folder / f"{role.replace('_', '-')}-{_quantization(role, request)}.onnx" for role in ("target", "target_head", "drafter")
+    }
+    data = {role: paths[role].with_suffix(".onnx_data") for role in ("target", "drafter")}
+    with WeightFile(data["target"], progress, importance.get("target")) as weights:
+        table, contrib_ops = write_target(first, weights, paths["target"], paths["target_head"], forms)
+    with WeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
+        contrib_ops |= write_drafter(
+            first.architecture, layout.drafter_sources, second, weights, paths["drafter"], table=table,
+            form=_form(request.drafter, request), head_form=_head_form(request),
+        )  # fmt: skip
+    parts: list[OnnxPart] = [(role, path, "onnx", _quantization(role, request)) for role, path in paths.items()]
+    parts += [(f"{role}_data", path, "onnx_data", _quantization(role, request)) for role, path in data.items()]
+    assert target.tokenizer_folder is not None  # a checkpoint without one is refused when it is opened
+    graphs = _facts(first, read_vocabulary(target.tokenizer_folder), contrib_ops)
+    return parts, graphs, dataclasses.replace(layout, buffers=_buffers(first.architecture, layout))
+
+
+def compare(
+    target: ResolvedSource, drafter: ResolvedSource, parts: list[OnnxPart], layout: CacheLayout, request: OnnxRequest, folder: Path, threads: int
+) -> dict[str, Any]:  # fmt: skip
+    """Compares written graphs with the reference; for other than float32 weights, float32 graphs are written, compared and removed.
+
+    Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
+    """
+    model = target.checkpoint.architecture
+    assert target.tokenizer_folder is not None
+    reference = ReferenceRequest(
+        target_folder=target.path, drafter_folder=drafter.path, tokenizer_folder=target.tokenizer_folder,
+        parameters=target.checkpoint.parameters + drafter.checkpoint.parameters, window=model.window, context=model.context, threads=threads,
+    )  # fmt: skip
+    plain_request = OnnxRequest(target="f32", drafter="f32", block=request.block)
+    reason = onnx_why_not(reference)
+    if reason is None and request != plain_request:
+        free, needed = shutil.disk_usage(folder).free, 4 * reference.parameters
+        reason = f"the float32 graphs need {needed} bytes of disk, {free} are free" if needed > free else None
+    if reason is not None:
+        return {"skipped": reason}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        plain, facts = parts, _facts(target.checkpoint, read_vocabulary(target.tokenizer_folder), set())
+        if request != plain_request:
+            plain = write_onnx(target, drafter, layout, plain_request, {}, Path(scratch), lambda _: None)[0]
+        return measure_onnx_parity(
+            OnnxParityRequest(
+                **vars(reference), plain=_files(plain), exported=_files(parts), layout=layout, graphs=facts,
+                hidden_size=model.hidden_size, vocab_size=model.vocab_size, weights=request.target,
+            )
+        )  # fmt: skip
+
+
+def _files(parts: list[OnnxPart]) -> OnnxFiles:
+    paths = {role: path for role, path, _, _ in parts}
+    return OnnxFiles(target=paths["target"], target_head=paths["target_head"], drafter=paths["drafter"])
+
+
+def _form(weights: OnnxWeights, request: OnnxRequest) -> WeightForm:
+    if weights == "f32" or weights == "f16":
+        return WeightForm(kind=weights)
+    return WeightForm(kind="blocks", spec=WeightSpec(bits=8 if weights == "int8" else 4, block=request.block))
+
+
+def _head_form(request: OnnxRequest) -> WeightForm:
+    """The drafter's output rows have 8 bits at least: they are few, and a wrong row is a wrong draft."""
+    return _form("int8" if request.drafter == "int4" else request.drafter, request)
+
+
+def _quantization(role: str, request: OnnxRequest) -> str:
+    weights = request.drafter if role == "drafter" else request.target
+    return f"{weights}-b{request.block}" if weights in ("int8", "int4") else weights
+
+
+def _facts(target: Checkpoint, vocabulary: Vocabulary, contrib_ops: set[str]) -> OnnxGraphs:
+    model = target.architecture
+    ends = {vocabulary.pieces.index(piece) for piece in _END_PIECES if piece in vocabulary.pieces}
+    if "eos" in vocabulary.special_ids:
+        ends.add(vocabulary.special_ids["eos"])
+    return OnnxGraphs(
+        opset=OPSET, contrib_ops=tuple(sorted(contrib_ops)), rotations=_rotations(model), context=model.context,
+        bos_token=vocabulary.special_ids.get("bos"), eos_token=vocabulary.special_ids.get("eos"), eog_tokens=tuple(sorted(ends)),
+        control_tokens=tuple(sorted(ends | {token for token, kind in enumerate(vocabulary.types) if kind == CONTROL})),
+    )  # fmt: skip
+
+
+def _rotations(model: TextArchitecture) -> tuple[Rotation, ...]:
+    """Full layers turn the first pairs only (transformers, modeling_rope_utils.py, proportional)."""
+    full = model.full_head_dim
+    rotated = int(model.full_rotary_share * full // 2)
+    found = [Rotation(kind="full", base=model.full_rope_base, head_dim=full, rotated_pairs=rotated)]
+    if SLIDING in model.layer_types:
+        found.append(Rotation(kind="sliding", base=model.sliding_rope_base, head_dim=model.head_dim, rotated_pairs=model.head_dim // 2))
+    return tuple(found)
+
+
+def _buffers(model: TextArchitecture, layout: CacheLayout) -> tuple[CacheBuffer, ...]:
+    sliding = model.window + 1 + layout.rewind_slack + SPARE_ROWS
+    rows = {SLIDING: sliding, FULL: layout.full.capacity + MAX_DRAFT_LENGTH + 1}
+    return tuple(
+        CacheBuffer(
+            layer=layer, kind="sliding" if model.is_sliding(layer) else "full", key=f"key.{layer}", value=f"value.{layer}",
+            kv_heads=model.kv_heads_of(layer), head_dim=model.head_dim_of(layer), dtype="f32", rows=rows[model.layer_types[layer]],
+        )
+        for layer in range(model.owning_layers)
+    )  # fmt: skip

@@ -1,0 +1,72 @@
+"""The ONNX part of an export, in steps that are shown. Imports onnx only when graphs are asked for."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edge_export.errors import ExportError
+from edge_export.importance import Importance
+from edge_export.onnx_request import OnnxPart, OnnxRequest, expected_onnx_bytes
+from edge_export.sources import ResolvedSource
+from edge_runtime.bundle import CacheLayout, OnnxGraphs
+
+if TYPE_CHECKING:
+    from edge_export.export import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """Files that are written, the layout with what they add to it, and the manifest's facts of ONNX graphs."""
+
+    parts: list[OnnxPart]
+    layout: CacheLayout
+    graphs: OnnxGraphs | None = None
+
+
+def _onnx() -> Any:
+    """The module that writes ONNX graphs; it and onnx are imported by those who ask for them."""
+    try:
+        from edge_export import onnx_export
+    except ImportError as error:
+        raise ExportError(f"onnx is not installed ({error}); pip install 'edge-mtp[export]' to write ONNX graphs") from error
+    return onnx_export
+
+
+def make_onnx(
+    pair: tuple[ResolvedSource, ResolvedSource], layout: CacheLayout, request: OnnxRequest, importance: dict[str, Importance],
+    folder: Path, progress: Progress,
+) -> Made:  # fmt: skip
+    """Writes the graphs and their data into `folder`. Raises ExportError."""
+    progress.step("Write the ONNX graphs", _onnx_bytes(pair, request))
+    parts, graphs, named = _onnx().write_onnx(*pair, layout, request, importance, folder, progress.advance)
+    return Made(parts=parts, layout=named, graphs=graphs)
+
+
+def _onnx_bytes(pair: tuple[ResolvedSource, ResolvedSource], request: OnnxRequest) -> int:
+    sizes = zip(pair, (request.target, request.drafter), strict=True)
+    return sum(expected_onnx_bytes(part.checkpoint.parameters, weights) for part, weights in sizes)
+
+
+def check_onnx_space(pair: tuple[ResolvedSource, ResolvedSource], request: OnnxRequest, folder: Path) -> None:
+    """Raises ExportError if the disk has no room for the ONNX graphs."""
+    needed, free = _onnx_bytes(pair, request), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ExportError(
+            f"{folder.parent} has {free} bytes free, the ONNX graphs need about {needed}; free some space or choose another disk"
+        )
+
+
+def onnx_parity(
+    request: OnnxRequest | None, verify: bool, pair: tuple[ResolvedSource, ResolvedSource], made: Made, folder: Path, threads: int,
+    progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    """What the manifest's `parity` says of the graphs: figures, or why there are none; nothing if no graphs were asked for."""
+    if request is None:
+        return {}
+    if not verify:
+        return {"onnx": {"skipped": "it was switched off with --no-verify"}}
+    progress.step("Compare the ONNX graphs with the reference", None)
+    return {"onnx": _onnx().compare(*pair, made.parts, made.layout, request, folder, threads)}

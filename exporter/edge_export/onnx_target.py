@@ -1,0 +1,87 @@
+"""The target as two ONNX graphs: the layers, which give hidden rows, and the head, which gives logits where somebody reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+
+from edge_export.architecture import TextArchitecture
+from edge_export.checkpoint import Checkpoint
+from edge_export.onnx_blocks import Blocks, CacheNames, declare_attention, declare_cache, per_layer_inputs, store_block
+from edge_export.onnx_graph import Graph
+from edge_export.onnx_weights import Matrix, WeightFile, WeightForm
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetForms:
+    """How the target's matrices are stored; `embedding` is that of the token embedding, which is the head's too where they are tied."""
+
+    layers: WeightForm
+    embedding: WeightForm
+
+
+def embed(graph: Graph, table: Matrix, ids: str, factor: float) -> str:
+    """Rows of an embedding times a factor."""
+    return graph.op("Mul", graph.gather(table, ids), graph.floats(factor))
+
+
+def write_target(checkpoint: Checkpoint, weights: WeightFile, path: Path, head_path: Path, forms: TargetForms) -> tuple[Matrix, set[str]]:
+    """Writes the two graphs of the target; returns its token embedding, which the drafter reads too, and the contrib ops in use."""
+    model = checkpoint.architecture
+    table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], forms.embedding)
+    graph = Graph("target")
+    ids = graph.input("input_ids", "i64", (1, "tokens"))
+    hidden = _layers(graph, checkpoint, weights, forms, embed(graph, table, ids, sqrt(model.hidden_size)), ids)
+    graph.output(hidden, "f32", (1, "tokens", model.hidden_size))
+    graph.save(path)
+    head_weights = table if model.tied else weights.matrix(checkpoint, ["lm_head.weight"], forms.embedding)
+    head = _head(model, head_weights)
+    head.save(head_path)
+    return table, graph.contrib_ops | head.contrib_ops
+
+
+def _layers(graph: Graph, checkpoint: Checkpoint, weights: WeightFile, forms: TargetForms, embedded: str, ids: str) -> str:
+    model = checkpoint.architecture
+    attention = declare_attention(graph, model, "tokens")
+    blocks = Blocks(graph, model, attention)
+    pasts = {layer: declare_cache(graph, model, layer) for layer in range(model.owning_layers)}
+    presents = {layer: CacheNames(key=f"present_key.{layer}", value=f"present_value.{layer}") for layer in pasts}
+    per_layer = _per_layer(graph, blocks, checkpoint, weights, forms, embedded, ids)
+    value = embedded
+    for layer, kind in enumerate(model.layer_types):
+        owns = layer in pasts
+        value = blocks.block(
+            value, layer, store_block(weights, checkpoint, layer, forms.layers), cache=pasts[layer] if owns else presents[model.last_owner(kind)],
+            present=presents.get(layer), per_layer=per_layer[layer] if per_layer else "",
+        )  # fmt: skip
+    for layer, names in presents.items():
+        shape = (1, model.kv_heads_of(layer), "sliding_rows" if model.is_sliding(layer) else "full_rows", model.head_dim_of(layer))
+        for name in (names.key, names.value):
+            graph.output(name, "f32", shape)
+    norm = graph.weight(weights.vector(checkpoint, "model.norm.weight"))
+    return graph.op("RMSNormalization", value, norm, name="hidden", axis=-1, epsilon=model.norm_epsilon)
+
+
+def _per_layer(
+    graph: Graph, blocks: Blocks, checkpoint: Checkpoint, weights: WeightFile, forms: TargetForms, embedded: str, ids: str
+) -> list[str]:  # fmt: skip
+    model = checkpoint.architecture
+    if not model.per_layer_size:
+        return []
+    table = weights.matrix(checkpoint, ["model.embed_tokens_per_layer.weight"], forms.layers)
+    identity = embed(graph, table, ids, sqrt(model.per_layer_size) / sqrt(2))
+    projection = weights.matrix(checkpoint, ["model.per_layer_model_projection.weight"], forms.layers)
+    norm = weights.vector(checkpoint, "model.per_layer_projection_norm.weight", 1 / sqrt(2))
+    return per_layer_inputs(graph, blocks.norm, model, embedded, identity, projection, norm)
+
+
+def _head(model: TextArchitecture, weights: Matrix) -> Graph:
+    graph = Graph("head")
+    hidden = graph.input("hidden", "f32", (1, "tokens", model.hidden_size))
+    logits = graph.linear(hidden, weights)
+    if model.logit_softcap is not None:
+        cap = graph.floats(model.logit_softcap)
+        logits = graph.op("Mul", graph.op("Tanh", graph.op("Div", logits, cap)), cap)
+    graph.output(graph.op("Identity", logits, name="logits"), "f32", (1, "tokens", model.vocab_size))
+    return graph

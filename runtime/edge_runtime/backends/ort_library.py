@@ -1,0 +1,171 @@
+"""onnxruntime behind one door: version, sessions, values that alias numpy arrays. The only module that imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.ort_prepacked import PackingPlace, packed_graph
+from edge_runtime.errors import BackendError, RequestError
+
+CPU = "CPUExecutionProvider"
+# 1.31 runs attention without present outputs, 1.24 does not; nothing newer was tried.
+FIRST_VERSION, END_VERSION = (1, 31), (1, 32)
+# Only what ends the process (4: fatal) is written to standard error; what fails is raised.
+_SEVERITY = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """How a graph is opened. `provider` is an execution provider's name; what it cannot run falls back to the CPU's.
+
+    `packing` is where packed weights are kept (None: nowhere); it is for the CPU's own provider only.
+    """
+
+    threads: int
+    provider: str = CPU
+    packing: PackingPlace | None = None
+
+
+@cache
+def library() -> Any:
+    """The onnxruntime module. Raises BackendError if it is missing or not one of the tested versions."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError(f"onnxruntime is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
+    found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    if not FIRST_VERSION <= found < END_VERSION:
+        raise BackendError(
+            f"onnxruntime {onnxruntime.__version__} was not tested with these graphs, 1.31 was; pip install 'edge-mtp[onnx]'"
+        )
+    onnxruntime.set_default_logger_severity(_SEVERITY)
+    return onnxruntime
+
+
+def provider_named(name: str | None) -> str:
+    """Returns the full name of an execution provider given as "cpu", "openvino" or in full; None is the CPU's.
+
+    Raises RequestError, with those there are, if this onnxruntime has no such provider.
+    """
+    if name is None:
+        return CPU
+    there: list[str] = library().get_available_providers()
+    for provider in there:
+        if name.lower() in (provider.lower(), provider.removesuffix("ExecutionProvider").lower()):
+            return provider
+    known = ", ".join(provider.removesuffix("ExecutionProvider").lower() for provider in there)
+    raise RequestError(f"this onnxruntime has no execution provider {name!r}; it has {known}")
+
+
+class Graph:
+    """An opened ONNX graph."""
+
+    def __init__(self, path: Path, options: SessionOptions) -> None:
+        self._session = _open(_packed(path, options), options)
+        self.name = path.name
+        self.inputs = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
+        self.outputs = {value.name: tuple(value.shape) for value in self._session.get_outputs()}
+
+    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Call:
+        """Prepares a call on values that stay where they are; an output that is None is allocated by each run."""
+        return Call(self._session, self.name, inputs, outputs)
+
+    def assignments(self) -> dict[str, dict[str, int]]:
+        """Per execution provider how many nodes of each operator it runs."""
+        found: dict[str, dict[str, int]] = {}
+        for part in self._session.get_provider_graph_assignment_info():
+            counts = found.setdefault(part.ep_name, {})
+            for node in part.get_nodes():
+                counts[node.op_type] = counts.get(node.op_type, 0) + 1
+        return found
+
+
+def _packed(path: Path, options: SessionOptions) -> Path:
+    if options.packing is None or options.provider != CPU:
+        return path
+
+    def save(destination: Path, data_name: str) -> None:
+        _open(path, options, {
+            "session.optimized_model_external_initializers_file_name": data_name,
+            "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+            "session.save_external_prepacked_constant_initializers": "1",
+        }, save_to=destination)  # fmt: skip
+
+    # At most all data files of the pair: which of their bytes a graph names, onnxruntime does not say.
+    data_bytes = sum(file.stat().st_size for file in path.parent.glob("*.onnx_data"))
+    return packed_graph(path, data_bytes, options.packing, library().__version__, save)
+
+
+def _open(path: Path, options: SessionOptions, entries: Mapping[str, str] | None = None, save_to: Path | None = None) -> Any:
+    ort = library()
+    settings = ort.SessionOptions()
+    settings.log_severity_level = _SEVERITY
+    settings.intra_op_num_threads = options.threads
+    settings.inter_op_num_threads = 1
+    # Threads that spin after a run take the cores from the other graphs. One pool for all would cure that too, but onnxruntime
+    # has it for the whole process only: then whatever else runs graphs in it is refused, and its size is fixed once.
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
+    settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    for key, value in (entries or {}).items():
+        settings.add_session_config_entry(key, value)
+    if save_to is not None:
+        settings.optimized_model_filepath = str(save_to)
+    providers = [options.provider] if options.provider == CPU else [options.provider, CPU]
+    try:
+        return ort.InferenceSession(str(path), settings, providers=providers)
+    except Exception as error:
+        raise BackendError(f"onnxruntime cannot open {path.name} ({_first_line(error)}); export the bundle again, or update it") from error
+
+
+class Call:
+    """A graph with its inputs and outputs bound."""
+
+    def __init__(self, session: Any, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        self._session, self._name = session, name
+        self._binding = session.io_binding()
+        for key, value in inputs.items():
+            self._binding.bind_ortvalue_input(key, value)
+        self._allocated = [key for key, value in outputs.items() if value is None]
+        for key, value in outputs.items():
+            if value is None:
+                self._binding.bind_output(key, "cpu")
+            else:
+                self._binding.bind_ortvalue_output(key, value)
+
+    def run(self) -> None:
+        """Runs the graph. Raises BackendError in onnxruntime's words if it fails."""
+        for key in self._allocated:
+            self._binding.bind_output(key, "cpu")  # otherwise the last run's array would be used again, whose size may differ
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            raise BackendError(f"onnxruntime failed in {self._name}: {_first_line(error)}") from error
+
+    def outputs(self) -> list[NDArray[Any]]:
+        """The outputs as arrays, in the order in which they were bound; views, those given a place die with the next run."""
+        return [value.numpy() for value in self._binding.get_outputs()]
+
+
+def value_over(array: NDArray[Any]) -> Any:
+    """A value that is the array's own memory: what is written to one is in the other. `array` is contiguous and must be kept alive."""
+    value = library().OrtValue.ortvalue_from_numpy(array)
+    if value.data_ptr() != array.ctypes.data:
+        raise BackendError("this onnxruntime copies arrays instead of using their memory; the K/V cache cannot be shared, update it")
+    return value
+
+
+def scalar(kind: type[np.generic], *shape: int) -> tuple[NDArray[Any], Any]:
+    """A small array of zeros and the value over it."""
+    array = np.zeros(shape, kind)
+    return array, value_over(array)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,70 @@
+"""Opens a bundle's pair on onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edge_runtime.backends.base import Drafter
+from edge_runtime.backends.ort_drafter import OrtDrafter
+from edge_runtime.backends.ort_library import SessionOptions, provider_named
+from edge_runtime.backends.ort_prepacked import PackingPlace
+from edge_runtime.backends.ort_target import OrtOptions, OrtTarget, PairFiles, pair_of
+from edge_runtime.bundle import Bundle
+from edge_runtime.drafters import DrafterKind
+from edge_runtime.errors import BundleError
+from edge_runtime.lookup import LookupDrafter
+from edge_runtime.machine_cache import cache_folder
+
+__all__ = ["OrtOptions", "PairFiles", "fallbacks", "open_onnx", "open_pair"]
+
+
+def open_onnx(
+    bundle: Bundle, options: OrtOptions, wanted: DrafterKind | None, notify: Callable[[str], None] = lambda _: None
+) -> tuple[OrtTarget, Drafter | None, DrafterKind]:  # fmt: skip
+    """Returns the target, its drafter and which kind it is: split where the graph has the sparse head, else dense. Closing the target closes both.
+
+    `notify` hears of nodes that the execution provider does not run. Raises BundleError if the bundle has no such drafter, BackendError if
+    a graph does not open; then nothing stays open.
+    """
+    own: DrafterKind = "split" if bundle.manifest.architecture.ordered_embeddings else "dense"
+    if wanted not in (None, "none", "lookup", own):
+        raise BundleError(f"{bundle.folder}: the ONNX drafter's head is {own}, not {wanted}; leave --drafter out")
+    kind = wanted or own
+    target, drafter = open_pair(pair_of(bundle, drafter=kind == own), options, notify)
+    if kind == "lookup":
+        return target, LookupDrafter(target), kind
+    for sentence in fallbacks(provider_named(options.provider), target, drafter):
+        notify(sentence)
+    return target, drafter, kind
+
+
+def open_pair(
+    files: PairFiles, options: OrtOptions, notify: Callable[[str], None] = lambda _: None
+) -> tuple[OrtTarget, OrtDrafter | None]:  # fmt: skip
+    """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
+    packing = None
+    if options.keep_packed and files.identity is not None:
+        # One folder for each bundle: graphs of different ones have the same names.
+        packing = PackingPlace(folder=cache_folder() / "packed" / files.identity[:16], weights=files.identity, notify=notify)
+    session = SessionOptions(threads=options.threads, provider=provider_named(options.provider), packing=packing)
+    target = OrtTarget(files, options, session)
+    try:
+        return target, OrtDrafter(files.drafter, target, session) if files.drafter else None
+    except BaseException:
+        target.close()
+        raise
+
+
+def fallbacks(provider: str, target: OrtTarget, drafter: OrtDrafter | None) -> list[str]:
+    """One sentence per graph of which nodes run elsewhere than on `provider`."""
+    graphs = target.assignments()
+    if drafter is not None:
+        graphs["drafter"] = drafter.assignments()
+    sentences = []
+    for name, providers in graphs.items():
+        total = sum(sum(counts.values()) for counts in providers.values())
+        for other, counts in providers.items():
+            if other != provider:
+                kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+                sentences.append(f"{name}: {sum(counts.values())} of {total} nodes fell back from {provider} to {other}: {kinds}.")
+    return sentences

@@ -1,0 +1,94 @@
+"""Graphs with their weights as this CPU's kernels want them, kept on the machine that packed them.
+
+onnxruntime packs quantized weights anew in memory each time it opens a graph. Saved once, the packed form is mapped: opening is
+quicker, and memory is shared and given back under pressure. It is right for one kind of CPU and one version of onnxruntime.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from edge_runtime.errors import BackendError
+from edge_runtime.machine_cache import CACHE_VARIABLE, cpu_identity
+
+RECORD_NAME = "record.json"
+_MAX_RECORD_BYTES = 1 << 16
+# The file holds the weights as they were and packed.
+SIZE_FACTOR = 2.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRecord:
+    """What a packed graph is good for: the weights' identity, the CPU, and onnxruntime's version."""
+
+    weights: str
+    onnxruntime: str
+    system: str
+    cpu: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingPlace:
+    """Where packed graphs are kept. `weights` identifies the pair's files (a hash); `notify` gets a sentence when something is packed."""
+
+    folder: Path
+    weights: str
+    notify: Callable[[str], None]
+
+
+def packed_graph(path: Path, data_bytes: int, place: PackingPlace, version: str, save: Callable[[Path, str], None]) -> Path:
+    """Returns the packed form of the graph at `path`, made by `save(path, name of its data file)` if there is none that fits this machine.
+
+    One that was packed on another CPU, by another onnxruntime or of other weights is not used but replaced. Where it cannot be kept,
+    `notify` hears why and `path` itself is returned. `data_bytes` is the most its weights can have.
+    """
+    home = place.folder / path.stem
+    record = PackedRecord(weights=place.weights, onnxruntime=version, system=platform.machine(), cpu=cpu_identity())
+    found = _read(home / RECORD_NAME)
+    if found == asdict(record) and (home / path.name).is_file():
+        return home / path.name
+    if found is not None:
+        differing = ", ".join(key for key, value in asdict(record).items() if found.get(key) != value)
+        place.notify(f"The packed weights in {home} are not for this machine or bundle ({differing}); they are packed anew.")
+    try:
+        return _pack(path, home, data_bytes, record, place, save)
+    except (OSError, BackendError) as error:
+        place.notify(f"Packed weights could not be kept in {home} ({error}); set {CACHE_VARIABLE} to a folder with room.")
+        return path
+
+
+def _pack(
+    path: Path, home: Path, data_bytes: int, record: PackedRecord, place: PackingPlace, save: Callable[[Path, str], None]
+) -> Path:  # fmt: skip
+    place.folder.mkdir(parents=True, exist_ok=True)
+    needed, free = int(data_bytes * SIZE_FACTOR), shutil.disk_usage(place.folder).free
+    if needed > free:
+        raise BackendError(f"{needed} bytes are needed, {free} are free")
+    place.notify(f"Packing the weights of {path.name} for this CPU, once.")
+    with tempfile.TemporaryDirectory(dir=place.folder, prefix=".packing-") as name:
+        partial = Path(name) / path.stem
+        partial.mkdir()
+        save(partial / path.name, f"{path.stem}.packed")
+        (partial / RECORD_NAME).write_text(json.dumps(asdict(record)), encoding="utf-8")
+        if home.exists():
+            home.rename(Path(name) / "replaced")
+        partial.rename(home)
+    return home / path.name
+
+
+def _read(path: Path) -> dict[str, object] | None:
+    try:
+        if path.stat().st_size > _MAX_RECORD_BYTES:
+            return {}
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}

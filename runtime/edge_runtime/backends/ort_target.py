@@ -1,0 +1,267 @@
+"""The target on onnxruntime: a graph of its layers, a graph of its head, and the K/V rows they and the drafter share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.base import Logits
+from edge_runtime.backends.ort_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations
+from edge_runtime.backends.ort_library import Call, Graph, SessionOptions, value_over
+from edge_runtime.backends.ort_vocabulary import TokenizerVocabulary
+from edge_runtime.bundle import Bundle, CacheLayout, OnnxGraphs
+from edge_runtime.errors import BundleError, RequestError
+
+# Tokens per forward of a prefill.
+PREFILL_ROWS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrtOptions:
+    """How a pair is opened. `context` is in tokens.
+
+    `uniform_rows` runs a single row through the kernels of several, beside a row that is thrown away: kernels with int8 activations
+    round one row otherwise than several, so that plain decoding and drafting would differ in the last bits. `keep_packed` keeps the weights
+    on disk as this CPU's kernels want them, about twice their size (`ort_prepacked`).
+    """
+
+    context: int
+    threads: int
+    provider: str | None = None
+    uniform_rows: bool = False
+    keep_packed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFiles:
+    """The files of a pair and what must be known of them; external data lies beside the graphs. `identity` is a hash of all of them."""
+
+    target: Path
+    target_head: Path
+    drafter: Path | None
+    tokenizer: Path
+    layout: CacheLayout
+    graphs: OnnxGraphs
+    hidden_size: int
+    vocab_size: int
+    identity: str | None = None
+
+
+class OrtTarget:
+    """The target. Implements `backends.base.Target`. Close it, or use it as a context manager."""
+
+    def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
+        graphs = files.graphs
+        if options.context > graphs.context:
+            raise RequestError(
+                f"context {options.context} is beyond the {graphs.context} tokens of {files.target.name}; ask for at most that"
+            )
+        self._graph: Graph | None = Graph(files.target, session)
+        self._head: Graph | None = Graph(files.target_head, session)
+        self.vocabulary = TokenizerVocabulary(files.tokenizer, graphs, files.vocab_size)
+        self.hidden_size = files.hidden_size
+        self.context = options.context
+        self.rewind_slack = files.layout.rewind_slack
+        self.max_rows = MAX_ROWS
+        self.length = 0
+        self._least_rows = 2 if options.uniform_rows else 1
+        self.cache = KeyValueCache(files.layout, options.context)
+        _check_inputs(self._graph, self.cache, files.target)
+        # Rows past the context are there for the row that uniform_rows throws away.
+        self.rotations = Rotations(graphs.rotations, options.context + MAX_ROWS)
+        self._chunk = min(PREFILL_ROWS, self.cache.chunk)
+        self._tokens = np.zeros(options.context, np.int32)
+        self._hidden = np.zeros((1, max(self._chunk, MAX_ROWS), files.hidden_size), np.float32)
+        self._logits = np.zeros((1, MAX_ROWS, files.vocab_size), np.float32)
+        self._forwards: dict[int, _Forward] = {}
+        self._heads: dict[int, Call] = {}
+        self._closers: list[Any] = []
+        self._forget_hidden()
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Appends tokens, which may be none, in chunks; no logits are computed.
+
+        Raises RequestError if they do not fit the context or the vocabulary, BackendError if onnxruntime fails: then the cache is as it was.
+        """
+        if not tokens:
+            return
+        ids = self._checked(tokens)
+        start = self.length
+        self._forget_hidden()
+        try:
+            for first in range(0, len(ids), self._chunk):
+                rows = len(self._forward(ids[first : first + self._chunk]))
+        except BaseException:
+            self.length = start
+            raise
+        self._hidden_start, self._hidden_rows = self.length - rows, rows
+
+    def verify(self, tokens: Sequence[int]) -> Logits:
+        """One forward over at most `max_rows` tokens; returns a view of the float32 logits [len(tokens), vocabulary].
+
+        The next verify overwrites it. Raises as `prefill` does.
+        """
+        ids = self._checked(tokens)
+        if len(ids) > self.max_rows:
+            raise RequestError(f"{len(ids)} rows are too many for one verify; the target was opened for at most {self.max_rows}")
+        self._forget_hidden()
+        start = self.length
+        padded = np.concatenate([ids, ids[-1:]]) if len(ids) < self._least_rows else ids
+        try:
+            self._forward(padded, keep=len(ids))
+            self._head_call(len(padded)).run()
+        except BaseException:
+            self.length = start
+            raise
+        self._hidden_start, self._hidden_rows = start, len(ids)
+        logits: Logits = self._logits[0, : len(ids)]
+        return logits
+
+    def rollback(self, length: int) -> None:
+        """Forgets all rows from `length` on. The drafter goes on from the hidden row of the last kept token.
+
+        Before the newest batch there is no such row: then drafts are empty until the next verify or prefill. Raises RequestError
+        if the sliding cache no longer holds what a forward at `length` would attend to: never within `rewind_slack` rows of
+        the greatest length so far. After such a refusal nothing has changed.
+        """
+        self._require_open()
+        if not 0 <= length <= self.length:
+            raise RequestError(f"cannot roll back to {length}: the cache holds {self.length} rows")
+        if 0 < length < self.rollback_floor:
+            raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
+        if length == 0:
+            self.cache.restart()
+        self.length = length
+
+    @property
+    def rollback_floor(self) -> int:
+        """The smallest length above 0 that `rollback` can go back to now."""
+        return self.cache.rollback_floor
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The committed tokens [length]. A view: what it shows changes with the next forward after a rollback."""
+        return self._tokens[: self.length]
+
+    @property
+    def hidden_row(self) -> NDArray[np.float32] | None:
+        """The hidden row [hidden_size] of the last committed token, or None if it is not known. A view: valid until the next forward."""
+        index = self.length - 1 - self._hidden_start
+        return self._hidden[0, index] if 0 <= index < self._hidden_rows else None
+
+    def assignments(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Per graph and execution provider how many nodes of each operator it runs."""
+        return {graph.name: graph.assignments() for graph in (self._graph, self._head) if graph is not None}
+
+    def close(self) -> None:
+        """Frees the sessions. Harmless when done twice."""
+        while self._closers:
+            self._closers.pop().close()
+        self._forwards.clear()
+        self._heads.clear()
+        self._graph = self._head = None
+        self._forget_hidden()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._graph is None:
+            raise RequestError("the target is closed; open the bundle again")
+
+    def _checked(self, tokens: Sequence[int]) -> NDArray[np.int64]:
+        self._require_open()
+        if not tokens:
+            raise RequestError("there is no token to decode; give at least one")
+        if self.length + len(tokens) > self.context:
+            raise RequestError(f"{self.length} + {len(tokens)} tokens exceed the context of {self.context}; shorten the text or raise it")
+        ids = np.asarray(tokens, dtype=np.int64)
+        if ids.min() < 0 or ids.max() >= self.vocabulary.size:
+            self.vocabulary.check(int(ids.min() if ids.min() < 0 else ids.max()))
+        return ids
+
+    def _forward(self, ids: NDArray[np.int64], keep: int | None = None) -> NDArray[np.int64]:
+        rows = len(ids)
+        forward = self._forwards.get(rows)
+        if forward is None:
+            assert self._graph is not None
+            forward = _Forward(self._graph, self, rows)
+            if rows <= MAX_ROWS or rows == self._chunk:
+                self._forwards[rows] = forward
+        self.cache.make_room(self.length, rows)
+        forward.run(ids, self.length)
+        kept = rows if keep is None else keep
+        self._tokens[self.length : self.length + kept] = ids[:kept]
+        self.length += kept
+        return ids
+
+    def _head_call(self, rows: int) -> Call:
+        if rows not in self._heads:
+            assert self._head is not None
+            inputs = {"hidden": value_over(self._hidden[:, :rows])}
+            self._heads[rows] = self._head.bind(inputs, {"logits": value_over(self._logits[:, :rows])})
+        return self._heads[rows]
+
+    def _forget_hidden(self) -> None:
+        self._hidden_start = self._hidden_rows = 0
+
+
+class _Forward:
+    """A forward of a fixed number of rows, bound once."""
+
+    def __init__(self, graph: Graph, target: OrtTarget, rows: int) -> None:
+        self._ids, self._positions = np.zeros((1, rows), np.int64), np.zeros((1, rows), np.int64)
+        cache = target.cache
+        shared = shared_inputs(target)
+        inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **shared, **cache.values}
+        outputs = {f"present_{name}": value for name, value in cache.values.items()}
+        self._call = graph.bind(
+            {name: value for name, value in inputs.items() if name in graph.inputs},
+            {"hidden": value_over(target._hidden[:, :rows]), **outputs},
+        )
+        self._offsets = np.arange(rows)
+
+    def run(self, ids: NDArray[np.int64], start: int) -> None:
+        self._ids[0] = ids
+        np.add(self._offsets, start, out=self._positions[0])
+        self._call.run()
+
+
+def shared_inputs(target: OrtTarget) -> dict[str, Any]:
+    """The inputs of attention that target and drafter have in common."""
+    counts, values = target.cache.counts, dict(target.rotations.values)
+    for kind in (FULL, SLIDING):
+        values |= {f"last_row_{kind}": counts[kind].last, f"rows_{kind}": counts[kind].rows}
+    return values
+
+
+def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
+    """The ONNX files of a bundle, with or without the drafter's; raises BundleError if it has none."""
+    manifest = bundle.manifest
+    if manifest.onnx is None or not bundle.has("target", "onnx"):
+        raise BundleError(f"{bundle.folder}: the bundle has no ONNX target; export it again with --format onnx or both")
+    return PairFiles(
+        target=bundle.path("target", "onnx"), target_head=bundle.path("target_head", "onnx"),
+        drafter=bundle.path("drafter", "onnx") if drafter else None, tokenizer=bundle.path("tokenizer"), layout=manifest.cache_layout,
+        graphs=manifest.onnx, hidden_size=manifest.architecture.hidden_size, vocab_size=manifest.architecture.vocab_size,
+        identity=hashlib.sha256("".join(file.sha256 for file in manifest.files if file.format.startswith("onnx")).encode()).hexdigest(),
+    )  # fmt: skip
+
+
+def _check_inputs(graph: Graph, cache: KeyValueCache, path: Path) -> None:
+    for name in cache.values:
+        wanted, found = cache.array(name).shape, graph.inputs.get(name, ())
+        if len(found) != len(wanted) or any(type(size) is int and size != own for size, own in zip(found, wanted, strict=False)):
+            raise BundleError(
+                f"{path}: the manifest's buffer {name!r} is {list(wanted)}, the graph's {list(found)}; export the bundle again"
+            )

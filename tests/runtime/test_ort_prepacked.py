@@ -1,0 +1,83 @@
+"""Weights packed for this CPU: kept once, mapped afterwards, and never used on another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+
+from edge_runtime.backends import ort_prepacked
+from edge_runtime.opening import open_session
+
+Bundles = Callable[[str], Path]
+PROMPT = "def area(r):"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "packed"
+
+
+def tokens_of(folder: Path, said: list[str], keep_packed: bool = True) -> list[int]:
+    with open_session(folder, threads=1, keep_packed=keep_packed, notify=said.append) as session:
+        generation = session.generate(PROMPT, max_tokens=40, draft_length=3)
+        generation.text()
+        return generation.tokens
+
+
+def test_packed_once_then_mapped_with_the_same_tokens(onnx_pair: Bundles, cache: Path) -> None:
+    wanted = tokens_of(onnx_pair("int4"), [], keep_packed=False)
+    assert not cache.exists()
+    first, second = [], []
+    assert tokens_of(onnx_pair("int4"), first) == wanted
+    assert tokens_of(onnx_pair("int4"), second) == wanted
+    assert sum("for this CPU, once" in sentence for sentence in first) == 3
+    assert second == []
+    maps = Path("/proc/self/maps")
+    with open_session(onnx_pair("int4"), threads=1, keep_packed=True):
+        if maps.is_file():
+            assert "target-int4-b32.packed" in maps.read_text()
+
+
+def test_what_another_cpu_packed_is_replaced(onnx_pair: Bundles, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = tokens_of(onnx_pair("int4"), [])
+    monkeypatch.setattr(ort_prepacked, "cpu_identity", lambda: ["model name: another"])
+    said: list[str] = []
+    assert tokens_of(onnx_pair("int4"), said) == wanted
+    assert sum("not for this machine or bundle (cpu)" in sentence for sentence in said) == 3
+    records = list(cache.glob("*/*/record.json"))
+    assert len(records) == 3
+    assert {json.loads(record.read_text())["cpu"][0] for record in records} == {"model name: another"}
+    assert not list(cache.glob("*/.packing-*")), "nothing half-written stays"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{" * 10000, '{"cpu": 1}'])
+def test_a_damaged_record_is_as_good_as_none(text: str, onnx_pair: Bundles, cache: Path) -> None:
+    wanted = tokens_of(onnx_pair("int4"), [])
+    next(cache.glob("*/target-int4-b32/record.json")).write_text(text)
+    said: list[str] = []
+    assert tokens_of(onnx_pair("int4"), said) == wanted
+    assert any("packed anew" in sentence for sentence in said)
+
+
+def test_without_room_it_goes_on_unpacked_and_says_so(onnx_pair: Bundles, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 10})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    said: list[str] = []
+    assert tokens_of(onnx_pair("int4"), said) == tokens_of(onnx_pair("int4"), [], keep_packed=False)
+    assert any("could not be kept" in sentence and "10 are free" in sentence for sentence in said)
+    assert not list(cache.rglob("record.json"))
+
+
+def test_bundles_do_not_share_packed_weights(onnx_pair: Bundles, cache: Path) -> None:
+    for weights in ("int4", "int8"):
+        with open_session(onnx_pair(weights), threads=1, keep_packed=True) as session:
+            session.target.prefill([2, 300])
+            assert np.isfinite(session.target.verify([301])).all()
+    assert len(list(cache.iterdir())) == 2
