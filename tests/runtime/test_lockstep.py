@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -148,6 +148,20 @@ def test_after_a_failure_of_all_nothing_is_left_in_the_caches() -> None:
     sessions.lockstep.clear()
     assert sessions.lockstep.running == ()
     assert [session.target.length for session in sessions.sessions] == [0, 0]
+
+
+def test_onnxruntime_runs_one_at_a_time(onnx_pair: Callable[[str], Path]) -> None:
+    bundle = onnx_pair("f32")
+    with open_session(bundle, context=256, backend="onnx") as alone:
+        generation = alone.generate(PROMPTS[0], max_tokens=30, draft_length=3)
+        generation.text()
+    with open_sessions(bundle, 1, context=256, backend="onnx") as sessions:
+        stepped = sessions.sessions[0].generate(PROMPTS[0], max_tokens=30, draft_length=3)
+        list(sessions.run([stepped]))
+    assert (stepped.tokens, stepped.stats.accepted) == (generation.tokens, generation.stats.accepted)
+    assert stepped.stats.accepted > 0
+    with pytest.raises(RequestError, match=r"2 sessions at once run on llama\.cpp only"):
+        open_sessions(bundle, 2, backend="onnx")
 
 
 @pytest.fixture(scope="module")
