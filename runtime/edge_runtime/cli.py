@@ -141,10 +141,10 @@ def check_combination(
     """Raises a usage error for options that contradict each other."""
     if comparing and verify_lossless:
         raise click.UsageError("--compare and --verify-lossless are two different runs; give one of them")
-    if comparing and (policy in ("rolling", "stepped") or request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
-        raise click.UsageError("--compare is greedy, with a fixed draft length, no stop strings and no grammar; leave those options out")
-    if policy == "stepped" and draft_length is not None:
-        raise click.UsageError("--policy stepped has its own draft lengths; leave --draft-length out")
+    if comparing and (request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
+        raise click.UsageError("--compare is greedy, with no stop strings and no grammar; leave those options out")
+    if policy in ("profit", "stepped") and draft_length is not None:
+        raise click.UsageError(f"--policy {policy} has its own draft lengths; leave --draft-length out")
     if policy == "rolling" and draft_length == 0:
         raise click.UsageError("--policy rolling drafts at least 1 token; give a longer --draft-length")
     if verify_lossless and not GenerationOptions(sampling=request["sampling"], acceptance=request["acceptance"]).repeatable:

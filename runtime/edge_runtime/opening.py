@@ -205,11 +205,12 @@ def _costs(opening: _Opening, target: Target, drafter: Drafter | None, bos: int,
     Called before a request's prompt is in the cache: measuring empties it.
     """
     hashes = [file.sha256 for file in opening.bundle.manifest.files]
-    key = hashlib.sha256(json.dumps([cpu_identity(), opening.threads, hashes, [*map(str, facts)]]).encode()).hexdigest()
+    rows = opening.settings.longest_draft + 1
+    key = hashlib.sha256(json.dumps([cpu_identity(), opening.threads, rows, hashes, [*map(str, facts)]]).encode()).hexdigest()
     path = cache_folder() / CACHE_NAME
     measured = remembered_costs(path, key)
     if measured is None:
-        measured = measure_costs(target, drafter, max(bos, 0))
+        measured = measure_costs(target, drafter, max(bos, 0), most_rows=rows)
         remember_costs(path, key, measured)
     return CostCurve(measured)
 
