@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from edge_runtime.errors import RequestError
+from edge_runtime.generation import PREFILL_ROWS
 from edge_runtime.opening import Sessions, open_session, open_sessions
 from edge_runtime.sampling import SamplingParams
 from scripted import plain_greedy
@@ -63,6 +65,74 @@ def test_a_full_context_ends_only_its_own_request() -> None:
     assert long.finish_reason == "context"
     assert len(long.tokens) == 16 - 9
     assert short.tokens == plain_greedy([2], 12)
+
+
+def test_a_long_prompt_joins_piece_by_piece() -> None:
+    _, sessions = scripted_sessions(2, context=4096)
+    running = sessions.sessions[0].generate([1, 2], max_tokens=20, draft_length=0)
+    long = [i % 17 for i in range(2 * PREFILL_ROWS + 100)]
+    joining = sessions.sessions[1].generate(long, max_tokens=5)
+    step = sessions.lockstep
+    step.add(running)
+    step.join(joining)
+    for pieces in (1, 2, 3):
+        assert len(step.step()) == 1, "the other one goes on"
+        assert joining.target.length == min(pieces * PREFILL_ROWS, len(long) - 1)
+    with pytest.raises(RequestError, match="cannot share a sequence"):
+        step.join(sessions.sessions[1].generate([5]))
+    while step.running:
+        step.step()
+    assert running.tokens == plain_greedy([1, 2], 20)
+    assert joining.tokens == plain_greedy(long, 5)
+
+
+def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, sessions = scripted_sessions(2)
+    good, bad = sessions.sessions[0].generate([1, 2], max_tokens=20), sessions.sessions[1].generate([3], max_tokens=20)
+    step = sessions.lockstep
+    step.add(bad)
+    step.add(good)
+    step.step()
+    error = RequestError("no token can be drawn")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bad.decoding, "settle", fail)
+    assert [one for one, _ in step.step()] == [good]
+    assert step.failures == ((bad, error),)
+    assert bad.target.length == 0
+    while step.running:
+        step.step()
+        assert step.failures == ()
+    assert good.tokens == plain_greedy([1, 2], 20)
+    again = sessions.sessions[1].generate([4], max_tokens=9)
+    list(sessions.run([again]))
+    assert again.tokens == plain_greedy([4], 9)
+
+
+def test_after_a_failure_of_all_nothing_is_left_in_the_caches() -> None:
+    _, sessions = scripted_sessions(2)
+    for session in sessions.sessions:
+        sessions.lockstep.join(session.generate([1, 2, 3], max_tokens=20))
+        sessions.lockstep.step()
+    sessions.lockstep.clear()
+    assert sessions.lockstep.running == ()
+    assert [session.target.length for session in sessions.sessions] == [0, 0]
+
+
+def test_onnxruntime_runs_one_at_a_time(onnx_pair: Callable[[str], Path]) -> None:
+    bundle = onnx_pair("f32")
+    with open_session(bundle, context=256, backend="onnx") as alone:
+        generation = alone.generate(PROMPTS[0], max_tokens=30, draft_length=3)
+        generation.text()
+    with open_sessions(bundle, 1, context=256, backend="onnx") as sessions:
+        stepped = sessions.sessions[0].generate(PROMPTS[0], max_tokens=30, draft_length=3)
+        list(sessions.run([stepped]))
+    assert (stepped.tokens, stepped.stats.accepted) == (generation.tokens, generation.stats.accepted)
+    assert stepped.stats.accepted > 0
+    with pytest.raises(RequestError, match=r"2 sessions at once run on llama\.cpp only"):
+        open_sessions(bundle, 2, backend="onnx")
 
 
 @pytest.fixture(scope="module")
