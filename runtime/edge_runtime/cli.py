@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from edge_runtime.comparison import compare, comparison_table
 from edge_runtime.config import PRESET_NAMES, SpeculativeConfig, TuningConfig
 from edge_runtime.config_file import read_config
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
+from edge_runtime.energy_options import EnergyValues, energy_options, energy_record, energy_values
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.explain import Explain
 from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.lossless import check_lossless
 from edge_runtime.monitoring import MonitorOptions
@@ -42,6 +44,8 @@ Examples:
   edge-run my-bundle --compare "import os"
   edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
   edge-run my-bundle --json-schema '{"type": "array", "items": {"type": "integer"}}' "primes = "
+  edge-run my-bundle --explain "what was drafted, and why"
+  edge-run my-bundle --objective energy --phase-power watts.json "fewest joules per token"
   edge-run my-bundle --drafter lookup "drafts copied from the text itself"
   edge-run my-bundle --backend onnx "the same through onnxruntime"
   edge-run my-bundle --kv-type q8_0 --memory-limit 2GB "half the KV cache"
@@ -62,6 +66,7 @@ class RunOptions:
     verify_lossless: bool
     request: Mapping[str, Any]
     cache: CacheValues
+    energy: EnergyValues
 
 
 def note(text: str) -> None:
@@ -78,10 +83,12 @@ def run_once(session: Session, options: RunOptions) -> None:
         **options.request,
     )  # fmt: skip
     pieces = []
-    for piece in generation:
-        pieces.append(piece)
-        if not options.as_json:
-            click.echo(piece, nl=False)
+    with options.energy.watch() as watch:
+        for piece in generation:
+            pieces.append(piece)
+            if not options.as_json and not options.energy.explain:
+                click.echo(piece, nl=False)
+    energy = watch.energy(generation.stats.tokens)
     session.record(generation)
     if options.cache.save:
         session.save_state(options.cache.save)
@@ -89,7 +96,7 @@ def run_once(session: Session, options: RunOptions) -> None:
     if options.as_json:
         record: dict[str, Any] = {
             "prompt": options.prompt, "text": "".join(pieces), "drafter": session.drafter_kind, "stats": generation.stats.to_json(),
-            "finish_reason": generation.finish_reason,
+            "finish_reason": generation.finish_reason, **energy_record(energy),
         }  # fmt: skip
         if generation.options.constraint:
             record["whole"] = generation.whole
@@ -97,10 +104,11 @@ def run_once(session: Session, options: RunOptions) -> None:
             record["lossless"] = lossless.to_json()
         click.echo(json.dumps(record, ensure_ascii=False))
         return
-    click.echo()
+    click.echo("".join(pieces) if options.energy.explain else "")
     for sentence in remarks(generation, loaded=options.cache.load is not None):
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
+    note(energy.sentence())
     if not generation.whole:
         note("the text ended before the grammar did; raise --max-tokens, or leave --stop out")
     if lossless:
@@ -127,9 +135,18 @@ def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
     Console().print(comparison_table(comparison))
 
 
-def command_config(config: Path | None, policy: str | None, draft_length: int | None) -> SpeculativeConfig:
+def explained(session: Session, options: RunOptions) -> RunOptions:
+    """Returns the options with a listener that says a line about each round, if that was asked for."""
+    if not options.energy.explain:
+        return options
+    profit = session.profit() if options.draft_length is None else None
+    explain = Explain(lambda: profit.last if profit else None, session.settings.objective, note)
+    return replace(options, request={**options.request, "on_round": explain})
+
+
+def command_config(config: Path | None, policy: str | None, draft_length: int | None, objective: str | None) -> SpeculativeConfig:
     """Returns the configuration file with what the command line says of draft lengths over it."""
-    said = SpeculativeConfig(tuning=TuningConfig(policy=policy, initial_horizon=draft_length))
+    said = SpeculativeConfig(tuning=TuningConfig(policy=policy, initial_horizon=draft_length, objective=objective))
     return said if config is None else said.over(expanded(read_config(config)))
 
 
@@ -189,6 +206,7 @@ def check_combination(
 @sampling_options
 @cache_options
 @chat_options
+@energy_options
 @click.version_option(package_name="edge-mtp")
 def main(
     bundle: Path, prompt: str | None, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int | None,
@@ -203,14 +221,17 @@ def main(
     try:
         chat = chat_values(values, chatting=prompt is None)
         cache = cache_values(values, once=prompt is not None and not comparing)
+        energy = energy_values(values, note, policy=policy, draft_length=draft_length)
         request = request_options(values)
         if prompt is None and (comparing or verify_lossless):
             raise click.UsageError("--compare and --verify-lossless need a PROMPT")
         check_combination(request, policy, draft_length, comparing=comparing, verify_lossless=verify_lossless)
+        if energy.explain and (prompt is None or comparing):
+            raise click.UsageError("--explain is for a PROMPT that runs once, not for a chat or --compare; leave it out")
         options = RunOptions(
             prompt=sys.stdin.read() if prompt == "-" else prompt or "", as_json=as_json, verify_lossless=verify_lossless, request=request,
             draft_length=None if policy == "rolling" else draft_length,
-            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS), cache=cache,
+            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS), cache=cache, energy=energy,
         )  # fmt: skip
         monitoring = MonitorOptions(
             warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
@@ -220,8 +241,10 @@ def main(
             backend=backend,
             execution_provider=execution_provider, uniform_rows=uniform_rows, keep_packed=keep_packed,
             kv_type=cache.kv_type, memory_limit=cache.memory_limit,
-            config=command_config(config, policy, draft_length), preset=preset, monitoring=monitoring,
+            power=energy.power,
+            config=command_config(config, policy, draft_length, energy.objective), preset=preset, monitoring=monitoring,
         ) as session:  # fmt: skip
+            options = explained(session, options)
             if prompt is None:
                 run_chat(session, options, chat)
             elif comparing:
