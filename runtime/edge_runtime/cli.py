@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from edge_runtime.backends.choice import BACKENDS, BackendKind
+from edge_runtime.bundle import open_bundle
 from edge_runtime.cache_options import CacheValues, cache_options, cache_values, remarks
 from edge_runtime.chat import MAX_TOKENS, Chat
 from edge_runtime.comparison import compare, comparison_table
@@ -24,16 +25,21 @@ from edge_runtime.explain import Explain
 from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.lossless import check_lossless
 from edge_runtime.monitoring import MonitorOptions
-from edge_runtime.opening import open_session
+from edge_runtime.opening import OpenOptions, open_session
+from edge_runtime.phase_power import PhasePower
+from edge_runtime.plan_command import PlanValues, device_speed, manifest_plan, plan_options, plan_values, show_plan
+from edge_runtime.plan_measuring import measure_plan
 from edge_runtime.policies import POLICIES
 from edge_runtime.presets import expanded
 from edge_runtime.rejection import WARN_ABOVE
 from edge_runtime.sampling_options import request_options, sampling_options
 from edge_runtime.session import Session
+from edge_runtime.settings import load_settings
 from edge_runtime.summary import summary
 from edge_runtime.terminal_chat import TerminalChat, chat_options, chat_values
 
 RUN_TOKENS = 128
+PLAN_PROMPT = "def area(width, height):\n"
 EXAMPLES = """
 \b
 Examples:
@@ -46,6 +52,8 @@ Examples:
   edge-run my-bundle --json-schema '{"type": "array", "items": {"type": "integer"}}' "primes = "
   edge-run my-bundle --explain "what was drafted, and why"
   edge-run my-bundle --objective energy --phase-power watts.json "fewest joules per token"
+  edge-run my-bundle --plan --device raspberry-pi-5
+  edge-run my-bundle --plan --measure      (predictions beside what this machine does)
   edge-run my-bundle --drafter lookup "drafts copied from the text itself"
   edge-run my-bundle --backend onnx "the same through onnxruntime"
   edge-run my-bundle --kv-type q8_0 --memory-limit 2GB "half the KV cache"
@@ -135,6 +143,26 @@ def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
     Console().print(comparison_table(comparison))
 
 
+def run_plan(folder: Path, options: RunOptions, asked: PlanValues, measuring: bool, opening: OpenOptions) -> None:
+    """Prints what to expect of the bundle, and what it does here if that is wanted too."""
+    bundle = open_bundle(folder, check_hashes=opening.get("check_hashes", True))
+    settings = load_settings(
+        bundle, config=opening.get("config"), preset=opening.get("preset"), context=opening.get("context"), notify=note
+    )
+    measured = None
+    # Before the machine is probed, which takes memory of its own.
+    if measuring:
+        with open_session(folder, **opening) as session:
+            measured = measure_plan(session, options.prompt or PLAN_PROMPT)
+    power = options.energy.power
+    plan = manifest_plan(
+        bundle.manifest, device_speed(asked.device, opening.get("threads")), context=settings.context,
+        kv_type=opening.get("kv_type") or settings.kv_type, longest=min(settings.longest, settings.longest_draft),
+        drafter=opening.get("drafter") or settings.drafter, power=power if isinstance(power, PhasePower) else None,
+    )  # fmt: skip
+    show_plan(plan, measured, as_json=options.as_json)
+
+
 def explained(session: Session, options: RunOptions) -> RunOptions:
     """Returns the options with a listener that says a line about each round, if that was asked for."""
     if not options.energy.explain:
@@ -207,18 +235,23 @@ def check_combination(
 @cache_options
 @chat_options
 @energy_options
+@click.option("--measure", is_flag=True, help="With --plan: also run the bundle here, and say how far off each prediction is.")
+@plan_options
 @click.version_option(package_name="edge-mtp")
 def main(
     bundle: Path, prompt: str | None, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int | None,
     threads: int | None, context: int | None, config: Path | None, preset: str | None, log: Path | None, warn_rejection: tuple[float, ...],
     as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, backend: BackendKind | None,
-    execution_provider: str | None, uniform_rows: bool, keep_packed: bool, **values: Any,
+    execution_provider: str | None, uniform_rows: bool, keep_packed: bool, measure: bool, **values: Any,
 ) -> None:  # fmt: skip
     """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter.
 
     Without PROMPT: a chat, with the bundle's chat template. It reads turns from the terminal, or one per line from a pipe.
     """
     try:
+        planning = plan_values(values)
+        if measure and (not planning.plan or planning.device is not None):
+            raise click.UsageError("--measure is for --plan on this machine; leave --device out and give --plan")
         chat = chat_values(values, chatting=prompt is None)
         cache = cache_values(values, once=prompt is not None and not comparing)
         energy = energy_values(values, note, policy=policy, draft_length=draft_length)
@@ -236,14 +269,16 @@ def main(
         monitoring = MonitorOptions(
             warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
         )
-        with open_session(
-            bundle, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=note,
-            backend=backend,
-            execution_provider=execution_provider, uniform_rows=uniform_rows, keep_packed=keep_packed,
-            kv_type=cache.kv_type, memory_limit=cache.memory_limit,
-            power=energy.power,
-            config=command_config(config, policy, draft_length, energy.objective), preset=preset, monitoring=monitoring,
-        ) as session:  # fmt: skip
+        opening: OpenOptions = {
+            "threads": threads, "context": context, "drafter": drafter, "check_hashes": check_hashes, "notify": note,
+            "backend": backend, "execution_provider": execution_provider, "uniform_rows": uniform_rows, "keep_packed": keep_packed,
+            "kv_type": cache.kv_type, "memory_limit": cache.memory_limit, "power": energy.power,
+            "config": command_config(config, policy, draft_length, energy.objective), "preset": preset, "monitoring": monitoring,
+        }  # fmt: skip
+        if planning.plan:
+            run_plan(bundle, options, planning, measure, opening)
+            return
+        with open_session(bundle, **opening) as session:
             options = explained(session, options)
             if prompt is None:
                 run_chat(session, options, chat)

@@ -55,7 +55,8 @@ class Profit:
         self._stepwise = stepwise
         self._credit = 0.0
         self._mode, self._planned = "draft", 0
-        self._rate = 0.0
+        self._rate = self._plain_rate = 0.0
+        self._foreseen: tuple[int, float] | None = None
         self._positions = model.positions()
         self._chain = self._expected = 1.0
         self._confidences: list[float] = []
@@ -78,7 +79,8 @@ class Profit:
         self._positions = self._model.positions()
         self._chain = self._expected = 1.0
         self._confidences = []
-        plain = 1 / self._costs.verify(1)
+        self._foreseen = None
+        plain = self._plain_rate = 1 / self._costs.verify(1)
         self._planned, best = max(((n, self._rate_of(n)) for n in range(1, self._longest + 1)), key=lambda pair: pair[1], default=(0, 0.0))
         self._rate = max(best, plain)
         if best >= (STAY if self._mode == "draft" else ENTER) * plain:
@@ -97,7 +99,9 @@ class Profit:
 
     def padding(self, drafted: int) -> int:
         """Returns how many rows to verify beyond the drafts only because the larger batch is the cheaper one."""
-        return self._cheapest_rows(drafted + 1) - drafted - 1
+        padding = self._cheapest_rows(drafted + 1) - drafted - 1
+        self._foreseen = padding, self._cost_of(drafted)
+        return padding
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Learns from a round whose drafts were verified, or that had none."""
@@ -113,10 +117,12 @@ class Profit:
         self._credit -= self._costs.step() / self._costs.verify(1)
 
     def _decided(self, drafted: int) -> None:
+        """Keeps what was foreseen before the round's own timings were learned."""
+        padding, cost = self._foreseen or (self.padding(drafted), self._cost_of(drafted))
         self.last = Decision(
             mode=self._mode if drafted or self.listening else "plain", planned=self._planned, drafted=drafted,
-            padding=self.padding(drafted), expected=self._expected if self._confidences and drafted else self._tokens_of(drafted),
-            cost=self._cost_of(drafted), plain_rate=1 / self._costs.verify(1), best_rate=self._rate,
+            padding=padding, expected=self._expected if self._confidences and drafted else self._tokens_of(drafted),
+            cost=cost, plain_rate=self._plain_rate, best_rate=self._rate,
             confidences=tuple(self._confidences),
         )  # fmt: skip
 
