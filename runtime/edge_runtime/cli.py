@@ -33,6 +33,7 @@ from edge_runtime.policies import POLICIES
 from edge_runtime.presets import expanded
 from edge_runtime.rejection import WARN_ABOVE
 from edge_runtime.sampling_options import request_options, sampling_options
+from edge_runtime.server.options import serve_options, serve_values
 from edge_runtime.session import Session
 from edge_runtime.settings import load_settings
 from edge_runtime.summary import summary
@@ -60,6 +61,7 @@ Examples:
   edge-run my-bundle --max-tokens 1 --save-state notes.kv "a long text"
   edge-run my-bundle --load-state notes.kv "a long text, and what comes after it"
   echo "from standard input" | edge-run my-bundle -
+  edge-run my-bundle --serve --sessions 4     (OpenAI API and chat page at http://127.0.0.1:8080)
 """
 
 
@@ -184,10 +186,10 @@ def check_combination(
     """Raises a usage error for options that contradict each other."""
     if comparing and verify_lossless:
         raise click.UsageError("--compare and --verify-lossless are two different runs; give one of them")
-    if comparing and (policy in ("rolling", "stepped") or request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
-        raise click.UsageError("--compare is greedy, with a fixed draft length, no stop strings and no grammar; leave those options out")
-    if policy == "stepped" and draft_length is not None:
-        raise click.UsageError("--policy stepped has its own draft lengths; leave --draft-length out")
+    if comparing and (request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
+        raise click.UsageError("--compare is greedy, with no stop strings and no grammar; leave those options out")
+    if policy in ("profit", "stepped") and draft_length is not None:
+        raise click.UsageError(f"--policy {policy} has its own draft lengths; leave --draft-length out")
     if policy == "rolling" and draft_length == 0:
         raise click.UsageError("--policy rolling drafts at least 1 token; give a longer --draft-length")
     if verify_lossless and not GenerationOptions(sampling=request["sampling"], acceptance=request["acceptance"]).repeatable:
@@ -237,6 +239,7 @@ def check_combination(
 @energy_options
 @click.option("--measure", is_flag=True, help="With --plan: also run the bundle here, and say how far off each prediction is.")
 @plan_options
+@serve_options
 @click.version_option(package_name="edge-mtp")
 def main(
     bundle: Path, prompt: str | None, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int | None,
@@ -252,6 +255,7 @@ def main(
         planning = plan_values(values)
         if measure and (not planning.plan or planning.device is not None):
             raise click.UsageError("--measure is for --plan on this machine; leave --device out and give --plan")
+        serving = serve_values(values)
         chat = chat_values(values, chatting=prompt is None)
         cache = cache_values(values, once=prompt is not None and not comparing)
         energy = energy_values(values, note, policy=policy, draft_length=draft_length)
@@ -277,6 +281,11 @@ def main(
         }  # fmt: skip
         if planning.plan:
             run_plan(bundle, options, planning, measure, opening)
+            return
+        if serving is not None:
+            from edge_runtime.server.serve import serve
+
+            serve(bundle, serving, note, **opening)
             return
         with open_session(bundle, **opening) as session:
             options = explained(session, options)

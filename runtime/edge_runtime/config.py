@@ -89,7 +89,9 @@ class TuningConfig(Section):
 
     name = "tuning"
     preset: str | None = _key(one_of(*PRESET_NAMES), "code, chat, edge or batch: its values stand under the ones given in this file")
-    policy: str | None = _key(one_of(*POLICIES), "fixed: always initial_horizon; rolling and stepped: follow the acceptance")
+    policy: str | None = _key(
+        one_of(*POLICIES), "profit: what pays here; fixed: always initial_horizon; rolling and stepped: follow the acceptance"
+    )
     objective: str | None = _key(
         one_of(*OBJECTIVES), "profit drafts for the most tokens per second (time) or the fewest joules per token (energy)"
     )

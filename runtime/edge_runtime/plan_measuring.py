@@ -42,7 +42,7 @@ def measure_plan(session: Session, prompt: str) -> Measured:
         target.prefill([token] * count)
         filled.append(time.perf_counter() - begin)
     target.rollback(0)
-    costs = measure_costs(target, session.drafter, token)
+    costs = measure_costs(target, session.drafter, token, most_rows=session.settings.longest_draft + 1)
     sides: dict[int | None, list[float]] = {0: [], None: []}
     lengths = []
     for _ in range(REPEATS):

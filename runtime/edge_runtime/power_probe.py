@@ -30,19 +30,19 @@ class PowerProbe:
     meter: Meter
     notify: Callable[[str], None]
 
-    def __call__(self, target: Target, drafter: Drafter | None, token: int, key: str) -> PhasePower:
+    def __call__(self, target: Target, drafter: Drafter | None, token: int, most_rows: int, key: str) -> PhasePower:
         """Returns the watts remembered under `key` for this meter, or measures them; the cache is empty afterwards. RequestError."""
         facts, path = self.meter.facts, cache_folder() / CACHE_NAME
         own = hashlib.sha256(f"{key} {facts.name} {facts.scope}".encode()).hexdigest()
         try:
             return power_of(read_entries(path).get(own), str(path))
         except ConfigError:
-            power = self._measure(target, drafter, token)
+            power = self._measure(target, drafter, token, most_rows)
         remember_entry(path, own, power.to_json())
         return power
 
-    def _measure(self, target: Target, drafter: Drafter | None, token: int) -> PhasePower:
-        longest = min(target.context - 2, target.rewind_slack)
+    def _measure(self, target: Target, drafter: Drafter | None, token: int, most_rows: int) -> PhasePower:
+        longest, steps = min(most_rows, target.context - 2, target.rewind_slack), min(STEPS, most_rows - 1)
         text = [token] * max(1, min(TEXT, target.context - longest - 1))
         seconds = ROOM * Characteristics.expected(self.meter.facts).shortest_window_s
         self.notify(f"measuring the power of each phase with {self.meter.facts.name}, about {3 * seconds:.0f} s, once")
@@ -54,7 +54,7 @@ class PowerProbe:
             target.rollback(len(text))
 
         def draft() -> None:
-            if drafter is None or not drafter.draft(token, STEPS):
+            if drafter is None or not drafter.draft(token, steps):
                 raise RequestError("there is no drafter whose power could be measured; the energy objective weighs drafts")
 
         plain = self._watts(lambda: forward(1), seconds)

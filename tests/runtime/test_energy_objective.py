@@ -157,15 +157,15 @@ def test_power_is_measured_in_loops_of_each_phase_and_remembered(tmp_path: Path,
     meter, said = Loaded(), []
     target = LoadedTarget(meter)
     probe = PowerProbe(system=System(clock=lambda: meter.now), meter=meter, notify=said.append)
-    power = probe(target, LoadedDrafter(target, meter), 1, "key")
+    power = probe(target, LoadedDrafter(target, meter), 1, 13, "key")
     assert power.to_json() == pytest.approx({"draft": 2.5, "verify": 9.0, "plain": 4.0}, rel=0.02)
     assert target.length == 0
     assert "measuring the power of each phase with made-up, about 33 s" in said[0]
     before = meter.now
-    assert probe(target, None, 1, "key") == power
+    assert probe(target, None, 1, 13, "key") == power
     assert meter.now == before
     with pytest.raises(RequestError, match="no drafter whose power"):
-        probe(target, None, 1, "another key")
+        probe(target, None, 1, 13, "another key")
 
 
 def objective(**tuning: str) -> SpeculativeConfig:
