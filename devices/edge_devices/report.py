@@ -50,7 +50,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All figures of one measurement, with the meter they came from."""
+    """All figures of one measurement, with the meter they came from. `phase_watts`: mean watts of the phases that have calibration loops."""
 
     meter: str
     scope: str
@@ -60,6 +60,7 @@ class Report:
     idle: Idle | None
     variants: list[Variant]
     warnings: list[str] = field(default_factory=list)
+    phase_watts: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
@@ -113,6 +114,7 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
     return Report(
         meter=log.facts.name, scope=log.facts.scope, estimate=log.facts.is_estimate, refresh_s=log.characteristics.refresh_s,
         systematic=log.facts.systematic, idle=idle, variants=variants, warnings=log.warnings,
+        phase_watts={phase: watts for phase, (watts, _) in powers.items()},
     )  # fmt: skip
 
 

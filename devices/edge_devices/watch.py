@@ -21,12 +21,18 @@ LEAST_REFRESHES = 50
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnergy:
-    """Gross energy of one run: joules and joules per emitted token, or why there is no figure."""
+    """Gross energy of one run of `seconds`: joules and joules per emitted token, or why there is no figure."""
 
     facts: MeterFacts | None
     joules: Interval | None = None
     joules_per_token: Interval | None = None
+    seconds: float = 0.0
     reason: str = ""
+
+    @property
+    def watts(self) -> float | None:
+        """Mean power of the run; None where there is no figure."""
+        return self.joules.value / self.seconds if self.joules and self.seconds > 0 else None
 
     def sentence(self) -> str:
         """Returns the one line to show."""
@@ -69,15 +75,15 @@ class EnergyWatch:
         """Returns the energy of the block, and that per emitted token; a reason instead where the run was too short for the meter."""
         if self._meter is None or self._recorder is None:
             return RunEnergy(facts=None)
-        facts = self._meter.facts
+        facts, seconds = self._meter.facts, self._window[1] - self._window[0]
         try:
             joules = self._joules(self._recorder, facts)
         except DeviceError as error:
             return RunEnergy(facts=facts, reason=str(error))
         if tokens <= 0:
-            return RunEnergy(facts=facts, joules=joules, reason="no token was emitted")
+            return RunEnergy(facts=facts, joules=joules, seconds=seconds, reason="no token was emitted")
         per_token = of_error(joules.value / tokens, joules.error / tokens, joules.freedom, 1)
-        return RunEnergy(facts=facts, joules=joules, joules_per_token=per_token)
+        return RunEnergy(facts=facts, joules=joules, joules_per_token=per_token, seconds=seconds)
 
     def _joules(self, recorder: Recorder, facts: MeterFacts) -> Interval:
         start_s, end_s = self._window

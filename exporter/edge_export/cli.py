@@ -18,13 +18,16 @@ from rich.text import Text
 from edge_export.errors import ExportError
 from edge_export.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest, export_pair
 from edge_export.onnx_request import BLOCKS, ONNX_WEIGHTS, OnnxRequest
+from edge_export.plan import planned_manifest
 from edge_export.quantize import QUANTIZATIONS
 from edge_export.reference import reference_pair
 from edge_export.weighing import Weighing
-from edge_runtime.bundle import Bundle
+from edge_runtime.bundle import Bundle, Manifest
 from edge_runtime.config import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.config_file import read_config
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.phase_power import read_phase_power
+from edge_runtime.plan_command import device_speed, manifest_plan, plan_options, plan_values, show_plan
 from edge_runtime.presets import expanded, preset_of
 from edge_runtime.structure import to_json
 
@@ -35,6 +38,7 @@ Examples:
   edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --context 8192
   edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
   edge-export target-q4_0.gguf ./drafter -o my-bundle --force
+  edge-export ./target ./drafter --plan --device raspberry-pi-5
   edge-export --reference-pair -o reference
   edge-export --reference-pair -o reference --format onnx --onnx-target int8
 """
@@ -146,6 +150,14 @@ def check_formats(formats: str, quantization: str | None, onnx: dict[str, Any]) 
         )
 
 
+def check_making(output: Path | None, phase_power: Path | None, planning: bool) -> None:
+    """Raises a usage error where a bundle has no place to go, or for what only a plan takes."""
+    if output is None and not planning:
+        raise click.UsageError("Missing option '-o' / '--output'.")
+    if phase_power is not None and not planning:
+        raise click.UsageError("--phase-power is for --plan; leave it out")
+
+
 def check_weighing(calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None) -> None:
     """Raises a usage error for ways to weigh errors that contradict each other."""
     if calibrate and imatrix:
@@ -168,10 +180,16 @@ def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
     return config if preset is None else config.over(preset_of(preset).config)
 
 
+def run_plan(manifest: Manifest, device: str | None, phase_power: Path | None, as_json: bool) -> None:
+    """Prints what to expect of the pair's GGUF files on a device."""
+    power = read_phase_power(phase_power) if phase_power is not None else None
+    show_plan(manifest_plan(manifest, device_speed(device, None), context=manifest.runtime.context, power=power), None, as_json=as_json)
+
+
 @click.command(epilog=EXAMPLES)
 @click.argument("target", required=False)
 @click.argument("drafter", required=False)
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to make.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to make; needed unless --plan.")
 @click.option("--format", "formats", type=click.Choice(("gguf", "onnx", "both")), default="gguf", help="Files to make.  [default: gguf]")
 @click.option(
     "--target-quant", type=click.Choice(QUANTIZATIONS),
@@ -208,17 +226,24 @@ def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
 @click.option("--force", is_flag=True, help="Replace an existing bundle, once the new one is whole.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("--reference-pair", "shipped", is_flag=True, help="Export the small trained pair shipped with this package.")
+@click.option(
+    "--phase-power", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
+    help="With --plan: watts of draft, verify and plain as JSON.",
+)  # fmt: skip
+@plan_options
 @click.version_option(package_name="edge-mtp")
 def main(
-    target: str | None, drafter: str | None, output: Path, target_quant: str | None, drafter_quant: str | None, context: int | None,
+    target: str | None, drafter: str | None, output: Path | None, target_quant: str | None, drafter_quant: str | None, context: int | None,
     config_path: Path | None, preset: str | None, no_verify: bool, force: bool, as_json: bool, shipped: bool,
     calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None, drafter_imatrix: Path | None,
-    formats: str, **onnx: str | None,
+    formats: str, phase_power: Path | None, **onnx: Any,
 ) -> None:  # fmt: skip
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
     Each is a Hugging Face folder, a hub id, or an existing GGUF (checked, then taken as it is). A --config file may name them instead.
     """
+    planning = plan_values(onnx)
+    check_making(output, phase_power, planning.plan)
     try:
         config = export_config(config_path, preset)
     except EdgeRuntimeError as error:
@@ -235,6 +260,12 @@ def main(
     try:
         if shipped:
             target, drafter = map(str, reference_pair())
+        if output is None or planning.plan:
+            run_plan(planned_manifest(
+                str(target), str(drafter), target_quantization=target_quant or config.verifier.precision,
+                drafter_quantization=drafter_quant or config.drafter.precision, context=context or config.cache.max_context_length,
+            ), planning.device, phase_power, as_json)  # fmt: skip
+            return
         request = ExportRequest(
             target=str(target), drafter=str(drafter), output=output,
             target_quantization=target_quant or (config.verifier.precision if gguf else None),

@@ -5,34 +5,42 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from edge_runtime.backends.choice import BACKENDS, BackendKind
+from edge_runtime.bundle import open_bundle
 from edge_runtime.cache_options import CacheValues, cache_options, cache_values, remarks
 from edge_runtime.chat import MAX_TOKENS, Chat
 from edge_runtime.comparison import compare, comparison_table
 from edge_runtime.config import PRESET_NAMES, SpeculativeConfig, TuningConfig
 from edge_runtime.config_file import read_config
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
+from edge_runtime.energy_options import EnergyValues, energy_options, energy_record, energy_values
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.explain import Explain
 from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.lossless import check_lossless
 from edge_runtime.monitoring import MonitorOptions
 from edge_runtime.opening import OpenOptions, open_session
+from edge_runtime.phase_power import PhasePower
+from edge_runtime.plan_command import PlanValues, device_speed, manifest_plan, plan_options, plan_values, show_plan
+from edge_runtime.plan_measuring import measure_plan
 from edge_runtime.policies import POLICIES
 from edge_runtime.presets import expanded
 from edge_runtime.rejection import WARN_ABOVE
 from edge_runtime.sampling_options import request_options, sampling_options
 from edge_runtime.server.options import serve_options, serve_values
 from edge_runtime.session import Session
+from edge_runtime.settings import load_settings
 from edge_runtime.summary import summary
 from edge_runtime.terminal_chat import TerminalChat, chat_options, chat_values
 
 RUN_TOKENS = 128
+PLAN_PROMPT = "def area(width, height):\n"
 EXAMPLES = """
 \b
 Examples:
@@ -43,6 +51,10 @@ Examples:
   edge-run my-bundle --compare "import os"
   edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
   edge-run my-bundle --json-schema '{"type": "array", "items": {"type": "integer"}}' "primes = "
+  edge-run my-bundle --explain "what was drafted, and why"
+  edge-run my-bundle --objective energy --phase-power watts.json "fewest joules per token"
+  edge-run my-bundle --plan --device raspberry-pi-5
+  edge-run my-bundle --plan --measure      (predictions beside what this machine does)
   edge-run my-bundle --drafter lookup "drafts copied from the text itself"
   edge-run my-bundle --backend onnx "the same through onnxruntime"
   edge-run my-bundle --kv-type q8_0 --memory-limit 2GB "half the KV cache"
@@ -64,6 +76,7 @@ class RunOptions:
     verify_lossless: bool
     request: Mapping[str, Any]
     cache: CacheValues
+    energy: EnergyValues
 
 
 def note(text: str) -> None:
@@ -80,10 +93,12 @@ def run_once(session: Session, options: RunOptions) -> None:
         **options.request,
     )  # fmt: skip
     pieces = []
-    for piece in generation:
-        pieces.append(piece)
-        if not options.as_json:
-            click.echo(piece, nl=False)
+    with options.energy.watch() as watch:
+        for piece in generation:
+            pieces.append(piece)
+            if not options.as_json and not options.energy.explain:
+                click.echo(piece, nl=False)
+    energy = watch.energy(generation.stats.tokens)
     session.record(generation)
     if options.cache.save:
         session.save_state(options.cache.save)
@@ -91,7 +106,7 @@ def run_once(session: Session, options: RunOptions) -> None:
     if options.as_json:
         record: dict[str, Any] = {
             "prompt": options.prompt, "text": "".join(pieces), "drafter": session.drafter_kind, "stats": generation.stats.to_json(),
-            "finish_reason": generation.finish_reason,
+            "finish_reason": generation.finish_reason, **energy_record(energy),
         }  # fmt: skip
         if generation.options.constraint:
             record["whole"] = generation.whole
@@ -99,10 +114,11 @@ def run_once(session: Session, options: RunOptions) -> None:
             record["lossless"] = lossless.to_json()
         click.echo(json.dumps(record, ensure_ascii=False))
         return
-    click.echo()
+    click.echo("".join(pieces) if options.energy.explain else "")
     for sentence in remarks(generation, loaded=options.cache.load is not None):
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
+    note(energy.sentence())
     if not generation.whole:
         note("the text ended before the grammar did; raise --max-tokens, or leave --stop out")
     if lossless:
@@ -129,9 +145,38 @@ def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
     Console().print(comparison_table(comparison))
 
 
-def command_config(config: Path | None, policy: str | None, draft_length: int | None) -> SpeculativeConfig:
+def run_plan(folder: Path, options: RunOptions, asked: PlanValues, measuring: bool, opening: OpenOptions) -> None:
+    """Prints what to expect of the bundle, and what it does here if that is wanted too."""
+    bundle = open_bundle(folder, check_hashes=opening.get("check_hashes", True))
+    settings = load_settings(
+        bundle, config=opening.get("config"), preset=opening.get("preset"), context=opening.get("context"), notify=note
+    )
+    measured = None
+    # Before the machine is probed, which takes memory of its own.
+    if measuring:
+        with open_session(folder, **opening) as session:
+            measured = measure_plan(session, options.prompt or PLAN_PROMPT)
+    power = options.energy.power
+    plan = manifest_plan(
+        bundle.manifest, device_speed(asked.device, opening.get("threads")), context=settings.context,
+        kv_type=opening.get("kv_type") or settings.kv_type, longest=min(settings.longest, settings.longest_draft),
+        drafter=opening.get("drafter") or settings.drafter, power=power if isinstance(power, PhasePower) else None,
+    )  # fmt: skip
+    show_plan(plan, measured, as_json=options.as_json)
+
+
+def explained(session: Session, options: RunOptions) -> RunOptions:
+    """Returns the options with a listener that says a line about each round, if that was asked for."""
+    if not options.energy.explain:
+        return options
+    profit = session.profit() if options.draft_length is None else None
+    explain = Explain(lambda: profit.last if profit else None, session.settings.objective, note)
+    return replace(options, request={**options.request, "on_round": explain})
+
+
+def command_config(config: Path | None, policy: str | None, draft_length: int | None, objective: str | None) -> SpeculativeConfig:
     """Returns the configuration file with what the command line says of draft lengths over it."""
-    said = SpeculativeConfig(tuning=TuningConfig(policy=policy, initial_horizon=draft_length))
+    said = SpeculativeConfig(tuning=TuningConfig(policy=policy, initial_horizon=draft_length, objective=objective))
     return said if config is None else said.over(expanded(read_config(config)))
 
 
@@ -191,46 +236,59 @@ def check_combination(
 @sampling_options
 @cache_options
 @chat_options
+@energy_options
+@click.option("--measure", is_flag=True, help="With --plan: also run the bundle here, and say how far off each prediction is.")
+@plan_options
 @serve_options
 @click.version_option(package_name="edge-mtp")
 def main(
     bundle: Path, prompt: str | None, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int | None,
     threads: int | None, context: int | None, config: Path | None, preset: str | None, log: Path | None, warn_rejection: tuple[float, ...],
     as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, backend: BackendKind | None,
-    execution_provider: str | None, uniform_rows: bool, keep_packed: bool, **values: Any,
+    execution_provider: str | None, uniform_rows: bool, keep_packed: bool, measure: bool, **values: Any,
 ) -> None:  # fmt: skip
     """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter.
 
     Without PROMPT: a chat, with the bundle's chat template. It reads turns from the terminal, or one per line from a pipe.
     """
     try:
+        planning = plan_values(values)
+        if measure and (not planning.plan or planning.device is not None):
+            raise click.UsageError("--measure is for --plan on this machine; leave --device out and give --plan")
         serving = serve_values(values)
         chat = chat_values(values, chatting=prompt is None)
         cache = cache_values(values, once=prompt is not None and not comparing)
+        energy = energy_values(values, note, policy=policy, draft_length=draft_length)
         request = request_options(values)
         if prompt is None and (comparing or verify_lossless):
             raise click.UsageError("--compare and --verify-lossless need a PROMPT")
         check_combination(request, policy, draft_length, comparing=comparing, verify_lossless=verify_lossless)
+        if energy.explain and (prompt is None or comparing):
+            raise click.UsageError("--explain is for a PROMPT that runs once, not for a chat or --compare; leave it out")
         options = RunOptions(
             prompt=sys.stdin.read() if prompt == "-" else prompt or "", as_json=as_json, verify_lossless=verify_lossless, request=request,
             draft_length=None if policy == "rolling" else draft_length,
-            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS), cache=cache,
+            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS), cache=cache, energy=energy,
         )  # fmt: skip
         monitoring = MonitorOptions(
             warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
         )
         opening: OpenOptions = {
             "threads": threads, "context": context, "drafter": drafter, "check_hashes": check_hashes, "notify": note,
-            "config": command_config(config, policy, draft_length), "preset": preset, "monitoring": monitoring,
-            "kv_type": cache.kv_type, "memory_limit": cache.memory_limit, "backend": backend, "execution_provider": execution_provider,
-            "uniform_rows": uniform_rows, "keep_packed": keep_packed,
+            "backend": backend, "execution_provider": execution_provider, "uniform_rows": uniform_rows, "keep_packed": keep_packed,
+            "kv_type": cache.kv_type, "memory_limit": cache.memory_limit, "power": energy.power,
+            "config": command_config(config, policy, draft_length, energy.objective), "preset": preset, "monitoring": monitoring,
         }  # fmt: skip
+        if planning.plan:
+            run_plan(bundle, options, planning, measure, opening)
+            return
         if serving is not None:
             from edge_runtime.server.serve import serve
 
             serve(bundle, serving, note, **opening)
             return
         with open_session(bundle, **opening) as session:
+            options = explained(session, options)
             if prompt is None:
                 run_chat(session, options, chat)
             elif comparing:

@@ -15,6 +15,7 @@ from edge_runtime.errors import ConfigError
 from edge_runtime.policies import POLICIES
 
 BLOCK = "speculative_decoding"
+OBJECTIVES = ("time", "energy")
 PRESET_NAMES = ("code", "chat", "edge", "batch")
 MAX_CONTEXT = 1 << 24
 
@@ -88,7 +89,12 @@ class TuningConfig(Section):
 
     name = "tuning"
     preset: str | None = _key(one_of(*PRESET_NAMES), "code, chat, edge or batch: its values stand under the ones given in this file")
-    policy: str | None = _key(one_of(*POLICIES), "fixed: always initial_horizon; rolling and stepped: follow the acceptance")
+    policy: str | None = _key(
+        one_of(*POLICIES), "profit: what pays here; fixed: always initial_horizon; rolling and stepped: follow the acceptance"
+    )
+    objective: str | None = _key(
+        one_of(*OBJECTIVES), "profit drafts for the most tokens per second (time) or the fewest joules per token (energy)"
+    )
     initial_horizon: int | None = _key(
         whole(0, MAX_DRAFT_LENGTH), "tokens to draft in the first round; 0 with policy fixed is plain decoding"
     )

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from edge_runtime.backends.base import Drafter, Target
 from edge_runtime.cost_curve import MAX_ROWS, MeasuredCosts
+from edge_runtime.machine_cache import read_entries, remember_entry
 
 CACHE_NAME = "costs.json"
-MAX_CACHE_BYTES = 1 << 20
-# The newest so many are remembered.
-MAX_REMEMBERED = 200
 MAX_SECONDS = 2.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
 # Text the rows are verified after, and steps of a timed draft.
@@ -64,31 +59,9 @@ def measure_costs(
 
 def remembered_costs(path: Path, key: str) -> MeasuredCosts | None:
     """Returns what `remember_costs` kept under this key; None if there is nothing or the file is damaged."""
-    return MeasuredCosts.from_json(_read(path).get(key))
+    return MeasuredCosts.from_json(read_entries(path).get(key))
 
 
 def remember_costs(path: Path, key: str, costs: MeasuredCosts) -> None:
     """Keeps costs for the next time; where that cannot be written they are measured again, which takes two seconds."""
-    entries = {k: v for k, v in _read(path).items() if k != key}
-    kept = dict([*list(entries.items())[-MAX_REMEMBERED + 1 :], (key, costs.to_json())])
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=CACHE_NAME, delete=False, encoding="utf-8") as file:
-            temporary = Path(file.name)
-            json.dump(kept, file, indent=2)
-        temporary.replace(path)
-    except OSError:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        if path.stat().st_size > MAX_CACHE_BYTES:
-            return {}
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    remember_entry(path, key, costs.to_json())

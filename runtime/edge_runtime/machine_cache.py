@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import platform
+import tempfile
 from pathlib import Path
 
 CACHE_VARIABLE = "EDGE_MTP_CACHE"
+MAX_CACHE_BYTES = 1 << 20
+# The newest so many entries of a file are kept.
+MAX_REMEMBERED = 200
 _CPU_FIELDS = {"model name", "flags", "Features", "CPU implementer", "CPU variant", "CPU part", "CPU revision"}
 
 
@@ -24,3 +30,31 @@ def cpu_identity() -> list[str]:
         return [platform.processor()]
     pairs = (line.partition(":") for line in lines)
     return sorted({f"{name.strip()}:{value.strip()}" for name, _, value in pairs if name.strip() in _CPU_FIELDS})
+
+
+def read_entries(path: Path) -> dict[str, object]:
+    """Returns what a file of remembered entries holds, by key; nothing if it is missing or damaged."""
+    try:
+        if path.stat().st_size > MAX_CACHE_BYTES:
+            return {}
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def remember_entry(path: Path, key: str, value: object) -> None:
+    """Adds an entry as the newest; where that cannot be written it is only measured again the next time."""
+    entries = {k: v for k, v in read_entries(path).items() if k != key}
+    kept = dict([*list(entries.items())[-MAX_REMEMBERED + 1 :], (key, value)])
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
+            temporary = Path(file.name)
+            json.dump(kept, file, indent=2)
+        temporary.replace(path)
+    except OSError:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from edge_runtime.backends.base import Drafter, Target, Together
 from edge_runtime.backends.choice import BackendKind, choose_backend
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.config import SpeculativeConfig
-from edge_runtime.cost_curve import CostCurve
+from edge_runtime.cost_curve import CostCurve, Costs
 from edge_runtime.cost_probe import CACHE_NAME, measure_costs, remember_costs, remembered_costs
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
@@ -28,8 +28,13 @@ from edge_runtime.machine_cache import cache_folder, cpu_identity
 from edge_runtime.memory_check import available_memory, check_memory, memory_bytes
 from edge_runtime.memory_plan import Opening
 from edge_runtime.monitoring import Monitor, MonitorOptions
+from edge_runtime.phase_power import EnergyCosts, PhasePower
 from edge_runtime.session import Session
 from edge_runtime.settings import Settings, load_settings
+
+# Returns the watts of each phase, measured on an opened pair or remembered under a key; leaves the cache empty. It gets the pair, a token to
+# fill texts with, the most rows of a verify, and the key.
+PowerSource = Callable[[Target, Drafter | None, int, int, str], PhasePower]
 
 
 class OpenOptions(TypedDict, total=False):
@@ -40,6 +45,7 @@ class OpenOptions(TypedDict, total=False):
     both the dense and the split. `notify` gets a sentence now and then, such as about a first probe. `monitoring` says what the
     monitor tells whom; its window is the configured one. `kv_type` is that of the KV cache; `memory_limit`, bytes or a text such as
     "2GB", refuses before it is opened what would take more, and without one the machine is asked (see `check_memory`). `check_hashes` False leaves out the files' sha256.
+    `power`, watts per phase or who measures them, is what the configuration's objective "energy" needs.
 
     `backend` None is llama.cpp or onnxruntime, by what the bundle holds and what is installed. The last three are onnxruntime's: where the
     graphs run, whether a single row goes through the kernels of several, and whether packed weights are kept on disk (`OrtOptions`).
@@ -55,6 +61,7 @@ class OpenOptions(TypedDict, total=False):
     memory_limit: str | int | None
     check_hashes: bool
     notify: Callable[[str], None]
+    power: PhasePower | PowerSource | None
     backend: BackendKind | None
     execution_provider: str | None
     uniform_rows: bool
@@ -125,6 +132,7 @@ class _Opening:
     monitor: Monitor
     drafter: DrafterKind | None
     threads: int
+    power: PhasePower | PowerSource | None
     notify: Callable[[str], None]
 
 
@@ -136,10 +144,12 @@ def _prepared(folder: Path | str, options: OpenOptions) -> _Opening:
     settings = load_settings(
         bundle, config=options.get("config"), preset=options.get("preset"), context=options.get("context"), notify=notify
     )
+    if settings.objective == "energy":
+        _check_energy(settings, options)
     monitor = Monitor(replace(options.get("monitoring") or MonitorOptions(), window=settings.window))
     return _Opening(
         bundle=bundle, settings=settings, monitor=monitor, drafter=drafter or settings.drafter,
-        threads=options.get("threads") or default_threads(), notify=notify,
+        threads=options.get("threads") or default_threads(), power=options.get("power"), notify=notify,
     )  # fmt: skip
 
 
@@ -154,7 +164,7 @@ def _open_onnx(opening: _Opening, options: OpenOptions) -> Session:
     )  # fmt: skip
     target, drafter, kind = open_onnx(opening.bundle, ort_options, opening.drafter, opening.notify)
 
-    def costs() -> CostCurve:
+    def costs() -> Costs:
         facts = (ort_options, kind)
         return _costs(opening, target, drafter, target.vocabulary.bos, facts)
 
@@ -188,7 +198,7 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
     )  # fmt: skip
     own = zip(together.targets, together.drafters, strict=True)
 
-    def costs() -> CostCurve:
+    def costs() -> Costs:
         facts = (kv_type, kind, answer.use_extra_bufts, library_version(), system_info(), *quantizations)
         return _costs(opening, together.targets[0], together.drafters[0], together.vocabulary.bos, facts)
 
@@ -199,8 +209,10 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
     return Sessions(sessions, together)
 
 
-def _costs(opening: _Opening, target: Target, drafter: Drafter | None, bos: int, facts: Sequence[object]) -> CostCurve:
+def _costs(opening: _Opening, target: Target, drafter: Drafter | None, bos: int, facts: Sequence[object]) -> Costs:
     """Returns the remembered costs of this pair on this machine, or measures them, which takes about two seconds the first time.
+
+    Seconds, or joules if the objective is energy; a power that has to be measured takes longer.
 
     Called before a request's prompt is in the cache: measuring empties it.
     """
@@ -212,7 +224,21 @@ def _costs(opening: _Opening, target: Target, drafter: Drafter | None, bos: int,
     if measured is None:
         measured = measure_costs(target, drafter, max(bos, 0), most_rows=rows)
         remember_costs(path, key, measured)
-    return CostCurve(measured)
+    curve, power = CostCurve(measured), opening.power
+    if opening.settings.objective != "energy" or power is None:
+        return curve
+    return EnergyCosts(curve, power if isinstance(power, PhasePower) else power(target, drafter, max(bos, 0), rows, key))
+
+
+def _check_energy(settings: Settings, options: OpenOptions) -> None:
+    """Raises RequestError where joules cannot be weighed: another policy, or no power of the phases."""
+    if settings.policy != "profit":
+        raise RequestError(f"the objective energy is for the policy profit, not {settings.policy}; take one or the other back")
+    if options.get("power") is None:
+        raise RequestError(
+            "the objective energy needs the power of each phase, and there is no usable energy meter here (edge-devices meters) and no"
+            " file of calibrated watts; give --phase-power FILE, or use the objective time"
+        )
 
 
 def _check_memory(

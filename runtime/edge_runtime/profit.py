@@ -55,7 +55,7 @@ class Profit:
         self._stepwise = stepwise
         self._credit = 0.0
         self._mode, self._planned = "draft", 0
-        self._rate = 0.0
+        self._rate = self._plain_rate = 0.0
         self._positions = model.positions()
         self._rows = [0] * (longest + 2)
         self._row_costs = [0.0] * (longest + 2)
@@ -92,7 +92,7 @@ class Profit:
         self._stale = False
         self._positions = self._model.positions()
         self._weigh_rows()
-        plain = 1 / self._costs.verify(1)
+        plain = self._plain_rate = 1 / self._costs.verify(1)
         step, chain, tokens, best = self._costs.step(), 1.0, 1.0, 0.0
         self._planned = 0
         for length in range(1, self._longest + 1):
@@ -150,7 +150,7 @@ class Profit:
         return Decision(
             mode=self._mode if drafted or self.listening else "plain", planned=self._planned, drafted=drafted,
             padding=self.padding(drafted), expected=self._expected, cost=drafted * self._costs.step() + self._row_costs[drafted + 1],
-            plain_rate=1 / self._costs.verify(1), best_rate=self._rate, confidences=tuple(self._confidences),
+            plain_rate=self._plain_rate, best_rate=self._rate, confidences=tuple(self._confidences),
         )  # fmt: skip
 
     def _gain_of_more(self, drafted: int) -> float:

@@ -39,6 +39,7 @@ class Settings:
     memory_limit: int | None
     overflow: str
     policy: str
+    objective: str
     start: int
     shortest: int
     longest: int
@@ -71,8 +72,8 @@ def defaults(runtime: RuntimeSettings) -> SpeculativeConfig:
             shared_kv=True, eviction_policy="sliding_window", max_context_length=runtime.context, kv_type="f16", overflow="stop"
         ),
         tuning=TuningConfig(
-            policy="profit", initial_horizon=first, min_horizon=min(1, first), max_horizon=max(LONGEST, first), acceptance_threshold=0.7,
-            rejection_penalty=1.0, monitoring_window=WINDOW_TOKENS,
+            policy="profit", objective="time", initial_horizon=first, min_horizon=min(1, first), max_horizon=max(LONGEST, first),
+            acceptance_threshold=0.7, rejection_penalty=1.0, monitoring_window=WINDOW_TOKENS,
         ),
         streaming=StreamingConfig(commit_on_accept=True, fallback_always_append=True, chunk_size=1),
     )  # fmt: skip
@@ -126,6 +127,7 @@ def resolve_settings(layers: Iterable[SpeculativeConfig], bundle: Bundle) -> Set
         memory_limit=None if memory is None else bytes_of(memory),
         overflow=_said(config.cache.overflow),
         policy=_said(tuning.policy),
+        objective=_said(tuning.objective),
         start=_said(tuning.initial_horizon),
         shortest=_said(tuning.min_horizon),
         longest=_said(tuning.max_horizon),

@@ -185,7 +185,9 @@ def test_phases_by_calibration_and_by_time():
     plain = make_report(session(machine, {"plain": work})).variants[0]
     assert plain.phase_method == "time_proportional"
     loops = {"calibrate:prefill": machine.workload(20.0, tokens=0), "calibrate:decode": machine.workload(10.0)}
-    plain = make_report(session(machine, {"plain": work, **loops})).variants[0]
+    report = make_report(session(machine, {"plain": work, **loops}))
+    assert report.to_json()["phase_watts"] == pytest.approx({"prefill": 20.0, "decode": 10.0}, rel=1e-3)
+    plain = report.variants[0]
     assert plain.phase_method == "calibrated"
     assert plain.closes
     assert plain.joules_per_output_token.value == pytest.approx(10.0 * 2 / 50, rel=1e-3)

@@ -130,3 +130,22 @@ def test_an_unusable_text_is_one_sentence(pair: list[Path], tmp_path: Path) -> N
     assert result.exit_code == 1
     assert "empty.txt is empty; give text of the kind the model will read" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_makes_nothing_and_its_sizes_are_those_of_an_export(pair: list[Path], tmp_path: Path) -> None:
+    result = invoke(*pair, "--plan", "--device", "raspberry-pi-5", "--json", *QUICK[:4], "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    planned = json.loads(result.stdout)["plan"]
+    assert not (tmp_path / "out").exists()
+    assert invoke(*pair, "-o", tmp_path / "out", *QUICK).exit_code == 0
+    target = open_bundle(tmp_path / "out").file("target")
+    assert planned["memory"]["weights"] == pytest.approx(
+        target.bytes + sum(f.bytes for f in open_bundle(tmp_path / "out").manifest.files if f.role in ("drafter_body", "drafter_head")),
+        rel=0.1,
+    )
+
+
+def test_an_output_is_needed_unless_it_is_a_plan(pair: list[Path], tmp_path: Path) -> None:
+    assert invoke(*pair).exit_code == 2
+    assert invoke(*pair, "-o", tmp_path / "out", "--device", "apple-m").exit_code == 2
+    assert "no device profile 'x'" in invoke(*pair, "--plan", "--device", "x").stderr

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from edge_runtime.acceptance_model import AcceptanceModel
 from edge_runtime.cost_curve import MAX_ROWS, CostCurve, MeasuredCosts
-from edge_runtime.cost_probe import MAX_REMEMBERED, measure_costs, remember_costs, remembered_costs
+from edge_runtime.cost_probe import measure_costs, remember_costs, remembered_costs
+from edge_runtime.machine_cache import MAX_REMEMBERED
 from edge_runtime.policies import Fixed
 from edge_runtime.profit import Profit
 from scripted import ScriptedDrafter, ScriptedTarget, make_session, next_token, plain_greedy
