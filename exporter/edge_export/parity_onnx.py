@@ -28,7 +28,7 @@ from edge_export.parity import (
     reference_rows,
     why_not,
 )
-from edge_runtime.bundle import CacheLayout, OnnxGraphs
+from edge_runtime.bundle import CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.errors import EdgeRuntimeError
 
 # Both sides compute in float32; what is left is the order of summation. On the reference pair the logits are within 1e-4.
@@ -38,22 +38,14 @@ QUANTIZED_KL_LIMITS: dict[OnnxWeights, float] = {"f32": LIMITS.mean_kl, "f16": 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnnxFiles:
-    """The graphs of a pair; their data files lie beside them."""
-
-    target: Path
-    target_head: Path
-    drafter: Path
-
-
-@dataclass(frozen=True, kw_only=True)
 class OnnxParityRequest(ReferenceRequest):
-    """What is compared: `exported` are the bundle's graphs, `plain` the same with float32 weights (or the same files)."""
+    """What is compared: `exported` are the bundle's files by role, `plain` the same with float32 weights (or the same files)."""
 
-    plain: OnnxFiles
-    exported: OnnxFiles
+    plain: dict[str, Path]
+    exported: dict[str, Path]
     layout: CacheLayout
     graphs: OnnxGraphs
+    static: StaticGraphs | None = None
     hidden_size: int
     vocab_size: int
     weights: OnnxWeights
@@ -100,13 +92,19 @@ def _judged(request: OnnxParityRequest, length: int, plain: Divergence, final: D
     }
 
 
-def _rows(request: OnnxParityRequest, files: OnnxFiles, tokens: list[int]) -> Rowset:
-    from edge_runtime.backends.ort_open import OrtOptions, PairFiles, open_pair
+def _rows(request: OnnxParityRequest, files: dict[str, Path], tokens: list[int]) -> Rowset:
+    from edge_runtime.backends.ort_open import OrtOptions, PairFiles, StaticParts, open_pair
 
+    static = None
+    if request.static is not None:
+        static = StaticParts(
+            facts=request.static, prefill=files["target_prefill"], row=files["target_row"], embedding=files["embedding"],
+            per_layer_embedding=files.get("per_layer_embedding"),
+        )  # fmt: skip
     pair = PairFiles(
-        target=files.target, target_head=files.target_head, drafter=files.drafter,
+        target=files["target"], target_head=files.get("target_head"), drafter=files["drafter"],
         tokenizer=request.tokenizer_folder / "tokenizer.json", layout=request.layout, graphs=request.graphs,
-        hidden_size=request.hidden_size, vocab_size=request.vocab_size,
+        hidden_size=request.hidden_size, vocab_size=request.vocab_size, static=static,
     )  # fmt: skip
     target, drafter = open_pair(pair, OrtOptions(context=len(tokens), threads=request.threads))
     with target:
