@@ -23,7 +23,9 @@ class EdgeExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # optimum
 
     def run(self) -> None:
         """Runs `edge-export`; ends the process as that does."""
-        main.main(args=[word for parameter in main.params for word in _words(parameter, vars(self.args))], prog_name="optimum-cli export edge")
+        main.main(
+            args=[word for parameter in main.params for word in _words(parameter, vars(self.args))], prog_name="optimum-cli export edge"
+        )
 
 
 def _declare(parser: ArgumentParser, parameter: click.Parameter) -> None:
