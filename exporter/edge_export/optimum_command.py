@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Mapping
 
 import click
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
@@ -43,7 +44,7 @@ def _declare(parser: ArgumentParser, parameter: click.Parameter) -> None:
     )  # fmt: skip
 
 
-def _words(parameter: click.Parameter, given: dict[str, object]) -> list[str]:
+def _words(parameter: click.Parameter, given: Mapping[str, object]) -> list[str]:
     """The words of a command line that give a parameter the value it was given here."""
     value = given.get(str(parameter.name))
     if value in (None, False):
@@ -53,8 +54,8 @@ def _words(parameter: click.Parameter, given: dict[str, object]) -> list[str]:
     return [parameter.opts[-1], *([] if _is_flag(parameter) else [str(value)])]
 
 
-def _is_flag(parameter: click.Option) -> bool:
-    return bool(parameter.is_flag)
+def _is_flag(parameter: click.Parameter) -> bool:
+    return isinstance(parameter, click.Option) and bool(parameter.is_flag)
 
 
 def _help(parameter: click.Option) -> str:
