@@ -17,8 +17,8 @@ BLOCKS: tuple[Block, ...] = get_args(Block)
 # "static" is any runtime that wants fixed shapes; the others are that too, with weights in the form this execution provider takes.
 Device = Literal["static", "openvino-npu", "qnn"]
 DEVICES: tuple[Device, ...] = get_args(Device)
-# What a device's weights are where nothing else is asked for. One scale per channel leaves 4 bits too coarse.
-DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qnn": {"target": "int8"}}
+# What a device's weights are where nothing else is asked for. QNN's compiler fails on whole numbers beside per-layer embeddings.
+DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qnn": {"target": "f16", "drafter": "f16"}}
 # Role, path, format and quantization of a file in the bundle.
 OnnxPart = tuple[str, Path, str, str | None]
 # Bytes per weight, with a float32 scale for each block of 32.

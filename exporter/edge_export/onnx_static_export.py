@@ -19,13 +19,14 @@ from edge_export.nbits import WeightSpec
 from edge_export.onnx_export import onnx_facts, onnx_reference, paths_of, quantization_name
 from edge_export.onnx_request import OnnxPart, OnnxRequest, OnnxWeights, check_onnx_sources
 from edge_export.onnx_static_blocks import Shape
-from edge_export.onnx_static_models import store_target, write_drafter_graph, write_target_graph
-from edge_export.onnx_static_weights import ChannelForm, PlainGraph, PlainWeightFile
+from edge_export.onnx_static_models import store_drafter, store_target, write_drafter_graph, write_target_graph
+from edge_export.onnx_static_weights import ChannelForm, PlainGraph, PlainWeightFile, Range
 from edge_export.onnx_target import TargetForms
 from edge_export.onnx_weights import WeightForm, row_pieces
-from edge_export.parity_onnx import OnnxParityRequest, measure_onnx_parity, onnx_why_not
+from edge_export.parity_onnx import OnnxPair, OnnxParityRequest, measure_onnx_parity, measure_ranges, onnx_why_not
 from edge_export.safetensors_file import read_float_chunks
 from edge_export.sources import ResolvedSource
+from edge_export.vocabulary import TOKENIZER_NAME
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, RuntimeSettings, StaticGraphs
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 PREFILL_ROWS = 64
 # The recommended draft and the token before it.
 VERIFY_ROWS = RuntimeSettings().draft_length + 1
+_ROWS = {"target_prefill": PREFILL_ROWS, "target": VERIFY_ROWS, "target_row": 1}
 _TABLES = {"embedding": "model.embed_tokens.weight", "per_layer_embedding": "model.embed_tokens_per_layer.weight"}
 
 
@@ -56,33 +58,59 @@ def write_static(
     first, model = target.checkpoint, target.checkpoint.architecture
     if model.experts:
         raise ExportError(f"{target.origin} picks its experts while it runs, which graphs of fixed shapes cannot; leave --device out")
+    if request.device == "qnn" and "int4" in (request.target, request.drafter, request.embedding):
+        raise ExportError("QNN computes wrong products with int4 weights of one scale per channel; take f16 or int8 for --device qnn")
     named = dataclasses.replace(layout, buffers=_buffers(model, layout))
     sizes = {SLIDING if buffer.kind == "sliding" else FULL: buffer.rows for buffer in named.buffers}
     label, drafter_label = _label("target", request), _label("drafter", request)
-    rows = {"target_prefill": PREFILL_ROWS, "target": VERIFY_ROWS, "target_row": 1}
-    paths = {role: folder / f"{role.replace('_', '-')}-{label}.onnx" for role in rows}
+    paths = {role: folder / f"{role.replace('_', '-')}-{label}.onnx" for role in _ROWS}
     paths["drafter"] = folder / f"drafter-{drafter_label}.onnx"
     data = {role: folder / f"{role}-{name}.onnx_data" for role, name in (("target", label), ("drafter", drafter_label))}
     forms = TargetForms(layers=_form(request.target, request), embedding=_form(request.embedding or request.target, request))
     with PlainWeightFile(data["target"], progress, importance.get("target")) as weights:
         stored = store_target(first, weights, forms)
-    for role, count in rows.items():
-        write_target_graph(stored, Shape(rows=count, buffers=sizes), paths[role], logits=role != "target_prefill")
     with PlainWeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
         form = _form(request.drafter, request)
-        write_drafter_graph(
-            model, layout.drafter_sources, drafter.checkpoint, weights, Shape(rows=1, buffers=sizes), paths["drafter"],
-            form=form, head_form=_form("int8", request) if request.drafter == "int4" else form,
-        )  # fmt: skip
+        drafting = store_drafter(drafter.checkpoint, weights, form, _form("int8", request) if request.drafter == "int4" else form)
     parts: list[OnnxPart] = [(role, path, "onnx", drafter_label if role == "drafter" else label) for role, path in paths.items()]
     parts += [(f"{role}_data", path, "onnx_data", drafter_label if role == "drafter" else label) for role, path in data.items()]
     parts += _write_tables(first, request, folder, progress)
-    static = StaticGraphs(
-        device=request.device or "static", prefill_rows=PREFILL_ROWS, verify_rows=VERIFY_ROWS, embedding_scale=sqrt(model.hidden_size),
-        per_layer_scale=sqrt(model.per_layer_size / 2) if model.per_layer_size else None,
+    written = StaticFiles(
+        parts=parts, layout=named, graphs=dataclasses.replace(onnx_facts(target, set()), opset=PlainGraph.opset),
+        static=StaticGraphs(
+            device=request.device or "static", prefill_rows=PREFILL_ROWS, verify_rows=VERIFY_ROWS,
+            embedding_scale=sqrt(model.hidden_size), per_layer_scale=sqrt(model.per_layer_size / 2) if model.per_layer_size else None,
+        ),
     )  # fmt: skip
-    graphs = dataclasses.replace(onnx_facts(target, set()), opset=PlainGraph.opset)
-    return StaticFiles(parts=parts, layout=named, graphs=graphs, static=static)
+
+    def write_graphs(ranges: Mapping[str, tuple[Range, Range]], *, watched: bool = False) -> None:
+        for role, count in _ROWS.items():
+            graph, shape = PlainGraph(role, ranges=ranges, watched=watched), Shape(rows=count, buffers=sizes)
+            write_target_graph(stored, shape, graph, paths[role], logits=role != "target_prefill")
+        graph = PlainGraph("drafter", ranges=ranges, watched=watched)
+        write_drafter_graph(model, layout.drafter_sources, drafting, Shape(rows=1, buffers=sizes), graph, paths["drafter"])
+
+    if request.device == "qnn" and request.weighed:
+        write_graphs({}, watched=True)
+        write_graphs(_ranges(target, written))
+    else:
+        write_graphs({})
+    return written
+
+
+def _ranges(target: ResolvedSource, watched: StaticFiles) -> dict[str, tuple[Range, Range]]:
+    """What goes into and comes out of each matrix of graphs that say so, by its name."""
+    assert target.tokenizer_folder is not None
+    model = target.checkpoint.architecture
+    found = measure_ranges(
+        OnnxPair(
+            files=paths_of(watched.parts), layout=watched.layout, graphs=watched.graphs, static=watched.static,
+            tokenizer=target.tokenizer_folder / TOKENIZER_NAME, hidden_size=model.hidden_size, vocab_size=model.vocab_size,
+        )
+    )  # fmt: skip
+    return {
+        name: (Range(least=ends[0], greatest=ends[1]), Range(least=ends[2], greatest=ends[3])) for name, ends in found.items()
+    }  # fmt: skip
 
 
 def compare_static(
@@ -111,10 +139,9 @@ def compare_static(
 def _form(weights: OnnxWeights, request: OnnxRequest) -> WeightForm:
     if weights == "f32" or weights == "f16":
         return WeightForm(kind=weights)
-    bits = 8 if weights == "int8" else 4
     if request.device == "qnn":
-        return ChannelForm(kind="blocks", bits=bits)
-    return WeightForm(kind="blocks", spec=WeightSpec(bits=bits, block=request.block))
+        return ChannelForm(kind="blocks")
+    return WeightForm(kind="blocks", spec=WeightSpec(bits=8 if weights == "int8" else 4, block=request.block))
 
 
 def _label(role: str, request: OnnxRequest) -> str:

@@ -46,10 +46,9 @@ def store_target(checkpoint: Checkpoint, weights: PlainWeightFile, forms: Target
     )  # fmt: skip
 
 
-def write_target_graph(target: StaticTarget, shape: Shape, path: Path, *, logits: bool) -> None:
+def write_target_graph(target: StaticTarget, shape: Shape, graph: PlainGraph, path: Path, *, logits: bool) -> None:
     """Writes a graph of `shape.rows` rows; outputs `hidden` [1, rows, hidden_size], the new K/V rows, and `logits` if they are wanted."""
     model, rows = target.model, shape.rows
-    graph = PlainGraph(path.stem)
     embedded = graph.input("embedded", "f32", (1, rows, model.hidden_size))
     blocks = StaticBlocks(graph, model, shape, declare_static(graph, model, shape, rows))
     per_layer: list[str] = []
@@ -83,55 +82,83 @@ def _logits(graph: Graph, model: TextArchitecture, hidden: str, head: Matrix) ->
     return graph.op("Identity", logits, name="logits")
 
 
+@dataclass(frozen=True, kw_only=True)
+class StaticDrafter:
+    """The drafter's weights; `head` adds the outputs of its head to a graph."""
+
+    model: AssistantArchitecture
+    before: Matrix
+    after: Matrix
+    layers: list[BlockWeights]
+    norm: Stored
+    head: Callable[[Graph, str], None]
+
+
+def store_drafter(checkpoint: Checkpoint, weights: PlainWeightFile, form: WeightForm, head_form: WeightForm) -> StaticDrafter:
+    """Writes the drafter's weights."""
+    model = checkpoint.assistant
+    return StaticDrafter(
+        model=model,
+        before=weights.matrix(checkpoint, ["pre_projection.weight"], form), after=weights.matrix(checkpoint, ["post_projection.weight"], form),
+        layers=[store_block(weights, checkpoint, layer, form) for layer in range(model.layers)],
+        norm=weights.vector(checkpoint, "model.norm.weight"),
+        head=(_sparse_head if model.ordered_embeddings else _dense_head)(checkpoint, weights, head_form),
+    )  # fmt: skip
+
+
 def write_drafter_graph(
-    target: TextArchitecture, sources: tuple[int, ...], checkpoint: Checkpoint, weights: PlainWeightFile, shape: Shape, path: Path, *,
-    form: WeightForm, head_form: WeightForm,
+    target: TextArchitecture, sources: tuple[int, ...], drafter: StaticDrafter, shape: Shape, graph: PlainGraph, path: Path
 ) -> None:  # fmt: skip
     """Writes one draft step; `sources[i]` is the target layer whose rows layer i reads.
 
     Takes `embedded` and `hidden` [1, 1, target_hidden_size]; gives `scores` float32 [n], with a sparse head the `candidates` int64 [n]
     they belong to, and `hidden_out`, the next step's `hidden`.
     """
-    model = checkpoint.assistant
-    graph = PlainGraph(path.stem)
+    model = drafter.model
     width = (1, 1, model.target_hidden_size)
     both = graph.op("Concat", graph.input("embedded", "f32", width), graph.input("hidden", "f32", width), axis=-1)
     blocks = StaticBlocks(graph, model, shape, declare_static(graph, model, shape, 0))
     buffers = {layer: declare_buffer(graph, target, shape, layer) for layer in sorted(set(sources))}
-    value = graph.linear(both, weights.matrix(checkpoint, ["pre_projection.weight"], form))
+    value = graph.linear(both, drafter.before)
     for layer, source in enumerate(sources):
-        value = blocks.block(value, layer, store_block(weights, checkpoint, layer, form), cache=buffers[source])
-    value = blocks.norm(value, graph.weight(weights.vector(checkpoint, "model.norm.weight")))
-    following = graph.linear(value, weights.matrix(checkpoint, ["post_projection.weight"], form))
-    graph.output(graph.op("Identity", following, name="hidden_out"), "f32", width)
-    head: Callable[..., None] = _sparse_head if model.ordered_embeddings else _dense_head
-    head(graph, checkpoint, weights, head_form, value)
+        value = blocks.block(value, layer, drafter.layers[layer], cache=buffers[source])
+    value = blocks.norm(value, graph.weight(drafter.norm))
+    graph.output(graph.op("Identity", graph.linear(value, drafter.after), name="hidden_out"), "f32", width)
+    drafter.head(graph, value)
     graph.save(path)
 
 
-def _dense_head(graph: Graph, checkpoint: Checkpoint, weights: PlainWeightFile, form: WeightForm, value: str) -> None:
+def _dense_head(checkpoint: Checkpoint, weights: PlainWeightFile, form: WeightForm) -> Callable[[Graph, str], None]:
     model = checkpoint.assistant
     table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], form)
-    flat = graph.op("Reshape", graph.linear(value, table), graph.integers([model.vocab_size]))
-    graph.output(graph.op("Identity", flat, name="scores"), "f32", (model.vocab_size,))
+
+    def head(graph: Graph, value: str) -> None:
+        flat = graph.op("Reshape", graph.linear(value, table), graph.integers([model.vocab_size]))
+        graph.output(graph.op("Identity", flat, name="scores"), "f32", (model.vocab_size,))
+
+    return head
 
 
-def _sparse_head(graph: Graph, checkpoint: Checkpoint, weights: PlainWeightFile, form: WeightForm, value: str) -> None:
+def _sparse_head(checkpoint: Checkpoint, weights: PlainWeightFile, form: WeightForm) -> Callable[[Graph, str], None]:
     """The tokens of the best centroids are candidates; a centroid's output rows lie in one piece, rounded to float16 at most."""
-    model: AssistantArchitecture = checkpoint.assistant
+    model = checkpoint.assistant
     order, each = token_order(checkpoint), model.vocab_size // model.centroids
     count = model.top_centroids * each
     tokens = weights.array(order.astype("<i4").reshape(model.centroids, each), "i32")
     rows = weights.rows_matrix(cluster_rows(checkpoint, order), model.vocab_size, model.hidden_size, form)
     centroids = weights.matrix(checkpoint, [CENTROIDS], WeightForm(kind="f32"))
-    shares = graph.op("Reshape", graph.linear(value, centroids), graph.integers([model.centroids]))
-    _, best = graph.ops("TopK", [shares, graph.integers([model.top_centroids])], 2, sorted=1)
-    grouped = rows.shaped(model.centroids, each * model.hidden_size)
-    near = graph.op("Gather", graph.weight(grouped), best, axis=0)
-    near = graph.op("Cast", near, to=1) if rows.type == "f16" else near
-    matrix = graph.op("Reshape", near, graph.integers([count, model.hidden_size]))
-    scores = graph.op("MatMul", matrix, graph.op("Reshape", value, graph.integers([model.hidden_size, 1])))
-    graph.op("Reshape", scores, graph.integers([count]), name="scores")
-    ids = graph.op("Reshape", graph.op("Gather", graph.weight(tokens), best, axis=0), graph.integers([count]))
-    graph.output("scores", "f32", (count,))
-    graph.output(graph.op("Cast", ids, to=7, name="candidates"), "i64", (count,))
+
+    def head(graph: Graph, value: str) -> None:
+        shares = graph.op("Reshape", graph.linear(value, centroids), graph.integers([model.centroids]))
+        _, best = graph.ops("TopK", [shares, graph.integers([model.top_centroids])], 2, sorted=1)
+        grouped = rows.shaped(model.centroids, each * model.hidden_size)
+        near = graph.op("Gather", graph.weight(grouped), best, axis=0)
+        near = graph.op("Cast", near, to=1) if rows.type == "f16" else near
+        matrix = graph.op("Reshape", near, graph.integers([count, model.hidden_size]))
+        scores = graph.op("MatMul", matrix, graph.op("Reshape", value, graph.integers([model.hidden_size, 1])))
+        graph.op("Reshape", scores, graph.integers([count]), name="scores")
+        ids = graph.op("Reshape", graph.op("Gather", graph.weight(tokens), best, axis=0), graph.integers([count]))
+        graph.output("scores", "f32", (count,))
+        graph.output(graph.op("Cast", ids, to=7, name="candidates"), "i64", (count,))
+
+    return head

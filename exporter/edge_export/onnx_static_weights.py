@@ -6,7 +6,7 @@ each column. 4-bit levels lie two in a byte, the first in the low half (ONNX, on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,19 +23,60 @@ _Piece = tuple[NDArray[np.float32], NDArray[np.float32] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelForm(WeightForm):
-    """Whole numbers of `bits` bits with one scale for each row of the matrix, which is a channel of the product."""
+    """8 bits with one scale for each row of the matrix, which is a channel of the product."""
 
-    bits: int = 8
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The least and the greatest value of an activation in a calibration text."""
+
+    least: float
+    greatest: float
+
+    @property
+    def scale(self) -> np.float32:
+        """The step of 16 bits over this range, widened by half for what the text did not show; zero is in it."""
+        return np.float32(max(1.5 * (max(self.greatest, 0.0) - min(self.least, 0.0)) / 65535, 1e-9))
+
+    @property
+    def zero_point(self) -> np.uint16:
+        """The level that is zero."""
+        return np.uint16(min(round(-1.5 * min(self.least, 0.0) / float(self.scale)), 65535))
 
 
 class PlainGraph(Graph):
-    """A graph of operators of ONNX opset 21 alone."""
+    """A graph of operators of ONNX opset 21 alone.
+
+    With `watched`, a graph to calibrate with: it gives for each matrix the ranges of its input and output, in `range.` and its name [4].
+    With `ranges` by matrix, inputs and outputs of matrices in whole numbers are rounded to 16 bits.
+    """
 
     opset, ir_version = 21, 10
 
+    def __init__(self, name: str, *, ranges: Mapping[str, tuple[Range, Range]] | None = None, watched: bool = False) -> None:
+        super().__init__(name)
+        self._ranges = ranges or {}
+        self._watched = watched
+
     def linear(self, value: str, matrix: Matrix) -> str:
         """value [..., columns] times the matrix: [..., rows]."""
-        return self.op("MatMul", value, self._dense(matrix))
+        name = self.weight(matrix.values)
+        if name not in self._ranges:
+            product = self.op("MatMul", value, self._dense(matrix))
+            if self._watched and matrix.scales is not None:
+                self._watch(name, value, product)
+            return product
+        before, after = self._ranges[name]
+        return self._rounded(self.op("MatMul", self._rounded(value, before), self._dense(matrix)), after)
+
+    def _rounded(self, value: str, seen: Range) -> str:
+        scaling = self.floats(float(seen.scale)), self._constant(np.asarray(seen.zero_point))
+        return self.op("DequantizeLinear", self.op("QuantizeLinear", value, *scaling), *scaling)
+
+    def _watch(self, name: str, *values: str) -> None:
+        ends = [self.op(kind, value, keepdims=0) for value in values for kind in ("ReduceMin", "ReduceMax")]
+        apart = [self.op("Reshape", end, self.integers([1])) for end in ends]
+        self.output(self.op("Concat", *apart, axis=0, name=f"range.{name}"), "f32", (4,))
 
     def _dense(self, matrix: Matrix) -> str:
         weight = self.weight(matrix.values)
@@ -69,7 +110,7 @@ class PlainWeightFile(WeightFile):
         return Matrix(rows=rows, columns=columns, form=form, values=values)
 
     def _blocks(self, pieces: Iterable[_Piece], rows: int, columns: int, form: WeightForm) -> Matrix:
-        bits = form.bits if isinstance(form, ChannelForm) else form.spec.bits if form.spec else 8
+        bits = form.spec.bits if form.spec else 8
         if bits == 4 and rows % 2:
             raise ExportError(f"a matrix of {rows} rows cannot be stored in 4 bits, two to a byte; take int8")
         groups = columns // form.spec.block if form.spec else 1
@@ -104,8 +145,7 @@ def _quantized(
     if form.spec is not None:
         packed = quantize_matrix(piece, form.spec, importance)
         return unpacked_levels(packed).astype(np.int16) - (1 << (form.spec.bits - 1)), packed.scales
-    assert isinstance(form, ChannelForm)
-    most = (1 << (form.bits - 1)) - 1
+    most = 127
     if not np.isfinite(piece).all():
         raise ExportError("a matrix holds weights that are not finite; such weights cannot be quantized")
     scales = np.abs(piece).max(axis=1, keepdims=True) / np.float32(most)

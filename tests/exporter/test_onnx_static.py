@@ -116,6 +116,11 @@ def test_experts_are_refused_and_nothing_is_left(exported: Callable[..., Bundle]
     assert not (tmp_path / "out").exists()
 
 
+def test_int4_for_qnn_is_refused(exported: Callable[..., Bundle]) -> None:
+    with pytest.raises(ExportError, match="wrong products with int4"):
+        exported("12b", "int4", "qnn")
+
+
 def test_openvinos_profile_shares_a_scale_among_128_weights(tmp_path: Path) -> None:
     arguments = ["--reference-pair", "-o", str(tmp_path / "out"), "--format", "onnx", "--device", "openvino-npu", "--no-verify"]
     result = CliRunner().invoke(main, arguments)
@@ -130,6 +135,37 @@ def test_openvinos_profile_shares_a_scale_among_128_weights(tmp_path: Path) -> N
     assert {types[node.input[0]] for node in nodes} == {onnx.TensorProto.INT4}
     assert all(len(node.input) == 2 for node in nodes), "symmetric: no zero points"
     assert 128 in {attribute.i for node in nodes for attribute in node.attribute if attribute.name == "block_size"}
+
+
+def test_qnns_profile_rounds_what_goes_into_and_comes_out_of_matrices(exported: Callable[..., Bundle]) -> None:
+    bundle = exported("12b", "int8", "qnn")
+    parity = parity_of(bundle)
+    assert parity["unquantized"]["max_abs_difference"] < 1e-4
+    assert 0 < parity["quantized"]["mean_kl"] < 0.005
+    for role in GRAPHS:
+        graph = onnx.load(bundle.path(role, "onnx"), load_external_data=False).graph
+        types = {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in graph.initializer}
+        made = {name: node for node in graph.node for name in node.output}
+        stored = [node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] in types]
+        products = [node for node in graph.node if node.op_type == "MatMul" and made.get(node.input[1]) in stored]
+        assert len(products) == len(stored) > 0
+        for node in products:
+            weight = made[node.input[1]]
+            levels, scales = types[weight.input[0]], types[weight.input[1]]
+            assert levels[0] == onnx.TensorProto.INT8
+            assert scales[1] == levels[1][1:], "a scale for each channel"
+            assert made[node.input[0]].op_type == "DequantizeLinear"
+            (after,) = (other for other in graph.node if node.output[0] in other.input)
+            assert after.op_type == "QuantizeLinear"
+            assert types[after.input[2]][0] == onnx.TensorProto.UINT16
+        assert not [value.name for value in graph.output if value.name.startswith("range.")]
+
+
+def test_qnns_profile_is_float16_unless_asked(tmp_path: Path) -> None:
+    arguments = ["--reference-pair", "-o", str(tmp_path / "out"), "--format", "onnx", "--device", "qnn", "--no-verify"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert {open_bundle(tmp_path / "out").file(role, "onnx").quantization for role in GRAPHS} == {"f16"}
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,11 @@ class StaticOrtDrafter:
         check_inputs(self._graph, {name: target.rows.arrays[name].shape for name in read}, path)
         self.least_probability = least_probability
         self._has_candidates = "candidates" in self._graph.outputs
-        self._outputs = {
+        self.outputs = {
             name: np.zeros(shape, np.int64 if name == "candidates" else np.float32) for name, shape in self._graph.outputs.items()
         }
         inputs = {name: value_over(array) for name, array in self._arrays.items()}
-        self._call: Call | None = self._graph.bind(inputs | read, {name: value_over(array) for name, array in self._outputs.items()})
+        self._call: Call | None = self._graph.bind(inputs | read, {name: value_over(array) for name, array in self.outputs.items()})
         target._closers.append(self)
 
     def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
@@ -70,7 +70,7 @@ class StaticOrtDrafter:
         while len(tokens) < draft_length:
             self._target.embedding.look_up(np.array([tokens[-1] if tokens else last]), self._arrays["embedded"])
             call.run()
-            scores, candidates = self._outputs["scores"], self._outputs["candidates"] if self._has_candidates else None
+            scores, candidates = self.outputs["scores"], self.outputs["candidates"] if self._has_candidates else None
             best = int(scores.argmax())
             probability = _share(scores, best) if self.least_probability > 0 or go_on is not None else 1.0
             likeliest = best if candidates is None else int(candidates[best])
@@ -82,7 +82,7 @@ class StaticOrtDrafter:
             tokens.append(chosen)
             if go_on is not None and not go_on(probability):
                 break
-            self._arrays["hidden"][...] = self._outputs["hidden_out"]
+            self._arrays["hidden"][...] = self.outputs["hidden_out"]
         return tokens
 
 

@@ -112,6 +112,10 @@ class StaticOrtTarget(OrtTarget):
         """Per graph and execution provider how many nodes of each operator it runs."""
         return {forward.graph.name: forward.graph.assignments() for forward in self._static.values()}
 
+    def outputs(self, rows: int) -> dict[str, NDArray[np.float32]]:
+        """All that the newest forward of the graph of so many rows gave. Views: valid until its next forward."""
+        return self._static[rows].outputs
+
     def close(self) -> None:
         """Frees the sessions. Harmless when done twice."""
         while self._closers:
@@ -146,7 +150,7 @@ class _StaticForward:
         check_inputs(graph, {name: array.shape for name, array in target.rows.arrays.items()}, path)
         check_inputs(graph, {"embedded": (1, rows, target.hidden_size)}, path)
         self.arrays = small_arrays(graph, path, target.rows)
-        outputs = {name: np.zeros(shape, np.float32) for name, shape in graph.outputs.items()}
+        self.outputs = outputs = {name: np.zeros(shape, np.float32) for name, shape in graph.outputs.items()}
         self.new_rows = {name.removeprefix("new_"): array for name, array in outputs.items() if name.startswith("new_")}
         wanted = {name: (1, array.shape[1], rows, array.shape[3]) for name, array in target.rows.arrays.items()}
         if {name: array.shape for name, array in self.new_rows.items()} != wanted:
