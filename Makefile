@@ -24,7 +24,7 @@ $(VENV)/.ready: pyproject.toml scripts/setup.sh
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready
-	@PYTHON=$(PYTHON) scripts/setup.sh $(VENV) '.[llama,export,verify,dev]' '$(TORCH)'
+	@PYTHON=$(PYTHON) scripts/setup.sh $(VENV) '.[llama,onnx,export,grammar,serve,verify,report,dev]' '$(TORCH)'
 	@touch $@
 
 demo: setup

@@ -79,3 +79,14 @@ def test_the_bundles_own_file_is_read(exported_pair: Path, tmp_path: Path) -> No
         assert session.target.context == 1024
     with pytest.raises(ConfigError, match=r"precision is .q4_0., but the target in .* is f16"):
         open_session(exported_pair, threads=1, config=config_file(tmp_path, verifier={"precision": "q4_0"}))
+
+
+@pytest.mark.parametrize(("rows", "drafter"), [(2, "split"), (5, "dense"), (2, None)])
+def test_only_what_the_target_was_opened_for_is_measured(exported_pair: Path, tmp_path: Path, rows: int, drafter: str | None) -> None:
+    file = config_file(
+        tmp_path, verifier={"parallel_batch_size": rows},
+        tuning={"policy": "profit", "initial_horizon": min(rows - 1, 2), "min_horizon": min(rows - 1, 1), "max_horizon": rows - 1},
+    )  # fmt: skip
+    with open_session(exported_pair, threads=1, config=file, context=300, drafter=drafter, check_hashes=False) as session:
+        plain = session.generate(PROMPT, max_tokens=40, draft_length=0).text()
+        assert session.generate(PROMPT, max_tokens=40).text() == plain

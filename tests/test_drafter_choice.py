@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from edge_runtime.bundle import Bundle, open_bundle
-from edge_runtime.drafters import DRAFTER_KINDS
+from edge_runtime.drafters import DRAFTER_KINDS, STEPS
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.lossless import check_lossless
 from edge_runtime.opening import open_session
@@ -41,8 +41,8 @@ def test_the_faster_is_kept_and_the_other_closed(folder: Path, faster: str, monk
 
     measured: dict[str, Any] = {}
 
-    def measure(target: Any, drafters: Any, token: int) -> dict[str, float]:
-        assert token == target.vocabulary.bos
+    def measure(target: Any, drafters: Any, token: int, *, steps: int) -> dict[str, float]:
+        assert (token, steps) == (target.vocabulary.bos, STEPS)
         measured.update(drafters)
         return {kind: 1.0 if kind == faster else 2.0 for kind in drafters}
 

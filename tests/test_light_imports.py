@@ -23,6 +23,8 @@ HEAVY = {
     "huggingface_hub",
     "jinja2",
     "llguidance",
+    "starlette",
+    "uvicorn",
 }
 
 

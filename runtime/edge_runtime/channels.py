@@ -104,9 +104,9 @@ class ChannelParser:
         name, newline, rest = self._held.partition("\n")
         if not newline and len(name) <= MAX_CHANNEL_NAME:
             return []
-        # The first line names the channel; one that is too long for a name is what the model thinks.
+        # The first line names the channel; one with another name, or too long for a name, is what the model thinks.
         self._place, self._held = "thought", ""
-        thought = rest if newline and len(name) <= MAX_CHANNEL_NAME else name + newline + rest
+        thought = rest if newline and name.strip() == "thought" else name + newline + rest
         return [Thought(thought)] if thought else []
 
     def _overlong_call(self) -> list[Event]:

@@ -22,11 +22,12 @@ from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.lossless import check_lossless
 from edge_runtime.monitoring import MonitorOptions
-from edge_runtime.opening import open_session
+from edge_runtime.opening import OpenOptions, open_session
 from edge_runtime.policies import POLICIES
 from edge_runtime.presets import expanded
 from edge_runtime.rejection import WARN_ABOVE
 from edge_runtime.sampling_options import request_options, sampling_options
+from edge_runtime.server.options import serve_options, serve_values
 from edge_runtime.session import Session
 from edge_runtime.summary import summary
 from edge_runtime.terminal_chat import TerminalChat, chat_options, chat_values
@@ -48,6 +49,7 @@ Examples:
   edge-run my-bundle --max-tokens 1 --save-state notes.kv "a long text"
   edge-run my-bundle --load-state notes.kv "a long text, and what comes after it"
   echo "from standard input" | edge-run my-bundle -
+  edge-run my-bundle --serve --sessions 4     (OpenAI API and chat page at http://127.0.0.1:8080)
 """
 
 
@@ -139,10 +141,10 @@ def check_combination(
     """Raises a usage error for options that contradict each other."""
     if comparing and verify_lossless:
         raise click.UsageError("--compare and --verify-lossless are two different runs; give one of them")
-    if comparing and (policy in ("rolling", "stepped") or request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
-        raise click.UsageError("--compare is greedy, with a fixed draft length, no stop strings and no grammar; leave those options out")
-    if policy == "stepped" and draft_length is not None:
-        raise click.UsageError("--policy stepped has its own draft lengths; leave --draft-length out")
+    if comparing and (request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
+        raise click.UsageError("--compare is greedy, with no stop strings and no grammar; leave those options out")
+    if policy in ("profit", "stepped") and draft_length is not None:
+        raise click.UsageError(f"--policy {policy} has its own draft lengths; leave --draft-length out")
     if policy == "rolling" and draft_length == 0:
         raise click.UsageError("--policy rolling drafts at least 1 token; give a longer --draft-length")
     if verify_lossless and not GenerationOptions(sampling=request["sampling"], acceptance=request["acceptance"]).repeatable:
@@ -189,6 +191,7 @@ def check_combination(
 @sampling_options
 @cache_options
 @chat_options
+@serve_options
 @click.version_option(package_name="edge-mtp")
 def main(
     bundle: Path, prompt: str | None, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int | None,
@@ -201,6 +204,7 @@ def main(
     Without PROMPT: a chat, with the bundle's chat template. It reads turns from the terminal, or one per line from a pipe.
     """
     try:
+        serving = serve_values(values)
         chat = chat_values(values, chatting=prompt is None)
         cache = cache_values(values, once=prompt is not None and not comparing)
         request = request_options(values)
@@ -215,13 +219,18 @@ def main(
         monitoring = MonitorOptions(
             warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
         )
-        with open_session(
-            bundle, threads=threads, context=context, drafter=drafter, check_hashes=check_hashes, notify=note,
-            backend=backend,
-            execution_provider=execution_provider, uniform_rows=uniform_rows, keep_packed=keep_packed,
-            kv_type=cache.kv_type, memory_limit=cache.memory_limit,
-            config=command_config(config, policy, draft_length), preset=preset, monitoring=monitoring,
-        ) as session:  # fmt: skip
+        opening: OpenOptions = {
+            "threads": threads, "context": context, "drafter": drafter, "check_hashes": check_hashes, "notify": note,
+            "config": command_config(config, policy, draft_length), "preset": preset, "monitoring": monitoring,
+            "kv_type": cache.kv_type, "memory_limit": cache.memory_limit, "backend": backend, "execution_provider": execution_provider,
+            "uniform_rows": uniform_rows, "keep_packed": keep_packed,
+        }  # fmt: skip
+        if serving is not None:
+            from edge_runtime.server.serve import serve
+
+            serve(bundle, serving, note, **opening)
+            return
+        with open_session(bundle, **opening) as session:
             if prompt is None:
                 run_chat(session, options, chat)
             elif comparing:

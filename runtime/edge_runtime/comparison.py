@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edge_devices.memory import peak_memory_bytes
-from edge_runtime.policies import Fixed
 from edge_runtime.session import Session
 from edge_runtime.stats import DecodeStats
 
@@ -18,9 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Stats of `repeats` runs each; run i of one side followed run i of the other. `same_tokens` is whether all runs wrote the same."""
+    """Stats of `repeats` runs each; run i of one side followed run i of the other. `same_tokens` is whether all runs wrote the same.
 
-    draft_length: int
+    `drafting` says for people how long the drafts were; `draft_length` is None where a policy decided.
+    """
+
+    drafting: str
+    draft_length: int | None
     plain: tuple[DecodeStats, ...]
     drafted: tuple[DecodeStats, ...]
     same_tokens: bool
@@ -35,7 +38,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
         return {
-            "draft_length": self.draft_length, "speed_up": self.speed_up, "same_tokens": self.same_tokens,
+            "drafting": self.drafting, "draft_length": self.draft_length, "speed_up": self.speed_up, "same_tokens": self.same_tokens,
             "peak_memory_bytes": self.peak_memory, "plain": [s.to_json() for s in self.plain],
             "drafted": [s.to_json() for s in self.drafted],
         }  # fmt: skip
@@ -44,15 +47,18 @@ class Comparison:
 def compare(
     session: Session, prompt: str, *, max_tokens: int, draft_length: int | None, repeats: int, show: Callable[[str], None]
 ) -> Comparison:
-    """Runs plainly and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each."""
-    length = session.draft_length_for(draft_length)
+    """Runs plainly and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each.
+
+    Drafts are of `draft_length`, or as the session's settings have it.
+    """
+    drafting = f"policy {session.settings.policy}" if draft_length is None else f"drafts of {draft_length}"
     sides: dict[int, list[DecodeStats]] = {0: [], 1: []}
     outputs: list[list[int]] = []
     for repeat in range(repeats):
-        for side, policy in enumerate((Fixed(0), Fixed(length))):
+        for side, length in enumerate((0, draft_length)):
             if repeat == 0:
-                show(f"\n--- {'with drafts of ' + str(length) if side else 'plain'} ---\n{prompt}")
-            generation = session.generate(prompt, max_tokens=max_tokens, policy=policy)
+                show(f"\n--- {drafting if side else 'plain'} ---\n{prompt}")
+            generation = session.generate(prompt, max_tokens=max_tokens, draft_length=length)
             for piece in generation:
                 if repeat == 0:
                     show(piece)
@@ -60,7 +66,7 @@ def compare(
             outputs.append(generation.tokens)
     show("\n\n")
     return Comparison(
-        draft_length=length, plain=tuple(sides[0]), drafted=tuple(sides[1]),
+        drafting=drafting, draft_length=draft_length, plain=tuple(sides[0]), drafted=tuple(sides[1]),
         same_tokens=all(o == outputs[0] for o in outputs), peak_memory=peak_memory_bytes(),
     )  # fmt: skip
 
@@ -75,7 +81,7 @@ def comparison_table(comparison: Comparison) -> Table:
     table = Table(title=f"medians of {len(comparison.plain)} runs each, in turn")
     table.add_column("")
     table.add_column("plain", justify="right")
-    table.add_column(f"drafts of {comparison.draft_length}", justify="right")
+    table.add_column(comparison.drafting, justify="right")
     plain, drafted = comparison.plain, comparison.drafted
     table.add_row("tok/s", *(f"{median(r, lambda s: s.tokens_per_second):.1f}" for r in (plain, drafted)))
     table.add_row("speed-up over plain", "1.00", f"{comparison.speed_up:.2f}")

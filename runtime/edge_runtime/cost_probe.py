@@ -24,14 +24,16 @@ TEXT, STEPS = 32, 3
 
 
 def measure_costs(
-    target: Target, drafter: Drafter | None, token: int, *, max_seconds: float = MAX_SECONDS, clock: Callable[[], float] = time.perf_counter
-) -> MeasuredCosts:
-    """Times verifies of 1 to MAX_ROWS rows and drafts in turn, after a short text of one `token`; leaves the cache empty.
+    target: Target, drafter: Drafter | None, token: int, *, most_rows: int = MAX_ROWS, max_seconds: float = MAX_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> MeasuredCosts:  # fmt: skip
+    """Times verifies of 1 to `most_rows` rows, all that the target was opened for, and drafts in turn, after a short text of one `token`; leaves the cache empty.
 
     Medians of at least MIN_ROUNDS rounds, however long they take, and of more while `max_seconds` are not over; the round before them
     warms up. Without a drafter, or with one that drafts nothing here, a step costs as good as nothing: 1 ns.
     """
-    longest = min(MAX_ROWS, target.context - 2, target.rewind_slack)
+    longest = min(most_rows, target.context - 2, target.rewind_slack)
+    asked = min(STEPS, most_rows - 1)
     text = [token] * max(1, min(TEXT, target.context - longest - 1))
     target.rollback(0)
     target.prefill(text)
@@ -49,13 +51,13 @@ def measure_costs(
             target.rollback(len(text))
         target.verify([token])  # a draft follows a row of the newest forward
         start = clock()
-        drafted = len(drafter.draft(token, STEPS)) if drafter is not None else 0
+        drafted = len(drafter.draft(token, asked)) if drafter is not None and asked else 0
         if drafted:
             steps.append((clock() - start) / drafted)
         target.rollback(len(text))
     target.rollback(0)
     verify = [statistics.median(taken[1:]) for taken in rows]
-    # A context too short for more rows never verifies them.
+    # What has no room for more rows never verifies them.
     verify += [verify[-1] * (1 + n) for n in range(MAX_ROWS - longest)]
     return MeasuredCosts(verify=tuple(verify), step=statistics.median(steps[1:]) if len(steps) > 1 else 1e-9)
 

@@ -22,10 +22,11 @@ def draft_step_seconds(
     drafters: Mapping[DrafterKind, Drafter],
     token: int,
     *,
+    steps: int = STEPS,
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[DrafterKind, float]:
-    """Returns the median seconds of a draft step of each, measured in turn after a text of one `token`; leaves the cache empty.
+    """Returns the median seconds of a draft step of each, measured in turn by drafts of `steps`, after a text of one `token`; leaves the cache empty.
 
     Takes `max_seconds` at most once MIN_ROUNDS are done, and one round more to warm up.
     """
@@ -38,8 +39,8 @@ def draft_step_seconds(
             break
         for kind, drafter in drafters.items():
             start = clock()
-            drafter.draft(token, STEPS)
+            drafter.draft(token, steps)
             if number:
-                taken[kind].append((clock() - start) / STEPS)
+                taken[kind].append((clock() - start) / steps)
     target.rollback(0)
     return {kind: statistics.median(seconds) for kind, seconds in taken.items()}

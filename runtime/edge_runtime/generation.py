@@ -22,6 +22,8 @@ from edge_runtime.stats import DecodeStats
 from edge_runtime.text import OutputText
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0)
+# As many as a batch of llama.cpp has by default, so pieces cost nothing and compute the same rows.
+PREFILL_ROWS = 512
 FinishReason = Literal["stop", "length", "context"]
 
 
@@ -134,13 +136,19 @@ class Generation:
 
     def prefill(self) -> None:
         """Puts the prompt, all but its last token, into the cache; keeps the rows that are there already if the options say so."""
+        for _ in self.prefilling():
+            pass
+
+    def prefilling(self) -> Iterator[None]:
+        """Prefills in pieces of at most `PREFILL_ROWS` tokens: between two of them others may use their sequences."""
         target, stats, prompt = self._pair.target, self.stats, self.prompt[:-1]
-        begin = time.perf_counter()
-        kept = _common_prefix(target, prompt) if self.options.reuse_prefix else 0
-        stats.reused_tokens = kept if kept >= target.rollback_floor else 0
+        stats.reused_tokens = reusable_prefix(target, prompt) if self.options.reuse_prefix else 0
         target.rollback(stats.reused_tokens)
-        target.prefill(prompt[stats.reused_tokens :])
-        stats.prefill_seconds = time.perf_counter() - begin
+        for first in range(stats.reused_tokens, len(prompt), PREFILL_ROWS):
+            begin = time.perf_counter()
+            target.prefill(prompt[first : first + PREFILL_ROWS])
+            stats.prefill_seconds += time.perf_counter() - begin
+            yield
 
     def count(self, one: Round, seconds: float) -> None:
         """Adds a round that took `seconds` to the request's figures and text."""
@@ -190,8 +198,9 @@ class Generation:
         return stopped or closed or token in self._pair.vocabulary.eog_tokens
 
 
-def _common_prefix(target: Target, prompt: Sequence[int]) -> int:
-    """Returns how many tokens at the beginning of `prompt` are the cache's own."""
+def reusable_prefix(target: Target, prompt: Sequence[int]) -> int:
+    """Returns how many tokens at the beginning of `prompt` are the cache's own, 0 where it cannot go back to them."""
     length = min(target.length, len(prompt))
     same = target.tokens[:length] == np.asarray(prompt[:length], np.int64)
-    return length if same.all() else int(same.argmin())
+    kept = length if same.all() else int(same.argmin())
+    return kept if kept >= target.rollback_floor else 0

@@ -8,10 +8,35 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from edge_runtime.backends.base import Together
+from edge_runtime.backends.base import DraftAsk, Drafter, Logits, Target, Together
 from edge_runtime.decode import Round
-from edge_runtime.errors import RequestError
+from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.generation import Generation
+
+_OVER = object()
+
+
+class Alone:
+    """One sequence as a `Together` of its own, for backends that run no more."""
+
+    def __init__(self, target: Target, drafter: Drafter | None) -> None:
+        self.targets = (target,)
+        self._drafter = drafter
+
+    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        """Drafts for the one."""
+        drafter = self._drafter
+        return [drafter.draft(ask.last, ask.draft_length, ask.choose, ask.go_on) if drafter else [] for ask in asks]
+
+    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        """Verifies for the one."""
+        return [self.targets[0].verify(tokens) for _, tokens in asks]
+
+    def close(self) -> None:
+        """Frees the models."""
+        if self._drafter is not None:
+            self._drafter.close()
+        self.targets[0].close()
 
 
 class Lockstep:
@@ -19,27 +44,47 @@ class Lockstep:
 
     def __init__(self, together: Together) -> None:
         self._together = together
+        self._joining: dict[Generation, Iterator[None]] = {}
         self._running: list[Generation] = []
+        self._failures: list[tuple[Generation, EdgeRuntimeError]] = []
 
     @property
     def running(self) -> Sequence[Generation]:
         """The requests that are not over."""
-        return tuple(self._running)
+        return (*self._running, *self._joining)
+
+    @property
+    def failures(self) -> Sequence[tuple[Generation, EdgeRuntimeError]]:
+        """The requests that failed in the newest step, each by itself: they are out, and the others went on."""
+        return tuple(self._failures)
 
     def add(self, generation: Generation) -> None:
         """Prefills a request's prompt and lets it take part from the next step on. Raises RequestError if its sequence is taken."""
-        if any(other.target is generation.target for other in self._running):
-            raise RequestError("two requests cannot share a sequence; start each on a session of its own")
+        self._require_free(generation)
         generation.prefill()
-        if not generation.decoding.done:
-            self._running.append(generation)
+        self._begin(generation)
+
+    def join(self, generation: Generation) -> None:
+        """As `add`, but its prompt is prefilled piece by piece, one with each step, so that the others need not wait for all of it."""
+        self._require_free(generation)
+        self._joining[generation] = generation.prefilling()
 
     def remove(self, generation: Generation) -> None:
         """Ends a request early; the others go on. Harmless if it is over."""
+        self._joining.pop(generation, None)
         self._running = [other for other in self._running if other is not generation]
+
+    def clear(self) -> None:
+        """Ends all requests and forgets all rows: after a failure of the backend nothing in a cache is to be trusted."""
+        self._joining.clear()
+        self._running = []
+        for target in self._together.targets:
+            target.rollback(0)
 
     def step(self) -> list[tuple[Generation, Round]]:
         """Does a round of each running request: one drafting, one verify for all. Returns what each did, none if none is running."""
+        self._failures = []
+        self._prefill_a_piece()
         running = self._running
         if not running:
             return []
@@ -51,13 +96,21 @@ class Lockstep:
         drafting, verifying, alone = middle - begin, time.perf_counter() - middle, len(running) == 1
         done = []
         for one, rows in zip(running, logits, strict=True):
-            done.append((one, one.decoding.settle(rows, drafting, verifying, alone=alone)))
+            try:
+                done.append((one, one.decoding.settle(rows, drafting, verifying, alone=alone)))
+            except EdgeRuntimeError as error:  # such as no token left to draw: the others' rows are as good as before
+                one.target.rollback(0)
+                self._failures.append((one, error))
+                continue
             one.count(done[-1][1], time.perf_counter() - begin)
-        self._running = [one for one in running if not one.decoding.done]
+        self._running = [one for one, _ in done if not one.decoding.done]
         return done
 
     def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
-        """Runs requests to their ends, as many at once as there are sequences for them; yields each round as it is done."""
+        """Runs requests to their ends, as many at once as there are sequences for them; yields each round as it is done.
+
+        Raises EdgeRuntimeError of the first that fails.
+        """
         waiting = list(generations)
         while waiting or self._running:
             taken = {id(one.target) for one in self._running}
@@ -67,6 +120,23 @@ class Lockstep:
                     waiting.remove(one)
                     self.add(one)
             yield from self.step()
+            for _, error in self._failures:
+                raise error
+
+    def _require_free(self, generation: Generation) -> None:
+        if any(other.target is generation.target for other in self.running):
+            raise RequestError("two requests cannot share a sequence; start each on a session of its own")
+
+    def _begin(self, generation: Generation) -> None:
+        if not generation.decoding.done:
+            self._running.append(generation)
+
+    def _prefill_a_piece(self) -> None:
+        if self._joining:
+            generation, pieces = next(iter(self._joining.items()))
+            if next(pieces, _OVER) is _OVER:
+                del self._joining[generation]
+                self._begin(generation)
 
     def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
         asks = [one.decoding.ask(self._number(one)) for one in running]

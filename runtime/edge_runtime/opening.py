@@ -23,7 +23,7 @@ from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import Generation
 from edge_runtime.kv_types import KvType, check_kv_type
-from edge_runtime.lockstep import Lockstep
+from edge_runtime.lockstep import Alone, Lockstep
 from edge_runtime.machine_cache import cache_folder, cpu_identity
 from edge_runtime.memory_check import available_memory, check_memory, memory_bytes
 from edge_runtime.memory_plan import Opening
@@ -99,29 +99,21 @@ def open_session(folder: Path | str, **options: Unpack[OpenOptions]) -> Session:
     Raises BundleError, BackendError, ConfigError, and RequestError for an unknown drafter, backend or provider, or a log that cannot be
     written.
     """
-    opening = _prepared(folder, options)
-    if choose_backend(opening.bundle, options.get("backend")) == "llama":
-        return _open_llama(opening, 1, options).sessions[0]
-    from edge_runtime.backends.ort_open import OrtOptions, open_onnx
-
-    settings = opening.settings
-    _check_onnx(settings, options)
-    ort_options = OrtOptions(
-        context=settings.context, threads=opening.threads, provider=options.get("execution_provider"),
-        uniform_rows=options.get("uniform_rows", False), keep_packed=options.get("keep_packed", False),
-    )  # fmt: skip
-    target, drafter, kind = open_onnx(opening.bundle, ort_options, opening.drafter, opening.notify)
-
-    def costs() -> CostCurve:
-        facts = (ort_options, kind)
-        return _costs(opening, target, drafter, target.vocabulary.bos, facts)
-
-    return Session(opening.bundle, target, drafter, target.vocabulary, kind, settings, opening.monitor, costs)
+    return open_sessions(folder, 1, **options).sessions[0]
 
 
 def open_sessions(folder: Path | str, count: int, **options: Unpack[OpenOptions]) -> Sessions:
-    """Opens a bundle on llama.cpp for `count` requests at once, each with a text of up to `context` tokens. Otherwise as `open_session`."""
-    return _open_llama(_prepared(folder, options), count, options)
+    """Opens a bundle for `count` requests at once, each with a text of up to `context` tokens. Otherwise as `open_session`.
+
+    More than one at once run on llama.cpp only.
+    """
+    opening = _prepared(folder, options)
+    if choose_backend(opening.bundle, options.get("backend")) == "llama":
+        return _open_llama(opening, count, options)
+    if count > 1:
+        raise RequestError(f"{count} sessions at once run on llama.cpp only; ask for 1, or for the llama backend")
+    session = _open_onnx(opening, options)
+    return Sessions([session], Alone(session.target, session.drafter))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +141,24 @@ def _prepared(folder: Path | str, options: OpenOptions) -> _Opening:
         bundle=bundle, settings=settings, monitor=monitor, drafter=drafter or settings.drafter,
         threads=options.get("threads") or default_threads(), notify=notify,
     )  # fmt: skip
+
+
+def _open_onnx(opening: _Opening, options: OpenOptions) -> Session:
+    from edge_runtime.backends.ort_open import OrtOptions, open_onnx
+
+    settings = opening.settings
+    _check_onnx(settings, options)
+    ort_options = OrtOptions(
+        context=settings.context, threads=opening.threads, provider=options.get("execution_provider"),
+        uniform_rows=options.get("uniform_rows", False), keep_packed=options.get("keep_packed", False),
+    )  # fmt: skip
+    target, drafter, kind = open_onnx(opening.bundle, ort_options, opening.drafter, opening.notify)
+
+    def costs() -> CostCurve:
+        facts = (ort_options, kind)
+        return _costs(opening, target, drafter, target.vocabulary.bos, facts)
+
+    return Session(opening.bundle, target, drafter, target.vocabulary, kind, settings, opening.monitor, costs)
 
 
 def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions:
@@ -195,11 +205,12 @@ def _costs(opening: _Opening, target: Target, drafter: Drafter | None, bos: int,
     Called before a request's prompt is in the cache: measuring empties it.
     """
     hashes = [file.sha256 for file in opening.bundle.manifest.files]
-    key = hashlib.sha256(json.dumps([cpu_identity(), opening.threads, hashes, [*map(str, facts)]]).encode()).hexdigest()
+    rows = opening.settings.longest_draft + 1
+    key = hashlib.sha256(json.dumps([cpu_identity(), opening.threads, rows, hashes, [*map(str, facts)]]).encode()).hexdigest()
     path = cache_folder() / CACHE_NAME
     measured = remembered_costs(path, key)
     if measured is None:
-        measured = measure_costs(target, drafter, max(bos, 0))
+        measured = measure_costs(target, drafter, max(bos, 0), most_rows=rows)
         remember_costs(path, key, measured)
     return CostCurve(measured)
 

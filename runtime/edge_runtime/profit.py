@@ -57,9 +57,12 @@ class Profit:
         self._mode, self._planned = "draft", 0
         self._rate = 0.0
         self._positions = model.positions()
+        self._rows = [0] * (longest + 2)
+        self._row_costs = [0.0] * (longest + 2)
+        self._stale = True
         self._chain = self._expected = 1.0
         self._confidences: list[float] = []
-        self.last: Decision | None = None
+        self._drafted = 0
 
     def timed(self, timing: Timing) -> None:
         """Passes a round's timings to the costs."""
@@ -75,18 +78,43 @@ class Profit:
 
     def draft_length(self) -> int:
         """Returns the most tokens to draft now; `go_on` may end the draft earlier."""
-        self._positions = self._model.positions()
         self._chain = self._expected = 1.0
         self._confidences = []
+        if self._stale:
+            self._plan()
+        if self._mode == "draft":
+            return self._longest if self._stepwise else self._planned
+        self._mode = "listen" if self._longest and self._credit * self._costs.verify(1) >= self._costs.step() else "plain"
+        return 1 if self.listening else 0
+
+    def _plan(self) -> None:
+        """Finds the best length known before anything is drafted, and whether it beats plain decoding."""
+        self._stale = False
+        self._positions = self._model.positions()
+        self._weigh_rows()
         plain = 1 / self._costs.verify(1)
-        self._planned, best = max(((n, self._rate_of(n)) for n in range(1, self._longest + 1)), key=lambda pair: pair[1], default=(0, 0.0))
+        step, chain, tokens, best = self._costs.step(), 1.0, 1.0, 0.0
+        self._planned = 0
+        for length in range(1, self._longest + 1):
+            chain *= self._positions[length - 1]
+            tokens += chain
+            rate = tokens / (length * step + self._row_costs[length + 1])
+            if rate > best:
+                self._planned, best = length, rate
         self._rate = max(best, plain)
         if best >= (STAY if self._mode == "draft" else ENTER) * plain:
             self._mode = "draft"
-            return self._longest if self._stepwise else self._planned
-        self._planned = 0
-        self._mode = "listen" if self._longest and self._credit * self._costs.verify(1) >= self._costs.step() else "plain"
-        return 1 if self.listening else 0
+        else:
+            self._mode, self._planned = "plain", 0
+
+    def _weigh_rows(self) -> None:
+        """For each number of rows: which larger one is the cheapest to verify, and what it costs."""
+        cheapest, cost = 0, float("inf")
+        for rows in range(self._longest + 1, 0, -1):
+            own = self._costs.verify(rows)
+            if own <= cost:
+                cheapest, cost = rows, own
+            self._rows[rows], self._row_costs[rows] = cheapest, cost
 
     def go_on(self, confidence: float) -> bool:
         """Hears how sure the drafter is of the token it just drafted; returns whether another pays."""
@@ -97,42 +125,42 @@ class Profit:
 
     def padding(self, drafted: int) -> int:
         """Returns how many rows to verify beyond the drafts only because the larger batch is the cheaper one."""
-        return self._cheapest_rows(drafted + 1) - drafted - 1
+        return self._rows[drafted + 1] - drafted - 1
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Learns from a round whose drafts were verified, or that had none."""
-        self._decided(drafted)
-        self._model.observe(drafted, accepted, self._confidences[:drafted])
-        if not drafted:
+        self._drafted, self._expected = drafted, self._expected if self._confidences and drafted else self._tokens_of(drafted)
+        if drafted:
+            self._stale = True
+            self._model.observe(drafted, accepted, self._confidences[:drafted])
+        else:
             self._model.fade(STALE, STALE_LATER)
             self._credit = min(self._credit + CREDIT_PER_TOKEN, MOST_CREDIT)
 
     def hear(self, right: bool) -> None:
         """Learns from a round that listened: whether the draft was the token that plain decoding brought. Comes before `observe`."""
+        self._stale = True
         self._model.observe(1, int(right), self._confidences)
         self._credit -= self._costs.step() / self._costs.verify(1)
 
-    def _decided(self, drafted: int) -> None:
-        self.last = Decision(
+    @property
+    def last(self) -> Decision:
+        """What was decided in the last round, for those who want to know why."""
+        drafted = self._drafted
+        return Decision(
             mode=self._mode if drafted or self.listening else "plain", planned=self._planned, drafted=drafted,
-            padding=self.padding(drafted), expected=self._expected if self._confidences and drafted else self._tokens_of(drafted),
-            cost=self._cost_of(drafted), plain_rate=1 / self._costs.verify(1), best_rate=self._rate,
-            confidences=tuple(self._confidences),
+            padding=self.padding(drafted), expected=self._expected, cost=drafted * self._costs.step() + self._row_costs[drafted + 1],
+            plain_rate=1 / self._costs.verify(1), best_rate=self._rate, confidences=tuple(self._confidences),
         )  # fmt: skip
 
     def _gain_of_more(self, drafted: int) -> float:
         """The most that drafting on adds to the value of this round."""
-        here = -self._rate * self._verify_cost(drafted + 1)
-        chain, tokens, best = self._chain, 0.0, -1.0
+        chain, tokens, best, here, step = self._chain, 0.0, -1.0, self._row_costs[drafted + 1], self._costs.step()
         for length in range(drafted + 1, self._longest + 1):
             chain *= self._positions[length - 1]
             tokens += chain
-            there = tokens - self._rate * ((length - drafted) * self._costs.step() + self._verify_cost(length + 1))
-            best = max(best, there - here)
+            best = max(best, tokens - self._rate * ((length - drafted) * step + self._row_costs[length + 1] - here))
         return best
-
-    def _rate_of(self, length: int) -> float:
-        return self._tokens_of(length) / self._cost_of(length)
 
     def _tokens_of(self, length: int) -> float:
         """Expected tokens of a round that drafts `length`, before anything is drafted."""
@@ -141,13 +169,3 @@ class Profit:
             chain *= self._positions[index]
             tokens += chain
         return tokens
-
-    def _cost_of(self, length: int) -> float:
-        return length * self._costs.step() + self._verify_cost(length + 1)
-
-    def _verify_cost(self, rows: int) -> float:
-        return self._costs.verify(self._cheapest_rows(rows))
-
-    def _cheapest_rows(self, rows: int) -> int:
-        """The number of rows, at least `rows`, whose verify is the cheapest."""
-        return min(range(rows, self._longest + 2), key=self._costs.verify, default=rows)

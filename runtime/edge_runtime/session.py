@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -100,6 +101,11 @@ class Session:
             longest = min(self.settings.longest, self.settings.longest_draft)
             self._profit = Profit(self._costs(), AcceptanceModel(), longest=longest, stepwise=self.drafter.stepwise)
         return self._profit
+
+    def with_policy(self, name: str) -> Session:
+        """Returns a session on the same opened pair that drafts by another policy, with a safety net and a monitor of its own."""
+        settings = replace(self.settings, policy=name)
+        return Session(self.bundle, self.target, self.drafter, self.vocabulary, self.drafter_kind, settings, costs=self._costs)
 
     def draft_length_for(self, asked: int | None) -> int:
         """Returns the draft length asked for, or the settings' first one. Raises RequestError if it needs more rows than a verify has."""

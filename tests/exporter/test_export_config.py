@@ -40,7 +40,7 @@ def test_a_bundle_says_how_it_is_run(pair: list[Path], tmp_path: Path) -> None:
     assert (settings.context, settings.policy, settings.start, settings.longest_draft) == (100, "rolling", 3, 12)
     assert CONFIG_NAME not in {entry.path for entry in bundle.manifest.files}, "it may be edited, so it is not hashed"
     (tmp_path / "out" / CONFIG_NAME).unlink()
-    assert load_settings(open_bundle(tmp_path / "out")).policy == "fixed"
+    assert load_settings(open_bundle(tmp_path / "out")).policy == "profit"
 
 
 def test_a_file_names_models_precisions_and_context(pair: list[Path], tmp_path: Path) -> None:

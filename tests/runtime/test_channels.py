@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chat_words import CONTROL, ChatWords
@@ -135,6 +135,7 @@ def test_a_vocabulary_without_channels_has_answers_only():
     assert parse("<|channel>thought\n", words=ChatWords(["<bos>"])) == [Text("<|channel>thought\n")]
 
 
+@example(["<|channel>", "é", "thought\n"])
 @given(st.lists(st.sampled_from([*CONTROL, "thought\n", "call:f{", "}", "a", "é"])))
 def test_any_sequence_is_taken_and_keeps_its_text(parts):
     kept = "".join(e.raw if isinstance(e, ToolCall) else e.text for e in parse("".join(parts)))

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from edge_runtime.backends.base import DraftAsk, Logits
-from edge_runtime.bundle import Bundle
 from edge_runtime.errors import RequestError
+from edge_runtime.generation import PREFILL_ROWS
 from edge_runtime.opening import Sessions, open_session, open_sessions
 from edge_runtime.sampling import SamplingParams
-from edge_runtime.session import Session
-from scripted import MANIFEST, LetterVocabulary, ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
+from scripted import plain_greedy
+from scripted_together import scripted_sessions
 
 PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
 
 
-class ScriptedTogether:
-    """Scripted sequences; counts how many rows each common forward had."""
-
-    def __init__(self, count: int, context: int = 512) -> None:
-        self.targets = [ScriptedTarget(context=context) for _ in range(count)]
-        self.drafters = [ScriptedDrafter(target, lambda c, i: next_token(c) if i < 2 else 0) for target in self.targets]
-        self.forwards: list[list[int]] = []
-
-    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
-        return [self.drafters[ask.sequence].draft(ask.last, ask.draft_length, ask.choose) for ask in asks]
-
-    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
-        self.forwards.append([len(tokens) for _, tokens in asks])
-        return [self.targets[number].verify(tokens) for number, tokens in asks]
-
-    def close(self) -> None:
-        for target in self.targets:
-            target.close()
-
-
-def scripted(count: int, context: int = 512) -> tuple[ScriptedTogether, Sessions]:
-    together = ScriptedTogether(count, context)
-    bundle = Bundle(Path("nowhere"), MANIFEST)
-    own = zip(together.targets, together.drafters, strict=True)
-    return together, Sessions([Session(bundle, target, drafter, LetterVocabulary()) for target, drafter in own], together)
-
-
 def test_each_request_gets_what_it_would_get_alone() -> None:
-    together, sessions = scripted(3)
+    together, sessions = scripted_sessions(3)
     prompts = [[1, 2, 3], [4], [9, 9, 1, 5]]
     started = [s.generate(p, max_tokens=n, draft_length=3) for s, p, n in zip(sessions.sessions, prompts, (40, 7, 23), strict=True)]
     list(sessions.run(started))
@@ -58,7 +30,7 @@ def test_each_request_gets_what_it_would_get_alone() -> None:
 
 
 def test_requests_of_one_session_wait_for_each_other() -> None:
-    _, sessions = scripted(2)
+    _, sessions = scripted_sessions(2)
     first, second = sessions.sessions
     started = [first.generate([1], max_tokens=5), first.generate([2], max_tokens=5), second.generate([3], max_tokens=9)]
     list(sessions.run(started))
@@ -66,7 +38,7 @@ def test_requests_of_one_session_wait_for_each_other() -> None:
 
 
 def test_one_that_leaves_does_not_disturb_the_others() -> None:
-    _, sessions = scripted(2)
+    _, sessions = scripted_sessions(2)
     staying = sessions.sessions[0].generate([1, 2], max_tokens=30, draft_length=4)
     leaving = sessions.sessions[1].generate([3, 4], max_tokens=30, draft_length=4)
     step = sessions.lockstep
@@ -87,12 +59,80 @@ def test_one_that_leaves_does_not_disturb_the_others() -> None:
 
 
 def test_a_full_context_ends_only_its_own_request() -> None:
-    _, sessions = scripted(2, context=16)
+    _, sessions = scripted_sessions(2, context=16)
     long, short = sessions.sessions[0].generate([1] * 10, max_tokens=50), sessions.sessions[1].generate([2], max_tokens=12)
     list(sessions.run([long, short]))
     assert long.finish_reason == "context"
     assert len(long.tokens) == 16 - 9
     assert short.tokens == plain_greedy([2], 12)
+
+
+def test_a_long_prompt_joins_piece_by_piece() -> None:
+    _, sessions = scripted_sessions(2, context=4096)
+    running = sessions.sessions[0].generate([1, 2], max_tokens=20, draft_length=0)
+    long = [i % 17 for i in range(2 * PREFILL_ROWS + 100)]
+    joining = sessions.sessions[1].generate(long, max_tokens=5)
+    step = sessions.lockstep
+    step.add(running)
+    step.join(joining)
+    for pieces in (1, 2, 3):
+        assert len(step.step()) == 1, "the other one goes on"
+        assert joining.target.length == min(pieces * PREFILL_ROWS, len(long) - 1)
+    with pytest.raises(RequestError, match="cannot share a sequence"):
+        step.join(sessions.sessions[1].generate([5]))
+    while step.running:
+        step.step()
+    assert running.tokens == plain_greedy([1, 2], 20)
+    assert joining.tokens == plain_greedy(long, 5)
+
+
+def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, sessions = scripted_sessions(2)
+    good, bad = sessions.sessions[0].generate([1, 2], max_tokens=20), sessions.sessions[1].generate([3], max_tokens=20)
+    step = sessions.lockstep
+    step.add(bad)
+    step.add(good)
+    step.step()
+    error = RequestError("no token can be drawn")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bad.decoding, "settle", fail)
+    assert [one for one, _ in step.step()] == [good]
+    assert step.failures == ((bad, error),)
+    assert bad.target.length == 0
+    while step.running:
+        step.step()
+        assert step.failures == ()
+    assert good.tokens == plain_greedy([1, 2], 20)
+    again = sessions.sessions[1].generate([4], max_tokens=9)
+    list(sessions.run([again]))
+    assert again.tokens == plain_greedy([4], 9)
+
+
+def test_after_a_failure_of_all_nothing_is_left_in_the_caches() -> None:
+    _, sessions = scripted_sessions(2)
+    for session in sessions.sessions:
+        sessions.lockstep.join(session.generate([1, 2, 3], max_tokens=20))
+        sessions.lockstep.step()
+    sessions.lockstep.clear()
+    assert sessions.lockstep.running == ()
+    assert [session.target.length for session in sessions.sessions] == [0, 0]
+
+
+def test_onnxruntime_runs_one_at_a_time(onnx_pair: Callable[[str], Path]) -> None:
+    bundle = onnx_pair("f32")
+    with open_session(bundle, context=256, backend="onnx") as alone:
+        generation = alone.generate(PROMPTS[0], max_tokens=30, draft_length=3)
+        generation.text()
+    with open_sessions(bundle, 1, context=256, backend="onnx") as sessions:
+        stepped = sessions.sessions[0].generate(PROMPTS[0], max_tokens=30, draft_length=3)
+        list(sessions.run([stepped]))
+    assert (stepped.tokens, stepped.stats.accepted) == (generation.tokens, generation.stats.accepted)
+    assert stepped.stats.accepted > 0
+    with pytest.raises(RequestError, match=r"2 sessions at once run on llama\.cpp only"):
+        open_sessions(bundle, 2, backend="onnx")
 
 
 @pytest.fixture(scope="module")

@@ -104,8 +104,10 @@ def test_comparison_runs_both_sides_in_turn():
     assert all(s.drafted > 0 for s in comparison.drafted)
     assert comparison.speed_up > 0
     assert comparison_table(comparison).row_count >= 8
-    assert "drafts of 2" in "".join(shown)
-    assert comparison.to_json()["draft_length"] == 2
+    assert "policy profit" in "".join(shown)
+    assert comparison.to_json()["draft_length"] is None
+    assert comparison.drafting == "policy profit"
+    assert compare(session, "abc", max_tokens=4, draft_length=2, repeats=1, show=shown.append).drafting == "drafts of 2"
 
 
 def test_stop_token_ends_text():

@@ -216,7 +216,7 @@ def test_the_reference_pair_at_a_terminal(exported_pair, environment):
 
 
 def test_the_reference_pair_from_a_pipe(exported_pair, environment, probe_memory):
-    arguments = [str(exported_pair), "--json", "--max-tokens", "24", "--threads", "1"]
+    arguments = [str(exported_pair), "--json", "--max-tokens", "24", "--threads", "1", "--draft-length", "3"]
     result = CliRunner().invoke(cli.main, arguments, input="import os\n<|turn>system <turn|>\n")
     assert result.exit_code == 0, result.stderr
     first, second = map(json.loads, result.stdout.splitlines())

@@ -76,6 +76,8 @@ class ScriptedTarget:
 class ScriptedDrafter:
     """Drafts through `guess(context, position)`; sees the target's cache as the real drafter does, and must not change it."""
 
+    stepwise = False
+
     def __init__(self, target: ScriptedTarget, guess: Callable[[list[int], int], int]) -> None:
         self._target = target
         self._guess = guess

@@ -10,7 +10,7 @@ from edge_runtime.backends.llama_drafter import LlamaDrafter
 from edge_runtime.backends.llama_split import LlamaSplitDrafter
 from edge_runtime.backends.llama_target import LlamaTarget
 from edge_runtime.bundle import Bundle
-from edge_runtime.drafters import DrafterKind, draft_step_seconds
+from edge_runtime.drafters import STEPS, DrafterKind, draft_step_seconds
 from edge_runtime.errors import BundleError
 from edge_runtime.lookup import LookupDrafter
 
@@ -120,7 +120,9 @@ def _faster(bundle: Bundle, target: LlamaTarget, options: LlamaOptions) -> tuple
     if not has_split(bundle):
         return dense, "dense"
     split = open_model_drafter(bundle, target, options, "split")
-    seconds = draft_step_seconds(target, {"dense": dense, "split": split}, max(target.vocabulary.bos, 0))
+    seconds = draft_step_seconds(
+        target, {"dense": dense, "split": split}, max(target.vocabulary.bos, 0), steps=min(STEPS, options.max_draft_length)
+    )
     if seconds["split"] < seconds["dense"]:
         dense.close()
         return split, "split"

@@ -1,0 +1,213 @@
+"""`edge-bench`: what drafts bring on this machine. Tables and JSON go to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from edge_devices.listing import NO_METER
+from edge_devices.meters.base import Meter
+from edge_devices.report import Report
+from edge_runtime.backends.choice import BACKENDS
+from edge_runtime.bench.benchmark import Benchmark, BenchRequest
+from edge_runtime.bench.energy import find_meter, measure_energy, read_energy
+from edge_runtime.bench.figures import Figures, figures
+from edge_runtime.bench.files import RecordFile, write_whole
+from edge_runtime.bench.prompts import DOMAINS, Prompt, read_prompts, shipped_prompts
+from edge_runtime.bench.records import Note, Record, collect, read_records
+from edge_runtime.bench.terminal import BenchProgress, note, print_report
+from edge_runtime.bench.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_lengths, parse_names, parse_numbers
+from edge_runtime.config import PRESET_NAMES
+from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
+from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.kv_types import KV_TYPES
+from edge_runtime.opening import default_threads
+
+EXAMPLES = """
+\b
+Examples:
+  edge-bench my-bundle
+  edge-bench my-bundle --lengths 2,3 --policies none --domains code --repeats 2 --contexts none
+  edge-bench my-bundle --runs run.jsonl --html report.html --json figures.json
+  edge-bench my-bundle --drafters dense,split,lookup --concurrency 1,2,4
+  edge-bench my-bundle --against llama.cpp=build/llama.cpp/bin
+  edge-bench my-bundle --prompts my-prompts.json --domains none
+  edge-bench my-bundle --runs run.jsonl --energy energy.jsonl
+  edge-bench --report run.jsonl --html report.html
+"""
+STDOUT = "-"
+NOT_ASKED = "energy was not measured; --energy FILE does"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Where results go besides the tables; `json_path` "-" is standard output instead of them."""
+
+    json_path: str | None
+    html: Path | None
+
+    def write(self, result: Figures) -> None:
+        """Writes all of them."""
+        text = json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False, indent=1) + "\n" if self.json_path else ""
+        if self.html is not None:
+            from edge_runtime.bench.page import report_page
+
+            write_whole(self.html, report_page(result))
+        if self.json_path == STDOUT:
+            click.echo(text, nl=False)
+            return
+        if self.json_path:
+            write_whole(Path(self.json_path), text)
+        print_report(result)
+
+
+def bench_prompts(domains: str, files: Sequence[Path], most: int) -> tuple[Prompt, ...]:
+    """Returns the shipped prompts of the domains and people's own. Raises RequestError if there is none, or two sets of one name."""
+    prompts = shipped_prompts(parse_names(domains, DOMAINS, "domain"), most)
+    for file in files:
+        prompts += read_prompts(file, most)
+    if not prompts:
+        raise RequestError("there is no prompt to measure with; name --domains or give --prompts")
+    places = [(prompt.domain, prompt.number) for prompt in prompts]
+    for domain, number in places:
+        if places.count((domain, number)) > 1:
+            raise RequestError(f"there are two sets of prompts named {domain!r}; rename one, or leave one out")
+    return tuple(prompts)
+
+
+def peer_folder(against: str | None) -> Path | None:
+    """Reads `llama.cpp=PATH`; a usage error for anything else."""
+    if against is None:
+        return None
+    name, equals, path = against.partition("=")
+    if name != LLAMA_CPP or not equals or not path:
+        raise click.UsageError(f"--against {against!r} is not {LLAMA_CPP}=PATH, with the folder of llama.cpp's binaries")
+    return Path(path)
+
+
+def measure(request: BenchRequest, runs: Path | None, remark: str = "") -> tuple[list[Record], bool]:
+    """Returns all records, `remark` as the last, and whether it was interrupted, which keeps what was measured."""
+    records: list[Record] = []
+    with RecordFile(runs) as file, BenchProgress() as progress:
+        try:
+            for record in Benchmark(request, progress).records():
+                file.add(record)
+                records.append(record)
+            if remark:
+                records.append(Note(text=remark))
+                file.add(records[-1])
+        except KeyboardInterrupt:
+            if not records:
+                raise
+            stopped = Note(text="stopped by Ctrl-C before it was through: some figures rest on fewer repeats, or are missing")
+            file.add(stopped)
+            return [*records, stopped], True
+    return records, False
+
+
+def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> Report:
+    """Runs the energy protocol over the same variants. Raises RequestError where it cannot be done."""
+    with ExitStack() as stack, BenchProgress() as progress:
+        benchmark = Benchmark(request, progress)
+        progress.say(f"energy: {meter.facts.name}; idle, warm-up and repeats take a while")
+        return measure_energy(path, meter, benchmark.energy_workloads(stack), threads=request.threads or default_threads())
+
+
+@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
+@click.argument("bundle", type=click.Path(path_type=Path), required=False)
+@click.option("--domains", default=",".join(DOMAINS), help="Shipped prompt sets to run, or none.")
+@click.option("--prompts", "files", type=click.Path(path_type=Path), multiple=True, help="Own prompts: a JSON list of texts, an object of lists by domain, or a text file. Repeatable.")  # fmt: skip
+@click.option("--per-domain", type=click.IntRange(min=1), default=1, help="Prompts of each set.")
+@click.option("--lengths", default="1-8", help="Fixed draft lengths, such as 3, 1,2,4 or 1-8, or none.")
+@click.option("--policies", default=",".join(CHOOSING_POLICIES), help="Policies that choose the length, or none.")
+@click.option(
+    "--drafters",
+    default=None,
+    help=f"Kinds of drafter, out of {', '.join(k for k in DRAFTER_KINDS if k != 'none')}.  [default: what edge-run takes]",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=6, help="Of everything, every other time the other way round.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=96, help="Tokens per request.")
+@click.option("--warm-up", type=click.IntRange(min=0), default=1, help="Requests of each variant that do not count.")
+@click.option("--contexts", default="128,512,2048,8192", help="Lengths of text in tokens to sweep, as far as --context reaches, or none.")
+@click.option("--concurrency", default="none", help="Numbers of clients at once, such as 1,2,4.")
+@click.option("--kv-types", default="none", help=f"Types of KV cache to compare, out of {', '.join(KV_TYPES)}; f16 comes along.")
+@click.option("--against", metavar="llama.cpp=PATH", help="Run llama.cpp's own binaries of this folder in turn with ours.")
+@click.option("--backend", type=click.Choice(BACKENDS), help="llama.cpp or onnxruntime.  [default: what the bundle has and is installed]")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
+@click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
+@click.option("--config", type=click.Path(path_type=Path), help="YAML file that goes over --preset and the bundle's own config.yaml.")
+@click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")
+@click.option("--check/--no-check", "check_hashes", default=True, help="Check the files' sha256 before use.")
+@click.option("--runs", type=click.Path(path_type=Path), help="Write every measurement here, one JSON line each, as it is made.")
+@click.option("--energy", type=click.Path(path_type=Path), help="Measure energy too, by the protocol of docs/energy.md (long), and write its log here; with --report: read it.")  # fmt: skip
+@click.option("--meter", help="The energy meter to use; see edge-devices meters.  [default: the first usable one]")
+@click.option("--json", "json_path", help="Write the figures here; - is standard output, instead of tables.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with plots here (needs edge-mtp[report]).")
+@click.option("--report", type=click.Path(path_type=Path), help="Measure nothing: make the figures of a file of --runs again.")
+@click.version_option(package_name="edge-mtp")
+def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Path | None, report: Path | None, **values: Any) -> None:
+    """Measure plain decoding of BUNDLE against drafting: fixed lengths, policies, kinds of drafter, llama.cpp's own.
+
+    Run it on a machine that does nothing else. Ctrl-C ends it and keeps what was measured.
+    """
+    if (bundle is None) == (report is None):
+        raise click.UsageError("give a BUNDLE to measure, or --report with a file of --runs")
+    if report is not None and runs is not None:
+        raise click.UsageError("--report measures nothing, so there is nothing for --runs")
+    outputs = Outputs(json_path=json_path, html=html)
+    energy, stopped, joules = values["energy"], False, None
+    try:
+        if html is not None:
+            from edge_runtime.bench.plots import require_library
+
+            require_library()
+        if report is not None:
+            records = read_records(report)
+            joules = read_energy(energy) if energy else None
+        else:
+            request = bench_request(cast(Path, bundle), values)
+            meter = find_meter(values["meter"])
+            if energy and meter is None:
+                raise RequestError(f"{NO_METER}; leave --energy out, or see edge-devices meters")
+            measured, stopped = measure(request, runs, "" if energy else NO_METER if meter is None else NOT_ASKED)
+            records = collect(measured)
+            if energy and meter and not stopped:
+                try:
+                    joules = measure_joules(request, energy, meter)
+                except KeyboardInterrupt:
+                    stopped = True
+        outputs.write(figures(records, joules))
+    except EdgeRuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        note("stopped")
+        sys.exit(130)
+    if stopped:
+        note("stopped; the figures are of what was measured until then")
+        sys.exit(130)
+
+
+def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
+    """Makes the request of the command's values. Raises RequestError for names and numbers that cannot be."""
+    drafters = values["drafters"]
+    if drafters == "none":
+        raise RequestError("there is no drafter to measure; plain decoding alone is --lengths none --policies none")
+    kinds = parse_names(drafters, [kind for kind in DRAFTER_KINDS if kind != "none"], "drafter") if drafters else ()
+    return BenchRequest(
+        bundle=bundle, prompts=bench_prompts(values["domains"], values["files"], values["per_domain"]),
+        drafters=cast(tuple[DrafterKind, ...], kinds), lengths=parse_lengths(values["lengths"]),
+        policies=parse_names(values["policies"], CHOOSING_POLICIES, "policy"), repeats=values["repeats"], tokens=values["max_tokens"],
+        warm_up=values["warm_up"], contexts=parse_numbers(values["contexts"], "lengths of text"),
+        concurrency=parse_numbers(values["concurrency"], "numbers of clients"),
+        kv_types=parse_names(values["kv_types"], KV_TYPES, "KV type"),
+        tools=peer_folder(values["against"]),
+        backend=values["backend"], threads=values["threads"], context=values["context"], config=values["config"], preset=values["preset"],
+        check_hashes=values["check_hashes"],
+    )  # fmt: skip

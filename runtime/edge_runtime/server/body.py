@@ -1,0 +1,70 @@
+"""A request's body: how large, how deep and how slow it may be, and what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+from edge_runtime.server.errors import ApiError, invalid
+
+MAX_BODY_BYTES = 2 << 20
+MAX_DEPTH = 64
+READ_SECONDS = 30.0
+
+
+async def read_body(pieces: AsyncIterator[bytes], announced: str | None) -> bytes:
+    """Returns all pieces together; `announced` is the Content-Length. Raises ApiError if there are too many, or they come too slowly."""
+    if announced is not None and announced.isdecimal() and int(announced[:20]) > MAX_BODY_BYTES:
+        raise _too_large()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            async for piece in pieces:
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
+    except TimeoutError as error:
+        raise ApiError(408, f"the request's body took more than {READ_SECONDS:.0f} seconds to arrive; send it faster") from error
+    return bytes(body)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Returns the object that `body` is. Raises ApiError if it is none, or nested too deeply."""
+    try:
+        value = json.loads(body, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise _too_deep() from error
+    except ValueError as error:
+        raise invalid(f"the body is not JSON ({error}); send an object", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise invalid(f"the body is a JSON {type(value).__name__}; send an object", code="invalid_json")
+    _check_depth(value)
+    return value
+
+
+def _check_depth(value: object) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]  # fmt: skip
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes; send less")
+
+
+def _too_deep() -> ApiError:
+    return invalid(f"the body is nested more than {MAX_DEPTH} levels deep; send it flatter")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,65 @@
+"""The options of `edge-run BUNDLE --serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+KEY_VARIABLE = "EDGE_MTP_API_KEY"
+# Options that make sense for a server; the others are about one prompt, or are fields of each request.
+_SHARED = {
+    "bundle", "backend", "execution_provider", "uniform_rows", "keep_packed", "draft_length", "policy", "drafter", "threads", "context", "config", "preset", "log", "warn_rejection", "check_hashes", "serve",
+    "host", "kv_type", "memory_limit", "port", "sessions", "waiting", "api_key",
+}  # fmt: skip
+OPTIONS = (
+    click.option("--serve", is_flag=True, help="Serve the OpenAI API and a chat page over HTTP instead of generating."),
+    click.option("--host", default="127.0.0.1", help="Serve: the address to listen on; 0.0.0.0 is all of this machine's."),
+    click.option("--port", type=click.IntRange(0, 65535), default=8080, help="Serve: the port; 0 takes a free one."),
+    click.option("--sessions", type=click.IntRange(1, 32), default=1, help="Serve: requests at once, each with a context of its own."),
+    click.option("--waiting", type=click.IntRange(min=0), default=16, help="Serve: requests that may wait for a session; more get 503."),
+    click.option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Serve: the key that clients must send."),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where to listen, and for whom. `port` 0 takes a free one; `waiting` requests may wait for one of `sessions`."""
+
+    host: str
+    port: int
+    sessions: int
+    waiting: int
+    api_key: str | None
+
+
+def serve_options(command: Command) -> Command:
+    """Adds `OPTIONS` to a command; `serve_values` reads them."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def serve_values(values: dict[str, Any]) -> ServeOptions | None:
+    """Takes the options' values out of all the command's; None unless --serve was given. A usage error where they do not fit the others."""
+    context = click.get_current_context()
+    given = {name for name in context.params if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+    options = ServeOptions(**{name: values.pop(name) for name in ServeOptions.__dataclass_fields__})
+    if not values.pop("serve"):
+        if unfit := given & set(ServeOptions.__dataclass_fields__):
+            raise click.UsageError(f"{_written(context, unfit)}: for a server only; add --serve, or leave it out")
+        return None
+    if unfit := given - _SHARED:
+        raise click.UsageError(f"{_written(context, unfit)}: not with --serve; each request says it for itself")
+    if options.api_key is not None and not (options.api_key.strip() and options.api_key.isascii()):
+        raise click.UsageError("--api-key is empty or not ASCII; give a key, such as one from 'openssl rand -hex 16'")
+    return options
+
+
+def _written(context: click.Context, names: set[str]) -> str:
+    """Returns parameters as a person writes them: PROMPT, --max-tokens."""
+    parameters = [parameter for parameter in context.command.params if parameter.name in names]
+    return ", ".join(one.opts[0] if isinstance(one, click.Option) else one.make_metavar(context) for one in parameters)

@@ -1,0 +1,329 @@
+"""The API over scripted chats, through real HTTP and the openai client: shapes, channels, calls, refusals, queues, failures."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
+pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
+openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
+
+from chat_server import Scripted, scripted_server
+from edge_runtime.errors import BackendError
+from edge_runtime.server.body import MAX_BODY_BYTES, MAX_DEPTH
+from edge_runtime.server.messages import MAX_MESSAGES
+
+CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
+TOOLS: Any = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+def client_of(server: Scripted, key: str = "none") -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+def ask(client: Any, **fields: Any) -> Any:
+    return client.chat.completions.create(**{"model": "scripted", "messages": HI, "temperature": 0, **fields})
+
+
+def send(server: Scripted, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    try:
+        connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        return response.status, dict(response.getheaders()), response.read()
+    finally:
+        connection.close()
+
+
+def refused(server: Scripted, value: Any, path: str = "/v1/chat/completions") -> dict[str, Any]:
+    status, _, body = send(server, "POST", path, value if isinstance(value, bytes) else json.dumps(value).encode())
+    assert status == 400, body
+    return json.loads(body)["error"]
+
+
+def settled(server: Scripted) -> None:
+    """Waits until no request runs or waits."""
+    deadline = time.monotonic() + 20
+    while server.worker.load() != (0, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def hello() -> Iterator[Scripted]:
+    with scripted_server("Hello é, friend.", count=2) as server:
+        yield server
+
+
+def test_a_whole_answer(hello):
+    answer = ask(client_of(hello))
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Hello é, friend.", "stop")
+    tokens = len("Hello é, friend.".encode()) + 1
+    assert (answer.object, answer.model, answer.usage.completion_tokens) == ("chat.completion", "scripted", tokens)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + tokens
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == answer.usage.accepted_tokens == 0
+
+
+def test_a_stream_is_the_same_in_pieces(hello):
+    chunks = list(ask(client_of(hello), stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello é, friend."
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len("Hello é, friend.".encode()) + 1
+    assert len(chunks) > 10
+    assert all(c.usage is None for c in chunks[:-1])
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_usage_may_come_with_every_chunk(hello):
+    chunks = list(ask(client_of(hello), stream=True, stream_options={"continuous_usage_stats": True}))
+    counts = [c.usage.completion_tokens for c in chunks[1:]]
+    assert counts == sorted(counts)
+    assert counts[-1] > counts[0]
+
+
+def test_stop_strings_and_limits_cut(hello):
+    client = client_of(hello)
+    stopped = ask(client, stop=[", fr", "zzz"])
+    assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("Hello é", "stop")
+    assert stopped.usage.completion_tokens == len("Hello é, fr".encode())
+    for name in ("max_tokens", "max_completion_tokens"):
+        cut = ask(client, **{name: 5})
+        assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("Hello", "length")
+
+
+def test_thoughts_and_calls_have_fields_of_their_own():
+    with scripted_server(f"<|channel>thought\nclock<channel|>so {CALL}<|tool_response>", "noon") as server:
+        client = client_of(server)
+        choice = ask(client, tools=TOOLS).choices[0]
+        assert (choice.message.reasoning_content, choice.message.content, choice.finish_reason) == ("clock", "so ", "tool_calls")
+        call = choice.message.tool_calls[0]
+        assert (call.function.name, json.loads(call.function.arguments)) == ("now", {"zone": "UTC"})
+        chunks = [c.choices[0] for c in ask(client, tools=TOOLS, stream=True)]
+        assert "".join(getattr(c.delta, "reasoning_content", None) or "" for c in chunks) == "clock"
+        streamed = [call for c in chunks for call in c.delta.tool_calls or []]
+        assert [(c.index, c.function.name, c.function.arguments) for c in streamed] == [(0, "now", '{"zone": "UTC"}')]
+        assert chunks[-1].finish_reason == "tool_calls"
+        result = {"role": "tool", "tool_call_id": call.id, "content": "12:00"}
+        answer = ask(client, tools=TOOLS, messages=[*HI, choice.message.model_dump(exclude_none=True), result])
+        assert answer.choices[0].message.content == "noon"
+
+
+def test_an_unreadable_call_is_what_was_said():
+    with scripted_server("<|tool_call>what?<tool_call|>") as server:
+        choice = ask(client_of(server), tools=TOOLS).choices[0]
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("what?", None, "stop")
+
+
+def test_later_turns_reuse_the_cache():
+    with scripted_server("one", "two", count=2) as server:
+        client = client_of(server)
+        first = ask(client)
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        turns = [*HI, {"role": "assistant", "content": "one"}, {"role": "user", "content": "and?"}]
+        second = ask(client, messages=turns)
+        assert second.choices[0].message.content == "two"
+        assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens + len("one")
+        assert ask(client, messages=turns, seed=3).usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_text_and_its_places(hello):
+    status, headers, body = send(hello, "GET", "/")
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert not [mark for mark in (b"://", b"src=", b"href=", b"@import", b"url(") if mark in body], "the page loads nothing else"
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert json.loads(send(hello, "GET", "/health")[2])["status"] == "ok"
+    assert client_of(hello).models.list().data[0].id == "scripted"
+    assert client_of(hello).models.retrieve("scripted").created > 0
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        client_of(hello).models.retrieve("other")
+    assert json.loads(send(hello, "GET", "/v2/none")[2])["error"]["type"] == "invalid_request_error"
+    assert send(hello, "GET", "/v1/completions")[0] == 405
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"n": 2}, "n", "one answer"), ({"logprobs": True}, "logprobs", "not supported"), ({"temperature": 3}, "temperature", "0 to 2"),
+        ({"temperature": "hot"}, "temperature", "number"), ({"temperature": True}, "temperature", "number"), ({"top_p": 0}, "top_p", "1e-09 to 1"),
+        ({"max_tokens": 0}, "max_tokens", "it must be 1"), ({"max_tokens": 10**50}, "max_tokens", "40 digits"), ({"stop": [""]}, None, "stop string"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"), ({"stop": ["x" * 1001]}, None, "1001"), ({"stop": [1]}, "stop", "strings"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "-2 to 2"), ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "-100 to 100"), ({"logit_bias": {"99999": 1}}, None, "vocabulary"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"), ({"tool_choice": "required"}, "tool_choice", "force"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"), ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        ({"messages": []}, "messages", "at least one"), ({"messages": [{"role": "cat", "content": ""}]}, "messages[0].role", "one of system"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "text only"),
+        ({"messages": [{"role": "tool", "content": "", "tool_call_id": "x"}]}, "messages[0].tool_call_id", "earlier"),
+        ({"messages": [HI[0]] * (MAX_MESSAGES + 1)}, "messages", "at most"), ({"tools": [{"type": "x"}]}, "tools[0].type", "function"),
+        ({"seed": 1.5}, "seed", "whole number"), ({"stream": "yes"}, "stream", "true or false"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(hello, fields, param, says):
+    error = refused(hello, {"messages": HI, **fields})
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert says in error["message"]
+
+
+def test_clients_may_send_what_changes_nothing(hello):
+    fields = {"n": 1, "logprobs": False, "user": "me", "store": False, "response_format": {"type": "text"}, "stop": None, "tools": []}
+    assert ask(client_of(hello), **fields).choices[0].message.content == "Hello é, friend."
+    parts = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert ask(client_of(hello), messages=parts).choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"{", "not JSON"), (b"[]", "list"), (b'{"temperature": NaN}', "NaN"), (b"\xff", "not JSON"), (b'{"seed": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"a":' * 100_000, "levels"), (b'{"messages":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "levels"),
+    ],
+)  # fmt: skip
+def test_bodies_that_are_no_requests(hello, body, says):
+    assert says in refused(hello, body)["message"]
+
+
+def test_sizes_are_limited(hello):
+    status, _, body = send(hello, "POST", "/v1/completions", b" " * (MAX_BODY_BYTES + 1))
+    assert (status, json.loads(body)["error"]["type"]) == (413, "invalid_request_error")
+    chunked = iter([b" " * 65536] * 33)  # no length is announced
+    connection = http.client.HTTPConnection(urlsplit(hello.url).netloc, timeout=30)
+    connection.request("POST", "/v1/completions", chunked, encode_chunked=True, headers={"Transfer-Encoding": "chunked"})
+    assert connection.getresponse().status == 413
+    connection.close()
+    too_long = refused(hello, {"messages": [{"role": "user", "content": "x" * 3000}]})
+    assert too_long["code"] == "context_length_exceeded"
+    assert "2048" in too_long["message"]
+    assert refused(hello, {"prompt": [1, 10**7]}, "/v1/completions")["message"].startswith("the prompt has a token id outside")
+
+
+def test_other_names_and_websites_are_turned_away(hello):
+    assert send(hello, "GET", "/health", Host="localhost:1")[0] == 200
+    assert send(hello, "GET", "/health", Host="[::1]:8080")[0] == 200
+    status, _, body = send(hello, "GET", "/health", Host="rebound.example")
+    assert (status, json.loads(body)["error"]["code"]) == (403, "wrong_host")
+    status, headers, body = send(hello, "POST", "/v1/chat/completions", b"{}", Origin="https://site.example")
+    assert (status, json.loads(body)["error"]["code"]) == (403, "wrong_origin")
+    assert not [name for name in headers if name.lower().startswith("access-control")]
+    assert send(hello, "GET", "/health", Origin=hello.url)[0] == 200
+
+
+def test_a_key_is_asked_for():
+    with scripted_server("ok", key="secret") as server:
+        assert ask(client_of(server, "secret")).choices[0].message.content == "ok"
+        for wrong in ("secre", "secret2", "é"):
+            status, headers, _ = send(server, "GET", "/v1/models", Authorization=f"Bearer {wrong}")
+            assert (status, headers["www-authenticate"]) == (401, "Bearer")
+        with pytest.raises(openai.AuthenticationError):
+            ask(client_of(server, "wrong"))
+        assert send(server, "GET", "/metrics")[0] == 401
+        assert send(server, "GET", "/health")[0] == 200
+        assert send(server, "GET", "/")[0] == 200
+
+
+def test_the_queue_is_bounded_and_waiting_clients_may_leave():
+    going = threading.Event()
+    with scripted_server("a long answer", waiting=1) as server:
+        server.together.before_forward = lambda: going.wait(30) and None
+        threads = [threading.Thread(target=lambda: answers.append(ask(client_of(server)))) for _ in range(2)]
+        answers: list[Any] = []
+        try:
+            for i, thread in enumerate(threads):
+                thread.start()
+                while sum(server.worker.load()) != i + 1:
+                    time.sleep(0.01)
+            status, headers, body = send(server, "POST", "/v1/chat/completions", json.dumps({"messages": HI}).encode())
+            assert (status, json.loads(body)["error"]["code"]) == (503, "queue_full")
+            assert int(headers["retry-after"]) > 0
+        finally:
+            going.set()
+        for thread in threads:
+            thread.join()
+        assert [a.choices[0].message.content for a in answers] == ["a long answer"] * 2
+        settled(server)
+
+
+def test_a_client_that_leaves_frees_its_session_and_disturbs_nobody():
+    with scripted_server(lambda _, before: "x" * 1900 if "much" in before else "y" * 300, count=2, waiting=0) as server:
+        server.together.before_forward = lambda: time.sleep(0.002)
+        much: Any = [{"role": "user", "content": "much"}]
+        beside: list[Any] = []
+        thread = threading.Thread(target=lambda: beside.append(ask(client_of(server))))
+        thread.start()
+        with ask(client_of(server), messages=much, stream=True) as stream:
+            for _ in range(5):
+                next(stream)
+            assert server.worker.load() == (2, 0)
+        deadline = time.monotonic() + 2
+        while server.worker.load()[0] == 2:
+            assert time.monotonic() < deadline, "the session is free long before 1900 tokens are out"
+            time.sleep(0.005)
+        leaving = socket.create_connection(("127.0.0.1", urlsplit(server.url).port))
+        body = json.dumps({"messages": much, "temperature": 0}).encode()
+        leaving.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        time.sleep(0.1)
+        leaving.close()
+        thread.join()
+        assert beside[0].choices[0].message.content == "y" * 300
+        settled(server)
+        assert max(len(target.rows) for target in server.together.targets) < 1000, "nobody went on for 1900 tokens"
+
+
+def test_a_failing_backend_ends_what_runs_and_nothing_else():
+    failures = iter([BackendError("llama.cpp failed in /secret/path"), ValueError("a bug")])
+
+    def fail() -> None:
+        raise next(failures)
+
+    with scripted_server("fine") as server:
+        for _ in range(2):
+            server.together.before_forward = fail
+            with pytest.raises(openai.InternalServerError) as caught:
+                ask(client_of(server))
+            assert caught.value.status_code == 500
+            assert "secret" not in str(caught.value)
+            assert "Traceback" not in str(caught.value)
+        server.together.before_forward = lambda: None
+        assert ask(client_of(server)).choices[0].message.content == "fine"
+        assert "secret" in server.notes[0]
+        assert "ValueError: a bug" in server.notes[1]
+
+
+def test_a_failure_in_mid_stream_is_an_event():
+    with scripted_server("fine words") as server:
+        count = iter(range(100))
+
+        def fail() -> None:
+            if next(count) == 4:
+                raise BackendError("gone")
+
+        server.together.before_forward = fail
+        heard = []
+        with pytest.raises(openai.APIError, match="the model failed"):
+            heard += [chunk.choices[0].delta.content for chunk in ask(client_of(server), stream=True)]
+        assert server.worker.load() == (0, 0)
+
+
+def test_what_runs_is_told_when_the_server_ends():
+    with scripted_server("z" * 1900) as server:
+        server.together.before_forward = lambda: time.sleep(0.002)
+        stream = ask(client_of(server), stream=True)
+        next(stream)
+        server.worker.close()
+        with pytest.raises(openai.APIError, match="the server is ending"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError) as caught:
+            ask(client_of(server))
+        assert caught.value.status_code == 503

@@ -1,0 +1,74 @@
+"""The command line of the server, and what it says before it serves."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from edge_runtime import cli
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.server import serve as serving
+from edge_runtime.server.options import ServeOptions
+from edge_runtime.server.serve import allowed_hosts, is_loopback
+
+
+def options(**values: Any) -> ServeOptions:
+    return ServeOptions(**{"host": "127.0.0.1", "port": 0, "sessions": 1, "waiting": 1, "api_key": None, **values})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--serve", "a prompt"], "[PROMPT]: not with --serve"), (["--serve", "--temperature", "1"], "--temperature: not with --serve"),
+        (["--serve", "--json", "--compare"], "--json, --compare: not with"), (["--port", "80"], "--port: for a server only"),
+        (["--serve", "--sessions", "0"], "not in the range"), (["--serve", "--api-key", " "], "--api-key is empty"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit(arguments, says):
+    result = CliRunner().invoke(cli.main, ["bundle", *arguments])
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_what_the_command_passes_on(monkeypatch):
+    calls = []
+    monkeypatch.setattr(serving, "serve", lambda *arguments, **opening: calls.append((arguments, opening)))
+    arguments = ["bundle", "--serve", "--sessions", "3", "--context", "256", "--draft-length", "2"]
+    result = CliRunner().invoke(cli.main, arguments, env={"EDGE_MTP_API_KEY": "from the environment"})
+    assert result.exit_code == 0, result.output
+    (_, asked, _), opening = calls[0]
+    assert asked == options(port=8080, sessions=3, waiting=16, api_key="from the environment")
+    assert opening["context"] == 256
+    assert opening["config"].tuning.initial_horizon == 2
+
+
+def test_loopback_and_other_addresses():
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "192.168.1.2", "localhost.example")] == [False] * 4
+    assert "127.9.9.9" in (allowed_hosts("127.9.9.9") or ())
+    assert allowed_hosts("0.0.0.0") is None
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RequestError, match=f"cannot listen on 127.0.0.1 port {port}"):
+            serving.serve(tmp_path, options(port=port), lambda _: None)
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match=r"needs starlette and uvicorn.*edge-mtp\[serve\]"):
+        serving.serve(tmp_path, options(), lambda _: None)
+
+
+@pytest.mark.parametrize(("host", "key", "warns"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False)])
+def test_an_open_address_without_a_key_is_warned_about(host, key, warns):
+    notes: list[str] = []
+    with socket.create_server((host, 0)) as listener:
+        serving._say_where(listener, options(host=host, api_key=key), notes.append)
+    assert any("anyone who reaches" in note for note in notes) == warns
+    assert notes[-1].startswith(f"serving at http://{host}:")

@@ -1,0 +1,192 @@
+"""The command on the reference pair, asked by the openai client: answers, seeds, several at once, leaving, metrics, signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
+
+from chat_server import Child
+from edge_runtime.opening import open_session
+
+PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
+
+
+def client_of(url: str) -> Any:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def complete(client: Any, prompt: str, **fields: Any) -> Any:
+    return client.completions.create(**{"model": "any", "prompt": prompt, "max_tokens": 48, "temperature": 0, **fields})
+
+
+def chat(client: Any, text: str, **fields: Any) -> Any:
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(**{"model": "any", "messages": messages, "max_tokens": 48, "temperature": 0, **fields})
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return response.read().decode()
+
+
+def test_completions_are_what_a_session_says(several: str, exported_pair: Path) -> None:
+    with open_session(exported_pair, context=512, drafter="split", check_hashes=False) as session:
+        generation = session.generate(PROMPTS[0], max_tokens=48)
+        wanted = generation.text()
+    answer = complete(client_of(several), PROMPTS[0])
+    assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == ("text_completion", wanted, "length")
+    assert answer.usage.completion_tokens == 48
+    assert answer.usage.drafted_tokens >= answer.usage.accepted_tokens > 0
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == answer.usage.drafted_tokens
+    ids = complete(client_of(several), generation.prompt)
+    assert ids.choices[0].text == wanted, "token ids are a prompt too"
+    chunks = list(complete(client_of(several), PROMPTS[0], stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == wanted
+    assert len(chunks) > 5
+    stop = wanted[10:13]
+    stopped = complete(client_of(several), PROMPTS[0], stop=stop)
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (wanted[: wanted.index(stop)], "stop")
+
+
+def test_a_chat_goes_on_from_its_cache(several: str) -> None:
+    client = client_of(several)
+    first = chat(client, "def area(r):", max_tokens=60)
+    messages: Any = [{"role": "user", "content": "def area(r):"}, {"role": "assistant", "content": first.choices[0].message.content}]
+    second = client.chat.completions.create(
+        model="any", messages=[*messages, {"role": "user", "content": "more"}], max_tokens=8, temperature=0
+    )
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 1
+    streamed = list(chat(client, "def area(r):", max_tokens=60, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in streamed if c.choices) == first.choices[0].message.content
+    assert streamed[-1].usage.completion_tokens == first.usage.completion_tokens
+
+
+def test_four_clients_at_once_get_what_each_gets_alone(several: str) -> None:
+    client = client_of(several)
+    alone = [complete(client, prompt).choices[0].text for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            together = list(pool.map(lambda prompt: complete(client, prompt).choices[0].text, PROMPTS))
+            assert together == alone
+
+
+def test_a_seed_repeats_itself_whatever_else_is_asked(single: str) -> None:
+    client = client_of(single)
+
+    def drawn(seed: int) -> str:
+        text: str = complete(client, PROMPTS[1], temperature=0.9, top_p=0.95, seed=seed).choices[0].text
+        return text
+
+    first = {seed: drawn(seed) for seed in (-1, 7, 8, 9)}
+    assert len(set(first.values())) > 1
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(complete, client, prompt, temperature=1.0) for prompt in PROMPTS * 2]
+        assert {seed: drawn(seed) for seed in first} == first
+        assert all(other.result().usage.completion_tokens > 0 for other in others)
+
+
+def test_an_answer_is_the_json_that_was_asked_for(several: str) -> None:
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    client = client_of(several)
+    schema = {
+        "type": "object", "additionalProperties": False, "required": ["name", "ok"],
+        "properties": {"name": {"type": "string", "maxLength": 12}, "ok": {"type": "boolean"}},
+    }  # fmt: skip
+    for drawing in ({"temperature": 0}, {"temperature": 1, "seed": 3}):
+        named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+        answer = chat(client, "def add(a, b):", max_tokens=100, response_format=named, **drawing)
+        value = json.loads(answer.choices[0].message.content)
+        assert set(value) == {"name", "ok"}
+        assert type(value["ok"]) is bool
+        assert len(value["name"]) <= 12
+        assert answer.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError):
+        chat(client, "hi", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}})
+    tools: Any = [{"type": "function", "function": {"name": "now"}}]
+    with pytest.raises(openai.BadRequestError, match="one of the two"):
+        chat(client, "hi", response_format={"type": "json_object"}, tools=tools)
+
+
+def test_leaving_in_mid_stream_disturbs_nobody(several: str) -> None:
+    client = client_of(several)
+    alone = complete(client, PROMPTS[0], max_tokens=200).choices[0].text
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(complete, client, PROMPTS[0], max_tokens=200)
+        for prompt in PROMPTS:
+            with complete(client, prompt, max_tokens=400, stream=True) as stream:
+                next(stream)
+        assert beside.result().choices[0].text == alone
+    deadline = time.monotonic() + 20
+    while json.loads(get(f"{several}/health"))["running"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_errors_are_the_clients_own_kinds(several: str) -> None:
+    client = client_of(several)
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, "x y " * 1000)
+    assert caught.value.code == "context_length_exceeded"
+    assert "the context holds 512" in str(caught.value)
+    with pytest.raises(openai.BadRequestError, match="one answer") as caught:
+        chat(client, "hi", n=2)
+    assert caught.value.param == "n"
+    with pytest.raises(openai.BadRequestError, match="vocabulary ends at"):
+        chat(client, "hi", logit_bias={"999999999": 1})
+    with pytest.raises(urllib.error.HTTPError, match="405"):
+        get(f"{several}/v1/completions")
+
+
+def test_metrics_are_prometheus_text(several: str) -> None:
+    parser = pytest.importorskip("prometheus_client.parser", reason="needs edge-mtp[dev]")
+
+    def totals() -> dict[str, float]:
+        families = parser.text_string_to_metric_families(get(f"{several}/metrics"))
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+    before = totals()
+    answer = complete(client_of(several), PROMPTS[3])
+    after = totals()
+    for name, count in {
+        "requests": 1,
+        "tokens": 48,
+        "drafted_tokens": answer.usage.drafted_tokens,
+        "prompt_tokens": answer.usage.prompt_tokens,
+    }.items():
+        assert after[f"edge_mtp_{name}_total"] - before.get(f"edge_mtp_{name}_total", 0) == count
+
+
+def test_a_signal_ends_it_while_it_answers(exported_pair: Path, probe_memory: Path) -> None:
+    child = Child(exported_pair, "--context", "512", "--drafter", "none", "--api-key", "k")
+    heard: list[str] = []
+
+    def listen() -> None:
+        client = openai.OpenAI(base_url=f"{child.url}/v1", api_key="k", max_retries=0, timeout=60)
+        try:
+            for prompt in PROMPTS * 100:
+                heard.extend(chunk.choices[0].text for chunk in complete(client, prompt, max_tokens=400, stream=True))
+        except openai.APIError as error:
+            heard.append(str(error))
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    while not heard:
+        time.sleep(0.01)
+    begin = time.monotonic()
+    assert child.end(signal.SIGINT) == 0
+    assert time.monotonic() - begin < 30
+    listener.join()
+    assert "ending" in heard[-1] or "onnection" in heard[-1]
+    assert child.lines[-1] == "ended\n"

@@ -1,0 +1,128 @@
+"""The server over scripted chats, in a thread: real HTTP, no model. And the server as a command in a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chat_words import SpeakingTarget, chat_session
+from edge_runtime.backends.base import DraftAsk, Logits
+from edge_runtime.chat_template import bundle_template
+from edge_runtime.opening import Sessions
+from edge_runtime.server.worker import Worker
+
+MAIN = "from edge_runtime.cli import main; main()"
+
+
+class SpeakingTogether:
+    """Sessions of `chat_words` side by side; `before_forward` is called before each verify."""
+
+    def __init__(self, targets: Sequence[SpeakingTarget]) -> None:
+        self.targets = list(targets)
+        self.before_forward: Callable[[], None] = lambda: None
+
+    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        return [[] for _ in asks]
+
+    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        self.before_forward()
+        return [self.targets[number].verify(tokens) for number, tokens in asks]
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scripted:
+    """A server that runs: where, on what, and what it said to the person who started it."""
+
+    url: str
+    together: SpeakingTogether
+    worker: Worker
+    notes: list[str]
+
+
+def scripted_worker(
+    *replies: str | Callable[[int, str], str], count: int = 1, waiting: int = 4, context: int = 2048
+) -> tuple[Worker, SpeakingTogether, list[str]]:
+    """A worker, not started, whose `count` sessions all give these replies."""
+    own = [chat_session(*replies, context=context) for _ in range(count)]
+    together = SpeakingTogether([session.target for session in own])  # type: ignore[misc]
+    notes: list[str] = []
+    template = bundle_template(own[0].bundle, own[0].vocabulary)
+    return Worker(Sessions(own, together), template, waiting=waiting, note=notes.append), together, notes
+
+
+@contextlib.contextmanager
+def scripted_server(*replies: Any, key: str | None = None, **sessions: Any) -> Iterator[Scripted]:
+    """Serves scripted replies on a free port until the block ends."""
+    import uvicorn
+
+    from edge_runtime.monitoring import Monitor
+    from edge_runtime.server.app import Api, make_app
+    from edge_runtime.server.guard import LOOPBACK_NAMES, Guard
+    from edge_runtime.server.serve import server_config
+
+    worker, together, notes = scripted_worker(*replies, **sessions)
+    app = make_app(Api(worker, Monitor(), model="scripted", made="2026-01-01T00:00:00Z"))
+    server = uvicorn.Server(server_config(Guard(app, hosts=LOOPBACK_NAMES, key=key), 64))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        worker.start()
+        thread.start()
+        try:
+            yield Scripted(url=f"http://127.0.0.1:{listener.getsockname()[1]}", together=together, worker=worker, notes=notes)
+        finally:
+            worker.close()
+            server.should_exit = True
+            thread.join()
+
+
+class Child:
+    """`edge-run BUNDLE --serve` in a child process on a free port."""
+
+    def __init__(self, bundle: Path, *options: str) -> None:
+        self.lines: list[str] = []
+        self._said: queue.Queue[str | None] = queue.Queue()
+        command = [sys.executable, "-c", MAIN, str(bundle), "--serve", "--port", "0", "--no-check", *options]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.url = self._wait_for("serving at ").partition("serving at ")[2].split()[0]
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Sends a signal, waits for the end, and returns the exit status."""
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout=60)
+        finally:
+            self.process.kill()
+            self._reader.join()
+            assert self.process.stderr is not None
+            self.process.stderr.close()
+
+    def _wait_for(self, words: str) -> str:
+        deadline = time.monotonic() + 300
+        while (line := self._said.get(timeout=deadline - time.monotonic())) is not None:
+            if words in line:
+                return line
+        raise AssertionError(f"the server ended: {self.lines}")
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            self._said.put(line)
+        self._said.put(None)

@@ -1,0 +1,39 @@
+"""Scripted sequences that share forwards, and sessions on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from edge_runtime.backends.base import DraftAsk, Logits
+from edge_runtime.bundle import Bundle
+from edge_runtime.opening import Sessions
+from edge_runtime.session import Session
+from scripted import MANIFEST, LetterVocabulary, ScriptedDrafter, ScriptedTarget, next_token
+
+
+class ScriptedTogether:
+    """Scripted sequences; counts how many rows each common forward had."""
+
+    def __init__(self, count: int, context: int = 512) -> None:
+        self.targets = [ScriptedTarget(context=context) for _ in range(count)]
+        self.drafters = [ScriptedDrafter(target, lambda c, i: next_token(c) if i < 2 else 0) for target in self.targets]
+        self.forwards: list[list[int]] = []
+
+    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        return [self.drafters[ask.sequence].draft(ask.last, ask.draft_length, ask.choose) for ask in asks]
+
+    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        self.forwards.append([len(tokens) for _, tokens in asks])
+        return [self.targets[number].verify(tokens) for number, tokens in asks]
+
+    def close(self) -> None:
+        for target in self.targets:
+            target.close()
+
+
+def scripted_sessions(count: int, context: int = 512) -> tuple[ScriptedTogether, Sessions]:
+    together = ScriptedTogether(count, context)
+    bundle = Bundle(Path("nowhere"), MANIFEST)
+    own = zip(together.targets, together.drafters, strict=True)
+    return together, Sessions([Session(bundle, target, drafter, LetterVocabulary()) for target, drafter in own], together)
