@@ -17,7 +17,7 @@ from rich.text import Text
 
 from edge_export.errors import ExportError
 from edge_export.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest, export_pair
-from edge_export.onnx_request import BLOCKS, ONNX_WEIGHTS, OnnxRequest
+from edge_export.onnx_request import BLOCKS, DEVICE_WEIGHTS, DEVICES, ONNX_WEIGHTS, OnnxRequest
 from edge_export.plan import planned_manifest
 from edge_export.quantize import QUANTIZATIONS
 from edge_export.reference import reference_pair
@@ -38,9 +38,10 @@ Examples:
   edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --context 8192
   edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
   edge-export target-q4_0.gguf ./drafter -o my-bundle --force
-  edge-export ./target ./drafter --plan --device raspberry-pi-5
+  edge-export ./target ./drafter --plan --profile raspberry-pi-5
   edge-export --reference-pair -o reference
   edge-export --reference-pair -o reference --format onnx --onnx-target int8
+  edge-export --reference-pair -o reference --format onnx --device openvino-npu --context 1024
 """
 
 
@@ -143,7 +144,9 @@ def parity_sentence(parity: dict[str, Any]) -> str:
 def check_formats(formats: str, quantization: str | None, onnx: dict[str, Any]) -> None:
     """Raises a usage error for options of a format that is not made."""
     if formats == "gguf" and any(onnx.values()):
-        raise click.UsageError("the --onnx options need --format onnx or both")
+        raise click.UsageError("the --onnx options and --device need --format onnx or both")
+    if onnx["device"] not in (None, "static") and onnx["onnx_block"]:
+        raise click.UsageError(f"--device {onnx['device']} takes weights in groups of its own; leave --onnx-block out")
     if formats == "onnx" and quantization:
         raise click.UsageError(
             "--target-quant and --drafter-quant are those of GGUF files; with --format onnx give --onnx-target, --onnx-drafter"
@@ -171,7 +174,7 @@ def onnx_request(given: dict[str, Any]) -> OnnxRequest:
     named = {key.removeprefix("onnx_"): value for key, value in given.items() if value is not None}
     if "block" in named:
         named["block"] = int(named["block"])
-    return OnnxRequest(**named)
+    return OnnxRequest(**DEVICE_WEIGHTS.get(named.get("device", ""), {}) | named)
 
 
 def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
@@ -205,6 +208,7 @@ def run_plan(manifest: Manifest, device: str | None, phase_power: Path | None, a
 @click.option(
     "--onnx-block", type=click.Choice([str(block) for block in BLOCKS]), help="Weights of int8 and int4 that share a scale.  [default: 32]"
 )
+@click.option("--device", type=click.Choice(DEVICES), help="ONNX graphs of fixed shapes: for any runtime that wants them, or for this NPU.")
 @click.option(
     "--context", type=click.IntRange(min=1), help="Tokens the KV cache is laid out for.  [default: 4096, or the model's if shorter]"
 )
@@ -264,7 +268,7 @@ def main(
             run_plan(planned_manifest(
                 str(target), str(drafter), target_quantization=target_quant or config.verifier.precision,
                 drafter_quantization=drafter_quant or config.drafter.precision, context=context or config.cache.max_context_length,
-            ), planning.device, phase_power, as_json)  # fmt: skip
+            ), planning.profile, phase_power, as_json)  # fmt: skip
             return
         request = ExportRequest(
             target=str(target), drafter=str(drafter), output=output,

@@ -163,6 +163,7 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             importance={role: found.source for role, found in importance.items()},
             runtime=RuntimeSettings(context=context),
             onnx=made.graphs,
+            static=made.static,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
         (folder / CONFIG_NAME).write_text(config_text(bundle_config(request.config, manifest)), encoding="utf-8")

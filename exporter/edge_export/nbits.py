@@ -96,6 +96,11 @@ def dequantize(matrix: PackedMatrix) -> NDArray[np.float32]:
     return np.ascontiguousarray(weights.reshape(rows, -1)[:, : matrix.columns])
 
 
+def unpacked_levels(matrix: PackedMatrix) -> NDArray[np.uint8]:
+    """Returns the levels [N, K], one to a byte."""
+    return np.ascontiguousarray(_unpack(matrix.packed, matrix.spec.bits).reshape(len(matrix.packed), -1)[:, : matrix.columns])
+
+
 def _quantized(piece: NDArray[np.float32], spec: WeightSpec, counts: NDArray[np.float32]) -> Levels:
     """Quantizes rows of whole blocks; `counts` is their importance, [block, blocks] as block_search has it, or more blocks than these."""
     weights = np.ascontiguousarray(piece.reshape(-1, spec.block).T)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from edge_export.architecture import FULL, SLIDING, TextArchitecture
-from edge_export.checkpoint import Checkpoint
 from edge_export.importance import Importance
 from edge_export.nbits import WeightSpec
 from edge_export.onnx_drafter import write_drafter
@@ -19,9 +18,9 @@ from edge_export.onnx_request import OnnxPart, OnnxRequest, OnnxWeights, check_o
 from edge_export.onnx_target import TargetForms, write_target
 from edge_export.onnx_weights import WeightFile, WeightForm
 from edge_export.parity import ReferenceRequest
-from edge_export.parity_onnx import OnnxFiles, OnnxParityRequest, measure_onnx_parity, onnx_why_not
+from edge_export.parity_onnx import OnnxParityRequest, measure_onnx_parity, onnx_why_not
 from edge_export.sources import ResolvedSource
-from edge_export.vocabulary import CONTROL, Vocabulary, read_vocabulary
+from edge_export.vocabulary import CONTROL, read_vocabulary
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
 
 # Rows a sliding buffer has beyond those it must keep: the longest forward, and how rarely rows are moved to its front.
@@ -42,7 +41,7 @@ def write_onnx(
     first, second = target.checkpoint, drafter.checkpoint
     forms = TargetForms(layers=_form(request.target, request), embedding=_form(request.embedding or request.target, request))
     paths = {
-        role: folder / f"{role.replace('_', '-')}-{_quantization(role, request)}.onnx" for role in ("target", "target_head", "drafter")
+        role: folder / f"{role.replace('_', '-')}-{quantization_name(role, request)}.onnx" for role in ("target", "target_head", "drafter")
     }
     data = {role: paths[role].with_suffix(".onnx_data") for role in ("target", "drafter")}
     with WeightFile(data["target"], progress, importance.get("target")) as weights:
@@ -52,11 +51,9 @@ def write_onnx(
             first.architecture, layout.drafter_sources, second, weights, paths["drafter"], table=table,
             form=_form(request.drafter, request), head_form=_head_form(request),
         )  # fmt: skip
-    parts: list[OnnxPart] = [(role, path, "onnx", _quantization(role, request)) for role, path in paths.items()]
-    parts += [(f"{role}_data", path, "onnx_data", _quantization(role, request)) for role, path in data.items()]
-    assert target.tokenizer_folder is not None  # a checkpoint without one is refused when it is opened
-    graphs = _facts(first, read_vocabulary(target.tokenizer_folder), contrib_ops)
-    return parts, graphs, dataclasses.replace(layout, buffers=_buffers(first.architecture, layout))
+    parts: list[OnnxPart] = [(role, path, "onnx", quantization_name(role, request)) for role, path in paths.items()]
+    parts += [(f"{role}_data", path, "onnx_data", quantization_name(role, request)) for role, path in data.items()]
+    return parts, onnx_facts(target, contrib_ops), dataclasses.replace(layout, buffers=_buffers(first.architecture, layout))
 
 
 def compare(
@@ -66,12 +63,7 @@ def compare(
 
     Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
     """
-    model = target.checkpoint.architecture
-    assert target.tokenizer_folder is not None
-    reference = ReferenceRequest(
-        target_folder=target.path, drafter_folder=drafter.path, tokenizer_folder=target.tokenizer_folder,
-        parameters=target.checkpoint.parameters + drafter.checkpoint.parameters, window=model.window, context=model.context, threads=threads,
-    )  # fmt: skip
+    model, reference = target.checkpoint.architecture, onnx_reference(target, drafter, threads)
     plain_request = OnnxRequest(target="f32", drafter="f32", block=request.block)
     reason = onnx_why_not(reference)
     if reason is None and request != plain_request:
@@ -80,20 +72,30 @@ def compare(
     if reason is not None:
         return {"skipped": reason}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        plain, facts = parts, _facts(target.checkpoint, read_vocabulary(target.tokenizer_folder), set())
+        plain, facts = parts, onnx_facts(target, set())
         if request != plain_request:
             plain = write_onnx(target, drafter, layout, plain_request, {}, Path(scratch), lambda _: None)[0]
         return measure_onnx_parity(
             OnnxParityRequest(
-                **vars(reference), plain=_files(plain), exported=_files(parts), layout=layout, graphs=facts,
+                **vars(reference), plain=paths_of(plain), exported=paths_of(parts), layout=layout, graphs=facts,
                 hidden_size=model.hidden_size, vocab_size=model.vocab_size, weights=request.target,
             )
         )  # fmt: skip
 
 
-def _files(parts: list[OnnxPart]) -> OnnxFiles:
-    paths = {role: path for role, path, _, _ in parts}
-    return OnnxFiles(target=paths["target"], target_head=paths["target_head"], drafter=paths["drafter"])
+def paths_of(parts: list[OnnxPart]) -> dict[str, Path]:
+    """Paths of written files by their roles."""
+    return {role: path for role, path, _, _ in parts}
+
+
+def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int) -> ReferenceRequest:
+    """What the graphs of a pair are compared with."""
+    model = target.checkpoint.architecture
+    assert target.tokenizer_folder is not None
+    return ReferenceRequest(
+        target_folder=target.path, drafter_folder=drafter.path, tokenizer_folder=target.tokenizer_folder,
+        parameters=target.checkpoint.parameters + drafter.checkpoint.parameters, window=model.window, context=model.context, threads=threads,
+    )  # fmt: skip
 
 
 def _form(weights: OnnxWeights, request: OnnxRequest) -> WeightForm:
@@ -107,13 +109,16 @@ def _head_form(request: OnnxRequest) -> WeightForm:
     return _form("int8" if request.drafter == "int4" else request.drafter, request)
 
 
-def _quantization(role: str, request: OnnxRequest) -> str:
+def quantization_name(role: str, request: OnnxRequest) -> str:
+    """What the manifest calls a file's weights."""
     weights = request.drafter if role == "drafter" else request.target
     return f"{weights}-b{request.block}" if weights in ("int8", "int4") else weights
 
 
-def _facts(target: Checkpoint, vocabulary: Vocabulary, contrib_ops: set[str]) -> OnnxGraphs:
-    model = target.architecture
+def onnx_facts(target: ResolvedSource, contrib_ops: set[str]) -> OnnxGraphs:
+    """What the manifest says of a pair's graphs."""
+    assert target.tokenizer_folder is not None  # a checkpoint without one is refused when it is opened
+    model, vocabulary = target.checkpoint.architecture, read_vocabulary(target.tokenizer_folder)
     ends = {vocabulary.pieces.index(piece) for piece in _END_PIECES if piece in vocabulary.pieces}
     if "eos" in vocabulary.special_ids:
         ends.add(vocabulary.special_ids["eos"])

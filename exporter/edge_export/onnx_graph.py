@@ -19,7 +19,7 @@ OPSET, IR_VERSION = 23, 11
 CONTRIB = "com.microsoft"
 _TYPES = {
     "f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "u8": TensorProto.UINT8, "i32": TensorProto.INT32, "i64": TensorProto.INT64,
-    "bool": TensorProto.BOOL,
+    "bool": TensorProto.BOOL, "i4": TensorProto.INT4, "i8": TensorProto.INT8,
 }  # fmt: skip
 Shape = Sequence[int | str]
 # The activations of block-quantized products are rounded to int8 (MatMulNBits, accuracy_level).
@@ -28,6 +28,8 @@ _INT8_ACTIVATIONS = 4
 
 class Graph:
     """A graph being built. Values are their names. A subgraph sees the values of the graph it lies in, and its weights lie there."""
+
+    opset, ir_version = OPSET, IR_VERSION
 
     def __init__(self, name: str, parent: Graph | None = None) -> None:
         self.name = name
@@ -120,8 +122,8 @@ class Graph:
 
     def save(self, path: Path) -> None:
         """Writes the model and has onnx's checker read it. Raises ExportError if that objects."""
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
-        model = helper.make_model(self._proto(), opset_imports=opsets, ir_version=IR_VERSION, producer_name="edge-mtp")
+        opsets = [helper.make_opsetid("", self.opset)] + [helper.make_opsetid(CONTRIB, 1)] * bool(self.contrib_ops or self.opset == OPSET)
+        model = helper.make_model(self._proto(), opset_imports=opsets, ir_version=self.ir_version, producer_name="edge-mtp")
         path.write_bytes(model.SerializeToString())
         try:
             onnx.checker.check_model(str(path))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from edge_export.architecture import TextArchitecture
 from edge_export.errors import ExportError
 from edge_export.sources import ResolvedSource
 
@@ -13,6 +14,11 @@ OnnxWeights = Literal["f32", "f16", "int8", "int4"]
 ONNX_WEIGHTS: tuple[OnnxWeights, ...] = get_args(OnnxWeights)
 Block = Literal[32, 64, 128]
 BLOCKS: tuple[Block, ...] = get_args(Block)
+# "static" is any runtime that wants fixed shapes; the others are that too, with weights in the form this execution provider takes.
+Device = Literal["static", "openvino-npu", "qnn"]
+DEVICES: tuple[Device, ...] = get_args(Device)
+# What a device's weights are where nothing else is asked for. QNN's compiler fails on whole numbers beside per-layer embeddings.
+DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qnn": {"target": "f16", "drafter": "f16"}}
 # Role, path, format and quantization of a file in the bundle.
 OnnxPart = tuple[str, Path, str, str | None]
 # Bytes per weight, with a float32 scale for each block of 32.
@@ -24,12 +30,14 @@ class OnnxRequest:
     """How the two models' weights are stored; `block` is that of int8 and int4. `embedding` None: as the target's other weights.
 
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
+    With a `device` the graphs have fixed shapes and plain operators (docs/npu.md).
     """
 
     target: OnnxWeights = "int4"
     drafter: OnnxWeights = "int8"
     block: Block = 32
     embedding: OnnxWeights | None = None
+    device: Device | None = None
 
     @property
     def weighed(self) -> set[str]:
@@ -40,6 +48,12 @@ class OnnxRequest:
 def expected_onnx_bytes(weight_count: int, weights: OnnxWeights) -> int:
     """Returns about how many bytes so many weights take."""
     return int(weight_count * _BYTES[weights])
+
+
+def table_bytes(model: TextArchitecture, weights: OnnxWeights) -> int:
+    """Returns how many bytes the embeddings take that a host looks up: float32 for f32 weights, otherwise float16."""
+    per_layer = model.per_layer_vocab_size * model.layers * model.per_layer_size
+    return (model.vocab_size * model.hidden_size + per_layer) * (4 if weights == "f32" else 2)
 
 
 def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource) -> None:

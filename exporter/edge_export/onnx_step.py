@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from edge_export.errors import ExportError
 from edge_export.importance import Importance
-from edge_export.onnx_request import OnnxPart, OnnxRequest, expected_onnx_bytes
+from edge_export.onnx_request import OnnxPart, OnnxRequest, expected_onnx_bytes, table_bytes
 from edge_export.sources import ResolvedSource
-from edge_runtime.bundle import CacheLayout, OnnxGraphs
+from edge_runtime.bundle import CacheLayout, OnnxGraphs, StaticGraphs
 
 if TYPE_CHECKING:
     from edge_export.export import Progress
@@ -24,15 +25,15 @@ class Made:
     parts: list[OnnxPart]
     layout: CacheLayout
     graphs: OnnxGraphs | None = None
+    static: StaticGraphs | None = None
 
 
-def _onnx() -> Any:
+def _onnx(name: Literal["onnx_export", "onnx_static_export"]) -> Any:
     """The module that writes ONNX graphs; it and onnx are imported by those who ask for them."""
     try:
-        from edge_export import onnx_export
+        return import_module(f"edge_export.{name}")
     except ImportError as error:
         raise ExportError(f"onnx is not installed ({error}); pip install 'edge-mtp[export]' to write ONNX graphs") from error
-    return onnx_export
 
 
 def make_onnx(
@@ -41,13 +42,17 @@ def make_onnx(
 ) -> Made:  # fmt: skip
     """Writes the graphs and their data into `folder`. Raises ExportError."""
     progress.step("Write the ONNX graphs", _onnx_bytes(pair, request))
-    parts, graphs, named = _onnx().write_onnx(*pair, layout, request, importance, folder, progress.advance)
+    if request.device is not None:
+        made = _onnx("onnx_static_export").write_static(*pair, layout, request, importance, folder, progress.advance)
+        return Made(parts=made.parts, layout=made.layout, graphs=made.graphs, static=made.static)
+    parts, graphs, named = _onnx("onnx_export").write_onnx(*pair, layout, request, importance, folder, progress.advance)
     return Made(parts=parts, layout=named, graphs=graphs)
 
 
 def _onnx_bytes(pair: tuple[ResolvedSource, ResolvedSource], request: OnnxRequest) -> int:
     sizes = zip(pair, (request.target, request.drafter), strict=True)
-    return sum(expected_onnx_bytes(part.checkpoint.parameters, weights) for part, weights in sizes)
+    tables = 0 if request.device is None else table_bytes(pair[0].checkpoint.architecture, request.embedding or request.target)
+    return tables + sum(expected_onnx_bytes(part.checkpoint.parameters, weights) for part, weights in sizes)
 
 
 def check_onnx_space(pair: tuple[ResolvedSource, ResolvedSource], request: OnnxRequest, folder: Path) -> None:
@@ -69,4 +74,6 @@ def onnx_parity(
     if not verify:
         return {"onnx": {"skipped": "it was switched off with --no-verify"}}
     progress.step("Compare the ONNX graphs with the reference", None)
-    return {"onnx": _onnx().compare(*pair, made.parts, made.layout, request, folder, threads)}
+    if request.device is not None:
+        return {"onnx": _onnx("onnx_static_export").compare_static(*pair, made, request, folder, threads)}
+    return {"onnx": _onnx("onnx_export").compare(*pair, made.parts, made.layout, request, folder, threads)}

@@ -17,8 +17,8 @@ from edge_export.importance import Importance
 from edge_export.nbits import WeightSpec, quantize_matrix
 from edge_export.safetensors_file import StoredTensor, read_float_chunks
 
-ValueType = Literal["f32", "f16", "u8", "i32"]
-VALUE_BYTES: dict[ValueType, int] = {"f32": 4, "f16": 2, "u8": 1, "i32": 4}
+ValueType = Literal["f32", "f16", "u8", "i32", "i8", "i4"]
+VALUE_BITS: dict[ValueType, int] = {"f32": 32, "f16": 16, "u8": 8, "i32": 32, "i8": 8, "i4": 4}
 # Large tensors begin on a page, so that they can be mapped.
 _PAGE, _LINE = 4096, 64
 # Rows are quantized in pieces of about this many weights.
@@ -111,7 +111,7 @@ class WeightFile:
         tensors = [checkpoint.tensors[name] for name in names]
         rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
         form = form.for_columns(columns)
-        if form.spec is None:
+        if form.kind != "blocks":
             wanted: Literal["f32", "f16"] = "f16" if form.kind == "f16" else "f32"
             return self._plain((piece for tensor in tensors for piece in read_float_chunks(tensor, wanted)), rows, columns, form)
         pieces = (
@@ -131,7 +131,7 @@ class WeightFile:
     ) -> Matrix:
         """Stores a matrix that comes as float32 pieces of whole rows, those of the tensor `name` in some order."""
         form = form.for_columns(columns)
-        if form.spec is None:
+        if form.kind != "blocks":
             kind = np.float16 if form.kind == "f16" else np.float32
             return self._plain((piece.astype(kind, copy=False) for piece in pieces), rows, columns, form)
         return self._blocks(((piece, self._weight_of(name, index)) for piece in pieces), rows, columns, form)
@@ -168,7 +168,7 @@ class WeightFile:
         return Matrix(rows=rows, columns=columns, form=form, values=values, scales=scales, zero_points=zero_points)
 
     def _reserve(self, kind: ValueType, shape: tuple[int, ...]) -> Stored:
-        length = int(np.prod(shape, dtype=np.int64)) * VALUE_BYTES[kind]
+        length = -(-int(np.prod(shape, dtype=np.int64)) * VALUE_BITS[kind] // 8)
         step = _PAGE if length >= _PAGE else _LINE
         offset = -(-self._end // step) * step
         self._end = offset + length

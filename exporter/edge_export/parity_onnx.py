@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edge_export.divergence import Divergence, divergence
 from edge_export.errors import ParityError
 from edge_export.onnx_request import OnnxWeights
@@ -28,9 +31,11 @@ from edge_export.parity import (
     reference_rows,
     why_not,
 )
-from edge_runtime.bundle import CacheLayout, OnnxGraphs
+from edge_export.vocabulary import TOKENIZER_NAME
+from edge_runtime.bundle import CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.errors import EdgeRuntimeError
 
+_RANGE = "range."
 # Both sides compute in float32; what is left is the order of summation. On the reference pair the logits are within 1e-4.
 LIMITS = Limits(max_abs_difference=0.01, mean_kl=1e-4, greedy_agreement=0.99, draft_agreement=0.99)
 # Mean KL of quantized graphs in nats, as parity.QUANTIZED_KL_LIMITS.
@@ -38,22 +43,14 @@ QUANTIZED_KL_LIMITS: dict[OnnxWeights, float] = {"f32": LIMITS.mean_kl, "f16": 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnnxFiles:
-    """The graphs of a pair; their data files lie beside them."""
-
-    target: Path
-    target_head: Path
-    drafter: Path
-
-
-@dataclass(frozen=True, kw_only=True)
 class OnnxParityRequest(ReferenceRequest):
-    """What is compared: `exported` are the bundle's graphs, `plain` the same with float32 weights (or the same files)."""
+    """What is compared: `exported` are the bundle's files by role, `plain` the same with float32 weights (or the same files)."""
 
-    plain: OnnxFiles
-    exported: OnnxFiles
+    plain: dict[str, Path]
+    exported: dict[str, Path]
     layout: CacheLayout
     graphs: OnnxGraphs
+    static: StaticGraphs | None = None
     hidden_size: int
     vocab_size: int
     weights: OnnxWeights
@@ -100,15 +97,78 @@ def _judged(request: OnnxParityRequest, length: int, plain: Divergence, final: D
     }
 
 
-def _rows(request: OnnxParityRequest, files: OnnxFiles, tokens: list[int]) -> Rowset:
-    from edge_runtime.backends.ort_open import OrtOptions, PairFiles, open_pair
+@dataclass(frozen=True, kw_only=True)
+class OnnxPair:
+    """Written graphs, by role, and what a reader must know of them."""
 
-    pair = PairFiles(
-        target=files.target, target_head=files.target_head, drafter=files.drafter,
-        tokenizer=request.tokenizer_folder / "tokenizer.json", layout=request.layout, graphs=request.graphs,
-        hidden_size=request.hidden_size, vocab_size=request.vocab_size,
+    files: dict[str, Path]
+    layout: CacheLayout
+    graphs: OnnxGraphs
+    static: StaticGraphs | None
+    tokenizer: Path
+    hidden_size: int
+    vocab_size: int
+
+
+def measure_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
+    """Runs watched static graphs over the test text; per matrix the least and greatest value in and out, [4]. Raises ParityError."""
+    try:
+        return _seen_ranges(pair)
+    except EdgeRuntimeError as error:
+        raise ParityError(f"the graphs to calibrate with do not run in onnxruntime: {error}; choose another --device") from error
+
+
+def _seen_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
+    from edge_runtime.backends.ort_static_target import StaticOrtTarget
+
+    context = pair.layout.full.capacity
+    target, drafter = _opened(pair, context, 1)
+    seen: dict[str, NDArray[np.float32]] = {}
+    assert isinstance(target, StaticOrtTarget)
+    assert pair.static is not None
+    assert drafter is not None
+    rows = pair.static.verify_rows
+    with target:
+        tokens = target.vocabulary.encode(TEXT)[:context]
+        for end in range(rows, len(tokens), rows):
+            target.verify(tokens[end - rows : end])
+            _widen(seen, target.outputs(rows))
+            for length in (1, 2, 3):
+                drafter.draft(tokens[end], length)
+                _widen(seen, drafter.outputs)
+    return seen
+
+
+def _widen(seen: dict[str, NDArray[np.float32]], outputs: dict[str, NDArray[Any]]) -> None:
+    for name, ends in outputs.items():
+        if name.startswith(_RANGE):
+            known = seen.setdefault(name.removeprefix(_RANGE), ends.copy())
+            known[0::2] = np.minimum(known[0::2], ends[0::2])
+            known[1::2] = np.maximum(known[1::2], ends[1::2])
+
+
+def _opened(pair: OnnxPair, context: int, threads: int) -> tuple[Any, Any]:
+    from edge_runtime.backends.ort_open import OrtOptions, PairFiles, StaticParts, open_pair
+
+    static, files = None, pair.files
+    if pair.static is not None:
+        static = StaticParts(
+            facts=pair.static, prefill=files["target_prefill"], row=files["target_row"], embedding=files["embedding"],
+            per_layer_embedding=files.get("per_layer_embedding"),
+        )  # fmt: skip
+    opened = PairFiles(
+        target=files["target"], target_head=files.get("target_head"), drafter=files["drafter"], tokenizer=pair.tokenizer,
+        layout=pair.layout, graphs=pair.graphs, hidden_size=pair.hidden_size, vocab_size=pair.vocab_size, static=static,
     )  # fmt: skip
-    target, drafter = open_pair(pair, OrtOptions(context=len(tokens), threads=request.threads))
+    return open_pair(opened, OrtOptions(context=context, threads=threads))
+
+
+def _rows(request: OnnxParityRequest, files: dict[str, Path], tokens: list[int]) -> Rowset:
+    pair = OnnxPair(
+        files=files, layout=request.layout, graphs=request.graphs, static=request.static, hidden_size=request.hidden_size,
+        vocab_size=request.vocab_size, tokenizer=request.tokenizer_folder / TOKENIZER_NAME,
+    )  # fmt: skip
+    target, drafter = _opened(pair, len(tokens), request.threads)
     with target:
         check_tokenizer(request, target.vocabulary.encode(TEXT, add_bos=False), "the runtime")
         return export_rowset(target, drafter, tokens)

@@ -143,6 +143,20 @@ class OnnxGraphs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StaticGraphs:
+    """What a reader of graphs of fixed shapes must know besides: rows per forward, and the factors of looked-up embeddings.
+
+    `device` is the profile they were made for; `per_layer_scale` is None where there are no per-layer embeddings.
+    """
+
+    device: str
+    prefill_rows: int
+    verify_rows: int
+    embedding_scale: float
+    per_layer_scale: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Facts of the pair that a reader may want before it opens a model.
 
@@ -189,6 +203,7 @@ class Manifest:
     importance: dict[str, ImportanceSource] = field(default_factory=dict)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     onnx: OnnxGraphs | None = None
+    static: StaticGraphs | None = None
 
     def to_json(self) -> str:
         """The exact text of manifest.json, ending in a newline."""
@@ -198,6 +213,8 @@ class Manifest:
             del data["importance"]
         if self.onnx is None:
             del data["onnx"], data["cache_layout"]["buffers"]
+        if self.static is None:
+            del data["static"]
         return json.dumps(data, indent=2) + "\n"
 
 

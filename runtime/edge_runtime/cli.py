@@ -53,7 +53,7 @@ Examples:
   edge-run my-bundle --json-schema '{"type": "array", "items": {"type": "integer"}}' "primes = "
   edge-run my-bundle --explain "what was drafted, and why"
   edge-run my-bundle --objective energy --phase-power watts.json "fewest joules per token"
-  edge-run my-bundle --plan --device raspberry-pi-5
+  edge-run my-bundle --plan --profile raspberry-pi-5
   edge-run my-bundle --plan --measure      (predictions beside what this machine does)
   edge-run my-bundle --drafter lookup "drafts copied from the text itself"
   edge-run my-bundle --backend onnx "the same through onnxruntime"
@@ -158,7 +158,7 @@ def run_plan(folder: Path, options: RunOptions, asked: PlanValues, measuring: bo
             measured = measure_plan(session, options.prompt or PLAN_PROMPT)
     power = options.energy.power
     plan = manifest_plan(
-        bundle.manifest, device_speed(asked.device, opening.get("threads")), context=settings.context,
+        bundle.manifest, device_speed(asked.profile, opening.get("threads")), context=settings.context,
         kv_type=opening.get("kv_type") or settings.kv_type, longest=min(settings.longest, settings.longest_draft),
         drafter=opening.get("drafter") or settings.drafter, power=power if isinstance(power, PhasePower) else None,
     )  # fmt: skip
@@ -253,8 +253,8 @@ def main(
     """
     try:
         planning = plan_values(values)
-        if measure and (not planning.plan or planning.device is not None):
-            raise click.UsageError("--measure is for --plan on this machine; leave --device out and give --plan")
+        if measure and (not planning.plan or planning.profile is not None):
+            raise click.UsageError("--measure is for --plan on this machine; leave --profile out and give --plan")
         serving = serve_values(values)
         chat = chat_values(values, chatting=prompt is None)
         cache = cache_values(values, once=prompt is not None and not comparing)

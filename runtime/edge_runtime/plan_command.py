@@ -39,16 +39,16 @@ _SIDE, _TIMES = 768, 6
 
 @dataclass(frozen=True, kw_only=True)
 class PlanValues:
-    """What was asked for; `device` None is this machine."""
+    """What was asked for; `profile` None is this machine."""
 
     plan: bool
-    device: str | None
+    profile: str | None
 
 
 def plan_options(command: F) -> F:
     """Adds the options to a command, which gets their values among its keyword arguments."""
     for option in (
-        click.option("--device", metavar="PROFILE", help="With --plan: a device profile, such as raspberry-pi-5.  [default: this machine]"),
+        click.option("--profile", metavar="NAME", help="With --plan: a device profile, such as raspberry-pi-5.  [default: this machine]"),
         click.option("--plan", is_flag=True, help="Predict memory, speed, best draft length and joules per token, with ranges; make nothing."),
     ):  # fmt: skip
         command = option(command)
@@ -57,9 +57,9 @@ def plan_options(command: F) -> F:
 
 def plan_values(values: dict[str, Any]) -> PlanValues:
     """Takes the options' values out of all the command's. A usage error for a device without a plan."""
-    found = PlanValues(plan=values.pop("plan"), device=values.pop("device"))
-    if found.device is not None and not found.plan:
-        raise click.UsageError("--device is for --plan; leave it out")
+    found = PlanValues(plan=values.pop("plan"), profile=values.pop("profile"))
+    if found.profile is not None and not found.plan:
+        raise click.UsageError("--profile is for --plan; leave it out")
     return found
 
 
@@ -137,7 +137,7 @@ def _profile_speed(name: str) -> DeviceSpeed:
         low, high = (share * found.peak_gb_per_s * 1e9 for share in OF_PEAK)
         source = f"{OF_PEAK[0]:.0%} to {OF_PEAK[1]:.0%} of the memory's peak"
     else:
-        raise RequestError(f"the profile {name} has no memory speed, it differs from machine to machine; plan there, without --device")
+        raise RequestError(f"the profile {name} has no memory speed, it differs from machine to machine; plan there, without --profile")
     return DeviceSpeed(
         name=found.title, bandwidth=Range.between(low, high), bandwidth_from=source, operations=None,
         operations_from="the shape of measured cost curves: profiles say nothing of arithmetic",
@@ -149,7 +149,7 @@ def _machine_speed(threads: int | None) -> DeviceSpeed:
     threads = threads or found.threads
     copied = copy_bandwidth(threads, memory_available=found.machine.memory_available)
     if copied is None:
-        raise RequestError("too little memory is left to probe its speed; close other programs, or name a profile with --device")
+        raise RequestError("too little memory is left to probe its speed; close other programs, or name a profile with --profile")
     product = product_operations()
     return DeviceSpeed(
         name=f"this machine ({found.machine.processor or found.profile.title}, {threads} threads)",

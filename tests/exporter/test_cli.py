@@ -133,7 +133,7 @@ def test_an_unusable_text_is_one_sentence(pair: list[Path], tmp_path: Path) -> N
 
 
 def test_a_plan_makes_nothing_and_its_sizes_are_those_of_an_export(pair: list[Path], tmp_path: Path) -> None:
-    result = invoke(*pair, "--plan", "--device", "raspberry-pi-5", "--json", *QUICK[:4], "-o", tmp_path / "out")
+    result = invoke(*pair, "--plan", "--profile", "raspberry-pi-5", "--json", *QUICK[:4], "-o", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     planned = json.loads(result.stdout)["plan"]
     assert not (tmp_path / "out").exists()
@@ -147,5 +147,5 @@ def test_a_plan_makes_nothing_and_its_sizes_are_those_of_an_export(pair: list[Pa
 
 def test_an_output_is_needed_unless_it_is_a_plan(pair: list[Path], tmp_path: Path) -> None:
     assert invoke(*pair).exit_code == 2
-    assert invoke(*pair, "-o", tmp_path / "out", "--device", "apple-m").exit_code == 2
-    assert "no device profile 'x'" in invoke(*pair, "--plan", "--device", "x").stderr
+    assert invoke(*pair, "-o", tmp_path / "out", "--profile", "apple-m").exit_code == 2
+    assert "no device profile 'x'" in invoke(*pair, "--plan", "--profile", "x").stderr

@@ -171,7 +171,7 @@ def run(exported_pair: Path, probe_memory: None):
 def test_a_plan_of_a_bundle_opens_no_model(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cli, "open_session", lambda *_, **__: pytest.fail("a model was opened"))
     (tmp_path / "watts.json").write_text('{"draft": 2, "verify": 4}')
-    result = run("--plan", "--json", "--device", "raspberry-pi-5", "--phase-power", str(tmp_path / "watts.json"))
+    result = run("--plan", "--json", "--profile", "raspberry-pi-5", "--phase-power", str(tmp_path / "watts.json"))
     found = json.loads(result.stdout)["plan"]
     assert found["joules_per_token"]["low"] > 0
     assert set(found["draft_length"]) == {"low", "middle", "high"}
@@ -187,6 +187,6 @@ def test_a_plan_is_held_against_this_machine(run: Any, monkeypatch: pytest.Monke
     assert record["plan"]["device"].startswith("this machine")
 
 
-@pytest.mark.parametrize("arguments", [("--device", "apple-m"), ("--measure",), ("--plan", "--measure", "--device", "apple-m")])
+@pytest.mark.parametrize("arguments", [("--profile", "apple-m"), ("--measure",), ("--plan", "--measure", "--profile", "apple-m")])
 def test_contradictions_are_usage_errors(run: Any, arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2

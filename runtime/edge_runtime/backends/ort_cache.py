@@ -41,7 +41,7 @@ class KeyValueCache:
 
     def __init__(self, layout: CacheLayout, context: int) -> None:
         buffers = layout.buffers
-        _check(layout)
+        check_buffers(layout)
         window = layout.sliding.window if layout.sliding else None
         # The drafter sees `window` + 1 rows (see onnx_blocks), also after a roll back by the slack.
         self.kept = 0 if window is None else window + 1 + layout.rewind_slack
@@ -106,14 +106,14 @@ class Rotations:
         self.values: dict[str, Any] = {}
         self._arrays: list[NDArray[np.float32]] = []
         for rotation in rotations:
-            angles = _angles(rotation, context)
+            angles = rotation_angles(rotation, context)
             for word, table in (("cosine", np.cos(angles)), ("sine", np.sin(angles))):
                 array = np.ascontiguousarray(table, np.float32)
                 self._arrays.append(array)
                 self.values[f"{word}_{rotation.kind}"] = value_over(array)
 
 
-def _angles(rotation: Rotation, context: int) -> NDArray[np.float64]:
+def rotation_angles(rotation: Rotation, context: int) -> NDArray[np.float64]:
     """Angles [context, head_dim/2], rounded to float32 as the reference does; pairs that do not turn stay at 0."""
     frequencies = np.zeros(rotation.head_dim // 2, np.float32)
     exponents = np.arange(0, 2 * rotation.rotated_pairs, 2, dtype=np.float32) / np.float32(rotation.head_dim)
@@ -122,7 +122,7 @@ def _angles(rotation: Rotation, context: int) -> NDArray[np.float64]:
     return (positions[:, None] * frequencies[None]).astype(np.float64)
 
 
-def _check(layout: CacheLayout) -> None:
+def check_buffers(layout: CacheLayout) -> None:
     """Raises BundleError for buffers that cannot be laid out, or are too small for the window and the roll back."""
     buffers = layout.buffers
     owners = set(layout.full.owner_layers) | set(layout.sliding.owner_layers if layout.sliding else ())

@@ -12,6 +12,8 @@ from edge_runtime.backends.ort_library import Call, Graph, SessionOptions, scala
 from edge_runtime.backends.ort_target import OrtTarget, shared_inputs
 from edge_runtime.errors import BackendError, RequestError
 
+# A probability that every token has.
+_ANY = float(np.finfo(np.float32).tiny)
 _OUTPUTS = ("drafts", "probabilities", "hidden_out", "scores", "candidates")
 
 
@@ -79,7 +81,8 @@ class OrtDrafter:
 
     def _single_steps(self, call: Call, draft_length: int, choose: Choose | None, go_on: GoOn | None) -> list[int]:
         """One step per call: the host picks each token from the scores, or says after each whether to go on."""
-        self._length[...], self._least[...], self._with_scores[...] = 1, 0.0, choose is not None
+        # The graph computes probabilities only where it is asked for a least one.
+        self._length[...], self._least[...], self._with_scores[...] = 1, _ANY if go_on else 0.0, choose is not None
         tokens: list[int] = []
         while len(tokens) < draft_length:
             call.run()

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from edge_runtime.backends.ort_prepacked import PackingPlace, packed_graph
 from edge_runtime.errors import BackendError, RequestError
 
-CPU = "CPUExecutionProvider"
+CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
 # 1.31 runs attention without present outputs, 1.24 does not; nothing newer was tried.
 FIRST_VERSION, END_VERSION = (1, 31), (1, 32)
+# Graphs of plain operators run on 1.24 too, the newest there is for OpenVINO.
+FIRST_STATIC_VERSION = (1, 24)
 # Only what ends the process (4: fatal) is written to standard error; what fails is raised.
 _SEVERITY = 4
 
@@ -25,37 +27,51 @@ _SEVERITY = 4
 class SessionOptions:
     """How a graph is opened. `provider` is an execution provider's name; what it cannot run falls back to the CPU's.
 
+    `device` is which of its devices it takes, if it has several (OpenVINO: CPU, GPU, NPU).
+
     `packing` is where packed weights are kept (None: nowhere); it is for the CPU's own provider only.
     """
 
     threads: int
     provider: str = CPU
+    device: str | None = None
     packing: PackingPlace | None = None
 
 
 @cache
 def library() -> Any:
-    """The onnxruntime module. Raises BackendError if it is missing or not one of the tested versions."""
+    """The onnxruntime module. Raises BackendError if it is missing."""
     try:
         import onnxruntime
     except ImportError as error:
         raise BackendError(f"onnxruntime is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
-    found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
-    if not FIRST_VERSION <= found < END_VERSION:
-        raise BackendError(
-            f"onnxruntime {onnxruntime.__version__} was not tested with these graphs, 1.31 was; pip install 'edge-mtp[onnx]'"
-        )
     onnxruntime.set_default_logger_severity(_SEVERITY)
     return onnxruntime
 
 
-def provider_named(name: str | None) -> str:
-    """Returns the full name of an execution provider given as "cpu", "openvino" or in full; None is the CPU's.
+def check_version(*, static: bool) -> None:
+    """Raises BackendError if this onnxruntime is not one that was tested with such graphs."""
+    version = library().__version__
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if not (FIRST_STATIC_VERSION if static else FIRST_VERSION) <= found < END_VERSION:
+        raise BackendError(f"onnxruntime {version} was not tested with these graphs, 1.31 was; pip install 'edge-mtp[onnx]'")
 
-    Raises RequestError, with those there are, if this onnxruntime has no such provider.
+
+def provider_and_device(name: str | None) -> tuple[str, str | None]:
+    """Returns the full name of an execution provider given as "cpu", "openvino" or in full, and the device of "openvino:NPU".
+
+    None is the CPU's. Raises RequestError, with those there are, if this onnxruntime has no such provider, or it has no choice of devices.
     """
     if name is None:
-        return CPU
+        return CPU, None
+    short, _, device = name.partition(":")
+    provider = _provider_named(short)
+    if device and provider != OPENVINO:
+        raise RequestError(f"{name!r} names a device, which {provider} has no choice of; leave out {':' + device!r}")
+    return provider, device or None
+
+
+def _provider_named(name: str) -> str:
     there: list[str] = library().get_available_providers()
     for provider in there:
         if name.lower() in (provider.lower(), provider.removesuffix("ExecutionProvider").lower()):
@@ -118,8 +134,9 @@ def _open(path: Path, options: SessionOptions, entries: Mapping[str, str] | None
     if save_to is not None:
         settings.optimized_model_filepath = str(save_to)
     providers = [options.provider] if options.provider == CPU else [options.provider, CPU]
+    details = [{"device_type": options.device} if options.device else {}, *[{}] * (len(providers) - 1)]
     try:
-        return ort.InferenceSession(str(path), settings, providers=providers)
+        return ort.InferenceSession(str(path), settings, providers=providers, provider_options=details)
     except Exception as error:
         raise BackendError(f"onnxruntime cannot open {path.name} ({_first_line(error)}); export the bundle again, or update it") from error
 

@@ -6,16 +6,19 @@ from collections.abc import Callable
 
 from edge_runtime.backends.base import Drafter
 from edge_runtime.backends.ort_drafter import OrtDrafter
-from edge_runtime.backends.ort_library import SessionOptions, provider_named
+from edge_runtime.backends.ort_library import SessionOptions, check_version, provider_and_device
 from edge_runtime.backends.ort_prepacked import PackingPlace
-from edge_runtime.backends.ort_target import OrtOptions, OrtTarget, PairFiles, pair_of
+from edge_runtime.backends.ort_static_drafter import StaticOrtDrafter
+from edge_runtime.backends.ort_static_target import StaticOrtTarget
+from edge_runtime.backends.ort_target import OrtOptions, OrtTarget, PairFiles, StaticParts, pair_of
 from edge_runtime.bundle import Bundle
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import BundleError
 from edge_runtime.lookup import LookupDrafter
 from edge_runtime.machine_cache import cache_folder
 
-__all__ = ["OrtOptions", "PairFiles", "fallbacks", "open_onnx", "open_pair"]
+__all__ = ["OrtOptions", "PairFiles", "StaticParts", "fallbacks", "open_onnx", "open_pair"]
+AnyOrtDrafter = OrtDrafter | StaticOrtDrafter
 
 
 def open_onnx(
@@ -33,20 +36,24 @@ def open_onnx(
     target, drafter = open_pair(pair_of(bundle, drafter=kind == own), options, notify)
     if kind == "lookup":
         return target, LookupDrafter(target), kind
-    for sentence in fallbacks(provider_named(options.provider), target, drafter):
+    for sentence in fallbacks(provider_and_device(options.provider)[0], target, drafter):
         notify(sentence)
     return target, drafter, kind
 
 
 def open_pair(
     files: PairFiles, options: OrtOptions, notify: Callable[[str], None] = lambda _: None
-) -> tuple[OrtTarget, OrtDrafter | None]:  # fmt: skip
+) -> tuple[OrtTarget, AnyOrtDrafter | None]:  # fmt: skip
     """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
     packing = None
     if options.keep_packed and files.identity is not None:
         # One folder for each bundle: graphs of different ones have the same names.
         packing = PackingPlace(folder=cache_folder() / "packed" / files.identity[:16], weights=files.identity, notify=notify)
-    session = SessionOptions(threads=options.threads, provider=provider_named(options.provider), packing=packing)
+    check_version(static=files.static is not None)
+    provider, device = provider_and_device(options.provider)
+    session = SessionOptions(threads=options.threads, provider=provider, device=device, packing=packing)
+    if files.static is not None:
+        return _open_static(files, options, session)
     target = OrtTarget(files, options, session)
     try:
         return target, OrtDrafter(files.drafter, target, session) if files.drafter else None
@@ -55,7 +62,16 @@ def open_pair(
         raise
 
 
-def fallbacks(provider: str, target: OrtTarget, drafter: OrtDrafter | None) -> list[str]:
+def _open_static(files: PairFiles, options: OrtOptions, session: SessionOptions) -> tuple[OrtTarget, AnyOrtDrafter | None]:
+    target = StaticOrtTarget(files, options, session)
+    try:
+        return target, StaticOrtDrafter(files.drafter, target, session) if files.drafter else None
+    except BaseException:
+        target.close()
+        raise
+
+
+def fallbacks(provider: str, target: OrtTarget, drafter: AnyOrtDrafter | None) -> list[str]:
     """One sentence per graph of which nodes run elsewhere than on `provider`."""
     graphs = target.assignments()
     if drafter is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from edge_runtime.backends.base import Logits
 from edge_runtime.backends.ort_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations
 from edge_runtime.backends.ort_library import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.ort_vocabulary import TokenizerVocabulary
-from edge_runtime.bundle import Bundle, CacheLayout, OnnxGraphs
+from edge_runtime.bundle import Bundle, CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.errors import BundleError, RequestError
 
 # Tokens per forward of a prefill.
@@ -40,11 +40,25 @@ class OrtOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StaticParts:
+    """What a pair of graphs of fixed shapes has besides: graphs of a prefill's rows and of one row, and the embeddings' NumPy files."""
+
+    facts: StaticGraphs
+    prefill: Path
+    row: Path
+    embedding: Path
+    per_layer_embedding: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairFiles:
-    """The files of a pair and what must be known of them; external data lies beside the graphs. `identity` is a hash of all of them."""
+    """The files of a pair and what must be known of them; external data lies beside the graphs. `identity` is a hash of all of them.
+
+    With `static` the shapes are fixed: `target` is the graph of a verify, and there is no `target_head`.
+    """
 
     target: Path
-    target_head: Path
+    target_head: Path | None
     drafter: Path | None
     tokenizer: Path
     layout: CacheLayout
@@ -52,36 +66,39 @@ class PairFiles:
     hidden_size: int
     vocab_size: int
     identity: str | None = None
+    static: StaticParts | None = None
 
 
 class OrtTarget:
     """The target. Implements `backends.base.Target`. Close it, or use it as a context manager."""
 
     def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
-        graphs = files.graphs
-        if options.context > graphs.context:
-            raise RequestError(
-                f"context {options.context} is beyond the {graphs.context} tokens of {files.target.name}; ask for at most that"
-            )
+        self._begin(files, options.context, files.graphs.context)
+        assert files.target_head is not None  # only graphs of fixed shapes have none
         self._graph: Graph | None = Graph(files.target, session)
         self._head: Graph | None = Graph(files.target_head, session)
-        self.vocabulary = TokenizerVocabulary(files.tokenizer, graphs, files.vocab_size)
+        self._least_rows = 2 if options.uniform_rows else 1
+        self.cache = KeyValueCache(files.layout, options.context)
+        check_inputs(self._graph, {name: self.cache.array(name).shape for name in self.cache.values}, files.target)
+        # Rows past the context are there for the row that uniform_rows throws away.
+        self.rotations = Rotations(files.graphs.rotations, options.context + MAX_ROWS)
+        self._chunk = min(PREFILL_ROWS, self.cache.chunk)
+        self._hidden = np.zeros((1, max(self._chunk, MAX_ROWS), files.hidden_size), np.float32)
+        self._forwards: dict[int, _Forward] = {}
+        self._heads: dict[int, Call] = {}
+
+    def _begin(self, files: PairFiles, context: int, most: int) -> None:
+        """What all kinds of graphs have in common; `most` is the longest context they were made for."""
+        if context > most:
+            raise RequestError(f"context {context} is beyond the {most} tokens of {files.target.name}; ask for at most that")
+        self.vocabulary = TokenizerVocabulary(files.tokenizer, files.graphs, files.vocab_size)
         self.hidden_size = files.hidden_size
-        self.context = options.context
+        self.context = context
         self.rewind_slack = files.layout.rewind_slack
         self.max_rows = MAX_ROWS
         self.length = 0
-        self._least_rows = 2 if options.uniform_rows else 1
-        self.cache = KeyValueCache(files.layout, options.context)
-        _check_inputs(self._graph, self.cache, files.target)
-        # Rows past the context are there for the row that uniform_rows throws away.
-        self.rotations = Rotations(graphs.rotations, options.context + MAX_ROWS)
-        self._chunk = min(PREFILL_ROWS, self.cache.chunk)
-        self._tokens = np.zeros(options.context, np.int32)
-        self._hidden = np.zeros((1, max(self._chunk, MAX_ROWS), files.hidden_size), np.float32)
+        self._tokens = np.zeros(context, np.int32)
         self._logits = np.zeros((1, MAX_ROWS, files.vocab_size), np.float32)
-        self._forwards: dict[int, _Forward] = {}
-        self._heads: dict[int, Call] = {}
         self._closers: list[Any] = []
         self._forget_hidden()
 
@@ -131,13 +148,16 @@ class OrtTarget:
         if the sliding cache no longer holds what a forward at `length` would attend to: never within `rewind_slack` rows of
         the greatest length so far. After such a refusal nothing has changed.
         """
+        self._roll_back(length)
+        if length == 0:
+            self.cache.restart()
+
+    def _roll_back(self, length: int) -> None:
         self._require_open()
         if not 0 <= length <= self.length:
             raise RequestError(f"cannot roll back to {length}: the cache holds {self.length} rows")
         if 0 < length < self.rollback_floor:
             raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
-        if length == 0:
-            self.cache.restart()
         self.length = length
 
     @property
@@ -250,18 +270,27 @@ def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
     manifest = bundle.manifest
     if manifest.onnx is None or not bundle.has("target", "onnx"):
         raise BundleError(f"{bundle.folder}: the bundle has no ONNX target; export it again with --format onnx or both")
+    static = None
+    if manifest.static is not None:
+        per_layer = manifest.static.per_layer_scale is not None
+        static = StaticParts(
+            facts=manifest.static, prefill=bundle.path("target_prefill", "onnx"), row=bundle.path("target_row", "onnx"),
+            embedding=bundle.path("embedding", "npy"),
+            per_layer_embedding=bundle.path("per_layer_embedding", "npy") if per_layer else None,
+        )  # fmt: skip
     return PairFiles(
-        target=bundle.path("target", "onnx"), target_head=bundle.path("target_head", "onnx"),
+        target=bundle.path("target", "onnx"), target_head=None if static else bundle.path("target_head", "onnx"),
         drafter=bundle.path("drafter", "onnx") if drafter else None, tokenizer=bundle.path("tokenizer"), layout=manifest.cache_layout,
-        graphs=manifest.onnx, hidden_size=manifest.architecture.hidden_size, vocab_size=manifest.architecture.vocab_size,
+        graphs=manifest.onnx, hidden_size=manifest.architecture.hidden_size, vocab_size=manifest.architecture.vocab_size, static=static,
         identity=hashlib.sha256("".join(file.sha256 for file in manifest.files if file.format.startswith("onnx")).encode()).hexdigest(),
     )  # fmt: skip
 
 
-def _check_inputs(graph: Graph, cache: KeyValueCache, path: Path) -> None:
-    for name in cache.values:
-        wanted, found = cache.array(name).shape, graph.inputs.get(name, ())
+def check_inputs(graph: Graph, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Raises BundleError if the graph takes arrays of other shapes; sizes it leaves open fit."""
+    for name, wanted in shapes.items():
+        found = graph.inputs.get(name, ())
         if len(found) != len(wanted) or any(type(size) is int and size != own for size, own in zip(found, wanted, strict=False)):
             raise BundleError(
-                f"{path}: the manifest's buffer {name!r} is {list(wanted)}, the graph's {list(found)}; export the bundle again"
+                f"{path}: the manifest's input {name!r} is {list(wanted)}, the graph's {list(found)}; export the bundle again"
             )
