@@ -27,7 +27,7 @@ from edge_runtime.settings import LONGEST
 from edge_runtime.speed_plan import DRAFTER_ROLES, DeviceSpeed, Range, SpeedPlan, deviation, pair_facts, speed_plan
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Share of a memory type's peak that processors were seen to read at.
+# Share of a memory type's peak that a processor is assumed to read at.
 OF_PEAK = (0.35, 0.75)
 # Reading in a forward / copying, counted as read and written: reads alone are faster, kernels that unpack weights slower.
 OF_COPY = (0.6, 1.5)
@@ -140,7 +140,7 @@ def _profile_speed(name: str) -> DeviceSpeed:
         raise RequestError(f"the profile {name} has no memory speed, it differs from machine to machine; plan there, without --profile")
     return DeviceSpeed(
         name=found.title, bandwidth=Range.between(low, high), bandwidth_from=source, operations=None,
-        operations_from="the shape of measured cost curves: profiles say nothing of arithmetic",
+        operations_from="assumed, for processors with much and with little arithmetic: profiles say nothing of it",
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from edge_runtime.kv_types import KvType, row_bytes
 from edge_runtime.memory_plan import MemoryPlan
 from edge_runtime.phase_power import PhasePower
 
-# Seconds to start a forward, and in it a layer's kernels with all threads waiting for each other: what is left for pairs so small that
+# Assumed, after one small pair on one machine: seconds to start a forward, and in it a layer's kernels with all threads waiting for each other: what is left for pairs so small that
 # reading and computing do not matter.
 FORWARD_SECONDS = (50e-6, 300e-6)
 LAYER_SECONDS = (10e-6, 60e-6)
