@@ -71,7 +71,6 @@ def test_a_chat_on_the_reference_pair(browser: Any, several: str, exported_pair:
         assert shown(browser, ".user p") == [text]
         assert all(shown(browser, ".assistant > p"))
         assert "tok/s" in shown(browser, ".figures")[0]
-        assert "% of drafts accepted" in shown(browser, ".figures")[0]
         browser.find_element(By.ID, "new").click()
     assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth"), "it fits a phone's width"
     complaints = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE" and "favicon" not in entry["message"]]
