@@ -29,7 +29,7 @@ $(VENV)/.ready-test: $(VENV)/.ready
 
 demo: setup
 	$(BIN)/edge-export --reference-pair --output $(DEMO_BUNDLE) --force
-	$(BIN)/edge-run $(DEMO_BUNDLE) --compare --max-tokens 200 "$(DEMO_PROMPT)"
+	$(BIN)/edge-run $(DEMO_BUNDLE) --compare --draft-length 3 --max-tokens 200 "$(DEMO_PROMPT)"
 
 test: setup-test
 	$(BIN)/python -m pytest

@@ -155,7 +155,7 @@ def test_a_talk_at_a_terminal(slow):
     slow.type(CTRL_C)
     slow.wait_for("Ctrl-D or /exit leaves")
     slow.type("/stats\n")
-    slow.wait_for("all 3 answers")
+    slow.wait_for(r"all 3 answers[^>]*> ")
     slow.type(CTRL_D)
     assert slow.exit_code() == 0
     assert "Traceback" not in slow.seen
