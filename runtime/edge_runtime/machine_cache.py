@@ -43,8 +43,8 @@ def read_entries(path: Path) -> dict[str, object]:
     return data if isinstance(data, dict) else {}
 
 
-def remember_entry(path: Path, key: str, value: object) -> None:
-    """Adds an entry as the newest; where that cannot be written it is only measured again the next time."""
+def remember_entry(path: Path, key: str, value: object) -> OSError | None:
+    """Adds an entry as the newest. Returns why it could not be written; then it is only measured again the next time."""
     entries = {k: v for k, v in read_entries(path).items() if k != key}
     kept = dict([*list(entries.items())[-MAX_REMEMBERED + 1 :], (key, value)])
     temporary: Path | None = None
@@ -54,7 +54,9 @@ def remember_entry(path: Path, key: str, value: object) -> None:
             temporary = Path(file.name)
             json.dump(kept, file, indent=2)
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+        return error
+    return None

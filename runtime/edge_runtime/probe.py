@@ -6,7 +6,6 @@ as a batch has a few rows of quantized weights. Without weight repacking (`use_e
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -14,7 +13,6 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +21,9 @@ import click
 
 from edge_runtime.backends.llama_library import library_version, system_info
 from edge_runtime.errors import BackendError, EdgeRuntimeError
-from edge_runtime.machine_cache import CACHE_VARIABLE, cache_folder, cpu_identity
+from edge_runtime.machine_cache import CACHE_VARIABLE, cache_folder, cpu_identity, read_entries, remember_entry
 
 CACHE_NAME = "probe.json"
-MAX_CACHE_BYTES = 1 << 20
 TIMEOUT_SECONDS = 120.0
 CHILD_COMMAND = (sys.executable, "-m", "edge_runtime.probe")
 _ROWS = 8
@@ -48,6 +45,14 @@ class ProbeAnswer:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class RememberedProbe:
+    """What an earlier probe on this machine found out about files of these quantizations (target's first)."""
+
+    quantizations: tuple[str, ...]
+    use_extra_bufts: bool
+
+
 def probe_load_options(
     target_path: Path,
     drafter_path: Path | None,
@@ -62,11 +67,10 @@ def probe_load_options(
     `notify` gets one sentence when a probe starts and one when a safer option was chosen. Raises BackendError if the files do not
     load, or if no option keeps the child alive: the sentence names the signal and the build that cures it.
     """
-    key = machine_key(quantizations)
-    cache = cache_path()
-    remembered = _read_answers(cache).get(key)
+    key, cache = machine_key(quantizations), cache_path()
+    remembered = _remembered(read_entries(cache).get(key))
     if remembered is not None:
-        return ProbeAnswer(use_extra_bufts=remembered, from_cache=True, reason="an earlier probe on this machine said so")
+        return ProbeAnswer(use_extra_bufts=remembered.use_extra_bufts, from_cache=True, reason="an earlier probe on this machine said so")
     notify(f"First use with {' and '.join(dict.fromkeys(quantizations))} on this machine: trying llama.cpp in a child process.")
     command = [*child_command, "--target", str(target_path.resolve())]
     if drafter_path is not None:
@@ -83,8 +87,17 @@ def probe_load_options(
         reason = f"llama.cpp's child process {death} with weight repacking and works without it"
         answer = ProbeAnswer(use_extra_bufts=False, from_cache=False, reason=reason)
         notify(f"{reason[0].upper()}{reason[1:]}, so it is off and prompts are slower; {_cure()}")
-    _remember(cache, key, answer.use_extra_bufts, notify)
+    kept = {"quantizations": list(quantizations), "use_extra_bufts": answer.use_extra_bufts}
+    error = remember_entry(cache, key, kept)
+    if error is not None:
+        notify(f"The probe's answer could not be kept in {cache} ({error}); set {CACHE_VARIABLE} to a folder that can be written.")
     return answer
+
+
+def remembered_probes() -> list[RememberedProbe]:
+    """Returns the answers that hold for this machine and this build of llama.cpp, the newest last; what is damaged is passed over."""
+    found = [(key, _remembered(entry)) for key, entry in read_entries(cache_path()).items()]
+    return [one for key, one in found if one is not None and key == machine_key(one.quantizations)]
 
 
 def machine_key(quantizations: Sequence[str]) -> str:
@@ -96,6 +109,16 @@ def machine_key(quantizations: Sequence[str]) -> str:
 def cache_path() -> Path:
     """Returns where answers are remembered: probe.json in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
     return cache_folder() / CACHE_NAME
+
+
+def _remembered(entry: object) -> RememberedProbe | None:
+    """Returns what one entry says; None if there is none or it is damaged."""
+    if not isinstance(entry, dict):
+        return None
+    quantizations, answer = entry.get("quantizations"), entry.get("use_extra_bufts")
+    if not isinstance(answer, bool) or not isinstance(quantizations, list) or not all(isinstance(q, str) for q in quantizations):
+        return None
+    return RememberedProbe(quantizations=tuple(quantizations), use_extra_bufts=answer)
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> str | None:
@@ -138,34 +161,6 @@ def _cure() -> str:
     flags = _CURE_X86 if platform.machine().lower() in {"x86_64", "amd64"} else _CURE_OTHER
     build = f"pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=={library_version()}"
     return f'to cure it, build it for less than it finds: CMAKE_ARGS="{flags}" {build}'
-
-
-def _read_answers(path: Path) -> dict[str, bool]:
-    """Returns the remembered answers; a file that is missing or damaged counts as empty."""
-    try:
-        if path.stat().st_size > MAX_CACHE_BYTES:
-            return {}
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    answers = data.get("use_extra_bufts") if isinstance(data, dict) else None
-    return {k: v for k, v in answers.items() if isinstance(v, bool)} if isinstance(answers, dict) else {}
-
-
-def _remember(path: Path, key: str, use_extra_bufts: bool, notify: Callable[[str], None]) -> None:
-    answers = {**_read_answers(path), key: use_extra_bufts}
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=CACHE_NAME, delete=False, encoding="utf-8") as file:
-            temporary = Path(file.name)
-            json.dump({"use_extra_bufts": answers}, file, indent=2)
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        notify(f"The probe's answer could not be kept in {path} ({error}); set {CACHE_VARIABLE} to a folder that can be written.")
 
 
 def decode_few_rows(target_path: Path, drafter_path: Path | None, use_extra_bufts: bool) -> None:
