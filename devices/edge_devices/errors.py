@@ -3,6 +3,8 @@
 DeviceError
   MeterError        a meter that is missing, denied, frozen, or says what cannot be
   MeasurementError  a recording that is damaged, too short, or made in a state that forbids figures
+  TransportError    a device that refuses: no room, no permission, no such tool, files that arrive damaged
+    LinkError       a device that cannot be reached now, and may be again later
 """
 
 
@@ -16,3 +18,11 @@ class MeterError(DeviceError):
 
 class MeasurementError(DeviceError):
     """The recording holds no honest figure: damaged, too short, or disturbed."""
+
+
+class TransportError(DeviceError):
+    """The device cannot do what is asked; asking again changes nothing."""
+
+
+class LinkError(TransportError):
+    """The device cannot be reached now: unplugged, offline, restarting, not authorised. What is on it stays."""

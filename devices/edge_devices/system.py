@@ -27,8 +27,8 @@ class CommandResult:
         return self.output.decode("utf-8", errors="replace")
 
 
-def run_command(arguments: Sequence[str], answer: bytes = b"", seconds: float = 10.0) -> CommandResult:
-    """Runs a command with `answer` on its standard input; never raises for what the command does."""
+def run_command(arguments: Sequence[str], answer: bytes = b"", seconds: float = 10.0, most: int = LONGEST_TEXT) -> CommandResult:
+    """Runs a command with `answer` on its standard input, and keeps `most` bytes of its output; never raises for what the command does."""
     environment = os.environ | {"LC_ALL": "C"}  # a decimal comma would be read as another number
     try:
         done = subprocess.run(list(arguments), input=answer, capture_output=True, timeout=seconds, env=environment, check=False)
@@ -38,7 +38,7 @@ def run_command(arguments: Sequence[str], answer: bytes = b"", seconds: float = 
         return CommandResult(code=126, output=b"", errors=str(error))
     except OSError as error:
         return CommandResult(code=127, output=b"", errors=str(error))
-    return CommandResult(code=done.returncode, output=done.stdout[:LONGEST_TEXT], errors=done.stderr[:4096].decode("utf-8", "replace"))
+    return CommandResult(code=done.returncode, output=done.stdout[:most], errors=done.stderr[:4096].decode("utf-8", "replace"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,85 @@
+"""What a device can be asked, whatever cable leads to it. Files (`tree.py`) and detached jobs (`jobs.py`) are built on these three verbs.
+
+A command is a list of arguments, as `subprocess` takes it; quoting is the transport's business, so any path or prompt arrives as it is.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from edge_devices.errors import TransportError
+from edge_devices.system import CommandResult
+
+SECONDS = 60.0
+LARGEST_ANSWER = 64 << 20  # bytes; the longest one lists the files of a device package with their hashes
+
+
+class Transport(Protocol):
+    """A device and the way to it. `name` is for people, `folder` the place on the device that is ours to write to."""
+
+    name: str
+    folder: str
+
+    def run(self, arguments: Sequence[str], *, seconds: float = SECONDS) -> CommandResult:
+        """Runs a command and returns what it said and its exit code (124: it took too long). Raises LinkError when the device went away."""
+
+    def put(self, source: Path, target: str) -> None:
+        """Copies one file to the device, over what is there; `target`'s folder exists. May leave a part of it when the link breaks."""
+
+    def get(self, source: str, target: Path) -> None:
+        """Copies one file from the device. May leave a part of it when the link breaks."""
+
+
+def shell(transport: Transport, script: str, *arguments: str, seconds: float = SECONDS) -> str:
+    """Runs an sh script ($1, $2, ... are `arguments`) and returns its output. Raises TransportError with its last words when it fails."""
+    done = transport.run(["sh", "-c", script, "sh", *arguments], seconds=seconds)
+    if done.code != 0:
+        raise TransportError(f"{transport.name}: {last_words(done)}")
+    return done.text
+
+
+def own_folder(transport: Transport) -> str:
+    """Returns the transport's folder as an absolute path, made if need be. Raises TransportError where it may not be written to."""
+    return shell(transport, 'mkdir -p "$1" && cd "$1" && pwd && test -w .', transport.folder).strip()
+
+
+def last_words(done: CommandResult) -> str:
+    """Returns what a failed command said last."""
+    said = [line for line in (done.errors or done.text).splitlines() if line.strip()]
+    return said[-1].strip() if said else f"exit code {done.code}"
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A command line that tells its own exit code at the end of its output, so that a broken link is never taken for a failed command.
+
+    `separate`: standard error has a way of its own; else it is collected and sent after the code.
+    """
+
+    line: str
+    mark: bytes
+
+    def open(self, output: bytes, errors: str) -> CommandResult | None:
+        """Returns the command's own answer; None when its end never arrived."""
+        body, found, rest = output.rpartition(self.mark)
+        code, _, collected = rest.partition(b"\n")
+        if not found or not code.isdigit():
+            return None
+        return CommandResult(code=int(code), output=body, errors=errors + collected.decode("utf-8", "replace"))
+
+
+def seal(arguments: Sequence[str], *, separate: bool = True) -> Sealed:
+    """Quotes a command for a POSIX shell and seals it. Raises TransportError for what no command line can carry."""
+    if any("\0" in argument for argument in arguments):
+        raise TransportError("an argument with a NUL byte cannot be passed to a command; leave it out.")
+    mark = f"[{secrets.token_hex(8)}]"
+    command = shlex.join(arguments)
+    if separate:
+        return Sealed(f"{command}; echo '{mark}'$?", mark.encode())
+    # Descriptor 3 is the output; what goes to standard error lands in the variable.
+    return Sealed(f"{{ e=$({{ {command}; }} 2>&1 1>&3 3>&-); c=$?; }} 3>&1; echo '{mark}'$c; printf %s \"$e\"", mark.encode())

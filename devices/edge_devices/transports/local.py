@@ -1,0 +1,37 @@
+"""This machine, as if it were a device: what tests and dry runs deploy to."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from edge_devices.errors import TransportError
+from edge_devices.system import CommandResult, run_command
+from edge_devices.transports.base import LARGEST_ANSWER, SECONDS
+
+
+class LocalTransport:
+    """Implements Transport with this machine's own shell and files below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = "local"
+        self.folder = str(folder.resolve())
+
+    def run(self, arguments: Sequence[str], *, seconds: float = SECONDS) -> CommandResult:
+        """Runs a command here."""
+        return run_command(arguments, seconds=seconds, most=LARGEST_ANSWER)
+
+    def put(self, source: Path, target: str) -> None:
+        """Copies a file."""
+        self._copy(source, Path(target))
+
+    def get(self, source: str, target: Path) -> None:
+        """Copies a file."""
+        self._copy(Path(source), target)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        try:
+            shutil.copyfile(source, target)
+        except OSError as error:
+            raise TransportError(f"{target} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,284 @@
+"""The phone's end of adb, for the real adb client: transport protocol, shell with exit codes, exec and sync, and faults on request.
+
+Protocol as Android's sources describe it (adb's protocol.txt, SERVICES.TXT, SYNC.TXT and shell_protocol.h). No authentication, no TLS.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from fake_adb_sync import SyncService
+from fake_phone import FakePhone
+
+MOST = 1 << 20
+VERSION = 0x01000001
+HEADER = struct.Struct("<4sIIIII")
+IN, OUT, ERR, EXIT, CLOSE = range(5)  # kinds of a frame of shell_v2
+ALL_FEATURES = "shell_v2,cmd,stat_v2,ls_v2,fixed_push_mkdir,apex"
+
+
+@dataclass
+class Faults:
+    """What goes wrong. `drop_after`: bytes from the client until the link breaks, once each; `room`: bytes that the disk takes."""
+
+    unauthorized: bool = False
+    silent: bool = False
+    features: str = ALL_FEATURES
+    drop_after: list[int] = field(default_factory=list)
+    room: int | None = None
+    bytes_per_second: float | None = None
+
+
+class Gone(Exception):
+    """The link is broken."""
+
+
+class Stream:
+    """One service that the client opened."""
+
+    def __init__(self, link: Link, mine: int, theirs: int) -> None:
+        self._link, self._mine, self._theirs = link, mine, theirs
+        self._okay = threading.Semaphore(0)
+        self._arrived: queue.Queue[bytes | None] = queue.Queue()
+        self._rest = b""
+        self.closed = False
+
+    def arrive(self, data: bytes | None) -> None:
+        """Called by the link: bytes of the client, None at its end."""
+        self._arrived.put(data)
+
+    def okay(self) -> None:
+        """Called by the link: the client took what was written."""
+        self._okay.release()
+
+    def write(self, data: bytes) -> None:
+        """Sends bytes, one packet at a time, each of which the client must take before the next."""
+        for start in range(0, len(data), MOST):
+            self._link.send(b"WRTE", self._mine, self._theirs, data[start : start + MOST])
+            while not self._okay.acquire(timeout=0.2):
+                if self.closed or self._link.gone:
+                    raise Gone
+
+    def read(self) -> bytes:
+        """Returns some bytes; raises Gone at the end."""
+        data = self._arrived.get()
+        if data is None:
+            self.closed = True
+            raise Gone
+        self._link.send(b"OKAY", self._mine, self._theirs)
+        return data
+
+    def exactly(self, count: int) -> bytes:
+        """Returns so many bytes."""
+        while len(self._rest) < count:
+            self._rest += self.read()
+        data, self._rest = self._rest[:count], self._rest[count:]
+        return data
+
+    def close(self) -> None:
+        """Tells the client that this is all."""
+        with suppress(Gone):
+            self._link.send(b"CLSE", self._mine, self._theirs)
+
+
+class Link:
+    """One connection of an adb server."""
+
+    def __init__(self, daemon: FakeAdbd, connection: socket.socket) -> None:
+        self._daemon, self._socket = daemon, connection
+        self._lock = threading.Lock()
+        self._streams: dict[int, Stream] = {}
+        self._received = 0
+        self.gone = False
+
+    def send(self, command: bytes, first: int, second: int, data: bytes = b"") -> None:
+        """Sends a packet."""
+        magic = struct.unpack("<I", command)[0] ^ 0xFFFFFFFF
+        with self._lock:
+            try:
+                self._socket.sendall(HEADER.pack(command, first, second, len(data), sum(data) & 0xFFFFFFFF, magic) + data)
+            except OSError as error:
+                self.gone = True
+                raise Gone from error
+
+    def serve(self) -> None:
+        """Answers until the link breaks."""
+        with suppress(Gone, OSError):
+            while True:
+                command, first, second, data = self._packet()
+                self._answer(command, first, second, data)
+        self.close()
+
+    def close(self) -> None:
+        """Breaks the link."""
+        self.gone = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for stream in list(self._streams.values()):
+            stream.closed = True
+            stream.arrive(None)
+
+    def _packet(self) -> tuple[bytes, int, int, bytes]:
+        command, first, second, length, _, _ = HEADER.unpack(self._exactly(HEADER.size))
+        return command, first, second, self._exactly(length)
+
+    def _exactly(self, count: int) -> bytes:
+        data = bytearray()
+        faults = self._daemon.faults
+        while len(data) < count:
+            block = self._socket.recv(min(count - len(data), 1 << 16))
+            if not block:
+                raise Gone
+            data += block
+            self._received += len(block)
+            if faults.bytes_per_second:
+                time.sleep(len(block) / faults.bytes_per_second)
+            if faults.drop_after and self._received >= faults.drop_after[0]:
+                faults.drop_after.pop(0)
+                raise Gone
+        return bytes(data)
+
+    def _answer(self, command: bytes, first: int, second: int, data: bytes) -> None:
+        faults = self._daemon.faults
+        if command == b"CNXN" and not faults.silent:
+            if faults.unauthorized:
+                self.send(b"AUTH", 1, 0, os.urandom(20))
+                return
+            banner = f"device::ro.product.name=fake;ro.product.model=Fake_One;ro.product.device=fake;features={faults.features}"
+            self.send(b"CNXN", VERSION, MOST, banner.encode())
+        elif command == b"AUTH" and second == 0 and first == 2:
+            self.send(b"AUTH", 1, 0, os.urandom(20))  # no key of the client's is accepted
+        elif command == b"OPEN":
+            self._open(first, data.rstrip(b"\0").decode())
+        elif command == b"WRTE" and second in self._streams:
+            self._streams[second].arrive(data)
+        elif command == b"OKAY" and second in self._streams:
+            self._streams[second].okay()
+        elif command == b"CLSE" and second in self._streams:
+            self._streams.pop(second).arrive(None)
+
+    def _open(self, theirs: int, service: str) -> None:
+        kind, _, argument = service.partition(":")
+        mine = theirs + 1000
+        if kind.split(",")[0] not in ("shell", "exec", "sync"):
+            self.send(b"CLSE", 0, theirs)
+            return
+        stream = self._streams[mine] = Stream(self, mine, theirs)
+        self.send(b"OKAY", mine, theirs)
+        threading.Thread(target=self._serve, args=(stream, kind, argument), daemon=True).start()
+
+    def _serve(self, stream: Stream, kind: str, argument: str) -> None:
+        phone = self._daemon.phone
+        with suppress(Gone, OSError, ValueError):
+            if kind == "sync":
+                SyncService(stream, phone, self._daemon.faults).serve()
+            else:
+                ShellService(stream, phone, framed=kind.startswith("shell,v2")).serve(argument)
+        stream.close()
+
+
+class ShellService:
+    """`shell,v2` (frames, exit code), `shell` and `exec` (both outputs mixed, no exit code)."""
+
+    def __init__(self, stream: Stream, phone: FakePhone, *, framed: bool) -> None:
+        self._stream, self._phone, self._framed = stream, phone, framed
+
+    def serve(self, line: str) -> None:
+        """Runs a command. It is over when its shell is, whatever it left in the background."""
+        name = os.urandom(8).hex()
+        pipe = self._phone.root / "system/pipes" / name
+        os.mkfifo(pipe)
+        status = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+        error = -1 if self._framed else -2  # PIPE, STDOUT
+        process = self._phone.popen(line, name, stdin=-1, stdout=-1, stderr=error)
+        threading.Thread(target=self._feed, args=(process,), daemon=True).start()
+        outputs = {process.stdout: OUT} | ({process.stderr: ERR} if self._framed else {})
+        for output in outputs:
+            assert output is not None
+            os.set_blocking(output.fileno(), False)
+        try:
+            code = None
+            while code is None and not self._stream.closed:
+                readable = select.select([*outputs, status], [], [], 0.2)[0]
+                if status in readable:
+                    code = int(os.read(status, 16))
+                elif process.poll() is not None:
+                    code = 137
+                for output, kind in outputs.items():
+                    self._forward(output.fileno(), kind)
+            if self._framed and code is not None:
+                self._stream.write(struct.pack("<BIB", EXIT, 1, code & 0xFF))
+        finally:
+            os.close(status)
+            pipe.unlink(missing_ok=True)
+
+    def _forward(self, descriptor: int, kind: int) -> None:
+        while True:
+            try:
+                data = os.read(descriptor, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            self._stream.write(struct.pack("<BI", kind, len(data)) + data if self._framed else data)
+
+    def _feed(self, process: object) -> None:
+        standard_input = process.stdin  # type: ignore[attr-defined]
+        with suppress(Gone, OSError, ValueError):
+            while self._framed:
+                kind, length = struct.unpack("<BI", self._stream.exactly(5))
+                data = self._stream.exactly(length)
+                if kind == IN:
+                    standard_input.write(data)
+                    standard_input.flush()
+                elif kind == CLOSE:
+                    standard_input.close()
+            while True:
+                standard_input.write(self._stream.read())
+                standard_input.flush()
+
+
+class FakeAdbd:
+    """Listens on a port of its own for adb servers. `faults` may be changed at any time."""
+
+    def __init__(self, phone: FakePhone) -> None:
+        self.phone, self.faults = phone, Faults()
+        self._links: list[Link] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.serial = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def unplug(self) -> None:
+        """Breaks every link; what runs on the phone goes on."""
+        for link in self._links:
+            link.close()
+        self._links.clear()
+
+    def reboot(self) -> None:
+        """Ends everything and starts anew."""
+        self.unplug()
+        self.phone.kill_all()
+        self.phone.boot()
+
+    def close(self) -> None:
+        """Ends daemon and phone."""
+        self._listener.close()
+        self.unplug()
+        self.phone.close()
+
+    def _listen(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                link = Link(self, connection)
+                self._links.append(link)
+                threading.Thread(target=link.serve, daemon=True).start()
