@@ -18,6 +18,7 @@ from edge_runtime.chat import MAX_TOKENS, Chat
 from edge_runtime.comparison import compare, comparison_table
 from edge_runtime.config import PRESET_NAMES, SpeculativeConfig, TuningConfig
 from edge_runtime.config_file import read_config
+from edge_runtime.doctor_screen import doctor_option
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.energy_options import EnergyValues, energy_options, energy_record, energy_values
 from edge_runtime.errors import EdgeRuntimeError
@@ -44,6 +45,7 @@ PLAN_PROMPT = "def area(width, height):\n"
 EXAMPLES = """
 \b
 Examples:
+  edge-run --doctor                       (what works here, what is missing)
   edge-run my-bundle                      (a chat)
   edge-run my-bundle "def fibonacci(n):"
   edge-run my-bundle --draft-length 0 "plain decoding, no drafts"
@@ -228,7 +230,8 @@ def check_combination(
     "--warn-rejection", type=click.FloatRange(0, 1, min_open=True, max_open=True), multiple=True, default=WARN_ABOVE,
     help="Say it when more than this share of the newest drafts is rejected. Repeatable.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text; in a chat one per turn.")
+@click.option("--json", "as_json", is_flag=True, is_eager=True, help="Print one JSON object instead of text; in a chat one per turn.")
+@doctor_option
 @click.option("--verify-lossless", is_flag=True, help="Rerun plainly; report equality or the first divergence with its logit gap.")
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and show a table.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="With --compare: runs of each; medians are shown.")

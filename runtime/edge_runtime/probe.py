@@ -10,8 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from pathlib import Path
 import click
 
 from edge_runtime.backends.llama_library import library_version, system_info
+from edge_runtime.child import ask_child
 from edge_runtime.errors import BackendError, EdgeRuntimeError
 from edge_runtime.machine_cache import CACHE_VARIABLE, cache_folder, cpu_identity, read_entries, remember_entry
 
@@ -82,11 +81,11 @@ def probe_load_options(
         second = _run([*command, "--no-extra-bufts"], timeout_seconds)
         if second is not None:
             raise BackendError(
-                f"llama.cpp does not work on this machine: its child process {death}, without repacking it {second}; {_cure()}"
+                f"llama.cpp does not work on this machine: its child process {death}, without repacking it {second}; {cure(library_version())}"
             )
         reason = f"llama.cpp's child process {death} with weight repacking and works without it"
         answer = ProbeAnswer(use_extra_bufts=False, from_cache=False, reason=reason)
-        notify(f"{reason[0].upper()}{reason[1:]}, so it is off and prompts are slower; {_cure()}")
+        notify(f"{reason[0].upper()}{reason[1:]}, so it is off and prompts are slower; {cure(library_version())}")
     kept = {"quantizations": list(quantizations), "use_extra_bufts": answer.use_extra_bufts}
     error = remember_entry(cache, key, kept)
     if error is not None:
@@ -123,43 +122,19 @@ def _remembered(entry: object) -> RememberedProbe | None:
 
 def _run(command: Sequence[str], timeout_seconds: float) -> str | None:
     """Runs a child. Returns None if it lived, else how it ended; raises BackendError with the child's sentence if it gave one."""
-    # Without this, ggml calls a debugger on the dying child to print its stack (ggml/src/ggml.c).
-    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
-    try:
-        child = subprocess.run(command, capture_output=True, timeout=timeout_seconds, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        return f"gave no answer in {timeout_seconds:g} seconds"
-    except OSError as error:
-        raise BackendError(f"the probe could not be started ({error}); check that {command[0]} can be run") from error
-    if child.returncode < 0:
-        return f"died of {_signal_name(-child.returncode)}"
-    if child.returncode == 0 and _answer(child.stdout).get("alive") is True:
-        return None
-    sentence = _answer(child.stdout).get("error")
+    child = ask_child(command, timeout_seconds)
+    sentence = child.answer.get("error")
     if isinstance(sentence, str):
         raise BackendError(sentence)
-    return f"ended with exit code {child.returncode}"
+    if child.end is None and child.answer.get("alive") is not True:
+        return "ended with exit code 0"
+    return child.end
 
 
-def _answer(output: bytes) -> dict[str, object]:
-    lines = output.decode("utf-8", "replace").strip().splitlines()
-    try:
-        data = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _cure() -> str:
+def cure(version: str) -> str:
+    """Returns how to build this version of llama-cpp-python for less than it finds on this machine."""
     flags = _CURE_X86 if platform.machine().lower() in {"x86_64", "amd64"} else _CURE_OTHER
-    build = f"pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=={library_version()}"
+    build = f"pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=={version}"
     return f'to cure it, build it for less than it finds: CMAKE_ARGS="{flags}" {build}'
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from edge_runtime import probe
+from edge_runtime.child import signal_name
 from edge_runtime.errors import BackendError
 from edge_runtime.probe import probe_load_options
 
@@ -161,5 +162,5 @@ def test_the_child_decodes_the_pair_itself(machine: Machine, reference_pair: Any
 
 
 def test_signal_names() -> None:
-    assert probe._signal_name(signal.SIGSEGV) == "SIGSEGV"
-    assert probe._signal_name(250) == "signal 250"
+    assert signal_name(signal.SIGSEGV) == "SIGSEGV"
+    assert signal_name(250) == "signal 250"

@@ -11,7 +11,7 @@ from edge_runtime.errors import BackendError, BundleError, RequestError
 BackendKind = Literal["llama", "onnx"]
 BACKENDS: tuple[BackendKind, ...] = get_args(BackendKind)
 _FORMAT: dict[BackendKind, str] = {"llama": "gguf", "onnx": "onnx"}
-_LIBRARY: dict[BackendKind, str] = {"llama": "llama_cpp", "onnx": "onnxruntime"}
+LIBRARY: dict[BackendKind, str] = {"llama": "llama_cpp", "onnx": "onnxruntime"}
 
 
 def choose_backend(bundle: Bundle, wanted: BackendKind | None) -> BackendKind:
@@ -29,7 +29,7 @@ def choose_backend(bundle: Bundle, wanted: BackendKind | None) -> BackendKind:
     if not held:
         raise BundleError(f"{bundle.folder} has neither a gguf nor an onnx target; export the bundle again")
     for kind in [wanted] if wanted is not None else held:
-        if find_spec(_LIBRARY[kind]) is not None:
+        if find_spec(LIBRARY[kind]) is not None:
             return kind
     missing = " or ".join(f"'edge-mtp[{kind}]'" for kind in ([wanted] if wanted is not None else held))
     raise BackendError(f"no library is installed that runs {bundle.folder}; pip install {missing}")

@@ -51,10 +51,20 @@ def library() -> Any:
 
 def check_version(*, static: bool) -> None:
     """Raises BackendError if this onnxruntime is not one that was tested with such graphs."""
-    version = library().__version__
+    version = library_version()
     found = tuple(int(part) for part in version.split(".")[:2])
     if not (FIRST_STATIC_VERSION if static else FIRST_VERSION) <= found < END_VERSION:
         raise BackendError(f"onnxruntime {version} was not tested with these graphs, 1.31 was; pip install 'edge-mtp[onnx]'")
+
+
+def execution_providers() -> list[str]:
+    """Returns the execution providers of this onnxruntime by the names that `provider_and_device` takes. BackendError if it is missing."""
+    return [name.removesuffix("ExecutionProvider").lower() for name in library().get_available_providers()]
+
+
+def library_version() -> str:
+    """Returns onnxruntime's version, e.g. "1.31.1". BackendError if it is missing."""
+    return str(library().__version__)
 
 
 def provider_and_device(name: str | None) -> tuple[str, str | None]:
@@ -76,8 +86,7 @@ def _provider_named(name: str) -> str:
     for provider in there:
         if name.lower() in (provider.lower(), provider.removesuffix("ExecutionProvider").lower()):
             return provider
-    known = ", ".join(provider.removesuffix("ExecutionProvider").lower() for provider in there)
-    raise RequestError(f"this onnxruntime has no execution provider {name!r}; it has {known}")
+    raise RequestError(f"this onnxruntime has no execution provider {name!r}; it has {', '.join(execution_providers())}")
 
 
 class Graph:
