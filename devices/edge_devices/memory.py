@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -25,3 +26,23 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
         if name == "MemAvailable" and value.split()[:1] and value.split()[0].isdigit():
             return int(value.split()[0]) * 1024
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resident:
+    """Bytes of this process that are in memory now; `anonymous` are those that no file holds, so that nobody else can share them."""
+
+    total: int
+    anonymous: int
+
+
+def resident_bytes(root: Path = Path("/")) -> Resident | None:
+    """Returns VmRSS and RssAnon of /proc/self/status (proc(5)), or None where there is none."""
+    try:
+        lines = (root / "proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    found = {
+        name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines) if name in ("VmRSS", "RssAnon")
+    }
+    return Resident(total=found["VmRSS"], anonymous=found["RssAnon"]) if len(found) == 2 else None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from edge_devices.cli import main
 from edge_devices.machine import read_machine
-from edge_devices.memory import available_memory_bytes, peak_memory_bytes
+from edge_devices.memory import available_memory_bytes, peak_memory_bytes, resident_bytes
 
 PI_5 = """processor\t: 0
 BogoMIPS\t: 108.00
@@ -79,3 +80,18 @@ def test_detect_command():
     result = CliRunner().invoke(main, ["detect"])
     assert result.exit_code == 0
     assert "memory available" in result.stdout
+
+
+def test_resident_memory_grows_with_what_this_process_writes():
+    before = resident_bytes()
+    if before is None:
+        pytest.skip("no /proc here")
+    block = bytearray(b"x") * (32 << 20)
+    after = resident_bytes()
+    assert after is not None
+    assert after.anonymous - before.anonymous > len(block) // 2
+    assert after.total >= after.anonymous
+
+
+def test_resident_memory_without_proc_is_not_known(tmp_path):
+    assert resident_bytes(tmp_path) is None

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.base import Logits
+from edge_runtime.backends.committed import CommittedText
 from edge_runtime.backends.llama_context import (
     Batch,
     LlamaOptions,
@@ -33,8 +34,6 @@ from edge_runtime.errors import BackendError, RequestError
 
 if TYPE_CHECKING:
     from edge_runtime.backends.llama_drafter import LlamaDrafter
-
-_NO_ROWS = np.empty((0, 0), dtype=np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +89,7 @@ class LlamaTargetContext(LlamaModel):
         """
         rows = [Rows(sequence=sequence, ids=sequence.checked(tokens), flagged=len(tokens)) for sequence, tokens in asks]
         for one in rows:
-            if len(one.ids) > self.max_rows:
-                raise RequestError(f"{len(one.ids)} rows are too many for one verify; the target was opened for at most {self.max_rows}")
+            one.sequence.check_rows(len(one.ids), self.max_rows)
         self.forward(rows)
         total = sum(len(one.ids) for one in rows)
         logits = floats(self._api.llama_get_logits(self._pointer), total, self.vocabulary.size)
@@ -167,21 +165,17 @@ class LlamaTargetContext(LlamaModel):
         super().close()
 
 
-class LlamaSequence:
+class LlamaSequence(CommittedText):
     """One sequence of a target's context. Implements `backends.base.Target`; its life ends with the context's."""
 
     def __init__(self, shared: LlamaTargetContext) -> None:
+        super().__init__(shared.options.context, shared.vocabulary)
         self.shared = shared
         self.number = len(shared.sequences)
-        self.context = shared.options.context
         self.rewind_slack = shared.rewind_slack
-        self.vocabulary = shared.vocabulary
         self.hidden_size = shared.hidden_size
         self.max_rows = shared.max_rows
         self.kv_type: str = shared.options.kv_type
-        self.length = 0
-        self._tokens = np.zeros(self.context, np.int32)
-        self.forget_hidden()
         shared.sequences.append(self)
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -215,11 +209,7 @@ class LlamaSequence:
         if the sliding cache no longer holds what a forward at `length` would attend to: never within `rewind_slack` rows of
         the greatest length so far. After such a refusal nothing has changed.
         """
-        self.shared.require_open()
-        if not 0 <= length <= self.length:
-            raise RequestError(f"cannot roll back to {length}: the cache holds {self.length} rows")
-        if 0 < length < self.rollback_floor:
-            raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
+        self.check_rollback(length)
         self._truncate(length)
 
     def state(self) -> bytes:
@@ -248,43 +238,10 @@ class LlamaSequence:
         oldest = self.shared.oldest_row(self.number)
         return oldest + self.shared.window - 1 if self.shared.window and oldest > 0 else 0
 
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        """The committed tokens [length]. A view: what it shows changes with the next forward after a rollback."""
-        return self._tokens[: self.length]
-
-    @property
-    def hidden_row(self) -> NDArray[np.float32] | None:
-        """The hidden row [hidden_size] of the last committed token, or None if it is not known. A view: valid until the next forward."""
-        index = self.length - 1 - self._hidden_start
-        return self._hidden[index] if 0 <= index < len(self._hidden) else None
-
     def close(self) -> None:
         """Gives the rows back to the context. Harmless when done twice, or after the context was closed."""
         if self.length and self.shared.sequences:
             self._truncate(0)
-
-    def checked(self, tokens: Sequence[int]) -> NDArray[np.int64]:
-        """Returns the ids as an array; raises RequestError unless they fit the context and the vocabulary."""
-        self.shared.require_open()
-        if not tokens:
-            raise RequestError("there is no token to decode; give at least one")
-        if self.length + len(tokens) > self.context:
-            raise RequestError(f"{self.length} + {len(tokens)} tokens exceed the context of {self.context}; shorten the text or raise it")
-        ids = np.asarray(tokens, dtype=np.int64)
-        if ids.min() < 0 or ids.max() >= self.vocabulary.size:
-            self.vocabulary.check(int(ids.min() if ids.min() < 0 else ids.max()))
-        return ids
-
-    def append(self, ids: NDArray[np.int64]) -> None:
-        """Counts rows that the context has decoded."""
-        self._tokens[self.length : self.length + len(ids)] = ids
-        self.length += len(ids)
-
-    def take_hidden(self, rows: NDArray[np.float32]) -> None:
-        """Takes the hidden rows [n, hidden_size] of the newest n tokens, a view."""
-        self._hidden_start = self.length - len(rows)
-        self._hidden = rows
 
     def keep_hidden(self, *, forget: bool) -> None:
         """Before a forward overwrites the context's hidden rows: copies the one that a draft would need, or forgets all."""
@@ -294,10 +251,9 @@ class LlamaSequence:
         else:
             self.take_hidden(row[None].copy())
 
-    def forget_hidden(self) -> None:
-        """Lets go of the hidden rows."""
-        self._hidden_start = 0
-        self._hidden = _NO_ROWS
+    def require_open(self) -> None:
+        """Raises RequestError once the context is closed."""
+        self.shared.require_open()
 
     def _truncate(self, length: int) -> None:
         self.shared.truncate(self.number, length)

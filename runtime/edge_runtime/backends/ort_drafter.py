@@ -5,30 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_runtime.backends.base import Choose, GoOn
-from edge_runtime.backends.ort_cache import MAX_ROWS
-from edge_runtime.backends.ort_library import Call, Graph, SessionOptions, scalar
+from edge_runtime.backends.ort_drafting import GraphDrafter
+from edge_runtime.backends.ort_library import Call, Graph, scalar
 from edge_runtime.backends.ort_target import OrtTarget, shared_inputs
-from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.errors import BackendError
 
 # A probability that every token has.
 _ANY = float(np.finfo(np.float32).tiny)
 _OUTPUTS = ("drafts", "probabilities", "hidden_out", "scores", "candidates")
 
 
-class OrtDrafter:
-    """Implements `backends.base.Drafter`. `least_probability` ends a draft before a token that the drafter itself gives less."""
+class OrtDrafter(GraphDrafter[OrtTarget]):
+    """A drafter whose graph is a loop over draft steps."""
 
-    stepwise = True
-
-    def __init__(self, path: Path, target: OrtTarget, session: SessionOptions, *, least_probability: float = 0.0) -> None:
-        self._target = target
-        self._graph: Graph | None = Graph(path, session)
-        width = self._graph.inputs.get("hidden", (0,))[-1]
+    def _bind(self, graph: Graph, path: Path) -> Call:
+        target, width = self._target, graph.inputs.get("hidden", (0,))[-1]
         if width != target.hidden_size:
             raise BackendError(f"{path.name} reads hidden rows of {width}, the target gives {target.hidden_size}; export the pair again")
-        self.least_probability = least_probability
         self._token, token = scalar(np.int64, 1, 1)
         self._hidden, hidden = scalar(np.float32, 1, 1, target.hidden_size)
         self._length, length = scalar(np.int64)
@@ -39,37 +35,17 @@ class OrtDrafter:
             "token": token, "hidden": hidden, "draft_length": length, "least_probability": least, "with_scores": with_scores,
             "position_ids": position, **shared_inputs(target), **target.cache.values,
         }  # fmt: skip
-        bound = {name: value for name, value in inputs.items() if name in self._graph.inputs}
-        self._call: Call | None = self._graph.bind(bound, dict.fromkeys(_OUTPUTS))
-        target._closers.append(self)
+        return graph.bind({name: value for name, value in inputs.items() if name in graph.inputs}, dict.fromkeys(_OUTPUTS))
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
-        """Returns `draft_length` tokens after `last`, fewer where the drafter is unsure, or none where the target has no hidden row.
-
-        All steps stand at the same position, that of `last`, and write nothing to the cache.
-        """
-        if self._call is None:
-            raise RequestError("the drafter is closed; open the bundle again")
-        if draft_length >= MAX_ROWS:
-            raise RequestError(f"a draft of {draft_length} tokens is longer than the {MAX_ROWS - 1} this pair was opened for")
-        hidden = self._target.hidden_row
-        if hidden is None or draft_length < 1:
-            return []
-        self._target.vocabulary.check(last)
+    def _draft(
+        self, call: Call, last: int, hidden: NDArray[np.float32], draft_length: int, choose: Choose | None, go_on: GoOn | None
+    ) -> list[int]:  # fmt: skip
         self._target.cache.set_counts(self._target.length)
         self._position[...] = self._target.length
         self._token[...], self._hidden[0, 0] = last, hidden
         if choose is None and go_on is None:
-            return self._all_steps(self._call, draft_length)
-        return self._single_steps(self._call, draft_length, choose, go_on)
-
-    def assignments(self) -> dict[str, dict[str, int]]:
-        """Per execution provider how many nodes of each operator it runs."""
-        return self._graph.assignments() if self._graph else {}
-
-    def close(self) -> None:
-        """Frees the session. Harmless when done twice."""
-        self._graph = self._call = None
+            return self._all_steps(call, draft_length)
+        return self._single_steps(call, draft_length, choose, go_on)
 
     def _all_steps(self, call: Call, draft_length: int) -> list[int]:
         self._length[...], self._least[...], self._with_scores[...] = draft_length, self.least_probability, False

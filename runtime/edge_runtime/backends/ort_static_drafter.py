@@ -8,62 +8,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.base import Choose, GoOn
-from edge_runtime.backends.ort_cache import MAX_ROWS
-from edge_runtime.backends.ort_library import Call, Graph, SessionOptions, value_over
+from edge_runtime.backends.ort_drafting import GraphDrafter
+from edge_runtime.backends.ort_library import Call, Graph, value_over
 from edge_runtime.backends.ort_static_target import StaticOrtTarget, small_arrays
 from edge_runtime.backends.ort_target import check_inputs
-from edge_runtime.errors import RequestError
 
 
-class StaticOrtDrafter:
-    """Implements `backends.base.Drafter`. `least_probability` ends a draft before a token that the drafter itself gives less."""
+class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
+    """A drafter whose graph is one step; the host goes from one to the next."""
 
-    stepwise = True
-
-    def __init__(self, path: Path, target: StaticOrtTarget, session: SessionOptions, *, least_probability: float = 0.0) -> None:
-        self._target = target
-        self._graph: Graph | None = Graph(path, session)
-        self._arrays = small_arrays(self._graph, path, target.rows)
-        width = (1, 1, target.hidden_size)
-        check_inputs(self._graph, {"embedded": width, "hidden": width}, path)
-        read = {name: value for name, value in target.rows.values.items() if name in self._graph.inputs}
-        check_inputs(self._graph, {name: target.rows.arrays[name].shape for name in read}, path)
-        self.least_probability = least_probability
-        self._has_candidates = "candidates" in self._graph.outputs
-        self.outputs = {
-            name: np.zeros(shape, np.int64 if name == "candidates" else np.float32) for name, shape in self._graph.outputs.items()
-        }
+    def _bind(self, graph: Graph, path: Path) -> Call:
+        rows, width = self._target.rows, (1, 1, self._target.hidden_size)
+        self._arrays = small_arrays(graph, path, rows)
+        check_inputs(graph, {"embedded": width, "hidden": width}, path)
+        read = {name: value for name, value in rows.values.items() if name in graph.inputs}
+        check_inputs(graph, {name: rows.arrays[name].shape for name in read}, path)
+        self._has_candidates = "candidates" in graph.outputs
+        self.outputs = {name: np.zeros(shape, np.int64 if name == "candidates" else np.float32) for name, shape in graph.outputs.items()}
         inputs = {name: value_over(array) for name, array in self._arrays.items()}
-        self._call: Call | None = self._graph.bind(inputs | read, {name: value_over(array) for name, array in self.outputs.items()})
-        target._closers.append(self)
+        return graph.bind(inputs | read, {name: value_over(array) for name, array in self.outputs.items()})
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
-        """Returns `draft_length` tokens after `last`, fewer where the drafter is unsure, or none where the target has no hidden row.
-
-        All steps stand at the same position, that of `last`, and write nothing to the cache.
-        """
-        if self._call is None:
-            raise RequestError("the drafter is closed; open the bundle again")
-        if draft_length >= MAX_ROWS:
-            raise RequestError(f"a draft of {draft_length} tokens is longer than the {MAX_ROWS - 1} this pair was opened for")
-        target, hidden = self._target, self._target.hidden_row
-        if hidden is None or draft_length < 1:
-            return []
-        target.vocabulary.check(last)
+    def _draft(
+        self, call: Call, last: int, hidden: NDArray[np.float32], draft_length: int, choose: Choose | None, go_on: GoOn | None
+    ) -> list[int]:  # fmt: skip
+        target = self._target
         target.turns.fill(self._arrays, target.length)
         for kind in target.rows.rows:
             if f"mask_{kind}" in self._arrays:
                 target.rows.drafter_mask(kind, self._arrays[f"mask_{kind}"], target.length)
         self._arrays["hidden"][0, 0] = hidden
-        return self._steps(self._call, last, draft_length, choose, go_on)
-
-    def assignments(self) -> dict[str, dict[str, int]]:
-        """Per execution provider how many nodes of each operator it runs."""
-        return self._graph.assignments() if self._graph else {}
-
-    def close(self) -> None:
-        """Frees the session. Harmless when done twice."""
-        self._graph = self._call = None
+        return self._steps(call, last, draft_length, choose, go_on)
 
     def _steps(self, call: Call, last: int, draft_length: int, choose: Choose | None, go_on: GoOn | None) -> list[int]:
         tokens: list[int] = []

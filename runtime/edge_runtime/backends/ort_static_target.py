@@ -65,7 +65,7 @@ class StaticOrtTarget(OrtTarget):
         if not 0 < facts.verify_rows <= MAX_ROWS or not facts.verify_rows <= facts.prefill_rows <= _MOST_PREFILL_ROWS:
             raise BundleError(f"{facts.prefill_rows} and {facts.verify_rows} rows for a prefill and a verify are not sound; export again")
         self.embedding = Embedding(files.static.embedding, files.vocab_size, files.hidden_size, facts.embedding_scale)
-        self._hidden = np.zeros((1, max(facts.prefill_rows, MAX_ROWS), files.hidden_size), np.float32)
+        self.hidden_rows = np.zeros((1, max(facts.prefill_rows, MAX_ROWS), files.hidden_size), np.float32)
         self._chunk = facts.prefill_rows
         # Filled-up forwards reach past the context.
         self.turns = Turns(files.graphs.rotations, options.context + facts.prefill_rows)
@@ -79,21 +79,20 @@ class StaticOrtTarget(OrtTarget):
 
     def verify(self, tokens: Sequence[int]) -> Logits:
         """At most `max_rows` tokens, in forwards of the verify graph's rows; otherwise as `OrtTarget.verify`."""
-        ids = self._checked(tokens)
-        if len(ids) > self.max_rows:
-            raise RequestError(f"{len(ids)} rows are too many for one verify; the target was opened for at most {self.max_rows}")
-        self._forget_hidden()
+        ids = self.checked(tokens)
+        self.check_rows(len(ids), self.max_rows)
+        self.forget_hidden()
         start, most = self.length, self._verify_rows[-1]
         try:
             for first in range(0, len(ids), most):
                 piece = ids[first : first + most]
                 forward = self._run(piece, self._verify_rows)
                 self._logits[0, first : first + len(piece)] = forward.logits[0, : len(piece)]
-                self._hidden[0, first : first + len(piece)] = forward.hidden[0, : len(piece)]
+                self.hidden_rows[0, first : first + len(piece)] = forward.hidden[0, : len(piece)]
         except BaseException:
             self.length = start
             raise
-        self._hidden_start, self._hidden_rows = start, len(ids)
+        self.take_hidden(self.hidden_rows[0, : len(ids)])
         logits: Logits = self._logits[0, : len(ids)]
         return logits
 
@@ -104,7 +103,8 @@ class StaticOrtTarget(OrtTarget):
 
     def rollback(self, length: int) -> None:
         """As `OrtTarget.rollback`."""
-        self._roll_back(length)
+        self.check_rollback(length)
+        self.length = length
         if length == 0:
             self.rows.restart()
 
@@ -121,15 +121,16 @@ class StaticOrtTarget(OrtTarget):
         while self._closers:
             self._closers.pop().close()
         self._static.clear()
-        self._forget_hidden()
+        self.forget_hidden()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raises RequestError once it is closed."""
         if not self._static:
             raise RequestError("the target is closed; open the bundle again")
 
     def _forward(self, ids: NDArray[np.int64], keep: int | None = None) -> NDArray[np.int64]:
         forward = self._run(ids[:keep], list(self._static))
-        self._hidden[0, : len(ids)] = forward.hidden[0, : len(ids)]
+        self.hidden_rows[0, : len(ids)] = forward.hidden[0, : len(ids)]
         return ids
 
     def _run(self, ids: NDArray[np.int64], sizes: Sequence[int]) -> _StaticForward:
@@ -137,8 +138,7 @@ class StaticOrtTarget(OrtTarget):
         forward = self._static[next(size for size in sizes if size >= len(ids))]
         forward.run(ids, self._per_layer)
         self.rows.write(forward.new_rows, self.length, len(ids))
-        self._tokens[self.length : self.length + len(ids)] = ids
-        self.length += len(ids)
+        self.append(ids)
         return forward
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.base import Logits
+from edge_runtime.backends.committed import CommittedText
 from edge_runtime.backends.ort_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations
 from edge_runtime.backends.ort_library import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.ort_vocabulary import TokenizerVocabulary
@@ -69,7 +70,7 @@ class PairFiles:
     static: StaticParts | None = None
 
 
-class OrtTarget:
+class OrtTarget(CommittedText):
     """The target. Implements `backends.base.Target`. Close it, or use it as a context manager."""
 
     def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
@@ -83,7 +84,7 @@ class OrtTarget:
         # Rows past the context are there for the row that uniform_rows throws away.
         self.rotations = Rotations(files.graphs.rotations, options.context + MAX_ROWS)
         self._chunk = min(PREFILL_ROWS, self.cache.chunk)
-        self._hidden = np.zeros((1, max(self._chunk, MAX_ROWS), files.hidden_size), np.float32)
+        self.hidden_rows = np.zeros((1, max(self._chunk, MAX_ROWS), files.hidden_size), np.float32)
         self._forwards: dict[int, _Forward] = {}
         self._heads: dict[int, Call] = {}
 
@@ -91,16 +92,12 @@ class OrtTarget:
         """What all kinds of graphs have in common; `most` is the longest context they were made for."""
         if context > most:
             raise RequestError(f"context {context} is beyond the {most} tokens of {files.target.name}; ask for at most that")
-        self.vocabulary = TokenizerVocabulary(files.tokenizer, files.graphs, files.vocab_size)
+        super().__init__(context, TokenizerVocabulary(files.tokenizer, files.graphs, files.vocab_size))
         self.hidden_size = files.hidden_size
-        self.context = context
         self.rewind_slack = files.layout.rewind_slack
         self.max_rows = MAX_ROWS
-        self.length = 0
-        self._tokens = np.zeros(context, np.int32)
         self._logits = np.zeros((1, MAX_ROWS, files.vocab_size), np.float32)
         self._closers: list[Any] = []
-        self._forget_hidden()
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Appends tokens, which may be none, in chunks; no logits are computed.
@@ -109,26 +106,25 @@ class OrtTarget:
         """
         if not tokens:
             return
-        ids = self._checked(tokens)
+        ids = self.checked(tokens)
         start = self.length
-        self._forget_hidden()
+        self.forget_hidden()
         try:
             for first in range(0, len(ids), self._chunk):
                 rows = len(self._forward(ids[first : first + self._chunk]))
         except BaseException:
             self.length = start
             raise
-        self._hidden_start, self._hidden_rows = self.length - rows, rows
+        self.take_hidden(self.hidden_rows[0, :rows])
 
     def verify(self, tokens: Sequence[int]) -> Logits:
         """One forward over at most `max_rows` tokens; returns a view of the float32 logits [len(tokens), vocabulary].
 
         The next verify overwrites it. Raises as `prefill` does.
         """
-        ids = self._checked(tokens)
-        if len(ids) > self.max_rows:
-            raise RequestError(f"{len(ids)} rows are too many for one verify; the target was opened for at most {self.max_rows}")
-        self._forget_hidden()
+        ids = self.checked(tokens)
+        self.check_rows(len(ids), self.max_rows)
+        self.forget_hidden()
         start = self.length
         padded = np.concatenate([ids, ids[-1:]]) if len(ids) < self._least_rows else ids
         try:
@@ -137,7 +133,7 @@ class OrtTarget:
         except BaseException:
             self.length = start
             raise
-        self._hidden_start, self._hidden_rows = start, len(ids)
+        self.take_hidden(self.hidden_rows[0, : len(ids)])
         logits: Logits = self._logits[0, : len(ids)]
         return logits
 
@@ -148,33 +144,15 @@ class OrtTarget:
         if the sliding cache no longer holds what a forward at `length` would attend to: never within `rewind_slack` rows of
         the greatest length so far. After such a refusal nothing has changed.
         """
-        self._roll_back(length)
+        self.check_rollback(length)
+        self.length = length
         if length == 0:
             self.cache.restart()
-
-    def _roll_back(self, length: int) -> None:
-        self._require_open()
-        if not 0 <= length <= self.length:
-            raise RequestError(f"cannot roll back to {length}: the cache holds {self.length} rows")
-        if 0 < length < self.rollback_floor:
-            raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
-        self.length = length
 
     @property
     def rollback_floor(self) -> int:
         """The smallest length above 0 that `rollback` can go back to now."""
         return self.cache.rollback_floor
-
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        """The committed tokens [length]. A view: what it shows changes with the next forward after a rollback."""
-        return self._tokens[: self.length]
-
-    @property
-    def hidden_row(self) -> NDArray[np.float32] | None:
-        """The hidden row [hidden_size] of the last committed token, or None if it is not known. A view: valid until the next forward."""
-        index = self.length - 1 - self._hidden_start
-        return self._hidden[0, index] if 0 <= index < self._hidden_rows else None
 
     def assignments(self) -> dict[str, dict[str, dict[str, int]]]:
         """Per graph and execution provider how many nodes of each operator it runs."""
@@ -187,7 +165,7 @@ class OrtTarget:
         self._forwards.clear()
         self._heads.clear()
         self._graph = self._head = None
-        self._forget_hidden()
+        self.forget_hidden()
 
     def __enter__(self) -> Self:
         return self
@@ -195,20 +173,10 @@ class OrtTarget:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raises RequestError once it is closed."""
         if self._graph is None:
             raise RequestError("the target is closed; open the bundle again")
-
-    def _checked(self, tokens: Sequence[int]) -> NDArray[np.int64]:
-        self._require_open()
-        if not tokens:
-            raise RequestError("there is no token to decode; give at least one")
-        if self.length + len(tokens) > self.context:
-            raise RequestError(f"{self.length} + {len(tokens)} tokens exceed the context of {self.context}; shorten the text or raise it")
-        ids = np.asarray(tokens, dtype=np.int64)
-        if ids.min() < 0 or ids.max() >= self.vocabulary.size:
-            self.vocabulary.check(int(ids.min() if ids.min() < 0 else ids.max()))
-        return ids
 
     def _forward(self, ids: NDArray[np.int64], keep: int | None = None) -> NDArray[np.int64]:
         rows = len(ids)
@@ -220,20 +188,15 @@ class OrtTarget:
                 self._forwards[rows] = forward
         self.cache.make_room(self.length, rows)
         forward.run(ids, self.length)
-        kept = rows if keep is None else keep
-        self._tokens[self.length : self.length + kept] = ids[:kept]
-        self.length += kept
+        self.append(ids[:keep])
         return ids
 
     def _head_call(self, rows: int) -> Call:
         if rows not in self._heads:
             assert self._head is not None
-            inputs = {"hidden": value_over(self._hidden[:, :rows])}
+            inputs = {"hidden": value_over(self.hidden_rows[:, :rows])}
             self._heads[rows] = self._head.bind(inputs, {"logits": value_over(self._logits[:, :rows])})
         return self._heads[rows]
-
-    def _forget_hidden(self) -> None:
-        self._hidden_start = self._hidden_rows = 0
 
 
 class _Forward:
@@ -247,7 +210,7 @@ class _Forward:
         outputs = {f"present_{name}": value for name, value in cache.values.items()}
         self._call = graph.bind(
             {name: value for name, value in inputs.items() if name in graph.inputs},
-            {"hidden": value_over(target._hidden[:, :rows]), **outputs},
+            {"hidden": value_over(target.hidden_rows[:, :rows]), **outputs},
         )
         self._offsets = np.arange(rows)
 
