@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 DEMO_BUNDLE ?= demo-bundle
 DEMO_PROMPT ?= class Stack:
 
-.PHONY: help demo test lint setup setup-test llama-cpp clean
+.PHONY: help demo test lint docs setup setup-test llama-cpp clean
 
 help:
 	@echo "make demo       set up, export the shipped reference pair, run it with and without drafts"
 	@echo "make test       set up and run all tests"
 	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make llama-cpp  build llama.cpp's own tools from llama-cpp-python's source archive, to compare with"
 	@echo "make clean      remove .venv, build/ and the demo bundle"
 
@@ -24,7 +25,7 @@ $(VENV)/.ready: pyproject.toml scripts/setup.sh
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready
-	@PYTHON=$(PYTHON) scripts/setup.sh $(VENV) '.[llama,onnx,export,grammar,serve,verify,report,dev]' '$(TORCH)'
+	@PYTHON=$(PYTHON) scripts/setup.sh $(VENV) '.[llama,onnx,export,grammar,serve,verify,optimum,report,docs,dev]' '$(TORCH)'
 	@touch $@
 
 demo: setup
@@ -39,6 +40,10 @@ lint: setup-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: setup-test
+	$(BIN)/mkdocs build --strict
+	@echo "the site is in build/site"
 
 llama-cpp: setup
 	scripts/build_llama_cpp.sh $(VENV) build/llama.cpp

@@ -13,6 +13,7 @@ import click
 
 from edge_runtime.backends.choice import BACKENDS, BackendKind
 from edge_runtime.bundle import open_bundle
+from edge_runtime.bundle_path import BundlePath
 from edge_runtime.cache_options import CacheValues, cache_options, cache_values, remarks
 from edge_runtime.chat import MAX_TOKENS, Chat
 from edge_runtime.comparison import compare, comparison_table
@@ -199,7 +200,7 @@ def check_combination(
 
 
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=BundlePath())
 @click.argument("prompt", required=False)
 @click.option(
     "--draft-length",

@@ -14,7 +14,7 @@ import numpy as np
 from edge_devices.bandwidth import copy_bandwidth
 from edge_devices.detection import detect_device
 from edge_devices.errors import DeviceError
-from edge_devices.profiles import profile
+from edge_devices.profiles import profile, profiles
 from edge_devices.system import System
 from edge_runtime.bundle import Manifest
 from edge_runtime.drafters import DrafterKind
@@ -48,7 +48,10 @@ class PlanValues:
 def plan_options(command: F) -> F:
     """Adds the options to a command, which gets their values among its keyword arguments."""
     for option in (
-        click.option("--profile", metavar="NAME", help="With --plan: a device profile, such as raspberry-pi-5.  [default: this machine]"),
+        click.option(
+            "--profile", metavar="NAME", shell_complete=lambda _context, _parameter, start: [name for name in profiles() if name.startswith(start)],
+            help="With --plan: a device profile, such as raspberry-pi-5.  [default: this machine]",
+        ),
         click.option("--plan", is_flag=True, help="Predict memory, speed, best draft length and joules per token, with ranges; make nothing."),
     ):  # fmt: skip
         command = option(command)

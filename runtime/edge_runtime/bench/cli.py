@@ -24,6 +24,7 @@ from edge_runtime.bench.prompts import DOMAINS, Prompt, read_prompts, shipped_pr
 from edge_runtime.bench.records import Note, Record, collect, read_records
 from edge_runtime.bench.terminal import BenchProgress, note, print_report
 from edge_runtime.bench.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_lengths, parse_names, parse_numbers
+from edge_runtime.bundle_path import BundlePath
 from edge_runtime.config import PRESET_NAMES
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import EdgeRuntimeError, RequestError
@@ -121,7 +122,7 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> Report:
 
 
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
-@click.argument("bundle", type=click.Path(path_type=Path), required=False)
+@click.argument("bundle", type=BundlePath(), required=False)
 @click.option("--domains", default=",".join(DOMAINS), help="Shipped prompt sets to run, or none.")
 @click.option("--prompts", "files", type=click.Path(path_type=Path), multiple=True, help="Own prompts: a JSON list of texts, an object of lists by domain, or a text file. Repeatable.")  # fmt: skip
 @click.option("--per-domain", type=click.IntRange(min=1), default=1, help="Prompts of each set.")

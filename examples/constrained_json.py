@@ -1,0 +1,22 @@
+"""Text that is valid JSON of a schema, whatever the model would rather say; drafts change nothing about that.
+
+python examples/constrained_json.py my-bundle          (needs edge-mtp[grammar])
+"""
+
+import json
+import sys
+
+import edge_runtime
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "sides": {"type": "integer", "minimum": 3, "maximum": 12}},
+    "required": ["name", "sides"],
+    "additionalProperties": False,
+}
+
+with edge_runtime.open_session(sys.argv[1]) as session:
+    generation = session.generate("triangle = ", constraint=edge_runtime.JsonSchema(SCHEMA), max_tokens=128)
+    shape = json.loads("".join(generation))
+    assert generation.whole  # False if max_tokens cut it off
+    print(f"{shape['name']!r} has {shape['sides']} sides")

@@ -1,0 +1,21 @@
+"""Joules per token of one run, from the best energy meter of this machine, or the reason why there is no figure.
+
+python examples/energy_of_a_run.py my-bundle
+"""
+
+import sys
+
+import edge_runtime
+from edge_devices.meters.search import choose_meter, find_meters
+from edge_devices.system import System
+from edge_devices.watch import EnergyWatch
+
+system = System()
+meter = choose_meter(find_meters(system))  # None: no meter here, and the sentence below will say so
+
+with edge_runtime.open_session(sys.argv[1]) as session:
+    with EnergyWatch(system, meter) as watch:
+        generation = session.generate("class Queue:", max_tokens=200)
+        text = "".join(generation)
+    # Gross energy, idle power included; `edge-bench --energy` follows the whole protocol of docs/energy.md.
+    print(f"{generation.stats.tokens} tokens: {watch.energy(generation.stats.tokens).sentence()}")

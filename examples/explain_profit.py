@@ -1,0 +1,20 @@
+"""Shows what drafts cost and bring on this machine, and what the policy `profit` makes of it, round by round.
+
+python examples/explain_profit.py my-bundle
+"""
+
+import sys
+
+import edge_runtime
+from edge_runtime.explain import Explain
+
+with edge_runtime.open_session(sys.argv[1]) as session:
+    profit = session.profit()  # measures the costs on first use, which takes about two seconds, and remembers them
+    if profit is None:
+        sys.exit("this session has another policy, or no drafter")
+    generation = session.generate(
+        "import os\n", max_tokens=64, on_round=Explain(lambda: profit.last, session.settings.objective, print)
+    )  # fmt: skip
+    text = "".join(generation)
+    stats = generation.stats
+    print(f"\n{stats.tokens} tokens in {stats.rounds} rounds, {stats.tokens_per_second:.0f} tok/s\n{text}")

@@ -1,0 +1,14 @@
+"""Runs ONNX graphs on onnxruntime instead of GGUF files on llama.cpp; everything else stays the same.
+
+edge-export --reference-pair --output onnx-bundle --format onnx
+python examples/onnx_backend.py onnx-bundle          (needs edge-mtp[onnx])
+"""
+
+import sys
+
+import edge_runtime
+
+with edge_runtime.open_session(sys.argv[1], backend="onnx", execution_provider="cpu", threads=1) as session:
+    generation = session.generate("def fibonacci(n):", max_tokens=48)
+    print("".join(generation))
+    print(f"{generation.stats.tokens_per_second:.0f} tok/s on {session.drafter_kind} drafts")

@@ -1,0 +1,77 @@
+"""The documentation: links and anchors of every page, the public names, and the site, built strictly and loading nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import edge_runtime
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    path
+    for folder in (".", "docs", "examples", ".github", ".github/ISSUE_TEMPLATE", "exporter/edge_export/reference_pair")
+    for path in (ROOT / folder).glob("*.md")
+)
+FENCES = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def prose(path: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"`[^`\n]*`", "", FENCES.sub("", path.read_text(encoding="utf-8")))
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCES.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in LINK.findall(prose(page)):
+        if re.match(r"(https?|mailto):", link):
+            continue
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_there_are_links_to_check():
+    assert sum(len(LINK.findall(prose(page))) for page in PAGES) > 30
+
+
+def test_every_public_name_is_in_the_reference():
+    named = re.findall(r"^::: edge_runtime\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(edge_runtime.__all__)
+
+
+def test_every_page_is_in_the_navigation():
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"[\w-]+\.md", str(yaml.safe_load(text)["nav"]))
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("material", reason="needs edge-mtp[docs]")
+    pytest.importorskip("mkdocstrings", reason="needs edge-mtp[docs]")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True))
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 10
+    for page in pages:
+        loaded = re.findall(
+            r"<(?:script|img|iframe|link rel=\"(?:stylesheet|icon|preconnect)\")[^>]*?(?:src|href)=\"(https?:[^\"]+)", page.read_text()
+        )
+        assert loaded == [], page
+    reference = (tmp_path / "site" / "api" / "index.html").read_text()
+    assert [name for name in edge_runtime.__all__ if f'id="edge_runtime.{name}"' not in reference] == []
