@@ -15,8 +15,10 @@ from edge_runtime.bundle import MANIFEST_NAME
 _PARTIAL, _REPLACED = "partial", "replaced"
 
 
-def check_output(output: Path, force: bool) -> None:
+def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None:
     """Raises ExportError if `output` may not be written: no parent, or something is there that `force` does not cover.
+
+    `marker` is the file by which a folder is known to be one of ours.
 
     What earlier exports left here that were killed is removed first, and a bundle that one was about to replace is put back.
     """
@@ -24,22 +26,23 @@ def check_output(output: Path, force: bool) -> None:
     if not parent.is_dir():
         raise ExportError(f"{parent} is no folder, so {output.name} cannot be written there; make it first")
     if not os.access(parent, os.W_OK):
-        raise ExportError(f"{parent} cannot be written; choose another place for the bundle")
+        raise ExportError(f"{parent} cannot be written; choose another place")
     _clear_leftovers(output.absolute())
-    _check_place(output, force)
+    _check_place(output, force, marker)
 
 
-def _check_place(output: Path, force: bool) -> None:
+def _check_place(output: Path, force: bool, marker: str) -> None:
     if not os.path.lexists(output):
         return
     if not force:
         raise ExportError(f"{output} exists already; choose another name, or replace it with --force")
-    if output.is_symlink() or not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST_NAME).is_file()):
-        raise ExportError(f"{output} is not a bundle, so --force does not replace it; remove it yourself or choose another name")
+    if output.is_symlink() or not output.is_dir() or (any(output.iterdir()) and not (output / marker).is_file()):
+        kind = "bundle" if marker == MANIFEST_NAME else "package"
+        raise ExportError(f"{output} is not a {kind}, so --force does not replace it; remove it yourself or choose another name")
 
 
 @contextlib.contextmanager
-def partial_folder(output: Path, force: bool) -> Iterator[Path]:
+def partial_folder(output: Path, force: bool, marker: str = MANIFEST_NAME) -> Iterator[Path]:
     """Yields an empty folder beside `output`; on success it becomes `output`, otherwise it is removed.
 
     With `force` a bundle that is there is replaced at that moment; without, one that appeared meanwhile is an ExportError.
@@ -49,7 +52,7 @@ def partial_folder(output: Path, force: bool) -> Iterator[Path]:
     try:
         partial.mkdir()
         yield partial
-        _check_place(output, force)
+        _check_place(output, force, marker)
         _move_in(partial, output)
     except OSError as error:
         where = error.filename or partial

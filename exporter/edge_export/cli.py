@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +17,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from edge_export.device_package.command import package_options, package_request, run_package
 from edge_export.errors import ExportError
 from edge_export.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest, export_pair
 from edge_export.onnx_request import BLOCKS, DEVICE_WEIGHTS, DEVICES, ONNX_WEIGHTS, OnnxRequest
@@ -42,6 +45,7 @@ Examples:
   edge-export --reference-pair -o reference
   edge-export --reference-pair -o reference --format onnx --onnx-target int8
   edge-export --reference-pair -o reference --format onnx --device openvino-npu --context 1024
+  edge-export --package android-arm64 -o phone-package
 """
 
 
@@ -183,6 +187,18 @@ def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
     return config if preset is None else config.over(preset_of(preset).config)
 
 
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """What the user can mend ends the command with one sentence, and an interruption with a word."""
+    try:
+        yield
+    except (ExportError, EdgeRuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo("stopped; nothing was left behind", err=True)
+        sys.exit(130)
+
+
 def run_plan(manifest: Manifest, device: str | None, phase_power: Path | None, as_json: bool) -> None:
     """Prints what to expect of the pair's GGUF files on a device."""
     power = read_phase_power(phase_power) if phase_power is not None else None
@@ -235,6 +251,7 @@ def run_plan(manifest: Manifest, device: str | None, phase_power: Path | None, a
     help="With --plan: watts of draft, verify and plain as JSON.",
 )  # fmt: skip
 @plan_options
+@package_options
 @click.version_option(package_name="edge-mtp")
 def main(
     target: str | None, drafter: str | None, output: Path | None, target_quant: str | None, drafter_quant: str | None, context: int | None,
@@ -246,6 +263,11 @@ def main(
 
     Each is a Hugging Face folder, a hub id, or an existing GGUF (checked, then taken as it is). A --config file may name them instead.
     """
+    package = package_request(onnx, output, force)
+    if package is not None:
+        with plain_errors():
+            run_package(package, as_json)
+        return
     planning = plan_values(onnx)
     check_making(output, phase_power, planning.plan)
     try:
@@ -261,7 +283,7 @@ def main(
     check_formats(formats, target_quant or drafter_quant, onnx)
     check_weighing(calibrate, save_imatrix, imatrix or drafter_imatrix)
     console, gguf = Console(stderr=True), formats != "onnx"
-    try:
+    with plain_errors():
         if shipped:
             target, drafter = map(str, reference_pair())
         if output is None or planning.plan:
@@ -280,11 +302,6 @@ def main(
         )  # fmt: skip
         with Display(console) as display:
             bundle = export_pair(request, display)
-    except (ExportError, EdgeRuntimeError) as error:
-        raise click.ClickException(str(error)) from error
-    except KeyboardInterrupt:
-        click.echo("stopped; nothing was left behind", err=True)
-        sys.exit(130)
     if as_json:
         click.echo(json.dumps({"bundle": str(bundle.folder), **to_json(bundle.manifest)}, ensure_ascii=False))
         return

@@ -3,6 +3,7 @@
 ExportError
   CheckpointError   a checkpoint that is missing, damaged, or not a Gemma 4 pair
   ParityError       an export that does not compute what its checkpoint computes
+  PackageError      a device package that cannot be made here: a tool or a download is missing
 """
 
 
@@ -16,3 +17,7 @@ class CheckpointError(ExportError):
 
 class ParityError(ExportError):
     """The exported files differ from the reference by more than the limits."""
+
+
+class PackageError(ExportError):
+    """A device package cannot be made on this machine."""

@@ -1,0 +1,49 @@
+"""Running the programs that fetch and build."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from edge_export.errors import PackageError
+
+
+def found(program: str, advice: str) -> str:
+    """Returns the path of a program. Raises PackageError, ending in `advice`, if it is not installed."""
+    path = shutil.which(program)
+    if path is None:
+        raise PackageError(f"{program} is missing, which making the package needs; {advice}")
+    return path
+
+
+def run(command: Sequence[str | Path], advice: str, *, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
+    """Returns what a program writes to standard output. Raises PackageError, with its last line and `advice`, if it fails."""
+    try:
+        done = subprocess.run(
+            [str(word) for word in command], cwd=folder, env=os.environ | (environment or {}), capture_output=True, text=True,
+            errors="replace", check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except OSError as error:
+        raise PackageError(f"{command[0]} does not start ({error.strerror}); {advice}") from error
+    if done.returncode:
+        raise PackageError(f"{_short(command)} failed ({_reason(done.stderr, done.stdout)}); {advice}")
+    return done.stdout
+
+
+def _short(command: Sequence[str | Path]) -> str:
+    """The program, and the first word that is no option: enough to know which step it was."""
+    words = [str(word) for word in command[1:] if not str(word).startswith("-") and "/" not in str(word)]
+    return " ".join([Path(command[0]).name, *words[:2]])
+
+
+def _reason(*outputs: str) -> str:
+    """The first line that says it is an error, or the last line there is."""
+    for text in outputs:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        errors = [line for line in lines if line.lower().startswith(("error", "e:", "fatal")) or " error: " in line]
+        if errors or lines:
+            return (errors or lines[-1:])[0][:300]
+    return "it said nothing"

@@ -1,0 +1,105 @@
+"""What a package holds: files with hashes, components with licences. `package.json` is where others learn it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PACKAGE_NAME = "package.json"
+SCHEMA = 1
+LICENCES = "licences"
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """Something bundled. `texts` are its licence texts, from the package's root; `sha256` is that of the archive it came in."""
+
+    name: str
+    version: str
+    source: str
+    licence: str
+    texts: tuple[str, ...]
+    sha256: str | None = None
+
+    @staticmethod
+    def hash_of(path: Path) -> str:
+        """SHA-256 of a file, in hexadecimal digits."""
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackagedFile:
+    """A file: `path` from the package's root, with slashes."""
+
+    path: str
+    bytes: int
+    sha256: str
+    executable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """The content of package.json. `sizes` are bytes per part; the file itself is not among `files`."""
+
+    platform: str
+    version: str
+    backends: tuple[str, ...]
+    files: tuple[PackagedFile, ...]
+    sizes: dict[str, int]
+    licences: tuple[Component, ...]
+    schema: int = SCHEMA
+
+    @property
+    def bytes(self) -> int:
+        """All files together."""
+        return sum(file.bytes for file in self.files)
+
+
+def keep_licence(folder: Path, name: str, text: bytes) -> str:
+    """Writes a licence text and returns its path from the package's root."""
+    path = folder / LICENCES / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text)
+    return path.relative_to(folder).as_posix()
+
+
+def take_inventory(folder: Path, platform: str, version: str, backends: tuple[str, ...], components: list[Component]) -> Inventory:
+    """Hashes every file of the package, and writes package.json into it."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            files.append(PackagedFile(
+                path=path.relative_to(folder).as_posix(), bytes=path.stat().st_size, sha256=Component.hash_of(path),
+                executable=bool(path.stat().st_mode & 0o100),
+            ))  # fmt: skip
+    sizes: dict[str, int] = {}
+    for file in files:
+        sizes[_part(file.path)] = sizes.get(_part(file.path), 0) + file.bytes
+    inventory = Inventory(
+        platform=platform, version=version, backends=backends, files=tuple(files), sizes=dict(sorted(sizes.items())),
+        licences=tuple(components),
+    )  # fmt: skip
+    (folder / PACKAGE_NAME).write_text(json.dumps(asdict(inventory), indent=1) + "\n", encoding="utf-8")
+    return inventory
+
+
+def _part(path: str) -> str:
+    """The part of the package that a file is counted with: a Python package, or what its folder is."""
+    words = path.split("/")
+    if words[:3] == ["lib", "python3", "dist-packages"]:
+        name = words[3].partition(".")[0].partition("-")[0]
+        return name if name in ("numpy", "onnxruntime", "tokenizers", "llama_cpp", "edge_runtime", "edge_devices") else "other packages"
+    if words[0] == "lib" and words[1].startswith("llama-"):
+        return "llama_cpp"
+    if words[0] in (LICENCES, "tools"):
+        return words[0]
+    if words[:2] == ["lib", "python3.11"] or words[-1] == "python3.11":
+        return "python"
+    return "launchers" if words[0] == "bin" else "system libraries"

@@ -1,0 +1,70 @@
+"""The commands of a package: shell scripts that any POSIX shell runs, Android's too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from edge_export.device_package.platforms import PYTHON, SITE, Platform
+
+# The folder is found from the script's own place, links followed, so that it may lie anywhere.
+_HERE = """\
+self=$0
+[ -L "$self" ] && self=$(readlink -f -- "$self")
+case $self in */*) here=${self%/*}/.. ;; *) here=.. ;; esac
+here=$(CDPATH= cd -- "$here" && pwd -P) || exit 127
+"""
+_PYTHON = """\
+#!SHELL
+# The Python of this folder, run by its own loader on its own libraries; what the system has of either is not used.
+HERECHOICE# Libraries and settings of another Python would be loaded into this one. Nothing of this is exported to programs that it starts.
+unset LD_LIBRARY_PATH LD_PRELOAD LD_AUDIT PYTHONHOME PYTHONPATH PYTHONSTARTUP
+HOMES# To its children, too, Python is this script: without its loader it would not start.
+exec "$here/lib/LOADER" --inhibit-cache --library-path "LIBRARIES$here/lib" \\
+    --argv0 "$here/bin/edge-python" "$here/bin/pythonVERSION" -s "$@"
+"""
+# A phone's shell user has no home to write to and no /tmp.
+_ANDROID_HOMES = """\
+if [ -z "$HOME" ] || [ ! -w "$HOME" ]; then export HOME="$here/home"; mkdir -p "$HOME"; fi
+if [ -z "$TMPDIR" ] || [ ! -w "$TMPDIR" ]; then export TMPDIR="$here/tmp"; mkdir -p "$TMPDIR"; fi
+"""
+_COMMANDS = {"edge-run": "edge_runtime.cli", "edge-bench": "edge_runtime.bench.cli", "edge-devices": "edge_devices.cli"}
+_COMMAND = """\
+#!SHELL
+HEREexec "SHELL" "$here/bin/edge-python" -c 'from MODULE import main; main(prog_name="NAME")' "$@"
+"""
+
+
+def write_launchers(folder: Path, platform: Platform, backends: Sequence[str]) -> None:
+    """Writes bin/edge-python and the commands that begin with it."""
+    llama = "llama" in backends
+    texts = {"edge-python": _PYTHON}
+    for name, module in _COMMANDS.items():
+        texts[name] = _COMMAND.replace("MODULE", module).replace("NAME", name)
+    for name, text in texts.items():
+        path = folder / "bin" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            text.replace("HOMES", _ANDROID_HOMES if platform.name.startswith("android") else "")
+            .replace("CHOICE", _choice(platform) if llama else "")
+            .replace("HERE", _HERE)
+            .replace("SHELL", platform.shell)
+            .replace("LOADER", platform.loader)
+            .replace("LIBRARIES", f"$here/lib/llama-$cpu:$here/{SITE}/llama_cpp/lib:" if llama else "")
+            .replace("VERSION", PYTHON)
+        )
+        path.chmod(0o755)
+
+
+def _choice(platform: Platform) -> str:
+    """Sets $cpu to the newest build of llama.cpp's CPU library that the processor runs, by what the kernel says of it."""
+    lines = [
+        "flags=", f'while read -r key _ rest; do case $key in {platform.cpuinfo_key}) flags=" $rest "; break ;; esac; done </proc/cpuinfo',
+        'has() { for flag do case $flags in *" $flag "*) ;; *) return 1 ;; esac; done; }',
+    ]  # fmt: skip
+    for place, processors in enumerate(platform.processors):
+        if processors.features:
+            lines.append(f"{'elif' if place else 'if'} has {' '.join(processors.features)}; then cpu={processors.name}")
+        else:
+            lines.append(f"else cpu={processors.name}; fi")
+    return "\n".join(lines) + "\n"

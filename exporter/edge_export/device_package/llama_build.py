@@ -1,0 +1,175 @@
+"""llama.cpp for the device, cross-compiled by zig's C compiler from llama-cpp-python's source archive; kept for the next package."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from edge_export.device_package.commands import found, run
+from edge_export.device_package.inventory import Component, keep_licence
+from edge_export.device_package.platforms import SITE, Platform, Processors
+from edge_export.errors import PackageError
+
+# Only this version's MTP interface is known to the runtime (see the extra [llama]).
+VERSION = "0.3.36"
+TOOLS = ("llama-speculative-simple", "llama-bench")
+# The oldest C library that the compiled libraries run on; the package's own, 2.36, is newer.
+_GLIBC = "2.28"
+_ADVICE = "see the log beside it, or leave the llama backend out with --backend onnx"
+_NEED_TOOLS = "pip install 'edge-mtp[package]'"
+_SWITCHES = (
+    "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_SYSTEM_NAME=Linux", "-DGGML_NATIVE=OFF", "-DGGML_OPENMP=OFF", "-DLLAMA_CURL=OFF",
+    "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_BUILD_UI=OFF",
+    # A version in a library's name would need links, which do not survive a copy to a phone.
+    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON", "-DCMAKE_SKIP_RPATH=ON",
+)  # fmt: skip
+_LIBRARIES = ("libllama.so", "libggml.so", "libggml-base.so")
+_CPU_LIBRARY = "libggml-cpu.so"
+_LEFT_OUT = re.compile(r"/(tests|server|docs)/|\.pyi$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toolchain:
+    """zig, cmake and a build program, and where builds are kept."""
+
+    zig: Path
+    cmake: str
+    home: Path
+    sources: Path
+
+    @property
+    def llama_cpp(self) -> Path:
+        """The sources of llama.cpp itself."""
+        return self.sources / "vendor/llama.cpp"
+
+
+def open_toolchain(cache: Path) -> Toolchain:
+    """Finds the compilers, and fetches the source archive once. Raises PackageError naming what is missing."""
+    spec = find_spec("ziglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise PackageError(f"ziglang is missing, which compiles llama.cpp for the device; {_NEED_TOOLS}")
+    cmake = found("cmake", _NEED_TOOLS)
+    found("ninja", _NEED_TOOLS)
+    zig = Path(spec.submodule_search_locations[0]) / "zig"
+    home = cache / f"llama-cpp-python-{VERSION}-zig-{_zig_version()}"
+    home.mkdir(parents=True, exist_ok=True)
+    return Toolchain(zig=zig, cmake=cmake, home=home, sources=_sources(home))
+
+
+def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Callable[[str], None]) -> Component:
+    """Puts llama_cpp with its libraries into the package, and one CPU library for each kind of processor beside them."""
+    llama = folder / SITE / "llama_cpp"
+    for path in sorted((toolchain.sources / "llama_cpp").rglob("*.py")):
+        relative = path.relative_to(toolchain.sources / "llama_cpp")
+        if not _LEFT_OUT.search(f"/{relative.as_posix()}"):
+            _copy(path, llama / relative)
+    for processors in platform.processors:
+        step(f"llama.cpp for {platform.machine} {processors.name} (minutes the first time, then kept)")
+        whole = processors is platform.processors[-1]
+        built = _built(toolchain, platform, processors, static=False, targets=("llama",) if whole else ("ggml-cpu",))
+        _copy(built / "bin" / _CPU_LIBRARY, folder / f"lib/llama-{processors.name}" / _CPU_LIBRARY)
+        for name in _LIBRARIES if whole else ():
+            _copy(built / "bin" / name, llama / "lib" / name)
+    return _component(folder, toolchain, "llama-cpp-python")
+
+
+def add_tools(folder: Path, platform: Platform, toolchain: Toolchain, step: Callable[[str], None]) -> list[Component]:
+    """Puts llama.cpp's own tools into tools/: static, so that they run where Python does not."""
+    processors = next(kind for kind in platform.processors if kind.name == platform.tools)
+    step(f"llama.cpp's tools for {platform.machine} {processors.name}, static (minutes the first time, then kept)")
+    built = _built(toolchain, platform, processors, static=True, targets=TOOLS)
+    for name in TOOLS:
+        _copy(built / "bin" / name, folder / "tools" / name, executable=True)
+    musl = toolchain.zig.parent / "lib/libc/musl/COPYRIGHT"
+    texts = (keep_licence(folder, "musl/COPYRIGHT", musl.read_bytes()),) if musl.is_file() else ()
+    libc = Component(name="musl", version=f"of zig {_zig_version()}", source="PyPI, ziglang", licence="MIT", texts=texts)
+    return [_component(folder, toolchain, "llama.cpp tools"), libc]
+
+
+def _built(toolchain: Toolchain, platform: Platform, processors: Processors, *, static: bool, targets: tuple[str, ...]) -> Path:
+    """The folder of a build; one that was interrupted goes on where it stopped."""
+    kind = "static" if static else "shared"
+    build = toolchain.home / f"{platform.machine}-{processors.name}-{kind}"
+    done = build / f".done-{'-'.join(targets)}"
+    if done.is_file():
+        return build
+    triple = f"{platform.machine}-linux-{'musl' if static else f'gnu.{_GLIBC}'}"
+    wrappers = _wrappers(toolchain, build, f"-target {triple} -mcpu={processors.model}")
+    libraries = ("-DBUILD_SHARED_LIBS=OFF", "-DGGML_STATIC=ON", "-DCMAKE_EXE_LINKER_FLAGS=-static -s") if static else (
+        "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TOOLS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
+        "-DCMAKE_SHARED_LINKER_FLAGS=-s",
+    )  # fmt: skip
+    run(
+        [
+            toolchain.cmake, "-S", toolchain.llama_cpp, "-B", build, "-G", "Ninja", *_SWITCHES, *libraries, *wrappers,
+            f"-DCMAKE_SYSTEM_PROCESSOR={platform.machine}",
+        ],
+        _ADVICE,
+    )  # fmt: skip
+    workers = str(len(os.sched_getaffinity(0)))
+    run([toolchain.cmake, "--build", build, "--parallel", workers, "--target", *targets], _ADVICE)
+    done.touch()
+    return build
+
+
+def _wrappers(toolchain: Toolchain, build: Path, flags: str) -> Iterator[str]:
+    """Scripts that cmake takes for a compiler and its companions, and the switches that name them."""
+    build.mkdir(parents=True, exist_ok=True)
+    named = {"cc": ("C_COMPILER", flags), "c++": ("CXX_COMPILER", flags), "ar": ("AR", ""), "ranlib": ("RANLIB", "")}
+    for program, (variable, options) in named.items():
+        path = build / f"zig-{program}"
+        path.write_text(f"#!/bin/sh\nexec '{toolchain.zig}' {program} {options} \"$@\"\n")
+        path.chmod(0o755)
+        yield f"-DCMAKE_{variable}={path}"
+
+
+def _sources(home: Path) -> Path:
+    """The unpacked source archive, which pip fetches and checks against the index's hash."""
+    sources = home / f"llama_cpp_python-{VERSION}"
+    if (sources / "vendor/llama.cpp/CMakeLists.txt").is_file():
+        return sources
+    run(
+        [
+            sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download", "--no-deps", "--no-binary", "llama-cpp-python",
+            "--dest", home, f"llama-cpp-python=={VERSION}",
+        ],
+        "check the network, and that pip is installed (python -m ensurepip)",
+    )  # fmt: skip
+    partial = home / "unpacking"
+    shutil.rmtree(partial, ignore_errors=True)
+    with tarfile.open(home / f"{sources.name}.tar.gz") as archive:
+        archive.extractall(partial, filter="data")
+    (partial / sources.name).rename(sources)
+    partial.rmdir()
+    return sources
+
+
+def _zig_version() -> str:
+    try:
+        return version("ziglang")
+    except PackageNotFoundError as error:
+        raise PackageError(f"ziglang is missing, which compiles llama.cpp for the device; {_NEED_TOOLS}") from error
+
+
+def _component(folder: Path, toolchain: Toolchain, name: str) -> Component:
+    texts = [keep_licence(folder, f"{name}/LICENSE.md", (toolchain.sources / "LICENSE.md").read_bytes())]
+    for path in sorted([toolchain.llama_cpp / "LICENSE", *(toolchain.llama_cpp / "licenses").glob("LICENSE*")]):
+        texts.append(keep_licence(folder, f"{name}/llama.cpp/{path.name}", path.read_bytes()))
+    return Component(
+        name=name, version=VERSION, source=f"PyPI, {toolchain.sources.name}.tar.gz, compiled by zig {_zig_version()}", licence="MIT",
+        texts=tuple(texts), sha256=Component.hash_of(toolchain.home / f"{toolchain.sources.name}.tar.gz"),
+    )  # fmt: skip
+
+
+def _copy(source: Path, destination: Path, *, executable: bool = False) -> None:
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, destination)
+    destination.chmod(0o755 if executable else 0o644)

@@ -1,0 +1,81 @@
+"""What differs between the platforms a package is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PYTHON = "3.11"
+SITE = "lib/python3/dist-packages"  # where Debian's Python looks for packages, seen from its prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processors:
+    """Processors that one build of llama.cpp's CPU library is for.
+
+    `features` must all be in /proc/cpuinfo for it to be taken; `model` is the same for zig.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """`processors` go from the newest to those that need nothing; `cpuinfo_key` is the line of /proc/cpuinfo with the features.
+
+    `tools` is the member of `processors` that llama.cpp's static tools are built for.
+    """
+
+    name: str
+    debian: str
+    machine: str
+    loader: str
+    wheel_tags: tuple[str, ...]
+    shell: str
+    cpuinfo_key: str
+    processors: tuple[Processors, ...]
+    tools: str
+
+    @property
+    def triplet(self) -> str:
+        """The folder of libraries in Debian's packages."""
+        return f"{self.machine}-linux-gnu"
+
+
+_ARM_PROCESSORS = (
+    Processors(name="i8mm", features=("asimddp", "asimdhp", "i8mm"), model="generic+v8_2a+dotprod+fullfp16+i8mm"),
+    Processors(name="dotprod", features=("asimddp", "asimdhp"), model="generic+v8_2a+dotprod+fullfp16"),
+    Processors(name="armv8", features=(), model="generic"),
+)
+# AMX is left out of the newest: some virtual machines announce it and then end the process.
+_X86_PROCESSORS = (
+    Processors(name="avx512", features=("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"), model="x86_64_v4"),
+    Processors(name="avx2", features=("avx2", "fma", "f16c", "bmi2"), model="x86_64_v3"),
+    Processors(name="x86_64", features=(), model="x86_64"),
+)
+
+
+def _tags(machine: str) -> tuple[str, ...]:
+    """Of the manylinux tags those whose C library is no newer than the package's own, Debian 12's 2.36."""
+    return (*(f"manylinux_2_{minor}_{machine}" for minor in (34, 31, 28, 27, 26, 24, 17)), f"manylinux2014_{machine}")
+
+
+def _arm(name: str, shell: str) -> Platform:
+    return Platform(
+        name=name, debian="arm64", machine="aarch64", loader="ld-linux-aarch64.so.1", wheel_tags=_tags("aarch64"), shell=shell,
+        cpuinfo_key="Features", processors=_ARM_PROCESSORS, tools="dotprod",
+    )  # fmt: skip
+
+
+PLATFORMS = {
+    platform.name: platform
+    for platform in (
+        _arm("android-arm64", "/system/bin/sh"),
+        _arm("linux-arm64", "/bin/sh"),
+        Platform(
+            name="linux-x64", debian="amd64", machine="x86_64", loader="ld-linux-x86-64.so.2", wheel_tags=_tags("x86_64"), shell="/bin/sh",
+            cpuinfo_key="flags", processors=_X86_PROCESSORS, tools="avx2",
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,120 @@
+"""Python packages from their official wheels, fetched by pip, which checks them against the hashes of the package index."""
+
+from __future__ import annotations
+
+import email
+import re
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, files, requires
+from pathlib import Path, PurePosixPath
+
+from edge_export.device_package.commands import run
+from edge_export.device_package.inventory import Component, keep_licence
+from edge_export.device_package.platforms import PYTHON, SITE, Platform
+from edge_export.errors import PackageError
+
+DISTRIBUTION = "edge-mtp"
+_ADVICE = "check the network, and that pip is installed (python -m ensurepip)"
+# What our requirements need in their turn; pip would add what only their tools use, such as a hub client for tokenizers.
+_THEIR_NEEDS = {"core": ("markdown-it-py", "mdurl", "pygments", "markupsafe"), "llama": ("diskcache", "typing_extensions"), "onnx": ()}
+# Of wheels: tests, types, headers, compilers and tools for making models.
+_LEFT_OUT = re.compile(
+    r"(^|/)tests?/|\.pyi$|\.(h|c|a|pxd|pyx|f90)$|(^|/)__pycache__/"
+    r"|^numpy/(f2py|distutils|_pyinstaller|typing/tests)/|^onnxruntime/(transformers|quantization|tools|datasets|backend)/|^[\w.+-]+\.data/"
+)
+_LICENCE_NAME = re.compile(r"(^|/)(licen[cs]e|copying|notice|authors|thirdpartynotices)[^/]*$", re.IGNORECASE)
+# The wheel holds no text of its licence.
+_WITHOUT_TEXT = {"tokenizers": "Apache-2.0"}
+MAX_WHEEL_BYTES = 2 << 30
+
+
+def add_wheels(folder: Path, platform: Platform, backends: tuple[str, ...], scratch: Path) -> list[Component]:
+    """Unpacks the wheels that the backends need into the package. Raises PackageError if one cannot be had."""
+    wanted = [line for part in ("core", *backends) for line in (*_own_requirements(part), *_THEIR_NEEDS[part])]
+    wheels = scratch / "wheels"
+    tags = [word for tag in platform.wheel_tags for word in ("--platform", tag)]
+    run(
+        [
+            sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download", "--no-deps", "--only-binary=:all:", *tags,
+            "--python-version", PYTHON, "--implementation", "cp", "--dest", wheels, *wanted,
+        ],
+        _ADVICE,
+    )  # fmt: skip
+    return [_add_wheel(folder, wheel) for wheel in sorted(wheels.glob("*.whl"))]
+
+
+def _own_requirements(extra: str) -> list[str]:
+    """What this package requires: always ("core"), or with an extra. llama.cpp is built, not fetched."""
+    try:
+        lines = requires(DISTRIBUTION) or []
+    except PackageNotFoundError as error:
+        raise PackageError(f"{DISTRIBUTION} is not installed, so its requirements are not known; pip install it first") from error
+    found = []
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        named = re.search(r"extra\s*==\s*[\"'](\w+)[\"']", marker)
+        if (named.group(1) if named else "core") == extra and not requirement.startswith("llama"):
+            found.append(requirement.strip())
+    return found
+
+
+def _add_wheel(folder: Path, wheel: Path) -> Component:
+    site = folder / SITE
+    with zipfile.ZipFile(wheel) as archive:
+        about = email.message_from_bytes(archive.read(_metadata_name(archive)))
+        name, version = str(about["Name"]).lower(), str(about["Version"])
+        texts = []
+        for member in _members(archive, wheel):
+            if _LICENCE_NAME.search(member) and not member.endswith(".py"):
+                texts.append(keep_licence(folder, f"{name}/{PurePosixPath(member).name}", archive.read(member)))
+            if _LEFT_OUT.search(member) or member.endswith(".dist-info/RECORD"):
+                continue  # RECORD would name what was left out
+            path = site / member
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with archive.open(member) as source, path.open("wb") as destination:
+                shutil.copyfileobj(source, destination)
+    if not texts and name in _WITHOUT_TEXT:
+        texts = [keep_licence(folder, f"{name}/LICENSE", own_licence())]
+    return Component(
+        name=name, version=version, source=f"PyPI, {wheel.name}", licence=_licence(about) or _WITHOUT_TEXT.get(name, "see its text"),
+        texts=tuple(dict.fromkeys(texts)), sha256=Component.hash_of(wheel),
+    )  # fmt: skip
+
+
+def _members(archive: zipfile.ZipFile, wheel: Path) -> Iterator[str]:
+    """The files of a wheel. Raises PackageError for a name that leads out of its folder, or for more than a wheel ever holds."""
+    if sum(info.file_size for info in archive.infolist()) > MAX_WHEEL_BYTES:
+        raise PackageError(f"{wheel.name} unpacks to more than {MAX_WHEEL_BYTES} bytes; check the package index")
+    for info in archive.infolist():
+        path = PurePosixPath(info.filename)
+        if path.is_absolute() or ".." in path.parts or "\\" in info.filename:
+            raise PackageError(f"{wheel.name} holds {info.filename!r}, which leads out of the package; check the package index")
+        if not info.is_dir():
+            yield info.filename
+
+
+def _metadata_name(archive: zipfile.ZipFile) -> str:
+    names = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith(".dist-info/METADATA")]
+    if not names:
+        raise PackageError(f"{Path(str(archive.filename)).name} is no wheel: it has no METADATA; check the package index")
+    return names[0]
+
+
+def _licence(about: email.message.Message) -> str:
+    """The licence by the wheel's own words: an expression, a classifier, or a short text."""
+    if about["License-Expression"]:
+        return str(about["License-Expression"])
+    classified = [str(line).rsplit(" :: ", 1)[-1] for line in about.get_all("Classifier") or [] if str(line).startswith("License ::")]
+    told = str(about["License"] or "")
+    return ", ".join(classified) or (told if "\n" not in told else "")
+
+
+def own_licence() -> bytes:
+    """The text of Apache-2.0, under which this package is."""
+    for file in files(DISTRIBUTION) or []:
+        if file.name == "LICENSE":
+            return Path(str(file.locate())).read_bytes()
+    raise PackageError(f"the licence of {DISTRIBUTION} is not installed; install it again")
