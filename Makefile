@@ -25,7 +25,7 @@ $(VENV)/.ready: pyproject.toml scripts/setup.sh
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready
-	@PYTHON=$(PYTHON) scripts/setup.sh $(VENV) '.[llama,onnx,export,grammar,serve,verify,optimum,report,docs,dev]' '$(TORCH)'
+	@PYTHON=$(PYTHON) scripts/setup.sh $(VENV) '.[llama,onnx,export,grammar,serve,sign,verify,optimum,report,docs,dev]' '$(TORCH)'
 	@touch $@
 
 demo: setup

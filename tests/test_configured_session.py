@@ -87,6 +87,6 @@ def test_only_what_the_target_was_opened_for_is_measured(exported_pair: Path, tm
         tmp_path, verifier={"parallel_batch_size": rows},
         tuning={"policy": "profit", "initial_horizon": min(rows - 1, 2), "min_horizon": min(rows - 1, 1), "max_horizon": rows - 1},
     )  # fmt: skip
-    with open_session(exported_pair, threads=1, config=file, context=300, drafter=drafter, check_hashes=False) as session:
+    with open_session(exported_pair, threads=1, config=file, context=300, drafter=drafter, check="none") as session:
         plain = session.generate(PROMPT, max_tokens=40, draft_length=0).text()
         assert session.generate(PROMPT, max_tokens=40).text() == plain

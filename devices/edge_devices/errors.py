@@ -7,9 +7,16 @@ DeviceError
     LinkError       a device that cannot be reached now, and may be again later
 """
 
+_LONGEST = 1600
+
 
 class DeviceError(Exception):
     """Base of all errors that a command prints as one sentence, with exit code 1."""
+
+    def __str__(self) -> str:
+        """Messages quote what devices say: control characters are written out, so that none moves a terminal's cursor."""
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 3 // 4]} ... {text[-_LONGEST // 5 :]}"
 
 
 class MeterError(DeviceError):

@@ -157,5 +157,5 @@ def read_recording(path: Path) -> Recording:
         )  # fmt: skip
     except OSError as error:
         raise DeviceError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DeviceError(f"{path} is no recording of a device ({error!r}); make one with `edge-devices probe --record DIR`.") from error

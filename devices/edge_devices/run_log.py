@@ -90,7 +90,7 @@ def read_log(path: Path) -> RunLog:
                 try:
                     record = json.loads(line)
                     log = _take(log, record.pop("kind"), record)
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                     raise MeasurementError(
                         f"{path}: line {number} is no line of a run log ({error!r}); use the file that the run wrote."
                     ) from error

@@ -242,6 +242,9 @@ def run_plan(manifest: Manifest, device: str | None, phase_power: Path | None, a
 )
 @click.option("--imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Target's importance matrix, as llama-imatrix makes it.")
 @click.option("--drafter-imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Drafter's importance matrix.")
+@click.option(
+    "--sign", type=click.Path(path_type=Path), metavar="KEY", help="Sign the manifest with this Ed25519 private key (PEM); needs [sign]."
+)
 @click.option("--no-verify", is_flag=True, help="Do not compare the export with the reference implementation.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle, once the new one is whole.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -257,7 +260,7 @@ def main(
     target: str | None, drafter: str | None, output: Path | None, target_quant: str | None, drafter_quant: str | None, context: int | None,
     config_path: Path | None, preset: str | None, no_verify: bool, force: bool, as_json: bool, shipped: bool,
     calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None, drafter_imatrix: Path | None,
-    formats: str, phase_power: Path | None, **onnx: Any,
+    formats: str, phase_power: Path | None, sign: Path | None, **onnx: Any,
 ) -> None:  # fmt: skip
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
@@ -298,7 +301,7 @@ def main(
             drafter_quantization=drafter_quant or (config.drafter.precision if gguf else None),
             context=context or config.cache.max_context_length, verify=not no_verify, force=force, config=config, gguf=gguf,
             onnx=None if formats == "gguf" else onnx_request(onnx),
-            weighing=Weighing(imatrix=imatrix, drafter_imatrix=drafter_imatrix, calibrate=calibrate, save=save_imatrix),
+            weighing=Weighing(imatrix=imatrix, drafter_imatrix=drafter_imatrix, calibrate=calibrate, save=save_imatrix), sign=sign,
         )  # fmt: skip
         with Display(console) as display:
             bundle = export_pair(request, display)

@@ -6,9 +6,14 @@ ExportError
   PackageError      a device package that cannot be made here: a tool or a download is missing
 """
 
+from edge_runtime.errors import one_line
+
 
 class ExportError(Exception):
     """Base of all errors that the command prints as one sentence, with exit code 1."""
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class CheckpointError(ExportError):

@@ -21,6 +21,7 @@ from edge_export.onnx_step import Made, check_onnx_space, make_onnx, onnx_parity
 from edge_export.parity import ParityRequest, measure_parity
 from edge_export.quantize import DIRECT, WEIGHED, check_quantization, expected_bytes, library_version, quantize_gguf
 from edge_export.safetensors_file import FloatType
+from edge_export.signing import read_signing_key, sign_manifest
 from edge_export.sources import ResolvedSource, manifest_source, resolve_pair, source_files
 from edge_export.split_body import write_body
 from edge_export.split_head import can_split, head_bytes, output_rows, write_head
@@ -36,10 +37,10 @@ from edge_runtime.bundle import (
     RuntimeSettings,
     Source,
     open_bundle,
-    sha256_of,
 )
 from edge_runtime.config import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
 from edge_runtime.config_file import CONFIG_NAME, config_text
+from edge_runtime.integrity import sha256_of
 from edge_runtime.presets import expanded
 from edge_runtime.settings import defaults
 
@@ -74,7 +75,7 @@ class ExportRequest:
     Quantizations: one of quantize.QUANTIZATIONS, or None for the default. `context` in tokens (None: 4096, or the model's own if shorter).
     `onnx` asks for ONNX graphs, `gguf` for GGUF files; at least one of them is wanted.
     `config` is what the bundle's config.yaml is to say of how it is run; the rest of it is the defaults.
-    `weighing` is what quantization errors are weighed by, if by anything.
+    `weighing` is what quantization errors are weighed by, if by anything. `sign` is the private key that signs the manifest.
     """
 
     target: str
@@ -90,6 +91,7 @@ class ExportRequest:
     onnx: OnnxRequest | None = None
     config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     weighing: Weighing = field(default_factory=Weighing)
+    sign: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,7 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
     for quantization in (request.target_quantization, request.drafter_quantization):
         if quantization is not None:
             check_quantization(quantization)
+    key = read_signing_key(request.sign) if request.sign is not None else None
     check_output(request.output, request.force)
     progress.step("Open the checkpoints", None)
     pair = target, drafter = resolve_pair(request.target, request.drafter)
@@ -165,10 +168,12 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
             onnx=made.graphs,
             static=made.static,
         )
-        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        (folder / MANIFEST_NAME).write_bytes(manifest.to_json().encode())
+        if key is not None:
+            sign_manifest(folder, manifest.to_json().encode(), key)
         (folder / CONFIG_NAME).write_text(config_text(bundle_config(request.config, manifest)), encoding="utf-8")
         # The hashes were just computed from these very files; shape, sizes and layout are checked once more as a reader would.
-        open_bundle(folder, check_hashes=False)
+        open_bundle(folder, check="none")
     return Bundle(request.output, manifest)
 
 

@@ -13,8 +13,9 @@ import numpy as np
 from edge_export.architecture import FULL, MAX_LAYERS, MAX_SIZE, SLIDING, AssistantArchitecture, TextArchitecture
 from edge_export.checkpoint import Checkpoint
 from edge_export.errors import CheckpointError
-from edge_export.gguf_header import GgufHeader, LongArray, TensorInfo, read_gguf_header
+from edge_export.gguf_header import read_gguf_header
 from edge_export.safetensors_file import StoredTensor
+from edge_runtime.gguf_header import GgufHeader, LongArray, TensorInfo
 
 TARGET_ARCHITECTURE, DRAFTER_ARCHITECTURE = "gemma4", "gemma4-assistant"
 # enum llama_ftype in llama.cpp's include/llama.h

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.gguf_header import TensorInfo, read_gguf_header
+from edge_export.gguf_header import read_gguf_header
 from edge_export.importance import ChannelSums
 from edge_runtime.bundle import ImportanceSource
+from edge_runtime.gguf_header import TensorInfo
 
 MAX_BYTES = 256 << 20
 _MAX_NAME = 1 << 10

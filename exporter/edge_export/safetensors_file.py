@@ -21,6 +21,7 @@ from edge_export.json_file import read_json_object
 MAX_HEADER_BYTES = 100_000_000
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_LONGEST_NAME = 200
 # Elements per piece: 16 MiB once they are float32.
 CHUNK_ELEMENTS = 4 << 20
 ITEM_BYTES = {
@@ -80,8 +81,9 @@ def _weight_map(index_path: Path) -> dict[str, str]:
 
 def _shard_path(folder: Path, shard: str) -> Path:
     # Links are followed: the Hub's cache stores every shard as one.
-    if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
-        raise CheckpointError(f"{folder / INDEX_NAME} names the shard {shard!r}, not a safetensors file of this folder; do not use it")
+    sound = Path(shard).name == shard and "\\" not in shard and shard.isprintable() and len(shard) <= _LONGEST_NAME
+    if not sound or not shard.endswith(".safetensors"):
+        raise CheckpointError(f"{folder / INDEX_NAME} names the shard {shard[:80]!r}, not a safetensors file of this folder; do not use it")
     path = folder / shard
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, though {INDEX_NAME} names it; download this file")

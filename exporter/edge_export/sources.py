@@ -10,11 +10,11 @@ from pathlib import Path
 
 from edge_export.checkpoint import Checkpoint, check_pair, open_checkpoint
 from edge_export.errors import CheckpointError
-from edge_export.gguf_header import GgufHeader, LongArray, string_array
 from edge_export.gguf_source import open_gguf, quantization_of
 from edge_export.safetensors_file import INDEX_NAME, SOURCE_TYPE, FloatType
 from edge_export.vocabulary import TOKENIZER_NAME, read_pieces
 from edge_runtime.bundle import Source, SourceFile
+from edge_runtime.gguf_header import GgufHeader, LongArray, string_array
 
 # What an export reads of a hub repository.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")

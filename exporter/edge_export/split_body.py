@@ -16,8 +16,9 @@ import numpy as np
 from edge_export.checkpoint import Checkpoint
 from edge_export.errors import ExportError
 from edge_export.gguf_file import RawTensor, raw_tensor, write_raw_gguf
-from edge_export.gguf_header import TensorInfo, read_gguf_header
+from edge_export.gguf_header import read_gguf_header
 from edge_export.gguf_metadata import Entry, architecture_entries, architecture_name
+from edge_runtime.gguf_header import TensorInfo
 
 # ggml's numbers of f32, f16 and bf16
 _UNQUANTIZED = (0, 1, 30)

@@ -18,10 +18,11 @@ from edge_export.architecture import AssistantArchitecture
 from edge_export.checkpoint import Checkpoint
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.gguf_file import RawTensor, raw_tensor, write_raw_gguf
-from edge_export.gguf_header import TensorInfo, read_gguf_header
+from edge_export.gguf_header import read_gguf_header
 from edge_export.gguf_metadata import Entry
 from edge_export.safetensors_file import StoredTensor, read_chunks, read_float_chunks
 from edge_export.tensor_shapes import CENTROIDS, TOKEN_ORDERING
+from edge_runtime.gguf_header import TensorInfo
 
 HEAD_ARCHITECTURE, HEAD_FORMAT = "edge-mtp-drafter-head", 2
 _ROWS = "token_embd.weight"

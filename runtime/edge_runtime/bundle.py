@@ -6,18 +6,20 @@ Layout and every field: docs/bundle.md.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edge_runtime.errors import BundleError
+from edge_runtime.integrity import CheckMode, is_intact
+from edge_runtime.signature import check_signature
 from edge_runtime.structure import StructureError, from_json, to_json
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20
+_LONGEST_PATH = 200
 # A draft is never longer than this (see docs/bundle.md, rewind slack).
 MAX_DRAFT_LENGTH = 12
 
@@ -242,33 +244,33 @@ class Bundle:
         return self.folder / self.file(role, format).path
 
 
-def open_bundle(folder: Path | str, *, check_hashes: bool = True) -> Bundle:
-    """Reads and checks a bundle: schema version, shape, paths inside the folder, sizes, and sha256 unless told otherwise.
+def open_bundle(folder: Path | str, *, check: CheckMode = "fast", public_key: Path | None = None) -> Bundle:
+    """Reads and checks a bundle: schema version, shape, paths inside the folder, sizes, contents (see `integrity`), and who signed it if a
+    `public_key` (PEM, Ed25519) is given.
 
     Raises BundleError with one sentence that says what is wrong and what to do.
     """
     folder = Path(folder)
-    manifest = _read_manifest(folder)
+    manifest = _read_manifest(folder, public_key)
     _check_layout(folder, manifest.cache_layout, manifest.architecture)
     for entry in manifest.files:
-        _check_file(folder, entry, check_hashes)
+        _check_file(folder, entry, check)
     return Bundle(folder, manifest)
 
 
-def sha256_of(path: Path) -> str:
-    """Returns the hex sha256 of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path, public_key: Path | None) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_NAME}; make one with edge-export")
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise BundleError(f"{path} has {path.stat().st_size} bytes, more than any manifest; export the bundle again")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        raw = path.read_bytes()
+        if public_key is not None:
+            check_signature(folder, raw, public_key)
+        data = json.loads(raw.decode("utf-8"))
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror or error}); check the disk, or copy the bundle again") from error
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is not JSON ({error}); export the bundle again") from error
     version = data.get("schema_version") if isinstance(data, dict) else None
@@ -294,10 +296,17 @@ def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture)
         raise BundleError(f"{folder}: rewind slack {layout.rewind_slack} is below the longest draft {MAX_DRAFT_LENGTH}; export it again")
 
 
-def _check_file(folder: Path, entry: BundleFile, check_hash: bool) -> None:
+def _check_file(folder: Path, entry: BundleFile, check: CheckMode) -> None:
     relative = PurePosixPath(entry.path)
-    if relative.is_absolute() or ".." in relative.parts or "\\" in entry.path or not relative.parts:
-        raise BundleError(f"{folder}: the manifest names {entry.path!r}, a path outside the bundle; do not use this bundle")
+    if (
+        relative.is_absolute()
+        or ".." in relative.parts
+        or "\\" in entry.path
+        or not relative.parts
+        or not entry.path.isprintable()
+        or len(entry.path) > _LONGEST_PATH
+    ):
+        raise BundleError(f"{folder}: the manifest names {entry.path[:80]!r}, a path outside the bundle; do not use this bundle")
     path = folder / relative
     if not path.resolve().is_relative_to(folder.resolve()):
         raise BundleError(f"{path} is a link that leaves the bundle; do not use this bundle")
@@ -305,5 +314,9 @@ def _check_file(folder: Path, entry: BundleFile, check_hash: bool) -> None:
         raise BundleError(f"{path} is missing; copy the bundle again or export it again")
     if path.stat().st_size != entry.bytes:
         raise BundleError(f"{path} has {path.stat().st_size} bytes, the manifest says {entry.bytes}; copy the bundle again")
-    if check_hash and sha256_of(path) != entry.sha256:
+    try:
+        intact = is_intact(path, entry.sha256, check)
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror or error}); check the disk, or copy the bundle again") from error
+    if not intact:
         raise BundleError(f"{path} does not have the sha256 of the manifest; copy the bundle again or export it again")

@@ -16,6 +16,7 @@ from edge_runtime.bundle import open_bundle
 from edge_runtime.bundle_path import BundlePath
 from edge_runtime.cache_options import CacheValues, cache_options, cache_values, remarks
 from edge_runtime.chat import MAX_TOKENS, Chat
+from edge_runtime.check_options import check_options, check_values
 from edge_runtime.comparison import compare, comparison_table
 from edge_runtime.config import PRESET_NAMES, SpeculativeConfig, TuningConfig
 from edge_runtime.config_file import read_config
@@ -150,7 +151,7 @@ def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
 
 def run_plan(folder: Path, options: RunOptions, asked: PlanValues, measuring: bool, opening: OpenOptions) -> None:
     """Prints what to expect of the bundle, and what it does here if that is wanted too."""
-    bundle = open_bundle(folder, check_hashes=opening.get("check_hashes", True))
+    bundle = open_bundle(folder, check=opening.get("check", "fast"), public_key=opening.get("public_key"))
     settings = load_settings(
         bundle, config=opening.get("config"), preset=opening.get("preset"), context=opening.get("context"), notify=note
     )
@@ -236,7 +237,7 @@ def check_combination(
 @click.option("--verify-lossless", is_flag=True, help="Rerun plainly; report equality or the first divergence with its logit gap.")
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and show a table.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="With --compare: runs of each; medians are shown.")
-@click.option("--check/--no-check", "check_hashes", default=True, help="Check the files' sha256 before use.")
+@check_options
 @sampling_options
 @cache_options
 @chat_options
@@ -248,7 +249,7 @@ def check_combination(
 def main(
     bundle: Path, prompt: str | None, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int | None,
     threads: int | None, context: int | None, config: Path | None, preset: str | None, log: Path | None, warn_rejection: tuple[float, ...],
-    as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, check_hashes: bool, backend: BackendKind | None,
+    as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, backend: BackendKind | None,
     execution_provider: str | None, uniform_rows: bool, keep_packed: bool, measure: bool, **values: Any,
 ) -> None:  # fmt: skip
     """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter.
@@ -259,7 +260,7 @@ def main(
         planning = plan_values(values)
         if measure and (not planning.plan or planning.profile is not None):
             raise click.UsageError("--measure is for --plan on this machine; leave --profile out and give --plan")
-        serving = serve_values(values)
+        serving, trust = serve_values(values), check_values(values)
         chat = chat_values(values, chatting=prompt is None)
         cache = cache_values(values, once=prompt is not None and not comparing)
         energy = energy_values(values, note, policy=policy, draft_length=draft_length)
@@ -278,7 +279,7 @@ def main(
             warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
         )
         opening: OpenOptions = {
-            "threads": threads, "context": context, "drafter": drafter, "check_hashes": check_hashes, "notify": note,
+            "threads": threads, "context": context, "drafter": drafter, "notify": note, **trust,
             "backend": backend, "execution_provider": execution_provider, "uniform_rows": uniform_rows, "keep_packed": keep_packed,
             "kv_type": cache.kv_type, "memory_limit": cache.memory_limit, "power": energy.power,
             "config": command_config(config, policy, draft_length, energy.objective), "preset": preset, "monitoring": monitoring,

@@ -43,7 +43,7 @@ def read_config(path: Path | str) -> SpeculativeConfig:
 def parse_config(text: str, where: str) -> SpeculativeConfig:
     """Returns what the text of a configuration says; `where` names it in errors. Raises ConfigError."""
     data = _load(text, where)
-    block = _known(data, {BLOCK}, where, "")[BLOCK] if data is not None else None
+    block = _known(data, {BLOCK}, where, "").get(BLOCK) if data is not None else None
     sections = _known({} if block is None else block, set(SECTIONS), where, BLOCK)
     try:
         said: dict[str, Any] = {name: _section(SECTIONS[name], values, where) for name, values in sections.items()}

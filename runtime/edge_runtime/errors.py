@@ -5,11 +5,24 @@ EdgeRuntimeError
   BackendError    a backend that is missing, too old, or failed
   RequestError    a prompt or an option that cannot be served
   ConfigError     a configuration that cannot be honoured
+
+Messages quote what files say, and files may be hostile: `one_line` keeps such text from moving a terminal's cursor or filling its screen.
 """
+
+_LONGEST = 1600
+
+
+def one_line(text: str) -> str:
+    """Returns a message with control characters written out, and with its middle left out if it is endless."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 3 // 4]} ... {text[-_LONGEST // 5 :]}"
 
 
 class EdgeRuntimeError(Exception):
     """Base of all errors that a command prints as one sentence, with exit code 1."""
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class BundleError(EdgeRuntimeError):

@@ -72,7 +72,7 @@ def measure_kv_types(
     with tempfile.TemporaryDirectory(prefix="edge-mtp-") as scratch:
         for kv_type in (DEFAULT_KV_TYPE, *(kind for kind in kv_types if kind != DEFAULT_KV_TYPE)):
             with open_session(
-                folder, threads=threads, context=context, drafter="dense", kv_type=kv_type, check_hashes=False, notify=notify
+                folder, threads=threads, context=context, drafter="dense", kv_type=kv_type, check="none", notify=notify
             ) as session:
                 written, seconds = _write(session, prompts, max_tokens, draft_length)
                 texts = texts or written

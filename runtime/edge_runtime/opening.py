@@ -22,6 +22,7 @@ from edge_runtime.decode import Round
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import Generation
+from edge_runtime.integrity import CheckMode
 from edge_runtime.kv_types import KvType, check_kv_type
 from edge_runtime.lockstep import Alone, Lockstep
 from edge_runtime.machine_cache import cache_folder, cpu_identity
@@ -44,7 +45,8 @@ class OpenOptions(TypedDict, total=False):
     the defaults, and what is asked for here over all. Without a `drafter` it is the faster by a short measurement where the bundle has
     both the dense and the split. `notify` gets a sentence now and then, such as about a first probe. `monitoring` says what the
     monitor tells whom; its window is the configured one. `kv_type` is that of the KV cache; `memory_limit`, bytes or a text such as
-    "2GB", refuses before it is opened what would take more, and without one the machine is asked (see `check_memory`). `check_hashes` False leaves out the files' sha256.
+    "2GB", refuses before it is opened what would take more, and without one the machine is asked (see `check_memory`). `check` says how
+    thoroughly the files are compared with the manifest (`integrity`), `public_key` whose signature the bundle must have.
     `power`, watts per phase or who measures them, is what the configuration's objective "energy" needs.
 
     `backend` None is llama.cpp or onnxruntime, by what the bundle holds and what is installed. The last three are onnxruntime's: where the
@@ -59,7 +61,8 @@ class OpenOptions(TypedDict, total=False):
     monitoring: MonitorOptions | None
     kv_type: KvType | None
     memory_limit: str | int | None
-    check_hashes: bool
+    check: CheckMode
+    public_key: Path | None
     notify: Callable[[str], None]
     power: PhasePower | PowerSource | None
     backend: BackendKind | None
@@ -140,7 +143,7 @@ def _prepared(folder: Path | str, options: OpenOptions) -> _Opening:
     drafter, notify = options.get("drafter"), options.get("notify", _silent)
     if drafter is not None and drafter not in DRAFTER_KINDS:
         raise RequestError(f"drafter {drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
-    bundle = open_bundle(folder, check_hashes=options.get("check_hashes", True))
+    bundle = open_bundle(folder, check=options.get("check", "fast"), public_key=options.get("public_key"))
     settings = load_settings(
         bundle, config=options.get("config"), preset=options.get("preset"), context=options.get("context"), notify=notify
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ def from_json(cls: type[T], data: Any, where: str) -> T:
     """
     if not isinstance(data, dict):
         raise StructureError(f"{where} is {_kind(data)}, not an object")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(typing.cast(Any, cls))
     values = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.name in data:
@@ -40,6 +41,11 @@ def from_json(cls: type[T], data: Any, where: str) -> T:
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise StructureError(f"{where}.{field.name} is missing")
     return cls(**values)
+
+
+@functools.cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _value(hint: Any, data: Any, where: str) -> Any:

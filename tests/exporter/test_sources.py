@@ -175,7 +175,7 @@ def info(name: bytes, *shape: int, kind: int = 0, offset: int = 0) -> bytes:
 @pytest.mark.parametrize(
     ("infos", "sentence"),
     [
-        ([info(b"t", 1 << 40)], "is truncated: t ends at byte"),
+        ([info(b"t", 1 << 40)], "is truncated: 't' ends at byte"),
         ([info(b"t", 8, offset=1 << 40)], "is truncated"),
         ([info(b"t", 8, offset=4)], "at offset 4"),
         ([info(b"t", 0)], r"shape \[0\]"),

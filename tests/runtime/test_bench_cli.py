@@ -42,7 +42,7 @@ def measured(exported_pair: Path, probe_memory: None, tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp("bench")
     result = bench(
         exported_pair, "--domains", "code,chat", "--lengths", "3", "--policies", "stepped", "--drafters", "dense,lookup", "--repeats", "2",
-        "--max-tokens", "12", "--contexts", "32,4000", "--concurrency", "1,2", "--kv-types", "q8_0", "--threads", "1", "--no-check",
+        "--max-tokens", "12", "--contexts", "32,4000", "--concurrency", "1,2", "--kv-types", "q8_0", "--threads", "1", "--check", "none",
         "--runs", folder / "run.jsonl", "--json", folder / "figures.json",
     )  # fmt: skip
     return result, folder
@@ -144,7 +144,7 @@ def test_ctrl_c_at_a_real_run(exported_pair, probe_memory, tmp_path):
     runs = tmp_path / "run.jsonl"
     code = "from edge_runtime.bench.cli import main; main()"
     options = ["--domains", "code", "--lengths", "2", "--policies", "none", "--drafters", "dense", "--repeats", "999", "--max-tokens", "8"]
-    command = [sys.executable, "-c", code, exported_pair, *options, "--threads", "1", "--no-check", "--runs", runs]
+    command = [sys.executable, "-c", code, exported_pair, *options, "--threads", "1", "--check", "none", "--runs", runs]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
         partial = runs.with_name("run.jsonl.partial")

@@ -93,5 +93,5 @@ def test_a_truncated_or_foreign_file_is_refused(path: Path) -> None:
     with pytest.raises(BackendError, match=r"is truncated|cannot read"):
         opened(path)
     path.write_bytes(b"GGUF" + b"\xff" * 64)
-    with pytest.raises(BackendError, match="cannot read"):
+    with pytest.raises(BackendError, match=r"corrupt|version"):
         opened(path)

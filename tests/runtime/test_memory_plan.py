@@ -110,7 +110,7 @@ def test_a_smaller_kv_type_is_named_where_it_helps() -> None:
 
 
 def test_mapped_weights_count_against_a_limit_but_not_against_the_machine(exported_pair: Path) -> None:
-    manifest = open_bundle(exported_pair, check_hashes=False).manifest
+    manifest = open_bundle(exported_pair, check="none").manifest
     plan = memory_plan(manifest, opening())
     assert plan.weights > 20_000_000
     said: list[str] = []
@@ -153,7 +153,7 @@ def test_nothing_is_opened_beyond_the_limit(exported_pair: Path, monkeypatch: py
 @pytest.mark.parametrize(("kv_type", "context", "sequences"), [("f16", 1024, 1), ("q8_0", 4096, 2), ("q4_0", 8192, 1)])
 def test_the_plan_is_what_llama_cpp_takes(exported_pair: Path, kv_type: str, context: int, sequences: int) -> None:
     """K/V rows to the rounding of the log, activations never above the plan and within 25% of it; the process within 35%."""
-    bundle = open_bundle(exported_pair, check_hashes=False)
+    bundle = open_bundle(exported_pair, check="none")
     plan: MemoryPlan = memory_plan(bundle.manifest, opening(kv_type=kv_type, context=context, sequences=sequences))
     paths = [str(bundle.path(role, "gguf")) for role in ("target", "drafter")]
     command = [sys.executable, "-c", MEASURE, *paths, kv_type, str(context), str(sequences)]

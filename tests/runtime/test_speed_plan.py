@@ -111,7 +111,7 @@ def test_tables_that_rows_are_looked_up_in_are_not_read_and_of_experts_only_thos
 
 
 def test_every_profile_with_a_memory_speed_gives_a_plan_and_the_others_a_reason(exported_pair: Path) -> None:
-    manifest = open_bundle(exported_pair, check_hashes=False).manifest
+    manifest = open_bundle(exported_pair, check="none").manifest
     known = {name for name, found in profiles().items() if found.effective_gb_per_s or found.peak_gb_per_s}
     assert "raspberry-pi-5" in known
     for name in known:
@@ -124,7 +124,7 @@ def test_every_profile_with_a_memory_speed_gives_a_plan_and_the_others_a_reason(
 
 
 def test_the_split_drafter_is_planned_where_there_is_one(exported_pair: Path) -> None:
-    manifest, speed = open_bundle(exported_pair, check_hashes=False).manifest, device_speed("raspberry-pi-5", None)
+    manifest, speed = open_bundle(exported_pair, check="none").manifest, device_speed("raspberry-pi-5", None)
     split, dense = (manifest_plan(manifest, speed, context=512, drafter=kind) for kind in ("split", "dense"))
     assert manifest_plan(manifest, speed, context=512).step_seconds == split.step_seconds
     assert split.step_seconds.middle < dense.step_seconds.middle

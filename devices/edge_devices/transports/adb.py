@@ -40,8 +40,13 @@ def adb_devices() -> list[Listed]:
     done = run_command([find_adb(), "devices", "-l"], seconds=20)
     if done.code != 0:
         raise TransportError(f"adb devices failed: {last_words(done)}")
+    return parse_devices(done.text)
+
+
+def parse_devices(text: str) -> list[Listed]:
+    """Reads the answer of `adb devices -l`."""
     found = []
-    for line in done.text.partition("List of devices attached")[2].splitlines():
+    for line in text.partition("List of devices attached")[2].splitlines():
         serial, _, rest = line.partition(" ")
         words = rest.split()
         if serial and words:

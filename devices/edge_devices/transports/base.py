@@ -43,6 +43,11 @@ def shell(transport: Transport, script: str, *arguments: str, seconds: float = S
     return done.text
 
 
+def whole_number(text: str) -> int | None:
+    """Returns the number that a device's decimal digits say; None for anything else, and for more digits than any real answer has."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
 def own_folder(transport: Transport) -> str:
     """Returns the transport's folder as an absolute path, made if need be. Raises TransportError where it may not be written to."""
     return shell(transport, 'mkdir -p "$1" && cd "$1" && pwd && test -w .', transport.folder).strip()
@@ -68,9 +73,10 @@ class Sealed:
         """Returns the command's own answer; None when its end never arrived."""
         body, found, rest = output.rpartition(self.mark)
         code, _, collected = rest.partition(b"\n")
-        if not found or not code.isdigit():
+        number = whole_number(code.decode("ascii", "replace"))
+        if not found or number is None:
             return None
-        return CommandResult(code=int(code), output=body, errors=errors + collected.decode("utf-8", "replace"))
+        return CommandResult(code=number, output=body, errors=errors + collected.decode("utf-8", "replace"))
 
 
 def seal(arguments: Sequence[str], *, separate: bool = True) -> Sealed:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.system import CommandResult
-from edge_devices.transports.base import Transport, last_words, shell
+from edge_devices.transports.base import Transport, last_words, shell, whole_number
 
 CHUNK = 32 << 20
 LARGE = 4 << 20
@@ -146,7 +146,7 @@ def free_bytes(transport: Transport, folder: str) -> int | None:
     """Returns the bytes left on the file system that holds a folder of the device, or will hold it; None where df does not tell."""
     script = 'd="$1"; while ! test -d "$d"; do n="$(dirname "$d")"; test "$n" = "$d" && break; d="$n"; done; df -kP "$d" 2>/dev/null || df -k "$d"'
     lines = shell(transport, script, folder).splitlines()
-    numbers = re.findall(r"\s(\d+)(?=\s)", lines[-1]) if len(lines) > 1 else []
+    numbers = re.findall(r"\s([0-9]{1,18})(?=\s)", lines[-1]) if len(lines) > 1 else []
     return int(numbers[2]) * 1024 if len(numbers) > 2 else None
 
 
@@ -231,7 +231,7 @@ def _raise_for(transport: Transport, done: CommandResult, partial: str) -> None:
 def _resume_at(transport: Transport, file: LocalFile, partial: str) -> int:
     """Returns how much of a file is there already, right to the byte; what is wrong is removed."""
     said = shell(transport, 'test -f "$1" && wc -c < "$1" || echo 0', partial).strip()
-    there = int(said) if said.isdigit() else 0
+    there = whole_number(said) or 0
     if there:
         digest = shell(transport, HASH, partial, seconds=HASHING_SECONDS).strip()
         if there > file.bytes or digest != sha256_of(file.source, there):

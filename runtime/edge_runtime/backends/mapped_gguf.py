@@ -1,6 +1,7 @@
 """Tensors of a GGUF file where they lie in the mapped file: what is never looked at is never in memory, and no copy is made.
 
-The header is read by ggml itself (ggml/include/gguf.h); what it says is checked against the file's size before anything is computed with it.
+The header is read by ggml itself (ggml/include/gguf.h), after our own reader found it sound; what it says is checked against the file's size
+before anything is computed with it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_runtime.backends.gguf_check import check_gguf
 from edge_runtime.backends.llama_library import LlamaLibrary, declare
 from edge_runtime.errors import BackendError
 
@@ -77,8 +79,7 @@ def map_gguf(library: LlamaLibrary, path: Path, tensors: Sequence[str], numbers:
     Raises BackendError if the file cannot be read, is no GGUF, or is shorter than its header says.
     """
     ggml = declare(library.ggml, _SIGNATURES)
-    if not path.is_file():
-        raise BackendError(f"{path} is not a file; check the path or export the bundle again")
+    check_gguf(path)
     header = ggml.gguf_init_from_file(str(path).encode(), _InitParams(no_alloc=True, ctx=None))
     if not header:
         raise BackendError(f"ggml cannot read {path}; export the bundle again")

@@ -95,8 +95,11 @@ class Graph:
     def __init__(self, path: Path, options: SessionOptions) -> None:
         self._session = _open(_packed(path, options), options)
         self.name = path.name
-        self.inputs = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
-        self.outputs = {value.name: tuple(value.shape) for value in self._session.get_outputs()}
+        try:
+            self.inputs = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
+            self.outputs = {value.name: tuple(value.shape) for value in self._session.get_outputs()}
+        except UnicodeDecodeError as error:
+            raise BackendError(f"{path.name} has an input or output whose name is not UTF-8; export the bundle again") from error
 
     def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Call:
         """Prepares a call on values that stay where they are; an output that is None is allocated by each run."""

@@ -20,14 +20,18 @@ from edge_runtime.errors import BundleError, RequestError
 _MOST_PREFILL_ROWS = 4096
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
 class Embedding:
     """Rows of a table that is mapped, times a factor."""
 
     def __init__(self, path: Path, rows: int, columns: int, factor: float) -> None:
         try:
             table = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise BundleError(f"{path} is no NumPy array ({error}); export the bundle again") from error
+        except Exception as error:  # a header is parsed like Python, and fails in as many ways
+            raise BundleError(f"{path} is no NumPy array ({_first_line(error)}); export the bundle again") from error
         if table.ndim != 2 or table.shape[0] < rows or table.shape[1] != columns or table.dtype not in (np.float32, np.float16):
             raise BundleError(f"{path} holds {table.dtype} {list(table.shape)}, not {rows} rows of {columns}; export the bundle again")
         self._table, self._factor = table, np.float32(factor)

@@ -19,6 +19,7 @@ from edge_runtime.backends.ort_library import Call, Graph, SessionOptions, value
 from edge_runtime.backends.ort_vocabulary import TokenizerVocabulary
 from edge_runtime.bundle import Bundle, CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.onnx_header import check_onnx
 
 # Tokens per forward of a prefill.
 PREFILL_ROWS = 256
@@ -229,10 +230,13 @@ def shared_inputs(target: OrtTarget) -> dict[str, Any]:
 
 
 def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
-    """The ONNX files of a bundle, with or without the drafter's; raises BundleError if it has none."""
+    """The ONNX files of a bundle, with or without the drafter's; raises BundleError if it has none, or one that is not to be opened."""
     manifest = bundle.manifest
     if manifest.onnx is None or not bundle.has("target", "onnx"):
         raise BundleError(f"{bundle.folder}: the bundle has no ONNX target; export it again with --format onnx or both")
+    for entry in manifest.files:
+        if entry.format == "onnx":
+            check_onnx(bundle.folder / entry.path, {file.path for file in manifest.files})
     static = None
     if manifest.static is not None:
         per_layer = manifest.static.per_layer_scale is not None

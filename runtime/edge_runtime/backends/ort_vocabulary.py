@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from edge_runtime.bundle import OnnxGraphs
-from edge_runtime.errors import BackendError, BundleError, RequestError
+from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 # Marks in Gemma 4's brackets mean something in a conversation, though they are visible in output.
 _BRACKETED = re.compile(r"<\|[^<>]+>|<[^<>]+\|>")
 _NO_TOKEN = -1
+
+
+@contextlib.contextmanager
+def _panics_as(kind: type[EdgeRuntimeError], what: str, advice: str) -> Iterator[None]:
+    """Turns whatever the library raises into an error of ours. A panic of its Rust code is no Exception but a BaseException."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise kind(f"{what} ({reason}); {advice}") from error
 
 
 class TokenizerVocabulary:
@@ -26,10 +39,8 @@ class TokenizerVocabulary:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise BackendError(f"tokenizers is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
-        try:
+        with _panics_as(BundleError, f"{path} is no tokenizer", "copy the bundle again"):
             self._tokenizer: Any = Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise BundleError(f"{path} is no tokenizer ({error}); copy the bundle again") from error
         self.size = size
         self.eog_tokens = frozenset(graphs.eog_tokens)
         self.bos = _NO_TOKEN if graphs.bos_token is None else graphs.bos_token
@@ -63,7 +74,8 @@ class TokenizerVocabulary:
         if part in self._marks:
             return [self._marks[part]]
         self._tokenizer.encode_special_tokens = not parse_special
-        tokens: list[int] = self._tokenizer.encode(part, add_special_tokens=False).ids
+        with _panics_as(BackendError, "the tokenizer failed", "copy the bundle again"):
+            tokens: list[int] = self._tokenizer.encode(part, add_special_tokens=False).ids
         return tokens
 
     def piece(self, token: int, *, special: bool = False) -> bytes:

@@ -27,6 +27,7 @@ from edge_runtime.config import SpeculativeConfig
 from edge_runtime.cost_probe import TEXT, measure_costs
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import RequestError
+from edge_runtime.integrity import CheckMode
 from edge_runtime.kv_types import KvType
 from edge_runtime.opening import default_threads, open_session, open_sessions
 from edge_runtime.settings import load_settings
@@ -69,7 +70,8 @@ class BenchRequest:
     context: int | None = None
     config: SpeculativeConfig | Path | None = None
     preset: str | None = None
-    check_hashes: bool = True
+    check: CheckMode = "fast"
+    public_key: Path | None = None
 
 
 class Benchmark:
@@ -79,7 +81,7 @@ class Benchmark:
         """Reads the bundle and its settings; opens no model yet."""
         self._request = request
         self._progress = progress
-        self._bundle = open_bundle(request.bundle, check_hashes=request.check_hashes)
+        self._bundle = open_bundle(request.bundle, check=request.check, public_key=request.public_key)
         self._threads = request.threads or default_threads()
         self._backend = choose_backend(self._bundle, request.backend)
         if self._backend != "llama" and (request.tools or request.kv_types or request.concurrency):
@@ -89,7 +91,7 @@ class Benchmark:
         )
         self._options: dict[str, Any] = {
             "threads": self._threads, "context": self._settings.context, "config": request.config, "preset": request.preset,
-            "check_hashes": False, "notify": progress.say, "backend": self._backend,
+            "check": "none", "notify": progress.say, "backend": self._backend,
         }  # fmt: skip
 
     def records(self) -> Iterator[Record]:

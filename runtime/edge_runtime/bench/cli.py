@@ -25,6 +25,7 @@ from edge_runtime.bench.records import Note, Record, collect, read_records
 from edge_runtime.bench.terminal import BenchProgress, note, print_report
 from edge_runtime.bench.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_lengths, parse_names, parse_numbers
 from edge_runtime.bundle_path import BundlePath
+from edge_runtime.check_options import check_options, check_values
 from edge_runtime.config import PRESET_NAMES
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import EdgeRuntimeError, RequestError
@@ -145,7 +146,7 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> Report:
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
 @click.option("--config", type=click.Path(path_type=Path), help="YAML file that goes over --preset and the bundle's own config.yaml.")
 @click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")
-@click.option("--check/--no-check", "check_hashes", default=True, help="Check the files' sha256 before use.")
+@check_options
 @click.option("--runs", type=click.Path(path_type=Path), help="Write every measurement here, one JSON line each, as it is made.")
 @click.option("--energy", type=click.Path(path_type=Path), help="Measure energy too, by the protocol of docs/energy.md (long), and write its log here; with --report: read it.")  # fmt: skip
 @click.option("--meter", help="The energy meter to use; see edge-devices meters.  [default: the first usable one]")
@@ -210,5 +211,5 @@ def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
         kv_types=parse_names(values["kv_types"], KV_TYPES, "KV type"),
         tools=peer_folder(values["against"]),
         backend=values["backend"], threads=values["threads"], context=values["context"], config=values["config"], preset=values["preset"],
-        check_hashes=values["check_hashes"],
+        **check_values(values),
     )  # fmt: skip

@@ -45,7 +45,7 @@ def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, 
 def main(bundle: Path, backend: str, drafter: str, sequences: int, context: int, threads: int) -> None:
     """What the child does: one request after half the context on each sequence, all at once."""
     options = cast(
-        OpenOptions, {"backend": backend, "drafter": drafter, "context": context, "threads": threads, "check_hashes": False}
+        OpenOptions, {"backend": backend, "drafter": drafter, "context": context, "threads": threads, "check": "none"}
     )  # fmt: skip
     try:
         if sequences == 1:

@@ -1,0 +1,224 @@
+"""Reads what a GGUF file says about itself, and believes none of it before it was checked against the file's own size.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensor data is never read. Imports nothing heavy, so that both the exporter
+and the runtime, before it gives a file to C code, can use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 20
+_MAX_STRING_BYTES = 16 << 20
+# Longer arrays, and all arrays of strings (the vocabulary, its scores and merges), are kept as a length and a hash.
+_MAX_KEPT = 4096
+_PIECE_BYTES = 1 << 20
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+# (weights per block, bytes per block) of the types of ggml/include/ggml.h that a llama.cpp file may hold.
+_BLOCKS = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110),
+    12: (256, 144), 13: (256, 176), 14: (256, 210), 16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18),
+    21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8),
+    29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
+}  # fmt: skip
+
+
+class GgufError(ValueError):
+    """The file is no sound GGUF; the message is one sentence that names it and says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongArray:
+    """An array that is not kept: its length and the sha256 of its bytes in the file."""
+
+    length: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """One tensor: dimensions as GGUF orders them (rows' length first), ggml type number, bytes and where they begin in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    bytes: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufHeader:
+    """Keys and tensors of one file. Values are int, float, bool, str, a list of numbers, or a LongArray."""
+
+    path: Path
+    keys: dict[str, Any]
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def architecture(self) -> str:
+        """`general.architecture`, or "" if the file does not say."""
+        value = self.keys.get("general.architecture")
+        return value if isinstance(value, str) else ""
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Reads keys and tensor infos; every length is checked against the file's size before memory is taken for it.
+
+    Raises GgufError if it is no GGUF file of a known version, or is truncated or corrupt.
+    """
+    try:
+        with path.open("rb") as file:
+            return _Reader(path, file).header()
+    except OSError as error:
+        raise GgufError(f"{path} cannot be read ({error.strerror or error}); check the path") from error
+
+
+def string_array(texts: Iterable[str]) -> LongArray:
+    """Returns what reading these strings from a file as one array would give."""
+    digest, length = hashlib.sha256(), 0
+    for text in texts:
+        digest.update(_counted(text.encode()))
+        length += 1
+    return LongArray(length=length, sha256=digest.hexdigest())
+
+
+def _shown(name: str) -> str:
+    """A name as a message quotes it: on one line, and not endless."""
+    return repr(name[:80])
+
+
+def _counted(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+class _Reader:
+    """Reads little-endian values, never past the end of the file."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self._path = path
+        self._file = file
+        self._size = path.stat().st_size
+
+    def header(self) -> GgufHeader:
+        """Reads all that comes before the tensor data."""
+        if self._take(4) != _MAGIC:
+            raise GgufError(
+                f"{self._path} is not a GGUF file: it does not begin with {_MAGIC.decode()}; give a GGUF or a checkpoint folder"
+            )
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise GgufError(f"{self._path} has GGUF version {version}, known are {_VERSIONS[0]} and {_VERSIONS[-1]}; convert it again")
+        tensor_count, key_count = self._number("Q"), self._number("Q")
+        if tensor_count > _MAX_TENSORS or key_count > _MAX_KEYS:
+            raise self._corrupt(f"it claims {tensor_count} tensors and {key_count} keys")
+        keys: dict[str, Any] = {}
+        for _ in range(key_count):
+            name = self._string()
+            keys[name] = self._value(self._number("I"))
+        alignment = keys.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 8 or alignment % 8:
+            raise self._corrupt(f"its alignment is {alignment!r}")
+        infos = [self._tensor(alignment) for _ in range(tensor_count)]
+        start = -(-self._file.tell() // alignment) * alignment
+        tensors = tuple(replace(info, offset=start + info.offset) for info in infos)
+        for info in tensors:
+            if info.offset + info.bytes > self._size:
+                end = info.offset + info.bytes
+                raise GgufError(f"{self._path} is truncated: {_shown(info.name)} ends at byte {end} of {self._size}; fetch the file again")
+        if len({info.name for info in tensors}) != len(tensors):
+            raise self._corrupt("a tensor name comes twice")
+        return GgufHeader(path=self._path, keys=keys, tensors=tensors)
+
+    def _tensor(self, alignment: int) -> TensorInfo:
+        """Reads one tensor info; its offset still counts from the beginning of the tensor data."""
+        name, dimensions = self._string(), self._number("I")
+        if not 1 <= dimensions <= 4:
+            raise self._corrupt(f"tensor {_shown(name)} has {dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(dimensions))
+        kind, offset = self._number("I"), self._number("Q")
+        if kind not in _BLOCKS:
+            raise GgufError(
+                f"{self._path}: tensor {_shown(name)} has the unknown type {kind}; convert the model again with a current llama.cpp"
+            )
+        per_block, block_bytes = _BLOCKS[kind]
+        weights = prod(shape)
+        if not weights or shape[0] % per_block or offset % alignment:
+            raise self._corrupt(f"tensor {_shown(name)} has shape {list(shape)} of type {kind} at offset {offset}")
+        return TensorInfo(name=name, shape=shape, type=kind, bytes=weights // per_block * block_bytes, offset=offset)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array()
+        if kind not in _SCALARS:
+            raise self._corrupt(f"a key has the unknown type {kind}")
+        return self._number(_SCALARS[kind])
+
+    def _array(self) -> Any:
+        kind, length = self._number("I"), self._number("Q")
+        if kind != _STRING and kind not in _SCALARS:
+            raise self._corrupt(f"an array holds the unknown type {kind}")
+        width = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
+        self._room(length * width)
+        if kind == _STRING:
+            return LongArray(length=length, sha256=self._skip_strings(length))
+        if length <= _MAX_KEPT:
+            return [self._number(_SCALARS[kind]) for _ in range(length)]
+        digest = hashlib.sha256()
+        for first in range(0, length * width, _PIECE_BYTES):
+            digest.update(self._take(min(_PIECE_BYTES, length * width - first)))
+        return LongArray(length=length, sha256=digest.hexdigest())
+
+    def _skip_strings(self, count: int) -> str:
+        """Reads past `count` strings, many at a time, since a vocabulary has hundreds of thousands; returns the sha256 of their bytes."""
+        digest = hashlib.sha256()
+        while count:
+            start = self._file.tell()
+            piece = self._file.read(_PIECE_BYTES)
+            passed, at = 0, 0
+            while passed < count and at + 8 <= len(piece):
+                end = at + 8 + int.from_bytes(piece[at : at + 8], "little")
+                if end > len(piece):
+                    break
+                passed, at = passed + 1, end
+            digest.update(memoryview(piece)[:at])
+            self._file.seek(start + at)
+            if not passed:  # longer than a piece, or more than there is
+                digest.update(_counted(self._take(self._number("Q", most=_MAX_STRING_BYTES))))
+                passed = 1
+            count -= passed
+        return digest.hexdigest()
+
+    def _string(self) -> str:
+        return self._take(self._number("Q", most=_MAX_STRING_BYTES)).decode("utf-8", "replace")
+
+    def _number(self, code: str, most: int | None = None) -> Any:
+        (value,) = struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))
+        if most is not None and value > most:
+            raise self._corrupt(f"a string claims {value} bytes")
+        return value
+
+    def _room(self, count: int) -> None:
+        if count > self._size - self._file.tell():
+            raise GgufError(f"{self._path} is truncated or corrupt: its header goes on past the end of the file; fetch it again")
+
+    def _take(self, count: int) -> bytes:
+        self._room(count)
+        data = self._file.read(count)
+        if len(data) != count:
+            raise GgufError(f"{self._path} became shorter while it was read; fetch it again")
+        return data
+
+    def _corrupt(self, what: str) -> GgufError:
+        return GgufError(f"{self._path} is corrupt: {what}; fetch the file again")

@@ -1,0 +1,89 @@
+"""What is fuzzed: every reader of input from outside, each with its corpus, its own errors, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_devices.errors import DeviceError
+from edge_export.errors import ExportError
+from edge_runtime.errors import EdgeRuntimeError
+
+CORPUS = Path(__file__).parents[2] / "tests" / "fuzz" / "corpus"
+OWN_ERRORS: tuple[type[Exception], ...] = (EdgeRuntimeError, ExportError, DeviceError)
+# JSON and YAML become objects that take many times the bytes they came from; size limits bound these readers.
+PARSED = 60.0
+
+Read = Callable[[bytes], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A reader ready for inputs: `read` gets one; all files are in `folder`."""
+
+    folder: Path
+    seeds: Sequence[bytes]
+    read: Read
+    structured: bool
+    focus: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """One reader. `make` returns how it reads; it gets a folder of its own and, if `needs_bundle`, that of an exported bundle.
+
+    `memory_factor`: bytes it may take per byte of input, beside a fixed slack. `guarded`: nothing outside its folder may be opened and no
+    code run, which jinja2, that makes Python of templates, cannot promise.
+    """
+
+    name: str
+    make: Callable[[Path, Path | None], Read]
+    structured: bool = False
+    memory_factor: float = 2.0
+    needs_bundle: bool = False
+    guarded: bool = True
+    corpus: str | None = None
+    seeds: Callable[[Path], Sequence[bytes]] | None = None
+    focus: Callable[[bytes], Sequence[tuple[int, int]]] | None = None
+    errors: tuple[type[Exception], ...] = OWN_ERRORS
+
+    def open(self, folder: Path, bundle: Path | None) -> Opened:
+        """Makes the folder and reads the corpus."""
+        folder.mkdir(parents=True)
+        if self.needs_bundle and bundle is None:
+            raise ValueError(f"{self.name} needs an exported bundle")
+        seeds = self.seeds(bundle) if self.seeds and bundle else corpus(self.corpus or self.name)
+        focus = self.focus(seeds[0]) if self.focus else ()
+        return Opened(folder=folder, seeds=seeds, read=self.make(folder, bundle), structured=self.structured, focus=focus)
+
+
+def corpus(name: str) -> list[bytes]:
+    """Returns the kept inputs of a reader, in the order of their names."""
+    found = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+    if not found:
+        raise ValueError(f"{CORPUS / name} is empty")
+    return found
+
+
+def from_file(name: str, read: Callable[[Path], object]) -> Callable[[Path, Path | None], Read]:
+    """Makes a reader that gets each input as a file of this name."""
+
+    def make(folder: Path, _: Path | None) -> Read:
+        path = folder / name
+
+        def one(data: bytes) -> None:
+            path.write_bytes(data)
+            read(path)
+
+        return one
+
+    return make
+
+
+def all_readers() -> dict[str, Reader]:
+    """Returns all readers by name; what they read with is imported only when they are opened."""
+    from fuzzing import device_readers, export_readers, model_readers, runtime_readers
+
+    found = [*runtime_readers.READERS, *export_readers.READERS, *device_readers.READERS, *model_readers.READERS]
+    return {reader.name: reader for reader in found}

@@ -1,0 +1,148 @@
+"""A short campaign of scripts/fuzz.py over every reader, and each input that once did harm. The long campaign's figures: docs/security.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+if not hasattr(os, "fork") or not Path("/proc/self/statm").exists():
+    pytest.skip("the campaign watches forked children through /proc, which only Linux has", allow_module_level=True)
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
+from fuzzing.campaign import HANG_SECONDS, run_campaign
+from fuzzing.mutation import input_of
+from fuzzing.readers import Reader, all_readers, corpus
+
+NEEDS = {
+    "head-file": "llama_cpp", "gguf-model": "llama_cpp", "kv-state": "llama_cpp", "prompt": "llama_cpp", "onnx-model": "onnxruntime",
+    "tokenizer-library": "tokenizers",
+}  # fmt: skip
+FEW = {"gguf-model": 60, "onnx-model": 150, "config": 150}
+READERS = all_readers()
+
+
+@pytest.mark.parametrize("name", sorted(READERS))
+def test_hostile_inputs_are_read_or_refused(name: str, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip(NEEDS.get(name, "json"))
+    reader = READERS[name]
+    bundle = request.getfixturevalue("exported_pair") if reader.needs_bundle else None
+    if name == "prompt":
+        pytest.importorskip("tokenizers")
+    report = run_campaign(reader, FEW.get(name, 400), 2, bundle)
+    assert report.failures == ()
+    assert report.inputs == report.read + report.refused == FEW.get(name, 400)
+
+
+def opened(name: str, folder: Path) -> Callable[[bytes], None]:
+    return READERS[name].open(folder / "work", None).read
+
+
+def gguf(name: bytes) -> bytes:
+    """A GGUF with one tensor, of five dimensions."""
+    return b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", len(name)) + name + struct.pack("<I", 5) + bytes(80)
+
+
+def changed(reader: str, change: Callable[[dict], object]) -> bytes:
+    data = json.loads(corpus(reader)[0])
+    change(data)
+    return json.dumps(data).encode()
+
+
+def npy(header: bytes) -> bytes:
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(1024)
+
+
+def onnx(name: bytes) -> bytes:
+    """An identity graph whose input has this name."""
+    from onnx import TensorProto, helper
+
+    value = helper.make_tensor_value_info("x" * len(name), TensorProto.FLOAT, [1])
+    end = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
+    node = helper.make_node("Identity", ["x" * len(name)], ["y"])
+    model = helper.make_model(helper.make_graph([node], "g", [value], [end]), opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return model.SerializeToString().replace(b"x" * len(name), name)
+
+
+# What the campaigns found: reader, input, and what it did before.
+FOUND = [
+    ("config", b"{}", "KeyError"),
+    ("manifest", changed("manifest", lambda m: m["files"][0].update(path="\ud800")), "UnicodeEncodeError"),
+    ("manifest", changed("manifest", lambda m: m["files"][0].update(path="\u00e9" * 300)), "OSError: file name too long"),
+    ("manifest", changed("manifest", lambda m: m["files"][0].update(path="a\x1b[2J")), "a terminal's screen cleared by the message"),
+    ("gguf-header", gguf(b"\n\x1b[31m"), "control characters in the message"),
+    ("gguf-header", gguf(b"x" * 100_000), "a message of 100,000 characters"),
+    ("safetensors-index", b'{"weight_map": {"a": "' + b"9" * 5000 + b'.safetensors"}}', "OSError: file name too long"),
+    ("npy-table", npy(b"{'descr': '<f4', 'shape': (8, 16), \n"), "tokenize.TokenError"),
+    ("run-log", b"[" * 100_000, "RecursionError"),
+    ("meters", b"[" * 100_000, "RecursionError"),
+    ("meters", changed("meters", lambda m: m.update(schema="\x1b" * 5000)), "control characters in the message"),
+    ("meter-table", b"time_s,\x1b[2J\n0,1\n", "control characters in the message"),
+    ("adb-answer", b"0\nexit=" + b"9" * 5000, "ValueError: Exceeds the limit (4300 digits)"),
+    ("adb-answer", b"9" * 5000 + b"\n", "ValueError: an exit code of 5,000 digits"),
+    ("chat-file", changed("chat-file", lambda c: c.update(version="x" * 5000)), "a message of 5,000 characters"),
+    ("hf-config", changed("hf-config", lambda c: c.update(model_type="\x07" * 5000)), "a message of 5,000 characters"),
+]
+
+
+# An empty mapping is a configuration that says nothing; a device's number that is none counts as not said.
+HARMLESS = ("KeyError", "ValueError: Exceeds the limit (4300 digits)")
+
+
+@pytest.mark.parametrize(("name", "data", "before"), FOUND, ids=[f"{name}-{before[:20]}" for name, _, before in FOUND])
+def test_what_once_did_harm_is_refused_in_a_sentence(name: str, data: bytes, before: str, tmp_path: Path) -> None:
+    read = opened(name, tmp_path)
+    if before in HARMLESS:
+        read(data)
+        return
+    with pytest.raises(READERS[name].errors) as caught:
+        read(data)
+    assert 0 < len(str(caught.value)) < 2000
+    assert str(caught.value).isprintable()
+
+
+def test_names_of_an_onnx_graph_that_are_not_utf_8(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    with pytest.raises(READERS["onnx-model"].errors, match="not UTF-8"):
+        opened("onnx-model", tmp_path)(onnx(b"\x8c\xff"))
+
+
+def test_a_panic_of_the_tokenizer_library_is_an_error_of_ours(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    reader = READERS["tokenizer-library"]
+    ready = reader.open(tmp_path / "work", None)
+    panics = input_of(ready.seeds, 7, 130, structured=True)
+    with pytest.raises(reader.errors):
+        ready.read(panics)
+
+
+def misbehaving(read: Callable[[bytes], None]) -> Reader:
+    seeds = corpus("manifest")
+    return Reader(name="manifest", make=lambda _folder, _bundle: lambda data: None if data in seeds else read(data))
+
+
+@pytest.mark.parametrize(
+    ("read", "kind", "says"),
+    [
+        (lambda _: {}["x"], "error", "KeyError"), (lambda _: os.kill(os.getpid(), 9), "crash", "SIGKILL"),
+        (lambda _: Path("/etc/hostname").read_text(), "error", "ForbiddenError: open"), (lambda _: eval("1"), "error", "ForbiddenError: exec"),
+        (lambda _: os.system("true"), "error", "ForbiddenError: os.system"), (lambda _: bytearray(64 << 20), "memory", "bytes for an input"),
+    ],
+)  # fmt: skip
+def test_the_campaign_sees_what_it_looks_for(read: Callable[[bytes], None], kind: str, says: str) -> None:
+    report = run_campaign(misbehaving(read), 3, 1)
+    assert (report.failures[0].kind, says in report.failures[0].what) == (kind, True)
+
+
+def test_the_campaign_sees_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    assert HANG_SECONDS == 10
+    monkeypatch.setattr("fuzzing.campaign.HANG_SECONDS", 0.3)
+    report = run_campaign(misbehaving(lambda _: time.sleep(30)), 1, 1)
+    assert report.failures[0].kind == "hang"
