@@ -37,7 +37,7 @@ class ChatSettings:
     tools: tuple[dict[str, Any], ...] = ()
     max_tokens: int = MAX_TOKENS
     stop: tuple[str, ...] = ()
-    overflow: str = "drop_oldest"
+    overflow: str = OVERFLOWS[0]
     sampling: SamplingParams = field(default_factory=lambda: GREEDY_PARAMS)
 
     def __post_init__(self) -> None:
@@ -162,13 +162,13 @@ class Answer:
 class Chat:
     """A conversation. `messages` is the history without the system message; roles are user, assistant and tool.
 
-    The whole conversation is sent for each answer; what the cache holds of it is not computed again. `request` goes to
-    `Session.generate` for every answer, as `acceptance` and `policy`. Not thread-safe, but for `Answer.stop`.
+    The whole conversation is sent for each answer; what the cache holds of it is not computed again. Without an `overflow` the session's
+    configuration has it. `request` goes to `Session.generate` for every answer, as `acceptance` and `policy`. Not thread-safe, but for `Answer.stop`.
     """
 
     def __init__(
         self, session: Session, *, system: str | None = None, thinking: bool = False, tools: Sequence[dict[str, Any]] = (),
-        max_tokens: int = MAX_TOKENS, stop: Sequence[str] = (), overflow: Overflow = "drop_oldest",
+        max_tokens: int = MAX_TOKENS, stop: Sequence[str] = (), overflow: Overflow | None = None,
         sampling: SamplingParams = GREEDY_PARAMS, template: ChatTemplate | None = None, **request: Any,
     ) -> None:  # fmt: skip
         self.session = session
@@ -179,7 +179,7 @@ class Chat:
             tools=tuple(tools),
             max_tokens=max_tokens,
             stop=tuple(stop),
-            overflow=overflow,
+            overflow=overflow or session.settings.overflow,
             sampling=sampling,
         )
         self.messages: list[Message] = []

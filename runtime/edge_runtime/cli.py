@@ -223,7 +223,7 @@ def check_combination(
 @click.option(
     "--keep-packed", is_flag=True, help="onnx: keep weights packed for this CPU on disk, twice their size: opens faster, maps memory."
 )
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: as many as each phase runs fastest on, measured once]")
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
 @click.option("--config", type=click.Path(path_type=Path), help="YAML file that goes over --preset and the bundle's own config.yaml.")
 @click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")

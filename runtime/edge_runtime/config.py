@@ -80,7 +80,7 @@ class CacheConfig(Section):
     max_context_length: int | None = _key(whole(1, MAX_CONTEXT), "tokens the KV cache holds, prompt and answer together")
     kv_type: str | None = _key(one_of("f16", "q8_0", "q4_0"), "type of the K/V rows: f16, q8_0 or q4_0")
     memory_limit: int | str | None = _key(size, 'most memory to take, in bytes or like "2GB"; null: what the machine has')
-    overflow: str | None = _key(one_of("stop", "drop_oldest"), "when the context is full: stop, or drop_oldest turns and go on")
+    overflow: str | None = _key(one_of("stop", "drop_oldest"), "when a chat fills the context: drop_oldest turns and go on, or stop")
 
 
 @dataclass(frozen=True, kw_only=True)

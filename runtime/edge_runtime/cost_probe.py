@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from edge_runtime.backends.base import Drafter, Target
-from edge_runtime.cost_curve import MAX_ROWS, MeasuredCosts
+from edge_runtime.cost_curve import MAX_ROWS, MeasuredCosts, foreseen
 from edge_runtime.machine_cache import read_entries, remember_entry
 
 CACHE_NAME = "costs.json"
@@ -24,8 +24,8 @@ def measure_costs(
 ) -> MeasuredCosts:  # fmt: skip
     """Times verifies of 1 to `most_rows` rows, all that the target was opened for, and drafts in turn, after a short text of one `token`; leaves the cache empty.
 
-    Medians of at least MIN_ROUNDS rounds, however long they take, and of more while `max_seconds` are not over; the round before them
-    warms up. Without a drafter, or with one that drafts nothing here, a step costs as good as nothing: 1 ns.
+    Lower quartiles of at least MIN_ROUNDS rounds, however long they take, and of more while `max_seconds` are not over: what other
+    processes do only adds time. The round before them warms up. Without a drafter, or with one that drafts nothing here, a step costs as good as nothing: 1 ns.
     """
     longest = min(most_rows, target.context - 2, target.rewind_slack)
     asked = min(STEPS, most_rows - 1)
@@ -51,10 +51,10 @@ def measure_costs(
             steps.append((clock() - start) / drafted)
         target.rollback(len(text))
     target.rollback(0)
-    verify = [statistics.median(taken[1:]) for taken in rows]
-    # What has no room for more rows never verifies them.
-    verify += [verify[-1] * (1 + n) for n in range(MAX_ROWS - longest)]
-    return MeasuredCosts(verify=tuple(verify), step=statistics.median(steps[1:]) if len(steps) > 1 else 1e-9)
+    verify = [lower_quartile(taken[1:]) for taken in rows]
+    while len(verify) < MAX_ROWS:  # one request has no room for more, several may have
+        verify.append(foreseen(verify))
+    return MeasuredCosts(verify=tuple(verify), step=lower_quartile(steps[1:]) if len(steps) > 1 else 1e-9)
 
 
 def remembered_costs(path: Path, key: str) -> MeasuredCosts | None:
@@ -65,3 +65,8 @@ def remembered_costs(path: Path, key: str) -> MeasuredCosts | None:
 def remember_costs(path: Path, key: str, costs: MeasuredCosts) -> None:
     """Keeps costs for the next time; where that cannot be written they are measured again, which takes two seconds."""
     remember_entry(path, key, costs.to_json())
+
+
+def lower_quartile(taken: Sequence[float]) -> float:
+    """Returns what a quarter of at least one timing stays below: other processes only ever add time."""
+    return statistics.quantiles(taken, n=4, method="inclusive")[0] if len(taken) > 1 else taken[0]

@@ -44,7 +44,7 @@ class Decoding:
         self.ended = False
         self._target = target
         self._policy = policy
-        self._start = self._room = self._asked = 0
+        self._start = self._room = self._asked = self._rows = 0
         self._drafts: list[int] = []
         self._heard: list[int] = []
         self._left = max_tokens
@@ -55,13 +55,13 @@ class Decoding:
         """Whether `max_tokens` tokens are out, `ends` said yes, or the context is full."""
         return self.ended or self._left <= 0 or self._target.length >= self._target.context
 
-    def ask(self, sequence: int = 0) -> DraftAsk:
-        """Begins a round: says what to draft, at most. A `draft_length` of 0 asks for nothing."""
+    def ask(self, sequence: int = 0, requests: int = 1) -> DraftAsk:
+        """Begins a round that `requests` requests share: says what to draft, at most. A `draft_length` of 0 asks for nothing."""
         target = self._target
         self._start, self._asked = target.length, 0
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
         self._room = min(self._left - 1, target.context - target.length - 1, target.rewind_slack)
-        length = min(self._policy.draft_length(), self._room)
+        length = min(self._policy.draft_length(requests), self._room)
         # What is not verified must not be drawn either: the rule would wait for a verdict on it.
         choose = None if self._policy.listening else self.rule.choose
         return DraftAsk(sequence=sequence, last=self.last, draft_length=length, choose=choose, go_on=self._policy.go_on)
@@ -71,25 +71,35 @@ class Decoding:
         self._asked = len(drafts)
         self._heard = drafts[:1] if self._policy.listening else []
         self._drafts = [] if self._policy.listening else self.rule.admit(drafts)
-        padding = min(self._policy.padding(len(self._drafts)), self._room - len(self._drafts))
-        return [self.last, *self._drafts, *[self.last] * max(0, padding)]
+        padding = max(0, min(self._policy.padding(len(self._drafts)), self._room - len(self._drafts)))
+        self._rows = 1 + len(self._drafts) + padding
+        return [self.last, *self._drafts, *[self.last] * padding]
 
-    def settle(self, logits: Logits, draft_seconds: float, verify_seconds: float, *, alone: bool = True) -> Round:
-        """Ends the round on the logits of verifying `rows`, and rolls the cache back. `alone`: no other request had part in the times."""
-        drafts, rows = self._drafts, len(logits)
+    def timing(self, draft_seconds: float, verify_seconds: float, *others: Decoding) -> Timing:
+        """What the round took: of this request and of `others`, which shared its forwards."""
+        every = (self, *others)
+        return Timing(
+            length=sum(one._start for one in every), steps=sum(one._asked for one in every), draft_seconds=draft_seconds,
+            rows=sum(one._rows for one in every), verify_seconds=verify_seconds, requests=len(every),
+        )  # fmt: skip
+
+    def settle(self, logits: Logits, timing: Timing, *, tell: bool = True) -> Round:
+        """Ends the round on the logits of verifying `rows`, and rolls the cache back. `tell` the policy what the round took."""
+        drafts = self._drafts
         verdict = self.rule.accept(drafts, logits)
         tokens, self.ended = _until_end((*drafts[: verdict.accepted], verdict.next_token), self._ends)
         self._target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one that came before them
         if self._heard:
             self._policy.hear(self._heard[0] == tokens[0])
-        if alone:
-            self._policy.timed(
-                Timing(length=self._start, steps=self._asked, draft_seconds=draft_seconds, rows=rows, verify_seconds=verify_seconds)
-            )
+        if tell:
+            self._policy.timed(timing)
         self._policy.observe(len(drafts), verdict.accepted)
         self.last, self._left = tokens[-1], self._left - len(tokens)
         accepted = min(verdict.accepted, len(tokens))
-        return Round(drafted=len(drafts), accepted=accepted, tokens=tokens, draft_seconds=draft_seconds, verify_seconds=verify_seconds)
+        return Round(
+            drafted=len(drafts), accepted=accepted, tokens=tokens,
+            draft_seconds=timing.draft_seconds, verify_seconds=timing.verify_seconds,
+        )  # fmt: skip
 
 
 def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Iterator[Round]:
@@ -105,7 +115,7 @@ def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Itera
         drafts = drafter.draft(ask.last, ask.draft_length, ask.choose, ask.go_on) if drafter and wanted else []
         middle = time.perf_counter()
         logits = target.verify(decoding.rows(drafts))
-        yield decoding.settle(logits, middle - begin, time.perf_counter() - middle)
+        yield decoding.settle(logits, decoding.timing(middle - begin, time.perf_counter() - middle))
 
 
 def _until_end(tokens: tuple[int, ...], ends: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:

@@ -16,7 +16,7 @@ from edge_devices.system import System
 from edge_devices.watch import EnergyWatch, RunEnergy
 from edge_runtime.config import OBJECTIVES
 from edge_runtime.errors import RequestError
-from edge_runtime.opening import PowerSource
+from edge_runtime.measured_once import PowerSource
 from edge_runtime.phase_power import PhasePower, read_phase_power
 from edge_runtime.power_probe import PowerProbe
 

@@ -93,11 +93,12 @@ class Lockstep:
         middle = time.perf_counter()
         asks = [(self._number(one), one.decoding.rows(draft)) for one, draft in zip(running, drafts, strict=True)]
         logits = self._together.verify_all(asks)
-        drafting, verifying, alone = middle - begin, time.perf_counter() - middle, len(running) == 1
+        first, *others = [one.decoding for one in running]
+        timing = first.timing(middle - begin, time.perf_counter() - middle, *others)
         done = []
         for one, rows in zip(running, logits, strict=True):
-            try:
-                done.append((one, one.decoding.settle(rows, drafting, verifying, alone=alone)))
+            try:  # one tells what the round took: their policies weigh the same costs
+                done.append((one, one.decoding.settle(rows, timing, tell=one is running[0])))
             except EdgeRuntimeError as error:  # such as no token left to draw: the others' rows are as good as before
                 one.target.rollback(0)
                 self._failures.append((one, error))
@@ -139,7 +140,7 @@ class Lockstep:
                 self._begin(generation)
 
     def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
-        asks = [one.decoding.ask(self._number(one)) for one in running]
+        asks = [one.decoding.ask(self._number(one), len(running)) for one in running]
         wanted = [i for i, ask in enumerate(asks) if ask.draft_length > 0]
         drafts: list[list[int]] = [[] for _ in running]
         if wanted:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,8 +13,7 @@ from edge_runtime.backends.base import Drafter, Target, Together
 from edge_runtime.backends.choice import BackendKind, choose_backend
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.config import SpeculativeConfig
-from edge_runtime.cost_curve import CostCurve, Costs
-from edge_runtime.cost_probe import CACHE_NAME, measure_costs, remember_costs, remembered_costs
+from edge_runtime.cost_curve import Costs
 from edge_runtime.decode import Round
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
@@ -25,23 +21,21 @@ from edge_runtime.generation import Generation
 from edge_runtime.integrity import CheckMode
 from edge_runtime.kv_types import KvType, check_kv_type
 from edge_runtime.lockstep import Alone, Lockstep
-from edge_runtime.machine_cache import cache_folder, cpu_identity
+from edge_runtime.measured_once import MeasuredPair, PowerSource, measured_costs, measured_threads
 from edge_runtime.memory_check import available_memory, check_memory, memory_bytes
 from edge_runtime.memory_plan import Opening
 from edge_runtime.monitoring import Monitor, MonitorOptions
-from edge_runtime.phase_power import EnergyCosts, PhasePower
+from edge_runtime.phase_power import PhasePower
+from edge_runtime.processors import processor_groups
 from edge_runtime.session import Session
 from edge_runtime.settings import Settings, load_settings
-
-# Returns the watts of each phase, measured on an opened pair or remembered under a key; leaves the cache empty. It gets the pair, a token to
-# fill texts with, the most rows of a verify, and the key.
-PowerSource = Callable[[Target, Drafter | None, int, int, str], PhasePower]
+from edge_runtime.thread_probe import ThreadCounts
 
 
 class OpenOptions(TypedDict, total=False):
     """How to open a bundle; what is left out or None is as the bundle's config.yaml says, or the default.
 
-    `context` is in tokens. `config` (a file or a `SpeculativeConfig`) goes over the preset, that over the bundle's config.yaml, that over
+    `context` is in tokens. `threads` None finds out how many each phase runs fastest on (`thread_probe`). `config` (a file or a `SpeculativeConfig`) goes over the preset, that over the bundle's config.yaml, that over
     the defaults, and what is asked for here over all. Without a `drafter` it is the faster by a short measurement where the bundle has
     both the dense and the split. `notify` gets a sentence now and then, such as about a first probe. `monitoring` says what the
     monitor tells whom; its window is the configured one. `kv_type` is that of the KV cache; `memory_limit`, bytes or a text such as
@@ -99,7 +93,7 @@ class Sessions:
 
 def default_threads() -> int:
     """Returns how many processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return sum(map(len, processor_groups()))
 
 
 def open_session(folder: Path | str, **options: Unpack[OpenOptions]) -> Session:
@@ -168,8 +162,7 @@ def _open_onnx(opening: _Opening, options: OpenOptions) -> Session:
     target, drafter, kind = open_onnx(opening.bundle, ort_options, opening.drafter, opening.notify)
 
     def costs() -> Costs:
-        facts = (ort_options, kind)
-        return _costs(opening, target, drafter, target.vocabulary.bos, facts)
+        return measured_costs(_pair(opening, target, drafter, target.vocabulary.bos, ort_options, kind), opening.power)
 
     return Session(opening.bundle, target, drafter, target.vocabulary, kind, settings, opening.monitor, costs)
 
@@ -201,9 +194,14 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
     )  # fmt: skip
     own = zip(together.targets, together.drafters, strict=True)
 
+    facts = (kv_type, kind, answer.use_extra_bufts, library_version(), system_info(), *quantizations)
+    pair = _pair(opening, together.targets[0], together.drafters[0], together.vocabulary.bos, *facts)
+    threads = ThreadCounts.same(opening.threads)
+    if options.get("threads") is None:
+        threads = measured_threads(pair, lambda counts: together.set_threads(**counts.to_json()), opening.notify)
+
     def costs() -> Costs:
-        facts = (kv_type, kind, answer.use_extra_bufts, library_version(), system_info(), *quantizations)
-        return _costs(opening, together.targets[0], together.drafters[0], together.vocabulary.bos, facts)
+        return measured_costs(replace(pair, facts=(*pair.facts, threads)), opening.power)
 
     curve = cache(costs)
     if count > 1 and settings.policy == "profit":
@@ -212,25 +210,12 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
     return Sessions(sessions, together)
 
 
-def _costs(opening: _Opening, target: Target, drafter: Drafter | None, bos: int, facts: Sequence[object]) -> Costs:
-    """Returns the remembered costs of this pair on this machine, or measures them, which takes about two seconds the first time.
-
-    Seconds, or joules if the objective is energy; a power that has to be measured takes longer.
-
-    Called before a request's prompt is in the cache: measuring empties it.
-    """
-    hashes = [file.sha256 for file in opening.bundle.manifest.files]
-    rows = opening.settings.longest_draft + 1
-    key = hashlib.sha256(json.dumps([cpu_identity(), opening.threads, rows, hashes, [*map(str, facts)]]).encode()).hexdigest()
-    path = cache_folder() / CACHE_NAME
-    measured = remembered_costs(path, key)
-    if measured is None:
-        measured = measure_costs(target, drafter, max(bos, 0), most_rows=rows)
-        remember_costs(path, key, measured)
-    curve, power = CostCurve(measured), opening.power
-    if opening.settings.objective != "energy" or power is None:
-        return curve
-    return EnergyCosts(curve, power if isinstance(power, PhasePower) else power(target, drafter, max(bos, 0), rows, key))
+def _pair(opening: _Opening, target: Target, drafter: Drafter | None, bos: int, *facts: object) -> MeasuredPair:
+    hashes = tuple(file.sha256 for file in opening.bundle.manifest.files)
+    return MeasuredPair(
+        target=target, drafter=drafter, token=max(bos, 0), rows=opening.settings.longest_draft + 1,
+        objective=opening.settings.objective, facts=(*hashes, opening.threads, *facts),
+    )  # fmt: skip
 
 
 def _check_energy(settings: Settings, options: OpenOptions) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from edge_runtime.cost_curve import Costs
 from edge_runtime.errors import ConfigError
+from edge_runtime.policies import Timing
 
 MAX_FILE_BYTES = 1 << 20
 MOST_WATTS = 10_000.0
@@ -71,13 +72,13 @@ class EnergyCosts:
         """Joules of one target forward of `rows` rows at the present length."""
         return self._seconds.verify(rows) * self._power.forward(rows)
 
-    def step(self) -> float:
-        """Joules of one draft step."""
-        return self._seconds.step() * self._power.draft
+    def step(self, requests: int = 1) -> float:
+        """Joules of one drafted token where so many requests draft together."""
+        return self._seconds.step(requests) * self._power.draft
 
-    def learn(self, *, length: int, rows: int, verify_seconds: float, drafted: int, draft_seconds: float) -> None:
+    def learn(self, timing: Timing) -> None:
         """Passes a round's timings on: what a phase takes changes from round to round, its power hardly."""
-        self._seconds.learn(length=length, rows=rows, verify_seconds=verify_seconds, drafted=drafted, draft_seconds=draft_seconds)
+        self._seconds.learn(timing)
 
 
 _EXAMPLE = '{"draft": 3.1, "verify": 5.2, "plain": 4.4}'

@@ -18,13 +18,17 @@ WINDOW_ROUNDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What a round of one request took, in seconds: `steps` draft steps, and a verify of `rows` rows after `length` tokens."""
+    """What a round took, in seconds: `steps` drafted tokens, and a verify of `rows` rows after `length` tokens.
+
+    Where several requests share the forwards, all three are their sums.
+    """
 
     length: int
     steps: int
     draft_seconds: float
     rows: int
     verify_seconds: float
+    requests: int = 1
 
 
 class DraftLengthPolicy(Protocol):
@@ -38,8 +42,11 @@ class DraftLengthPolicy(Protocol):
     def listening(self) -> bool:
         """Whether this round's drafts are not to be verified, only compared with what plain decoding brings (`hear`)."""
 
-    def draft_length(self) -> int:
-        """Returns how many tokens to draft at most in the next round; 0 is plain decoding. Asked once a round, first of all."""
+    def draft_length(self, requests: int = 1) -> int:
+        """Returns how many tokens to draft at most in the next round; 0 is plain decoding. Asked once a round, first of all.
+
+        `requests` is how many share the round's forwards, this one among them.
+        """
 
     def padding(self, drafted: int) -> int:
         """Returns how many rows to verify beyond the drafts, for the only reason that the larger batch is the cheaper one."""
@@ -48,7 +55,7 @@ class DraftLengthPolicy(Protocol):
         """Learns, where it was listening, whether the first draft was the token that came. Before `observe`."""
 
     def timed(self, timing: Timing) -> None:
-        """Learns what the round took. Before `observe`."""
+        """Learns what the round took. Before `observe`; of requests that share a round, one is told."""
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Learns what became of the last round's drafts."""
@@ -81,7 +88,7 @@ class Fixed(CountingPolicy):
         if not 0 <= self.length <= MAX_DRAFT_LENGTH:
             raise RequestError(f"draft length {self.length} is outside 0..{MAX_DRAFT_LENGTH}; choose one inside")
 
-    def draft_length(self) -> int:
+    def draft_length(self, requests: int = 1) -> int:  # noqa: ARG002
         """Returns the fixed length."""
         return self.length
 
@@ -133,7 +140,7 @@ class Rolling(CountingPolicy):
         self._penalty = penalty
         self._recent = RecentAcceptance(window)
 
-    def draft_length(self) -> int:
+    def draft_length(self, requests: int = 1) -> int:  # noqa: ARG002
         """Returns the present length."""
         return int(self._length)
 
@@ -159,7 +166,7 @@ class Stepped(CountingPolicy):
         self._bounds = (shortest, longest)
         self._recent = RecentAcceptance(window)
 
-    def draft_length(self) -> int:
+    def draft_length(self, requests: int = 1) -> int:  # noqa: ARG002
         """Returns the step of the present acceptance."""
         rate = self._recent.rate or 0.0
         shortest, longest = self._bounds

@@ -3,6 +3,8 @@
 A round is a renewal: it emits 1 + (accepted drafts) tokens and costs its draft steps and one verify. The rate to beat is that of the
 best fixed length, r = max E[tokens] / E[cost] with 0 (plain decoding) among the lengths; a further draft pays while it raises
 E[tokens] - r E[cost], the value of a round at that rate (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967).
+
+Where N requests share their forwards each weighs an Nth of a verify of N times its rows, as if the others did as it does.
 """
 
 from __future__ import annotations
@@ -60,31 +62,31 @@ class Profit:
         self._rows = [0] * (longest + 2)
         self._row_costs = [0.0] * (longest + 2)
         self._stale = True
+        self._requests = 1
         self._chain = self._expected = 1.0
         self._confidences: list[float] = []
         self._drafted = 0
 
     def timed(self, timing: Timing) -> None:
         """Passes a round's timings to the costs."""
-        self._costs.learn(
-            length=timing.length, rows=timing.rows, verify_seconds=timing.verify_seconds, drafted=timing.steps,
-            draft_seconds=timing.draft_seconds,
-        )  # fmt: skip
+        self._costs.learn(timing)
 
     @property
     def listening(self) -> bool:
         """Whether the drafts of this round are only compared with what plain decoding brings."""
         return self._mode == "listen"
 
-    def draft_length(self) -> int:
+    def draft_length(self, requests: int = 1) -> int:
         """Returns the most tokens to draft now; `go_on` may end the draft earlier."""
+        self._stale = self._stale or requests != self._requests
+        self._requests = requests
         self._chain = self._expected = 1.0
         self._confidences = []
         if self._stale:
             self._plan()
         if self._mode == "draft":
             return self._longest if self._stepwise else self._planned
-        self._mode = "listen" if self._longest and self._credit * self._costs.verify(1) >= self._costs.step() else "plain"
+        self._mode = "listen" if self._longest and self._credit * self._verify(1) >= self._step() else "plain"
         return 1 if self.listening else 0
 
     def _plan(self) -> None:
@@ -92,8 +94,8 @@ class Profit:
         self._stale = False
         self._positions = self._model.positions()
         self._weigh_rows()
-        plain = self._plain_rate = 1 / self._costs.verify(1)
-        step, chain, tokens, best = self._costs.step(), 1.0, 1.0, 0.0
+        plain = self._plain_rate = 1 / self._verify(1)
+        step, chain, tokens, best = self._step(), 1.0, 1.0, 0.0
         self._planned = 0
         for length in range(1, self._longest + 1):
             chain *= self._positions[length - 1]
@@ -111,7 +113,7 @@ class Profit:
         """For each number of rows: which larger one is the cheapest to verify, and what it costs."""
         cheapest, cost = 0, float("inf")
         for rows in range(self._longest + 1, 0, -1):
-            own = self._costs.verify(rows)
+            own = self._verify(rows)
             if own <= cost:
                 cheapest, cost = rows, own
             self._rows[rows], self._row_costs[rows] = cheapest, cost
@@ -141,7 +143,7 @@ class Profit:
         """Learns from a round that listened: whether the draft was the token that plain decoding brought. Comes before `observe`."""
         self._stale = True
         self._model.observe(1, int(right), self._confidences)
-        self._credit -= self._costs.step() / self._costs.verify(1)
+        self._credit -= self._step() / self._verify(1)
 
     @property
     def last(self) -> Decision:
@@ -149,13 +151,20 @@ class Profit:
         drafted = self._drafted
         return Decision(
             mode=self._mode if drafted or self.listening else "plain", planned=self._planned, drafted=drafted,
-            padding=self.padding(drafted), expected=self._expected, cost=drafted * self._costs.step() + self._row_costs[drafted + 1],
+            padding=self.padding(drafted), expected=self._expected, cost=drafted * self._step() + self._row_costs[drafted + 1],
             plain_rate=self._plain_rate, best_rate=self._rate, confidences=tuple(self._confidences),
         )  # fmt: skip
 
+    def _verify(self, rows: int) -> float:
+        """This request's share of a verify in which all that share it bring so many rows: their own numbers are not known yet."""
+        return self._costs.verify(rows * self._requests) / self._requests
+
+    def _step(self) -> float:
+        return self._costs.step(self._requests)
+
     def _gain_of_more(self, drafted: int) -> float:
         """The most that drafting on adds to the value of this round."""
-        chain, tokens, best, here, step = self._chain, 0.0, -1.0, self._row_costs[drafted + 1], self._costs.step()
+        chain, tokens, best, here, step = self._chain, 0.0, -1.0, self._row_costs[drafted + 1], self._step()
         for length in range(drafted + 1, self._longest + 1):
             chain *= self._positions[length - 1]
             tokens += chain

@@ -112,9 +112,9 @@ class Guarded:
         """Tells the policy."""
         self._policy.timed(timing)
 
-    def draft_length(self) -> int:
+    def draft_length(self, requests: int = 1) -> int:
         """Returns the policy's length, or what the net allows if that is less."""
-        return min(self._policy.draft_length(), self._net.longest)
+        return min(self._policy.draft_length(requests), self._net.longest)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Tells both."""

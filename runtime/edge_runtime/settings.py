@@ -69,7 +69,7 @@ def defaults(runtime: RuntimeSettings) -> SpeculativeConfig:
         drafter=DrafterConfig(),
         verifier=VerifierConfig(parallel_batch_size=MAX_DRAFT_LENGTH + 1),
         cache=CacheConfig(
-            shared_kv=True, eviction_policy="sliding_window", max_context_length=runtime.context, kv_type="f16", overflow="stop"
+            shared_kv=True, eviction_policy="sliding_window", max_context_length=runtime.context, kv_type="f16", overflow="drop_oldest"
         ),
         tuning=TuningConfig(
             policy="profit", objective="time", initial_horizon=first, min_horizon=min(1, first), max_horizon=max(LONGEST, first),
@@ -98,11 +98,7 @@ def load_settings(
             notify(f"preset {preset} is meant for a 4-bit target, this one is {made}; edge-export --preset {preset} makes one")
     if os.path.lexists(bundle.folder / CONFIG_NAME):
         layers.append(read_config(bundle.folder / CONFIG_NAME))
-    settings = resolve_settings(layers, bundle)
-    # The text ends where the cache is full.
-    if settings.overflow != "stop":
-        raise ConfigError("cache.overflow drop_oldest is not there yet; leave it out")
-    return settings
+    return resolve_settings(layers, bundle)
 
 
 def resolve_settings(layers: Iterable[SpeculativeConfig], bundle: Bundle) -> Settings:

@@ -42,7 +42,7 @@ OPTIONS = (
     click.option("--system", help="Chat: the system message."),
     click.option("--thinking", is_flag=True, help="Chat: let the model think before it answers, if its template can."),
     click.option(
-        "--overflow", type=click.Choice(OVERFLOWS), default="drop_oldest", help="Chat: what happens when the conversation outgrows the context."
+        "--overflow", type=click.Choice(OVERFLOWS), help="Chat: what happens when the conversation outgrows the context. [default: the configuration's]"
     ),
 )  # fmt: skip
 
@@ -57,7 +57,7 @@ def chat_options(command: Command) -> Command:
 def chat_values(values: dict[str, Any], *, chatting: bool) -> dict[str, Any]:
     """Takes the options' values out of all the command's and returns them as arguments for `Chat`; a usage error outside of a chat."""
     chat = {name: values.pop(name) for name in ("system", "thinking", "overflow")}
-    if not chatting and (chat["system"] is not None or chat["thinking"] or chat["overflow"] != OVERFLOWS[0]):
+    if not chatting and (chat["system"] is not None or chat["thinking"] or chat["overflow"] is not None):
         raise click.UsageError("--system, --thinking and --overflow are for a chat; leave PROMPT out, or leave them out")
     return chat
 

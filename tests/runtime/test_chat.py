@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -339,3 +340,11 @@ def test_the_sessions_monitor_counts_every_answer(tmp_path):
     next(answer)
     answer.close()
     assert [json.loads(line)["finish_reason"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == ["stop", "interrupted"]
+
+
+def test_the_configuration_says_what_happens_to_a_chat_that_outgrows_the_context():
+    session = chat_session("x")
+    assert Chat(session).settings.overflow == "drop_oldest"
+    session.settings = replace(session.settings, overflow="stop")
+    assert Chat(session).settings.overflow == "stop"
+    assert Chat(session, overflow="drop_oldest").settings.overflow == "drop_oldest"

@@ -19,7 +19,7 @@ from edge_runtime.cost_curve import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.opening import open_session
 from edge_runtime.phase_power import EnergyCosts, PhasePower, read_phase_power
-from edge_runtime.policies import Fixed
+from edge_runtime.policies import Fixed, Timing
 from edge_runtime.power_probe import PowerProbe
 from edge_runtime.profit import Profit
 from scripted import ScriptedDrafter, ScriptedTarget, next_token
@@ -80,7 +80,7 @@ def test_timings_go_to_the_seconds_below() -> None:
     joules = EnergyCosts(seconds, PhasePower(draft=2.0, verify=4.0, plain=3.0))
     assert (joules.verify(1), joules.verify(2), joules.step()) == (pytest.approx(0.03), pytest.approx(0.04), pytest.approx(0.002))
     for _ in range(200):
-        joules.learn(length=10, rows=2, verify_seconds=0.02, drafted=1, draft_seconds=0.002)
+        joules.learn(Timing(length=10, steps=1, draft_seconds=0.002, rows=2, verify_seconds=0.02))
     assert joules.verify(2) == pytest.approx(0.08, rel=0.05)
     assert joules.step() == pytest.approx(0.004, rel=0.05)
 

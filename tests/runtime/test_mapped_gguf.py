@@ -54,7 +54,7 @@ def test_rows_are_bit_for_bit_gguf_s(tmp_path: Path, name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     data = quantized(kind)
     wanted = gguf.quants.dequantize(data, kind)
-    context = GgmlContext(library(), 1)
+    context = GgmlContext(library())
     index = context.numbers(1)
     row = context.row(context.mapped(opened(write(tmp_path / "model.gguf", kind, data))), index)
     graph = context.graph(row)

@@ -13,7 +13,7 @@ from edge_runtime.acceptance_model import AcceptanceModel
 from edge_runtime.cost_curve import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.cost_probe import measure_costs, remember_costs, remembered_costs
 from edge_runtime.machine_cache import MAX_REMEMBERED
-from edge_runtime.policies import Fixed
+from edge_runtime.policies import Fixed, Timing
 from edge_runtime.profit import Profit
 from scripted import ScriptedDrafter, ScriptedTarget, make_session, next_token, plain_greedy
 from simulated_rounds import CURVES, FLAT, LINEAR, NOT_REPACKED, REPACKED, STEEP, ExactCosts, rate
@@ -21,11 +21,22 @@ from simulated_rounds import CURVES, FLAT, LINEAR, NOT_REPACKED, REPACKED, STEEP
 TOKENS, SEEDS = 300, 5
 
 
+def took(*, length: int = 100, rows: int = 1, verify: float = 0.0, steps: int = 0, draft: float = 0.0, requests: int = 1) -> Timing:
+    return Timing(length=length, steps=steps, draft_seconds=draft, rows=rows, verify_seconds=verify, requests=requests)
+
+
 @cache
 def static_rates(curve: str, step: float, acceptance: float) -> list[float]:
-    """Mean rate of each fixed length, 0 first."""
-    costs = ExactCosts(CURVES[curve], step)
-    return [statistics.mean(rate(costs, Fixed(n), lambda _: acceptance, TOKENS, seed) for seed in range(SEEDS)) for n in range(13)]
+    """Rate of each fixed length, 0 first, in the long run: a round of n drafts emits 1 + p + ... + p^n tokens (Leviathan et al. 2023)."""
+    verify = CURVES[curve]
+    return [sum(acceptance**i for i in range(n + 1)) / (n * step + verify[n]) for n in range(13)]
+
+
+def test_the_simulation_agrees_with_the_formula() -> None:
+    costs = ExactCosts(REPACKED, 1.0)
+    for n in (0, 3, 7):
+        simulated = statistics.mean(rate(costs, Fixed(n), lambda _: 0.7, 20_000, seed) for seed in range(2))
+        assert simulated == pytest.approx(static_rates("repacked", 1.0, 0.7)[n], rel=0.02)
 
 
 @cache
@@ -150,14 +161,14 @@ def test_output_with_profit_is_plain_decoding_s_own(seed: int, verify: tuple[flo
 def test_costs_follow_what_rounds_really_take() -> None:
     curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
     for _ in range(100):
-        curve.learn(length=100, rows=4, verify_seconds=2 * LINEAR[3], drafted=3, draft_seconds=9.0)
+        curve.learn(took(length=100, rows=4, verify=2 * LINEAR[3], steps=3, draft=9.0))
     assert curve.verify(4) == pytest.approx(2 * LINEAR[3], rel=0.05)
     assert curve.step() == pytest.approx(3.0, rel=0.05)
 
 
 def test_a_hiccup_moves_costs_a_little_only() -> None:
     curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
-    curve.learn(length=100, rows=4, verify_seconds=1e6, drafted=3, draft_seconds=1e6)
+    curve.learn(took(length=100, rows=4, verify=1e6, steps=3, draft=1e6))
     assert curve.verify(4) < 1.2 * LINEAR[3]
     assert curve.step() < 1.1
 
@@ -165,11 +176,42 @@ def test_a_hiccup_moves_costs_a_little_only() -> None:
 def test_longer_texts_have_costs_of_their_own() -> None:
     curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
     for _ in range(200):
-        curve.learn(length=4000, rows=1, verify_seconds=3 * LINEAR[0], drafted=0, draft_seconds=0.0)
+        curve.learn(took(length=4000, rows=1, verify=3 * LINEAR[0], steps=0, draft=0.0))
     assert curve.verify(1) == pytest.approx(3 * LINEAR[0], rel=0.05)
     assert curve.verify(8) > 1.3 * LINEAR[7], "all rows attend to the longer text"
-    curve.learn(length=100, rows=8, verify_seconds=LINEAR[7], drafted=0, draft_seconds=0.0)
+    curve.learn(took(length=100, rows=8, verify=LINEAR[7], steps=0, draft=0.0))
     assert curve.verify(8) == pytest.approx(LINEAR[7], rel=0.05)
+
+
+def test_batches_of_several_requests_go_on_in_the_manner_of_the_measured_ones() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    assert curve.verify(40) == pytest.approx(LINEAR[0] + 4 * 39)
+    repacked = CostCurve(MeasuredCosts(verify=REPACKED, step=1.0))
+    assert repacked.verify(16) < repacked.verify(15), "multiples of four stay the cheap ones"
+
+
+def test_the_first_real_batch_of_several_requests_is_believed_most() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    foreseen = curve.verify(20)
+    for _ in range(4):
+        curve.learn(took(rows=20, verify=1.8 * foreseen, steps=6, draft=3.0, requests=2))
+    assert curve.verify(20) == pytest.approx(1.8 * foreseen, rel=0.1)
+    assert curve.verify(4) == LINEAR[3], "and says nothing about smaller ones"
+    assert (curve.step(1), curve.step(2)) == (1.0, pytest.approx(0.5, rel=0.1))
+
+
+def test_requests_that_share_a_forward_draft_no_further_than_the_batch_of_all_pays() -> None:
+    """On a steep curve drafts pay for one request, hardly for four: their rows make one batch."""
+
+    def planned(costs: ExactCosts, requests: int) -> int:
+        policy = Profit(costs, AcceptanceModel(prior=0.7), stepwise=False)
+        return policy.draft_length(requests)
+
+    free_rows = ExactCosts((10.0,) * 13, 0.1)
+    dear_beyond_eight = ExactCosts((10.0,) * 8 + tuple(10.0 + 10 * n for n in range(1, 6)), 0.1)
+    assert min(planned(free_rows, 1), planned(free_rows, 4)) >= 4
+    assert planned(dear_beyond_eight, 1) >= 4 > planned(dear_beyond_eight, 4) >= 1
+    assert [planned(ExactCosts(STEEP, 4.0), n) for n in (1, 2, 4)][-1] == 0
 
 
 def test_measuring_asks_for_every_number_of_rows_and_leaves_nothing_behind() -> None:

@@ -33,7 +33,7 @@ class _InitParams(ctypes.Structure):
 class GgmlContext:
     """Tensors, and graphs over them, on the processor. Make tensors, then `allocate`, then compute; `close` frees all."""
 
-    def __init__(self, library: LlamaLibrary, threads: int) -> None:
+    def __init__(self, library: LlamaLibrary) -> None:
         """Raises BackendError if this build of ggml lacks something or memory runs out."""
         self._ggml = declare(library.ggml, _SIGNATURES)
         devices = declare(library.devices, {"ggml_backend_init_by_type": (_POINTER, [ctypes.c_int, ctypes.c_char_p])})
@@ -45,7 +45,6 @@ class GgmlContext:
         if not self._context or not self._backend:
             self.close()
             raise BackendError("ggml could not be started on this processor; choose the dense drafter")
-        self._set_threads(threads)
 
     def mapped(self, tensor: MappedTensor) -> Tensor:
         """A tensor whose values lie in a mapped file."""
@@ -130,7 +129,8 @@ class GgmlContext:
             self._ggml.ggml_free(self._context)
             self._context = None
 
-    def _set_threads(self, threads: int) -> None:
+    def set_threads(self, threads: int) -> None:
+        """Computes with so many threads from now on."""
         ggml = self._ggml
         registry = ggml.ggml_backend_dev_backend_reg(ggml.ggml_backend_get_device(self._backend))
         address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,12 @@ def floats(pointer: Any, rows: int, width: int) -> NDArray[np.float32]:
     address = ctypes.cast(pointer, ctypes.c_void_p).value
     if address is None:
         raise BackendError("llama.cpp computed no rows to read; this build does not fit edge-mtp, install a release")
+    return _view(address, rows, width)
+
+
+@lru_cache(maxsize=128)
+def _view(address: int, rows: int, width: int) -> NDArray[np.float32]:
+    # llama.cpp writes each forward's rows to the same place: making the view anew would be a fifth of the host's work in a draft step.
     array = (ctypes.c_float * (rows * width)).from_address(address)
     return np.frombuffer(memoryview(array), dtype=np.float32).reshape(rows, width)
 

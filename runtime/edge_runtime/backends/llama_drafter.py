@@ -62,6 +62,10 @@ class LlamaDrafter(LlamaModel):
         self._batch = Batch(api, options.sequences, self._target.hidden_size, sequences=options.sequences)
         self._target.shared.drafters.append(self)
 
+    def set_threads(self, threads: int) -> None:
+        """Sets the threads of a draft step."""
+        self._api.llama_set_n_threads(self._pointer, threads, threads)
+
     def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
         """Returns `draft_length` tokens after `last`, fewer where `choose` or `go_on` ends them, none where the target has no hidden row
         (see `rollback`)."""

@@ -59,6 +59,12 @@ class LlamaTogether:
         """One forward for all asks."""
         return self._shared.verify_all([(self.targets[number], tokens) for number, tokens in asks])
 
+    def set_threads(self, prefill: int, verify: int, draft: int) -> None:
+        """Sets how many threads each phase runs on."""
+        self._shared.set_threads(prefill, verify)
+        if self._drafter is not None:
+            self._drafter.set_threads(draft)
+
     def close(self) -> None:
         """Frees the models."""
         self._shared.close()

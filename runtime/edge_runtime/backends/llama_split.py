@@ -49,6 +49,11 @@ class LlamaSplitDrafter(LlamaDrafter):
         self._fed = np.zeros((options.sequences, hidden), np.float32)
         self._carries = np.zeros((options.sequences, self._width), np.float32)
 
+    def set_threads(self, threads: int) -> None:
+        """Sets the threads of the blocks and of the head."""
+        super().set_threads(threads)
+        self._opened().set_threads(threads)
+
     def close(self) -> None:
         """As the dense drafter does; frees the head too."""
         super().close()

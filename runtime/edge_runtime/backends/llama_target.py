@@ -80,6 +80,8 @@ class LlamaTargetContext(LlamaModel):
         # Beside others only what a sequence's newest forward wrote is sure to come off again (src/llama-kv-cache.cpp, find_slot).
         self.rewind_slack = slack if options.sequences == 1 else min(slack, self.max_rows)
         self._memory = api.llama_get_memory(self._pointer)
+        self._threads = (options.threads, options.threads)
+        self._set = options.threads
         self._batch = Batch(api, self.chunk, sequences=options.sequences)
 
     def verify_all(self, asks: Sequence[tuple[LlamaSequence, Sequence[int]]]) -> list[Logits]:
@@ -96,6 +98,10 @@ class LlamaTargetContext(LlamaModel):
         ends = np.cumsum([len(one.ids) for one in rows]).tolist()
         return [logits[end - len(one.ids) : end] for one, end in zip(rows, ends, strict=True)]
 
+    def set_threads(self, prefill: int, verify: int) -> None:
+        """Sets the threads of prefills, and of verifies, one row or several."""
+        self._threads = (prefill, verify)
+
     def forward(self, rows: Sequence[Rows]) -> None:
         """Appends rows to their sequences in one llama_decode. Raises BackendError if it fails; then nothing was appended."""
         self.require_open()
@@ -105,6 +111,10 @@ class LlamaTargetContext(LlamaModel):
         for one in rows:
             self._batch.add(one.ids, one.sequence.length, one.flagged, one.sequence.number)
         self._library.log.clear()
+        threads = self._threads[all(one.flagged == len(one.ids) for one in rows)]
+        if threads != self._set:
+            self._api.llama_set_n_threads(self._pointer, threads, threads)
+            self._set = threads
         code: int = self._api.llama_decode(self._pointer, self._batch.structure)
         if code != 0:
             for one in rows:

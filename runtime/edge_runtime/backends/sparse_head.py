@@ -18,6 +18,8 @@ from edge_runtime.backends.mapped_gguf import MappedTensor
 from edge_runtime.errors import BackendError
 
 Vector = NDArray[np.float32]
+# Below so many bytes of weights a step, waking a second thread costs more than it brings (at 0.6 MB two threads took 0.038 ms, one 0.029).
+_WORTH_THREADS = 1 << 20
 
 
 class SparseHead:
@@ -27,8 +29,9 @@ class SparseHead:
     """
 
     def __init__(self, library: LlamaLibrary, weights: HeadWeights, embedding: MappedTensor, threads: int) -> None:
-        self._weights = weights
-        self._context = context = GgmlContext(library, threads)
+        self._worth_threads = _bytes_read(weights) >= _WORTH_THREADS
+        self._context = context = GgmlContext(library)
+        self.set_threads(threads)
         try:
             self._build(context, weights, embedding)
         except BaseException:
@@ -37,6 +40,7 @@ class SparseHead:
 
     def _build(self, context: GgmlContext, weights: HeadWeights, embedding: MappedTensor) -> None:
         target, hidden = weights.embedding_projection.shape
+        self._ordering = np.asarray(weights.token_ordering)  # indexing a memory map costs microseconds, each step
         self._vocabulary, self._per_centroid = weights.token_ordering.size, weights.token_ordering.shape[1]
         token, row, carry, output = context.numbers(1), context.floats(target), context.floats(hidden), context.floats(hidden)
         first_carry = context.product(context.mapped(weights.hidden_projection), row)
@@ -55,6 +59,10 @@ class SparseHead:
         self._first_carry, self._next_carry = context.array(first_carry, hidden), context.array(next_carry, hidden)
         self._block_input = context.array(block_input, hidden)
         self._best, self._logits = context.array(best, weights.top_centroids, np.int32), context.array(logits, candidates)
+
+    def set_threads(self, threads: int) -> None:
+        """Computes with so many threads, or with one where there is too little to do for more."""
+        self._context.set_threads(threads if self._worth_threads else 1)
 
     def first_carry(self, hidden: Vector) -> Vector:
         """Returns W_h h [hidden_size] for a hidden row [target's width] of the target."""
@@ -84,7 +92,7 @@ class SparseHead:
 
     def candidates(self) -> tuple[NDArray[np.int32], Vector]:
         """Returns the tokens of the best centroids' clusters, int32 [N], and their logits [N]: the support of the sparse head."""
-        return self._weights.token_ordering[self._best].reshape(-1), self._logits
+        return self._ordering[self._best].reshape(-1), self._logits
 
     def best_token(self) -> int:
         """Returns the likeliest candidate; of equally likely ones the lowest id, as an argmax over the whole vocabulary would."""
@@ -95,8 +103,14 @@ class SparseHead:
             return int(self.candidates()[0][ties].min())
         # One or, where all are NaN, none: then any candidate is as good a draft as another.
         cluster, place = divmod(first, self._per_centroid)
-        return int(self._weights.token_ordering[self._best[cluster], place])
+        return int(self._ordering[self._best[cluster], place])
 
     def close(self) -> None:
         """Frees what ggml holds. Harmless when done twice."""
         self._context.close()
+
+
+def _bytes_read(weights: HeadWeights) -> int:
+    """What a step of the head reads: all centroids, the rows of the best ones, the feedback."""
+    share = weights.top_centroids / weights.token_ordering.shape[0]
+    return int(weights.centroids.data.nbytes + weights.rows.data.nbytes * share + weights.feedback.data.nbytes)
