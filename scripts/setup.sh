@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes a virtual environment and installs into it: setup.sh VENV REQUIREMENT... ; the first requirement is this checkout with its extras.
+# Makes a virtual environment and installs into it: setup.sh VENV PROJECT REQUIREMENT... ; PROJECT is this checkout with its extras. With
+# LOCK=FILE the project's dependencies are those of that file, by their hashes; what REQUIREMENT names is not.
 set -eu
 venv=$1
 shift
@@ -24,8 +25,18 @@ project=$1
 shift
 echo "setup: installing into $venv (the first time, llama.cpp is compiled: about 4 minutes on 2 cores)"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
-# Named requirements first, so that a pinned torch is there before a range asks for one.
+install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+[ -z "${LOCK:-}" ] || install --require-hashes --no-deps --requirement "$LOCK"
+# Before the project, so that a pinned torch is there before a range asks for one.
 for requirement in "$@"; do
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$requirement"
+    install "$requirement"
 done
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$project"
+if [ -n "${LOCK:-}" ]; then
+    install --no-deps --editable "$project"
+    "$venv/bin/python" -m pip check
+else
+    install --editable "$project"
+fi

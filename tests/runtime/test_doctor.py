@@ -63,7 +63,9 @@ def test_without_a_backend_nothing_runs_and_the_line_to_install_it_is_there(monk
     assert not found.ready
     assert "installing it compiles llama.cpp, which needs a C++ compiler first" in text
     assert "onnxruntime is not installed" in text
-    assert found.install == f"{sys.executable} -m pip install 'edge-mtp[llama,onnx,grammar,serve,export,verify,optimum,report]'"
+    assert (
+        found.install == f"{sys.executable} -m pip install 'edge-mtp[llama,onnx,grammar,serve,export,package,sign,verify,optimum,report]'"
+    )
     assert "lacks llguidance<2,>=1.9" in text
 
 
@@ -173,7 +175,7 @@ def test_a_package_that_is_not_installed_is_one_sentence(monkeypatch):
 
 def test_every_extra_for_users_is_looked_at():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(doctor.EXTRAS) == set(extras) - {"train", "dev", "docs", "audit"}
+    assert set(doctor.EXTRAS) == set(extras) - {"train", "dev", "docs", "export-onnx"}
 
 
 def test_looking_changes_nothing(cache):

@@ -1,0 +1,19 @@
+"""The start of `edge-export`: one sentence instead of a traceback where the packages that an export needs are not installed."""
+
+from __future__ import annotations
+
+import click
+
+INSTALL = "pip install 'edge-mtp[export]' (or [export-onnx], without llama.cpp)"
+
+
+def main() -> None:
+    """Runs the command."""
+    try:
+        from edge_export.cli import main as command
+    except ModuleNotFoundError as error:
+        if (error.name or "edge_export").partition(".")[0].startswith("edge_"):
+            raise
+        click.echo(f"Error: edge-export needs {error.name}, which is not installed; run: {INSTALL}", err=True)
+        raise SystemExit(1) from error
+    command()
