@@ -1,63 +1,16 @@
-"""Gemma 4's decoder block as ONNX nodes, for targets and drafters. Math: transformers, models/gemma4/modeling_gemma4.py.
-
-Attention is com.microsoft GroupQueryAttention with one buffer per owning layer, bound as past and as present, so that rows are written
-in place. Layers without K/V of their own give it no new rows and the owner's buffer.
-"""
+"""Gemma 4's decoder block as ONNX nodes, for targets and drafters. Math: transformers, models/gemma4/modeling_gemma4.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from edge_export.architecture import FULL, SLIDING, TextArchitecture
+from edge_export.architecture import TextArchitecture
 from edge_export.checkpoint import Checkpoint
+from edge_export.onnx_attention import Attention, AttentionInputs, CacheNames
 from edge_export.onnx_experts import ExpertWeights, add_experts, store_experts
-from edge_export.onnx_graph import CONTRIB, Graph
+from edge_export.onnx_graph import Graph
 from edge_export.onnx_weights import Matrix, Stored, WeightFile, WeightForm
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionInputs:
-    """What attention of one kind of layer takes besides Q, K and V: the rows' count in its buffers, and the table of rotations.
-
-    `last_row` int32 [1] is the index of the newest row, `rows` int32 [] how many there are, `cosine` and `sine` [context, head_dim/2].
-    """
-
-    last_row: str
-    rows: str
-    cosine: str
-    sine: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheNames:
-    """A layer's buffers, float32 [1, kv_heads, rows, head_dim], before and after the new rows are written."""
-
-    key: str
-    value: str
-
-
-def declare_attention(graph: Graph, model: TextArchitecture, positions: str | int) -> dict[str, AttentionInputs]:
-    """Declares `position_ids` and, per kind of layer there is, the inputs of its attention."""
-    graph.input("position_ids", "i64", (1, positions))
-    declared = {}
-    for kind, word in ((SLIDING, "sliding"), (FULL, "full")):
-        if kind not in model.layer_types:
-            continue
-        half = model.head_dim_of(model.layer_types.index(kind)) // 2
-        declared[kind] = AttentionInputs(
-            last_row=graph.input(f"last_row_{word}", "i32", (1,)), rows=graph.input(f"rows_{word}", "i32", ()),
-            cosine=graph.input(f"cosine_{word}", "f32", ("context", half)), sine=graph.input(f"sine_{word}", "f32", ("context", half)),
-        )  # fmt: skip
-    return declared
-
-
-def declare_cache(graph: Graph, model: TextArchitecture, layer: int) -> CacheNames:
-    """Declares the buffers of an owning layer of the target."""
-    shape = (1, model.kv_heads_of(layer), "sliding_rows" if model.is_sliding(layer) else "full_rows", model.head_dim_of(layer))
-    return CacheNames(key=graph.input(f"key.{layer}", "f32", shape), value=graph.input(f"value.{layer}", "f32", shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +61,7 @@ class Blocks:
     def __init__(self, graph: Graph, model: TextArchitecture, attention: dict[str, AttentionInputs]) -> None:
         self._graph = graph
         self._model = model
-        self._attention_inputs = attention
+        self._attends = Attention(graph, model, attention)
 
     def norm(self, value: str, weight: str, epsilon_factor: float = 1.0) -> str:
         """Root-mean-square norm over the last axis."""
@@ -117,7 +70,11 @@ class Blocks:
     def block(
         self, value: str, layer: int, weights: BlockWeights, *, cache: CacheNames, present: CacheNames | None = None, per_layer: str = ""
     ) -> str:  # fmt: skip
-        """One decoder layer over value [1, T, hidden_size]. With `present` it writes its new rows and names the buffers so."""
+        """One decoder layer over value [1, T, hidden_size], which attends to `cache`.
+
+        A layer with K/V of its own adds them and calls them, or the buffers with them, `present`. On rows `present` are a forward's own
+        rows also for layers that share them.
+        """
         graph = self._graph
 
         def weight(name: str) -> str:
@@ -136,29 +93,29 @@ class Blocks:
         return graph.op("Mul", value, graph.weight(weights.layer_scalar))
 
     def _attention(self, value: str, layer: int, weights: BlockWeights, cache: CacheNames, present: CacheNames | None) -> str:
+        attention, head_dim = self._attends, self._model.head_dim_of(layer)
+        query, new = self._projected(value, layer, weights)
+        query = self._head_norm(query, self._graph.weight(weights.norms["self_attn.q_norm"]), self._model.heads, head_dim)
+        if not cache.on_rows:
+            return attention.on_buffers(query, new, layer, cache, present, self.window_of(layer))
+        if new is not None:
+            assert present is not None
+            attention.turned(new[0], layer, 1, present.key)
+            attention.as_rows(new[1], layer, present.value)
+        return attention.on_rows(query, layer, cache, present)
+
+    def _projected(self, value: str, layer: int, weights: BlockWeights) -> tuple[str, tuple[str, str] | None]:
+        """Queries, and normed keys and values where the layer has its own."""
         graph, model = self._graph, self._model
         heads, kv_heads, head_dim = model.heads, model.kv_heads_of(layer), model.head_dim_of(layer)
         projected = graph.linear(value, weights.projection)
-        if weights.key_value:
-            rows = kv_heads * head_dim
-            key_is_value = weights.projection.rows == heads * head_dim + rows
-            parts = self._split(graph, projected, [heads * head_dim, *[rows] * (1 if key_is_value else 2)])
-            query, key, value = parts[0], parts[1], parts[-1]
-            key = self._head_norm(key, graph.weight(weights.norms["self_attn.k_norm"]), kv_heads, head_dim)
-            value = self._head_norm(value, graph.floats([1.0] * head_dim), kv_heads, head_dim)
-        else:
-            query = projected
-            key = value = graph.floats(np.empty((1, 0, kv_heads * head_dim), np.float32))
-        query = self._head_norm(query, graph.weight(weights.norms["self_attn.q_norm"]), heads, head_dim)
-        inputs = self._attention_inputs[model.layer_types[layer]]
-        attended = graph.fresh("attended")
-        graph.ops(
-            "GroupQueryAttention",
-            [query, key, value, cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine, "position_ids"],
-            [attended, present.key, present.value] if present else [attended], domain=CONTRIB, num_heads=heads, kv_num_heads=kv_heads,
-            scale=1.0, local_window_size=self.window_of(layer), do_rotary=1,
-        )  # fmt: skip
-        return attended
+        if not weights.key_value:
+            return projected, None
+        rows = kv_heads * head_dim
+        key_is_value = weights.projection.rows == heads * head_dim + rows
+        parts = self._split(graph, projected, [heads * head_dim, *[rows] * (1 if key_is_value else 2)])
+        key = self._head_norm(parts[1], graph.weight(weights.norms["self_attn.k_norm"]), kv_heads, head_dim)
+        return parts[0], (key, self._head_norm(parts[-1], graph.floats([1.0] * head_dim), kv_heads, head_dim))
 
     def window_of(self, layer: int) -> int:
         """How many keys a query of this layer sees, its own among them; -1 for all."""

@@ -14,7 +14,8 @@ from pathlib import Path
 from edge_export.architecture import AssistantArchitecture, TextArchitecture
 from edge_export.centroid_rows import cluster_rows
 from edge_export.checkpoint import Checkpoint
-from edge_export.onnx_blocks import BlockWeights, CacheNames, DrafterBlocks, declare_attention, declare_cache, store_block
+from edge_export.onnx_attention import CacheNames, counted_kinds, declare_attention, declare_caches
+from edge_export.onnx_blocks import BlockWeights, DrafterBlocks, store_block
 from edge_export.onnx_graph import Graph
 from edge_export.onnx_target import embed
 from edge_export.onnx_weights import Matrix, Stored, WeightFile, WeightForm
@@ -44,8 +45,8 @@ def write_drafter(
     model = checkpoint.assistant
     stored = _stored(checkpoint, weights, table, form, head_form)
     graph = Graph("drafter")
-    attention = declare_attention(graph, model, 1)
-    caches = {layer: declare_cache(graph, target, layer) for layer in sorted(set(sources))}
+    caches = declare_caches(graph, target, sorted(set(sources)), drafter=True)
+    attention = declare_attention(graph, model, 1, counted_kinds(target, caches))
     token, hidden = graph.input("token", "i64", (1, 1)), graph.input("hidden", "f32", (1, 1, model.target_hidden_size))
     length, least = graph.input("draft_length", "i64", ()), graph.input("least_probability", "f32", ())
     graph.input("with_scores", "bool", ())

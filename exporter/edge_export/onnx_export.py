@@ -12,6 +12,7 @@ from typing import Any
 from edge_export.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.importance import Importance
 from edge_export.nbits import WeightSpec
+from edge_export.onnx_attention import reads_rows
 from edge_export.onnx_drafter import write_drafter
 from edge_export.onnx_graph import OPSET
 from edge_export.onnx_request import OnnxPart, OnnxRequest, OnnxWeights, check_onnx_sources
@@ -146,6 +147,11 @@ def _buffers(model: TextArchitecture, layout: CacheLayout) -> tuple[CacheBuffer,
         CacheBuffer(
             layer=layer, kind="sliding" if model.is_sliding(layer) else "full", key=f"key.{layer}", value=f"value.{layer}",
             kv_heads=model.kv_heads_of(layer), head_dim=model.head_dim_of(layer), dtype="f32", rows=rows[model.layer_types[layer]],
+            read=_read(reads_rows(model, layer)), drafter_read=_read(reads_rows(model, layer, drafter=True)),
         )
         for layer in range(model.owning_layers)
     )  # fmt: skip
+
+
+def _read(by_rows: bool) -> str:
+    return "rows" if by_rows else "buffer"

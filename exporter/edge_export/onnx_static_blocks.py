@@ -12,7 +12,8 @@ from math import pi, sqrt
 import numpy as np
 
 from edge_export.architecture import FULL, SLIDING, TextArchitecture
-from edge_export.onnx_blocks import Blocks, BlockWeights, CacheNames
+from edge_export.onnx_attention import CacheNames
+from edge_export.onnx_blocks import Blocks, BlockWeights
 from edge_export.onnx_graph import Graph
 
 _WORDS = {SLIDING: "sliding", FULL: "full"}

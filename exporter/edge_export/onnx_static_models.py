@@ -10,7 +10,8 @@ from pathlib import Path
 from edge_export.architecture import AssistantArchitecture, TextArchitecture
 from edge_export.centroid_rows import cluster_rows
 from edge_export.checkpoint import Checkpoint
-from edge_export.onnx_blocks import BlockWeights, CacheNames, per_layer_inputs, store_block
+from edge_export.onnx_attention import CacheNames
+from edge_export.onnx_blocks import BlockWeights, per_layer_inputs, store_block
 from edge_export.onnx_graph import Graph
 from edge_export.onnx_static_blocks import Shape, StaticBlocks, declare_buffer, declare_static
 from edge_export.onnx_static_weights import PlainGraph, PlainWeightFile

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from edge_export.architecture import TextArchitecture
 from edge_export.checkpoint import Checkpoint
-from edge_export.onnx_blocks import Blocks, CacheNames, declare_attention, declare_cache, per_layer_inputs, store_block
+from edge_export.onnx_attention import CacheNames, cache_shape, counted_kinds, declare_attention, declare_caches
+from edge_export.onnx_blocks import Blocks, per_layer_inputs, store_block
 from edge_export.onnx_graph import Graph
 from edge_export.onnx_weights import Matrix, WeightFile, WeightForm
 
@@ -43,24 +44,28 @@ def write_target(checkpoint: Checkpoint, weights: WeightFile, path: Path, head_p
 
 def _layers(graph: Graph, checkpoint: Checkpoint, weights: WeightFile, forms: TargetForms, embedded: str, ids: str) -> str:
     model = checkpoint.architecture
-    attention = declare_attention(graph, model, "tokens")
-    blocks = Blocks(graph, model, attention)
-    pasts = {layer: declare_cache(graph, model, layer) for layer in range(model.owning_layers)}
-    presents = {layer: CacheNames(key=f"present_key.{layer}", value=f"present_value.{layer}") for layer in pasts}
+    pasts = declare_caches(graph, model, range(model.owning_layers))
+    blocks = Blocks(graph, model, declare_attention(graph, model, "tokens", counted_kinds(model, pasts)))
+    presents = {layer: _present(layer, past) for layer, past in pasts.items()}
     per_layer = _per_layer(graph, blocks, checkpoint, weights, forms, embedded, ids)
     value = embedded
     for layer, kind in enumerate(model.layer_types):
-        owns = layer in pasts
+        owner = layer if layer in pasts else model.last_owner(kind)
+        own = layer == owner or pasts[owner].on_rows
         value = blocks.block(
-            value, layer, store_block(weights, checkpoint, layer, forms.layers), cache=pasts[layer] if owns else presents[model.last_owner(kind)],
-            present=presents.get(layer), per_layer=per_layer[layer] if per_layer else "",
+            value, layer, store_block(weights, checkpoint, layer, forms.layers), cache=pasts[owner] if own else presents[owner],
+            present=presents[owner] if own else None, per_layer=per_layer[layer] if per_layer else "",
         )  # fmt: skip
     for layer, names in presents.items():
-        shape = (1, model.kv_heads_of(layer), "sliding_rows" if model.is_sliding(layer) else "full_rows", model.head_dim_of(layer))
         for name in (names.key, names.value):
-            graph.output(name, "f32", shape)
+            graph.output(name, "f32", cache_shape(model, layer, "tokens" if names.on_rows else None))
     norm = graph.weight(weights.vector(checkpoint, "model.norm.weight"))
     return graph.op("RMSNormalization", value, norm, name="hidden", axis=-1, epsilon=model.norm_epsilon)
+
+
+def _present(layer: int, past: CacheNames) -> CacheNames:
+    word = "new" if past.on_rows else "present"
+    return CacheNames(key=f"{word}_key.{layer}", value=f"{word}_value.{layer}", on_rows=past.on_rows)
 
 
 def _per_layer(

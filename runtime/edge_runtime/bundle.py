@@ -89,6 +89,8 @@ class CacheBuffer:
     """The two buffers of an owner layer in the ONNX graphs: `key` and `value` are their input names, [1, kv_heads, rows, head_dim] of `dtype`.
 
     `kind` is "sliding" or "full"; `rows` is how many rows the bundle's context takes, those of a sliding layer with room to move in.
+    `read` says what the target's graph is given: the whole "buffer", or only the "rows" that are there; `drafter_read` the same of the
+    drafter's (docs/bundle.md).
     """
 
     layer: int
@@ -99,6 +101,8 @@ class CacheBuffer:
     head_dim: int
     dtype: str
     rows: int
+    read: str = "buffer"
+    drafter_read: str = "buffer"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,9 +60,9 @@ def drafter(opened: tuple[OrtTarget, OrtDrafter]) -> OrtDrafter:
 
 
 def buffers_of(owner: OrtTarget | OrtDrafter) -> dict[str, int]:
-    """Addresses of the K/V buffers as they are bound."""
-    target = owner if isinstance(owner, OrtTarget) else owner._target
-    return {name: value.data_ptr() for name, value in target.cache.values.items()}
+    """Addresses of the K/V buffers: of those that are bound once, as they are bound."""
+    cache = (owner if isinstance(owner, OrtTarget) else owner._target).cache
+    return {name: cache.values[name].data_ptr() if name in cache.values else cache.array(name).ctypes.data for name in cache.names}
 
 
 def test_drafts_leave_greedy_output_as_it_is_token_for_token(onnx_pair: Bundles) -> None:
@@ -155,7 +155,7 @@ def test_rows_that_are_rolled_back_are_never_read(target: OrtTarget, drafter: Or
     target.prefill(random_tokens(7, 50))
     wanted = np.array(target.verify([300, 301])), drafter.draft(302, 4)
     target.rollback(50)
-    for name in target.cache.values:
+    for name in target.cache.names:
         target.cache.array(name)[:, :, 50:] = np.nan
     found = np.array(target.verify([300, 301])), drafter.draft(302, 4)
     np.testing.assert_array_equal(found[0], wanted[0])
@@ -344,6 +344,8 @@ def changed_buffers(folder: Path, **changes: Any) -> None:
         ({"kv_heads": 2}, r"is \[1, 2, .*\], the graph's"),
         ({"key": "value.0"}, "one pair of ONNX buffers"),
         ({"layer": 7}, "one pair of ONNX buffers"),
+        ({"read": "backwards"}, "not one this reader knows"),
+        ({"read": "rows"}, "not one this reader knows"),
     ],
 )
 def test_buffers_that_do_not_fit_are_refused(changes: dict[str, Any], words: str, copied: Path) -> None:

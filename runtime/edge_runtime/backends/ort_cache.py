@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.ort_library import scalar, value_over
+from edge_runtime.backends.ort_library import Call, scalar, value_over
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, Rotation
 from edge_runtime.errors import BundleError
 
 FULL, SLIDING = "full", "sliding"
+BUFFER, ROWS = "buffer", "rows"
 DTYPES: dict[str, type[np.generic]] = {"f32": np.float32}
 # A verify takes this many rows at most.
 MAX_ROWS = MAX_DRAFT_LENGTH + 1
@@ -54,17 +55,43 @@ class KeyValueCache:
         self._arrays: dict[str, NDArray[Any]] = {}
         self.values: dict[str, Any] = {}
         self._sliding: list[NDArray[Any]] = []
+        self.read_by_rows: list[str] = []
+        self._drafter_by_rows: dict[str, str] = {}
         for buffer in buffers:
             for name in (buffer.key, buffer.value):
                 shape = (1, buffer.kv_heads, self.capacity[buffer.kind], buffer.head_dim)
                 self._arrays[name] = np.zeros(shape, DTYPES[buffer.dtype])
-                self.values[name] = value_over(self._arrays[name])
+                if buffer.read == ROWS:
+                    self.read_by_rows.append(name)
+                else:
+                    self.values[name] = value_over(self._arrays[name])
+                if buffer.drafter_read == ROWS:
+                    self._drafter_by_rows[name] = buffer.kind
                 if buffer.kind == SLIDING:
                     self._sliding.append(self._arrays[name])
+
+    def place_rows(self, call: Call, length: int, new: int) -> None:
+        """Gives the target's call the first `length` rows of buffers that it reads by rows, and the place of `new` ones behind them."""
+        for name in self.read_by_rows:
+            call.place_input(name, self._arrays[name][:, :, :length])
+            call.place_output(f"new_{name}", self._arrays[name][:, :, length : length + new])
+
+    def place_drafter_rows(self, call: Call, names: Container[str], length: int) -> None:
+        """Gives the drafter's call, of the buffers among `names` that it reads by rows, those that it sees behind `length` rows."""
+        for name, kind in self._drafter_by_rows.items():
+            if name in names:
+                end = length if kind == FULL else length - self.first
+                seen = end if kind == FULL or self._window is None else min(end, self._window + 1)
+                call.place_input(name, self._arrays[name][:, :, end - seen : end])
 
     def array(self, name: str) -> NDArray[Any]:
         """The memory of a buffer."""
         return self._arrays[name]
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of all buffers."""
+        return self._arrays
 
     @property
     def chunk(self) -> int:
@@ -130,6 +157,9 @@ def check_buffers(layout: CacheLayout) -> None:
         raise BundleError("the cache layout does not name one pair of ONNX buffers for each owner layer; export the bundle again")
     for buffer in buffers:
         sound = 0 < buffer.kv_heads <= _MAX_HEADS and 0 < buffer.head_dim <= _MAX_HEAD_DIM and buffer.kind in (FULL, SLIDING)
+        # One head's rows lie in one piece.
+        known = {BUFFER, ROWS} if buffer.kv_heads == 1 else {BUFFER}
+        sound = sound and {buffer.read, buffer.drafter_read} <= known and (buffer.read == BUFFER or buffer.kind == FULL)
         if not sound or buffer.dtype not in DTYPES:
             raise BundleError(f"the cache layout's buffer {buffer.key!r} ({_words(buffer)}) is not one this reader knows; upgrade edge-mtp")
         window = layout.sliding.window if layout.sliding else None
@@ -140,4 +170,4 @@ def check_buffers(layout: CacheLayout) -> None:
 
 
 def _words(buffer: CacheBuffer) -> str:
-    return f"{buffer.kind}, {buffer.kv_heads} heads of {buffer.head_dim}, {buffer.dtype}"
+    return f"{buffer.kind}, {buffer.kv_heads} heads of {buffer.head_dim}, {buffer.dtype}, read by {buffer.read} and {buffer.drafter_read}"

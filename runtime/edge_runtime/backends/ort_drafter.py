@@ -25,6 +25,7 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
         target, width = self._target, graph.inputs.get("hidden", (0,))[-1]
         if width != target.hidden_size:
             raise BackendError(f"{path.name} reads hidden rows of {width}, the target gives {target.hidden_size}; export the pair again")
+        self._inputs = graph.inputs
         self._token, token = scalar(np.int64, 1, 1)
         self._hidden, hidden = scalar(np.float32, 1, 1, target.hidden_size)
         self._length, length = scalar(np.int64)
@@ -41,6 +42,7 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
         self, call: Call, last: int, hidden: NDArray[np.float32], draft_length: int, choose: Choose | None, go_on: GoOn | None
     ) -> list[int]:  # fmt: skip
         self._target.cache.set_counts(self._target.length)
+        self._target.cache.place_drafter_rows(call, self._inputs, self._target.length)
         self._position[...] = self._target.length
         self._token[...], self._hidden[0, 0] = last, hidden
         if choose is None and go_on is None:

@@ -137,6 +137,8 @@ def _open(path: Path, options: SessionOptions, entries: Mapping[str, str] | None
     settings.log_severity_level = _SEVERITY
     settings.intra_op_num_threads = options.threads
     settings.inter_op_num_threads = 1
+    # Arrays grow with the text; a plan of memory for each length would be kept for ever.
+    settings.enable_mem_pattern = False
     # Threads that spin after a run take the cores from the other graphs. One pool for all would cure that too, but onnxruntime
     # has it for the whole process only: then whatever else runs graphs in it is refused, and its size is fixed once.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
@@ -167,6 +169,14 @@ class Call:
                 self._binding.bind_output(key, "cpu")
             else:
                 self._binding.bind_ortvalue_output(key, value)
+
+    def place_input(self, name: str, array: NDArray[Any]) -> None:
+        """Has the graph read `array` from now on, which must be contiguous and stay alive."""
+        self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.__array_interface__["data"][0])
+
+    def place_output(self, name: str, array: NDArray[Any]) -> None:
+        """Has the graph write to `array` from now on, which must be contiguous and stay alive."""
+        self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.__array_interface__["data"][0])
 
     def run(self) -> None:
         """Runs the graph. Raises BackendError in onnxruntime's words if it fails."""

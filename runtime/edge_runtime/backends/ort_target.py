@@ -21,8 +21,8 @@ from edge_runtime.bundle import Bundle, CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.onnx_header import check_onnx
 
-# Tokens per forward of a prefill.
-PREFILL_ROWS = 256
+# Tokens per forward of a prefill, and how many times the context they may be: a float32 for each head.
+PREFILL_ROWS, PREFILL_SCORES = 256, 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,10 @@ class OrtTarget(CommittedText):
         self._head: Graph | None = Graph(files.target_head, session)
         self._least_rows = 2 if options.uniform_rows else 1
         self.cache = KeyValueCache(files.layout, options.context)
-        check_inputs(self._graph, {name: self.cache.array(name).shape for name in self.cache.values}, files.target)
+        check_inputs(self._graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
+        for name in self.cache.read_by_rows:
+            if f"new_{name}" not in self._graph.outputs:
+                raise BundleError(f"{files.target}: the graph does not give the new rows of {name!r}; export the bundle again")
         # Rows past the context are there for the row that uniform_rows throws away.
         self.rotations = Rotations(files.graphs.rotations, options.context + MAX_ROWS)
         self._chunk = min(PREFILL_ROWS, self.cache.chunk)
@@ -111,8 +114,10 @@ class OrtTarget(CommittedText):
         start = self.length
         self.forget_hidden()
         try:
-            for first in range(0, len(ids), self._chunk):
-                rows = len(self._forward(ids[first : first + self._chunk]))
+            first = 0
+            while first < len(ids):
+                rows = len(self._forward(ids[first : first + self._chunk_now()]))
+                first += rows
         except BaseException:
             self.length = start
             raise
@@ -179,6 +184,10 @@ class OrtTarget(CommittedText):
         if self._graph is None:
             raise RequestError("the target is closed; open the bundle again")
 
+    def _chunk_now(self) -> int:
+        """Tokens of the next forward of a prefill: scores of a full layer, rows times context for each head, take memory."""
+        return max(MAX_ROWS, min(self._chunk, PREFILL_SCORES // (self.length + self._chunk)))
+
     def _forward(self, ids: NDArray[np.int64], keep: int | None = None) -> NDArray[np.int64]:
         rows = len(ids)
         forward = self._forwards.get(rows)
@@ -205,7 +214,7 @@ class _Forward:
 
     def __init__(self, graph: Graph, target: OrtTarget, rows: int) -> None:
         self._ids, self._positions = np.zeros((1, rows), np.int64), np.zeros((1, rows), np.int64)
-        cache = target.cache
+        self._cache = cache = target.cache
         shared = shared_inputs(target)
         inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **shared, **cache.values}
         outputs = {f"present_{name}": value for name, value in cache.values.items()}
@@ -217,6 +226,7 @@ class _Forward:
 
     def run(self, ids: NDArray[np.int64], start: int) -> None:
         self._ids[0] = ids
+        self._cache.place_rows(self._call, start, len(ids))
         np.add(self._offsets, start, out=self._positions[0])
         self._call.run()
 
