@@ -197,25 +197,36 @@ def table(title: str, rows: dict[str, dict[str, str]]) -> Table:
     return made
 
 
-def tables(record: dict[str, Any]) -> Iterator[Table]:
-    """The record for people; what stands in brackets is over the first side."""
-    if record["openings"]:
-        yield table("opening", {
-            name: {"seconds": f"{found['seconds']:.2f}"} | {key.removesuffix("_bytes") + " MB": f"{value / 1e6:.0f}" for key, value in found.items() if key != "seconds"}
-            for name, found in record["openings"].items()
-        })  # fmt: skip
-    for context, by in record["forwards"].items():
-        first = next(iter(by.values()))
-        yield table(f"milliseconds behind {context} tokens (the first side's over it)", {
-            name: {key: f"{value:.2f} ({first[key] / value:.2f})" if key in first else f"{value:.2f}" for key, value in found.items()}
-            for name, found in by.items()
-        })  # fmt: skip
-    if record["texts"]:
-        first = next(iter(record["texts"].values()))
-        yield table("tokens per second by draft length (over the first side), accepted", {
-            name: {length: f"{f['tokens_per_second']:.1f} ({f['tokens_per_second'] / first[length]['tokens_per_second']:.2f}) {f['accepted']:.0%}" for length, f in found.items()}
-            for name, found in record["texts"].items()
-        })  # fmt: skip
+def opening_table(found: dict[str, dict[str, float]]) -> Table:
+    """Seconds and megabytes."""
+    rows = {
+        name: {"seconds": f"{by['seconds']:.2f}"} | {key.removesuffix("_bytes") + " MB": f"{by[key] / 1e6:.0f}" for key in by if key != "seconds"}
+        for name, by in found.items()
+    }  # fmt: skip
+    return table("opening", rows)
+
+
+def forward_table(context: int, found: dict[str, dict[str, float]]) -> Table:
+    """Milliseconds, and how many times as quick as the first side."""
+    first = next(iter(found.values()))
+    rows = {
+        name: {key: f"{value:.2f} ({first[key] / value:.2f})" if key in first else f"{value:.2f}" for key, value in by.items()}
+        for name, by in found.items()
+    }  # fmt: skip
+    return table(f"milliseconds behind {context} tokens (how many times as quick as the first)", rows)
+
+
+def text_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
+    """Tokens per second, times the first side's, and the share of drafts accepted."""
+    first = next(iter(found.values()))
+    rows = {
+        name: {
+            length: f"{of['tokens_per_second']:.1f} ({of['tokens_per_second'] / first[length]['tokens_per_second']:.2f}) {of['accepted']:.0%}"
+            for length, of in by.items()
+        }
+        for name, by in found.items()
+    }  # fmt: skip
+    return table("tokens per second by draft length (times the first), drafts accepted", rows)
 
 
 @click.command(context_settings={"show_default": True})
@@ -239,21 +250,27 @@ def main(
     row_counts = [int(part) for part in rows.split(",")]
     listed = [prompt for path in prompts for prompt in json.loads(path.read_text("utf-8"))[:count]]
     record: dict[str, Any] = {"sides": [asdict(side) for side in sides], "forwards": {}, "texts": {}, "openings": {}}
+
+    def keep(made: Table) -> None:
+        """Shows a part and writes what there is so far: a later part may be cut off."""
+        Console(width=160).print(made)
+        if json_path is not None:
+            json_path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+
     try:
         if opening_repeats:
             record["openings"] = openings(sides, opening_repeats)
+            keep(opening_table(record["openings"]))
         with ExitStack() as stack:
             sessions = {side.name: stack.enter_context(side.open(say=True)) for side in sides}
             for context in sorted(contexts):
-                record["forwards"][str(context)] = forwards(sessions, context, row_counts, max([3, *lengths]), repeats)
+                found = record["forwards"][str(context)] = forwards(sessions, context, row_counts, max([3, *lengths]), repeats)
+                keep(forward_table(context, found))
             if listed:
                 record["texts"] = texts(sessions, listed, lengths, tokens, repeats)
+                keep(text_table(record["texts"]))
     except EdgeRuntimeError as error:
         raise click.ClickException(str(error)) from error
-    if json_path is not None:
-        json_path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
-    for made in tables(record):
-        Console(width=160).print(made)
 
 
 if __name__ == "__main__":

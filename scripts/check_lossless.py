@@ -12,7 +12,7 @@ import click
 
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.lossless import LosslessReport, check_lossless
-from edge_runtime.opening import open_session
+from edge_runtime.opening import OpenOptions, open_session
 from edge_runtime.policies import Fixed
 
 
@@ -24,12 +24,16 @@ from edge_runtime.policies import Fixed
 @click.option("--count", default=10, help="Prompts to take from each file.")
 @click.option("--tokens", default=200)
 @click.option("--draft-length", default=3)
+@click.option("--uniform-rows", is_flag=True, help="ONNX: plain decoding through the kernels of several rows too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(bundle: Path, files: tuple[Path, ...], count: int, tokens: int, draft_length: int, as_json: bool) -> None:
+def main(bundle: Path, files: tuple[Path, ...], count: int, tokens: int, draft_length: int, uniform_rows: bool, as_json: bool) -> None:
     """Compare BUNDLE's output with and without drafts on many prompts."""
     reports: list[LosslessReport] = []
+    options: OpenOptions = {"notify": lambda text: click.echo(text, err=True)}
+    if uniform_rows:
+        options["uniform_rows"] = True
     try:
-        with open_session(bundle, notify=lambda text: click.echo(text, err=True)) as session:
+        with open_session(bundle, **options) as session:
             for prompt in (p for file in files for p in json.loads(file.read_text())[:count]):
                 generation = session.generate(prompt, max_tokens=tokens, policy=Fixed(draft_length))
                 generation.text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,11 @@ def exported_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def onnx_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns a function from "f32", "int8" or "int4" to the shipped pair as an ONNX bundle, exported once per run."""
+def onnx_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Returns a function from "f32", "int8" or "int4" to the shipped pair as an ONNX bundle, exported once per run.
+
+    Further values of an `OnnxRequest` may be named.
+    """
     pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
     pytest.importorskip("onnx", reason="needs edge-mtp[export]")
     from edge_export.export import ExportRequest, export_pair
@@ -38,12 +42,12 @@ def onnx_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     root = tmp_path_factory.mktemp("onnx")
 
-    def bundle_of(weights: OnnxWeights) -> Path:
-        output = root / weights
+    def bundle_of(weights: OnnxWeights, **changes: Any) -> Path:
+        output = root / "-".join([weights, *(f"{key}-{value}" for key, value in sorted(changes.items()))])
         if not output.is_dir():
             request = ExportRequest(
                 target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, context=1024, verify=False, gguf=False,
-                onnx=OnnxRequest(target=weights, drafter=weights),
+                onnx=OnnxRequest(target=weights, drafter=weights, **changes),
             )  # fmt: skip
             export_pair(request, Silent())
         return output

@@ -20,7 +20,7 @@ from rich.text import Text
 from edge_export.device_package.command import package_options, package_request, run_package
 from edge_export.errors import ExportError
 from edge_export.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest, export_pair
-from edge_export.onnx_request import BLOCKS, DEVICE_WEIGHTS, DEVICES, ONNX_WEIGHTS, OnnxRequest
+from edge_export.onnx_request import BLOCKS, DEVICE_WEIGHTS, DEVICES, KV_KINDS, ONNX_WEIGHTS, OnnxRequest
 from edge_export.plan import planned_manifest
 from edge_export.quantize import QUANTIZATIONS
 from edge_export.reference import reference_pair
@@ -151,6 +151,8 @@ def check_formats(formats: str, quantization: str | None, onnx: dict[str, Any]) 
         raise click.UsageError("the --onnx options and --device need --format onnx or both")
     if onnx["device"] not in (None, "static") and onnx["onnx_block"]:
         raise click.UsageError(f"--device {onnx['device']} takes weights in groups of its own; leave --onnx-block out")
+    if onnx["device"] and onnx["onnx_kv"] not in (None, "f32"):
+        raise click.UsageError("graphs of fixed shapes keep K/V rows in float32; leave --onnx-kv out, or --device")
     if formats == "onnx" and quantization:
         raise click.UsageError(
             "--target-quant and --drafter-quant are those of GGUF files; with --format onnx give --onnx-target, --onnx-drafter"
@@ -221,6 +223,7 @@ def run_plan(manifest: Manifest, device: str | None, phase_power: Path | None, a
 @click.option("--onnx-target", type=click.Choice(ONNX_WEIGHTS), help="Target's weights in ONNX.  [default: int4]")
 @click.option("--onnx-drafter", type=click.Choice(ONNX_WEIGHTS), help="Drafter's weights in ONNX.  [default: int8]")
 @click.option("--onnx-embedding", type=click.Choice(ONNX_WEIGHTS), help="Target's embedding and head.  [default: as its other weights]")
+@click.option("--onnx-kv", type=click.Choice(KV_KINDS), help="K/V rows of ONNX graphs.  [default: f32, the fastest]")
 @click.option(
     "--onnx-block", type=click.Choice([str(block) for block in BLOCKS]), help="Weights of int8 and int4 that share a scale.  [default: 32]"
 )

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from edge_export.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.onnx_graph import CONTRIB, Graph
+from edge_export.onnx_kv import KvForm
 
 _WORDS = {SLIDING: "sliding", FULL: "full"}
 
@@ -37,13 +39,14 @@ class AttentionInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheNames:
-    """A layer's buffers, float32 [1, kv_heads, rows, head_dim], before and after the new rows are written.
+    """The buffers of layer `owner` [1, kv_heads, rows, head_dim], before or after the new rows are written.
 
-    With `on_rows` they are the rows there are, and the new rows alone.
+    With `on_rows` they are the rows there are, or the new rows alone.
     """
 
     key: str
     value: str
+    owner: int
     on_rows: bool = False
 
 
@@ -52,30 +55,40 @@ def reads_rows(target: TextArchitecture, layer: int, *, drafter: bool = False) -
     return (drafter or not target.is_sliding(layer)) and target.kv_heads_of(layer) == 1
 
 
-def declare_attention(graph: Graph, model: TextArchitecture, positions: str | int, counted: set[str]) -> dict[str, AttentionInputs]:
-    """Declares `position_ids` and, per kind of layer there is, the inputs of its attention; the counts are those of `counted` kinds."""
+def declare_attention(
+    graph: Graph, model: TextArchitecture, positions: str | int, counted: set[str], form: KvForm
+) -> dict[str, AttentionInputs]:  # fmt: skip
+    """Declares `position_ids` and, per kind of layer there is, the inputs of its attention; the counts are those of `counted` kinds.
+
+    These attend to buffers, where float16 rows are computed with in float16, rotations too.
+    """
     graph.input("position_ids", "i64", (1, positions))
     declared = {}
     for kind, word in _WORDS.items():
         if kind not in model.layer_types:
             continue
-        half = model.head_dim_of(model.layer_types.index(kind)) // 2
+        table = ("context", model.head_dim_of(model.layer_types.index(kind)) // 2)
+        halved = kind in counted and form.kind == "f16"
+        type_, ending = ("f16", f"{word}_f16") if halved else ("f32", word)
         declared[kind] = AttentionInputs(
             last_row=graph.input(f"last_row_{word}", "i32", (1,)) if kind in counted else "",
             rows=graph.input(f"rows_{word}", "i32", ()) if kind in counted else "",
-            cosine=graph.input(f"cosine_{word}", "f32", ("context", half)), sine=graph.input(f"sine_{word}", "f32", ("context", half)),
+            cosine=graph.input(f"cosine_{ending}", type_, table), sine=graph.input(f"sine_{ending}", type_, table),
         )  # fmt: skip
     return declared
 
 
-def declare_caches(graph: Graph, target: TextArchitecture, layers: Iterable[int], *, drafter: bool = False) -> dict[int, CacheNames]:
-    """Declares the buffers of owning layers of the target, or their rows."""
+def declare_caches(
+    graph: Graph, target: TextArchitecture, layers: Iterable[int], form: KvForm, *, drafter: bool = False
+) -> dict[int, CacheNames]:  # fmt: skip
+    """Declares the buffers of owning layers of the target, or their rows, which are float32 from here on whatever they are kept in."""
     declared = {}
     for layer in layers:
         on_rows = reads_rows(target, layer, drafter=drafter)
         shape = cache_shape(target, layer, f"rows_of_{_WORDS[target.layer_types[layer]]}" if on_rows else None)
-        key, value = graph.input(f"key.{layer}", "f32", shape), graph.input(f"value.{layer}", "f32", shape)
-        declared[layer] = CacheNames(key=key, value=value, on_rows=on_rows)
+        names = [graph.input(f"{word}.{layer}", form.type, shape) for word in ("key", "value")]
+        key, value = [form.widened(graph, name, layer, part) for part, name in enumerate(names)] if on_rows else names
+        declared[layer] = CacheNames(key=key, value=value, owner=layer, on_rows=on_rows)
     return declared
 
 
@@ -92,27 +105,59 @@ def cache_shape(model: TextArchitecture, layer: int, rows: str | None) -> tuple[
 class Attention:
     """Emits attention of one model's layers. Queries, keys and values come normed: [1, T, heads x head_dim], [1, T, kv_heads x head_dim]."""
 
-    def __init__(self, graph: Graph, model: TextArchitecture, inputs: dict[str, AttentionInputs]) -> None:
+    def __init__(self, graph: Graph, model: TextArchitecture, inputs: dict[str, AttentionInputs], form: KvForm) -> None:
         self._graph = graph
         self._model = model
         self._inputs = inputs
+        self._form = form
         self._made: dict[str, str] = {}
+        self._own: dict[str, CacheNames] = {}
+        # Buffers under the names that layers give them which only read them; see on_buffers.
+        self.again: dict[str, int] = {}
 
     def on_buffers(
         self, query: str, new: tuple[str, str] | None, layer: int, cache: CacheNames, present: CacheNames | None, window: int
     ) -> str:  # fmt: skip
-        """Attention to a buffer into which `new` keys and values are written first, if there are any; it is called `present` then."""
-        graph, model = self._graph, self._model
+        """Attention to the buffers of the layer `cache.owner`, into which `new` keys and values are written first, if there are any;
+        they are called `present` then."""
+        graph, model, form = self._graph, self._model, self._form
         inputs, kv_heads = self._inputs[model.layer_types[layer]], model.kv_heads_of(layer)
         key, value = new or (graph.floats(np.empty((1, 0, kv_heads * model.head_dim_of(layer)), np.float32)),) * 2
-        attended = graph.fresh("attended")
+        rows = [query, key, value]
+        if form.kind == "f16":
+            rows = [graph.op("Cast", part, to=10) for part in rows]
+        attended, outputs = graph.fresh("attended"), [present.key, present.value] if present else []
+        extra: dict[str, Any] = {}
+        scales: list[str] = []
+        if form.kind == "int8":
+            extra = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+            shape = (1, kv_heads, 1, model.head_dim_of(layer))
+            scales = ["", "", *(graph.weight(stored.shaped(*shape)) for stored in form.scales[cache.owner])]
+            if not outputs:
+                # The kernel asks for them, also where nothing is written.
+                outputs = [f"present_{word}.{cache.owner}@{layer}" for word in ("key", "value")]
+                self.again |= dict.fromkeys(outputs, cache.owner)
         graph.ops(
             "GroupQueryAttention",
-            [query, key, value, cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine, "position_ids"],
-            [attended, present.key, present.value] if present else [attended], domain=CONTRIB, num_heads=model.heads,
-            kv_num_heads=kv_heads, scale=1.0, local_window_size=window, do_rotary=1,
+            [*rows, cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine, "position_ids", *scales],
+            [attended, *outputs], domain=CONTRIB, num_heads=model.heads, kv_num_heads=kv_heads, scale=1.0, local_window_size=window,
+            do_rotary=1, **extra,
         )  # fmt: skip
-        return attended
+        return graph.op("Cast", attended, to=1) if form.kind == "f16" else attended
+
+    def keep(self, new: tuple[str, str], layer: int, present: CacheNames) -> None:
+        """Gives a layer's own keys and values away as the new rows `present`."""
+        named = self._form.kind == "f32"
+        rows = (
+            self.turned(new[0], layer, 1, present.key if named else None),
+            self._as_rows(new[1], layer, present.value if named else None),
+        )
+        if not named:
+            key, value = (
+                self._form.kept(self._graph, one, layer, part, name)
+                for part, (one, name) in enumerate(zip(rows, (present.key, present.value), strict=True))
+            )
+            self._own[present.key] = CacheNames(key=key, value=value, owner=layer, on_rows=True)
 
     def turned(self, value: str, layer: int, heads: int, name: str | None = None) -> str:
         """Rotary embedding of [1, T, heads x head_dim]; returns [1, 1, T x heads, head_dim]."""
@@ -121,7 +166,7 @@ class Attention:
         turned = graph.op("RotaryEmbedding", value, "position_ids", inputs.cosine, inputs.sine, domain=CONTRIB, num_heads=heads)
         return graph.op("Reshape", turned, graph.integers([1, 1, -1, model.head_dim_of(layer)]), name=name)
 
-    def as_rows(self, value: str, layer: int, name: str) -> str:
+    def _as_rows(self, value: str, layer: int, name: str | None) -> str:
         """[1, T, head_dim] as [1, 1, T, head_dim]."""
         return self._graph.op("Reshape", value, self._graph.integers([1, 1, -1, self._model.head_dim_of(layer)]), name=name)
 
@@ -133,6 +178,7 @@ class Attention:
         if new is None:
             attended = graph.op("MatMul", graph.op("Softmax", scores, axis=-1), past.value)
         else:
+            new = self._own.get(new.key, new)
             own = graph.op("Add", graph.op("FusedMatMul", turned, new.key, domain=CONTRIB, transB=1), self._causal())
             shares = graph.op("Softmax", graph.op("Concat", scores, own, axis=-1), axis=-1)
             before, behind = graph.ops("Split", [shares, self._sizes(past, new)], 2, axis=-1)

@@ -10,6 +10,7 @@ from edge_export.checkpoint import Checkpoint
 from edge_export.onnx_attention import Attention, AttentionInputs, CacheNames
 from edge_export.onnx_experts import ExpertWeights, add_experts, store_experts
 from edge_export.onnx_graph import Graph
+from edge_export.onnx_kv import KvForm
 from edge_export.onnx_weights import Matrix, Stored, WeightFile, WeightForm
 
 
@@ -58,10 +59,10 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, form: W
 class Blocks:
     """Emits the layers of one model into a graph."""
 
-    def __init__(self, graph: Graph, model: TextArchitecture, attention: dict[str, AttentionInputs]) -> None:
+    def __init__(self, graph: Graph, model: TextArchitecture, attention: dict[str, AttentionInputs], form: KvForm) -> None:
         self._graph = graph
         self._model = model
-        self._attends = Attention(graph, model, attention)
+        self.attends = Attention(graph, model, attention, form)
 
     def norm(self, value: str, weight: str, epsilon_factor: float = 1.0) -> str:
         """Root-mean-square norm over the last axis."""
@@ -93,15 +94,14 @@ class Blocks:
         return graph.op("Mul", value, graph.weight(weights.layer_scalar))
 
     def _attention(self, value: str, layer: int, weights: BlockWeights, cache: CacheNames, present: CacheNames | None) -> str:
-        attention, head_dim = self._attends, self._model.head_dim_of(layer)
+        attention, head_dim = self.attends, self._model.head_dim_of(layer)
         query, new = self._projected(value, layer, weights)
         query = self._head_norm(query, self._graph.weight(weights.norms["self_attn.q_norm"]), self._model.heads, head_dim)
         if not cache.on_rows:
             return attention.on_buffers(query, new, layer, cache, present, self.window_of(layer))
         if new is not None:
             assert present is not None
-            attention.turned(new[0], layer, 1, present.key)
-            attention.as_rows(new[1], layer, present.value)
+            attention.keep(new, layer, present)
         return attention.on_rows(query, layer, cache, present)
 
     def _projected(self, value: str, layer: int, weights: BlockWeights) -> tuple[str, tuple[str, str] | None]:

@@ -17,6 +17,7 @@ from edge_export.checkpoint import Checkpoint
 from edge_export.onnx_attention import CacheNames, counted_kinds, declare_attention, declare_caches
 from edge_export.onnx_blocks import BlockWeights, DrafterBlocks, store_block
 from edge_export.onnx_graph import Graph
+from edge_export.onnx_kv import KvForm
 from edge_export.onnx_target import embed
 from edge_export.onnx_weights import Matrix, Stored, WeightFile, WeightForm
 from edge_export.split_head import token_order
@@ -35,7 +36,7 @@ class _Weights:
 
 def write_drafter(
     target: TextArchitecture, sources: tuple[int, ...], checkpoint: Checkpoint, weights: WeightFile, path: Path, *,
-    table: Matrix, form: WeightForm, head_form: WeightForm,
+    table: Matrix, form: WeightForm, head_form: WeightForm, kv: KvForm,
 ) -> set[str]:  # fmt: skip
     """Writes the drafter's graph; `sources[i]` is the target layer whose rows layer i reads, `table` the target's token embedding.
 
@@ -45,8 +46,8 @@ def write_drafter(
     model = checkpoint.assistant
     stored = _stored(checkpoint, weights, table, form, head_form)
     graph = Graph("drafter")
-    caches = declare_caches(graph, target, sorted(set(sources)), drafter=True)
-    attention = declare_attention(graph, model, 1, counted_kinds(target, caches))
+    caches = declare_caches(graph, target, sorted(set(sources)), kv, drafter=True)
+    attention = declare_attention(graph, model, 1, counted_kinds(target, caches), kv)
     token, hidden = graph.input("token", "i64", (1, 1)), graph.input("hidden", "f32", (1, 1, model.target_hidden_size))
     length, least = graph.input("draft_length", "i64", ()), graph.input("least_probability", "f32", ())
     graph.input("with_scores", "bool", ())
@@ -54,7 +55,7 @@ def write_drafter(
     body.input("step_index", "i64", ())
     body.input("step_condition", "bool", ())
     inner = body.input("step_token", "i64", (1, 1)), body.input("step_hidden", "f32", (1, 1, model.target_hidden_size))
-    blocks = DrafterBlocks(body, model, attention)
+    blocks = DrafterBlocks(body, model, attention, kv)
     _step(body, blocks, model, stored, [caches[layer] for layer in sources], inner, least)
     names = ["token_out", "hidden_out", "drafts", "probabilities", "scores", "candidates"]
     graph.ops("Loop", [length, "", token, hidden], names, body=body)

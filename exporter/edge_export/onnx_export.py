@@ -15,13 +15,14 @@ from edge_export.nbits import WeightSpec
 from edge_export.onnx_attention import reads_rows
 from edge_export.onnx_drafter import write_drafter
 from edge_export.onnx_graph import OPSET
+from edge_export.onnx_kv import KvForm, fit_scales, store_kv
 from edge_export.onnx_request import OnnxPart, OnnxRequest, OnnxWeights, check_onnx_sources
 from edge_export.onnx_target import TargetForms, write_target
 from edge_export.onnx_weights import WeightFile, WeightForm
 from edge_export.parity import ReferenceRequest
-from edge_export.parity_onnx import OnnxParityRequest, measure_onnx_parity, onnx_why_not
+from edge_export.parity_onnx import OnnxPair, OnnxParityRequest, measure_onnx_parity, measure_rows, onnx_why_not
 from edge_export.sources import ResolvedSource
-from edge_export.vocabulary import CONTROL, read_vocabulary
+from edge_export.vocabulary import CONTROL, TOKENIZER_NAME, read_vocabulary
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
 
 # Rows a sliding buffer has beyond those it must keep: the longest forward, and how rarely rows are moved to its front.
@@ -46,15 +47,29 @@ def write_onnx(
     }
     data = {role: paths[role].with_suffix(".onnx_data") for role in ("target", "drafter")}
     with WeightFile(data["target"], progress, importance.get("target")) as weights:
+        forms = dataclasses.replace(forms, kv=store_kv(request.kv, first, weights))
         table, contrib_ops = write_target(first, weights, paths["target"], paths["target_head"], forms)
     with WeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
         contrib_ops |= write_drafter(
             first.architecture, layout.drafter_sources, second, weights, paths["drafter"], table=table,
-            form=_form(request.drafter, request), head_form=_head_form(request),
+            form=_form(request.drafter, request), head_form=_head_form(request), kv=forms.kv,
         )  # fmt: skip
     parts: list[OnnxPart] = [(role, path, "onnx", quantization_name(role, request)) for role, path in paths.items()]
     parts += [(f"{role}_data", path, "onnx_data", quantization_name(role, request)) for role, path in data.items()]
-    return parts, onnx_facts(target, contrib_ops), dataclasses.replace(layout, buffers=_buffers(first.architecture, layout))
+    facts, named = onnx_facts(target, contrib_ops), dataclasses.replace(layout, buffers=_buffers(first.architecture, layout, forms.kv))
+    if request.kv == "int8":
+        pair = _pair(target, parts, facts, named)
+        fit_scales(forms.kv, data["target"], named.buffers, facts.rotations, measure_rows(pair))
+    return parts, facts, named
+
+
+def _pair(target: ResolvedSource, parts: list[OnnxPart], graphs: OnnxGraphs, layout: CacheLayout) -> OnnxPair:
+    assert target.tokenizer_folder is not None
+    model = target.checkpoint.architecture
+    return OnnxPair(
+        files=paths_of(parts), layout=layout, graphs=graphs, static=None, tokenizer=target.tokenizer_folder / TOKENIZER_NAME,
+        hidden_size=model.hidden_size, vocab_size=model.vocab_size,
+    )  # fmt: skip
 
 
 def compare(
@@ -73,13 +88,13 @@ def compare(
     if reason is not None:
         return {"skipped": reason}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        plain, facts = parts, onnx_facts(target, set())
+        plain, plain_layout, facts = parts, layout, onnx_facts(target, set())
         if request != plain_request:
-            plain = write_onnx(target, drafter, layout, plain_request, {}, Path(scratch), lambda _: None)[0]
+            plain, _, plain_layout = write_onnx(target, drafter, layout, plain_request, {}, Path(scratch), lambda _: None)
         return measure_onnx_parity(
             OnnxParityRequest(
-                **vars(reference), plain=paths_of(plain), exported=paths_of(parts), layout=layout, graphs=facts,
-                hidden_size=model.hidden_size, vocab_size=model.vocab_size, weights=request.target,
+                **vars(reference), plain=paths_of(plain), exported=paths_of(parts), layout=layout, plain_layout=plain_layout, graphs=facts,
+                hidden_size=model.hidden_size, vocab_size=model.vocab_size, weights=request.target, kv=request.kv,
             )
         )  # fmt: skip
 
@@ -140,13 +155,13 @@ def _rotations(model: TextArchitecture) -> tuple[Rotation, ...]:
     return tuple(found)
 
 
-def _buffers(model: TextArchitecture, layout: CacheLayout) -> tuple[CacheBuffer, ...]:
+def _buffers(model: TextArchitecture, layout: CacheLayout, kv: KvForm) -> tuple[CacheBuffer, ...]:
     sliding = model.window + 1 + layout.rewind_slack + SPARE_ROWS
     rows = {SLIDING: sliding, FULL: layout.full.capacity + MAX_DRAFT_LENGTH + 1}
     return tuple(
         CacheBuffer(
             layer=layer, kind="sliding" if model.is_sliding(layer) else "full", key=f"key.{layer}", value=f"value.{layer}",
-            kv_heads=model.kv_heads_of(layer), head_dim=model.head_dim_of(layer), dtype="f32", rows=rows[model.layer_types[layer]],
+            kv_heads=model.kv_heads_of(layer), head_dim=model.head_dim_of(layer), dtype=kv.type, rows=rows[model.layer_types[layer]],
             read=_read(reads_rows(model, layer)), drafter_read=_read(reads_rows(model, layer, drafter=True)),
         )
         for layer in range(model.owning_layers)

@@ -12,6 +12,9 @@ from edge_export.sources import ResolvedSource
 
 OnnxWeights = Literal["f32", "f16", "int8", "int4"]
 ONNX_WEIGHTS: tuple[OnnxWeights, ...] = get_args(OnnxWeights)
+# How K/V rows are kept.
+KvKind = Literal["f32", "f16", "int8"]
+KV_KINDS: tuple[KvKind, ...] = get_args(KvKind)
 Block = Literal[32, 64, 128]
 BLOCKS: tuple[Block, ...] = get_args(Block)
 # "static" is any runtime that wants fixed shapes; the others are that too, with weights in the form this execution provider takes.
@@ -30,7 +33,7 @@ class OnnxRequest:
     """How the two models' weights are stored; `block` is that of int8 and int4. `embedding` None: as the target's other weights.
 
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
-    With a `device` the graphs have fixed shapes and plain operators (docs/npu.md).
+    `kv` is how K/V rows are kept. With a `device` the graphs have fixed shapes and plain operators (docs/npu.md).
     """
 
     target: OnnxWeights = "int4"
@@ -38,6 +41,7 @@ class OnnxRequest:
     block: Block = 32
     embedding: OnnxWeights | None = None
     device: Device | None = None
+    kv: KvKind = "f32"
 
     @property
     def weighed(self) -> set[str]:

@@ -15,6 +15,7 @@ from edge_export.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.onnx_attention import CacheNames
 from edge_export.onnx_blocks import Blocks, BlockWeights
 from edge_export.onnx_graph import Graph
+from edge_export.onnx_kv import FLOAT_ROWS
 
 _WORDS = {SLIDING: "sliding", FULL: "full"}
 
@@ -54,14 +55,14 @@ def declare_static(graph: Graph, model: TextArchitecture, shape: Shape, new_rows
 def declare_buffer(graph: Graph, model: TextArchitecture, shape: Shape, layer: int) -> CacheNames:
     """Declares the buffers of an owning layer of the target, which the graph reads only."""
     size = (1, model.kv_heads_of(layer), shape.buffers[model.layer_types[layer]], model.head_dim_of(layer))
-    return CacheNames(key=graph.input(f"key.{layer}", "f32", size), value=graph.input(f"value.{layer}", "f32", size))
+    return CacheNames(key=graph.input(f"key.{layer}", "f32", size), value=graph.input(f"value.{layer}", "f32", size), owner=layer)
 
 
 class StaticBlocks(Blocks):
     """Emits the layers of one model with fixed shapes."""
 
     def __init__(self, graph: Graph, model: TextArchitecture, shape: Shape, inputs: dict[str, StaticInputs]) -> None:
-        super().__init__(graph, model, {})
+        super().__init__(graph, model, {}, FLOAT_ROWS)
         self._shape = shape
         self._static_inputs = inputs
         self._new_rows: dict[str, CacheNames] = {}

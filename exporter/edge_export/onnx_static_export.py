@@ -130,7 +130,7 @@ def compare_static(
         return measure_onnx_parity(
             OnnxParityRequest(
                 **vars(reference), plain=paths_of(plain), exported=paths_of(made.parts),
-                layout=made.layout, graphs=made.graphs, static=made.static, hidden_size=model.hidden_size, vocab_size=model.vocab_size,
+                layout=made.layout, plain_layout=made.layout, graphs=made.graphs, static=made.static, hidden_size=model.hidden_size, vocab_size=model.vocab_size,
                 weights=request.target,
             )
         )  # fmt: skip

@@ -57,7 +57,7 @@ def write_target_graph(target: StaticTarget, shape: Shape, graph: PlainGraph, pa
         identity = graph.input("per_layer", "f32", (1, rows, model.layers * model.per_layer_size))
         per_layer = per_layer_inputs(graph, blocks.norm, model, embedded, identity, *target.per_layer)
     buffers = {layer: declare_buffer(graph, model, shape, layer) for layer in range(model.owning_layers)}
-    new_rows = {layer: CacheNames(key=f"new_key.{layer}", value=f"new_value.{layer}") for layer in buffers}
+    new_rows = {layer: CacheNames(key=f"new_key.{layer}", value=f"new_value.{layer}", owner=layer) for layer in buffers}
     value = embedded
     for layer, kind in enumerate(model.layer_types):
         owner = layer if layer in buffers else model.last_owner(kind)

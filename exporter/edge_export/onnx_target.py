@@ -11,15 +11,18 @@ from edge_export.checkpoint import Checkpoint
 from edge_export.onnx_attention import CacheNames, cache_shape, counted_kinds, declare_attention, declare_caches
 from edge_export.onnx_blocks import Blocks, per_layer_inputs, store_block
 from edge_export.onnx_graph import Graph
+from edge_export.onnx_kv import FLOAT_ROWS, KvForm
 from edge_export.onnx_weights import Matrix, WeightFile, WeightForm
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetForms:
-    """How the target's matrices are stored; `embedding` is that of the token embedding, which is the head's too where they are tied."""
+    """How the target's matrices are stored, and its K/V rows; `embedding` is that of the token embedding, which is the head's too where
+    they are tied."""
 
     layers: WeightForm
     embedding: WeightForm
+    kv: KvForm = FLOAT_ROWS
 
 
 def embed(graph: Graph, table: Matrix, ids: str, factor: float) -> str:
@@ -44,8 +47,8 @@ def write_target(checkpoint: Checkpoint, weights: WeightFile, path: Path, head_p
 
 def _layers(graph: Graph, checkpoint: Checkpoint, weights: WeightFile, forms: TargetForms, embedded: str, ids: str) -> str:
     model = checkpoint.architecture
-    pasts = declare_caches(graph, model, range(model.owning_layers))
-    blocks = Blocks(graph, model, declare_attention(graph, model, "tokens", counted_kinds(model, pasts)))
+    pasts = declare_caches(graph, model, range(model.owning_layers), forms.kv)
+    blocks = Blocks(graph, model, declare_attention(graph, model, "tokens", counted_kinds(model, pasts), forms.kv), forms.kv)
     presents = {layer: _present(layer, past) for layer, past in pasts.items()}
     per_layer = _per_layer(graph, blocks, checkpoint, weights, forms, embedded, ids)
     value = embedded
@@ -58,14 +61,16 @@ def _layers(graph: Graph, checkpoint: Checkpoint, weights: WeightFile, forms: Ta
         )  # fmt: skip
     for layer, names in presents.items():
         for name in (names.key, names.value):
-            graph.output(name, "f32", cache_shape(model, layer, "tokens" if names.on_rows else None))
+            graph.output(name, forms.kv.type, cache_shape(model, layer, "tokens" if names.on_rows else None))
+    for name, owner in blocks.attends.again.items():
+        graph.output(name, forms.kv.type, cache_shape(model, owner, None))
     norm = graph.weight(weights.vector(checkpoint, "model.norm.weight"))
     return graph.op("RMSNormalization", value, norm, name="hidden", axis=-1, epsilon=model.norm_epsilon)
 
 
 def _present(layer: int, past: CacheNames) -> CacheNames:
     word = "new" if past.on_rows else "present"
-    return CacheNames(key=f"{word}_key.{layer}", value=f"{word}_value.{layer}", on_rows=past.on_rows)
+    return CacheNames(key=f"{word}_key.{layer}", value=f"{word}_value.{layer}", owner=layer, on_rows=past.on_rows)
 
 
 def _per_layer(

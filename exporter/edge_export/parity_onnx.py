@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edge_export.divergence import Divergence, divergence
 from edge_export.errors import ParityError
-from edge_export.onnx_request import OnnxWeights
+from edge_export.onnx_request import KvKind, OnnxWeights
 from edge_export.parity import (
     DRAFT_LENGTH,
     MIN_CONTEXT,
@@ -49,11 +49,13 @@ class OnnxParityRequest(ReferenceRequest):
     plain: dict[str, Path]
     exported: dict[str, Path]
     layout: CacheLayout
+    plain_layout: CacheLayout
     graphs: OnnxGraphs
     static: StaticGraphs | None = None
     hidden_size: int
     vocab_size: int
     weights: OnnxWeights
+    kv: KvKind = "f32"
 
 
 def onnx_why_not(request: ReferenceRequest) -> str | None:
@@ -70,8 +72,8 @@ def measure_onnx_parity(request: OnnxParityRequest) -> dict[str, Any]:
     """
     tokens = parity_tokens(request)
     try:
-        plain = _rows(request, request.plain, tokens)
-        final = plain if request.plain == request.exported else _rows(request, request.exported, tokens)
+        plain = _rows(request, request.plain, request.plain_layout, tokens)
+        final = plain if request.plain == request.exported else _rows(request, request.exported, request.layout, tokens)
     except EdgeRuntimeError as error:
         raise ParityError(f"the export does not run in onnxruntime: {error}; correct that, or export with --no-verify") from error
     logits, agreements = reference_rows(request, tokens, [plain, final], as_llama=False)
@@ -79,7 +81,7 @@ def measure_onnx_parity(request: OnnxParityRequest) -> dict[str, Any]:
 
 
 def _judged(request: OnnxParityRequest, length: int, plain: Divergence, final: Divergence, agreements: list[float]) -> dict[str, Any]:
-    kl_limit = QUANTIZED_KL_LIMITS[request.weights]
+    kl_limit = max(QUANTIZED_KL_LIMITS[request.weights], QUANTIZED_KL_LIMITS[request.kv])
     demand("largest logit difference of the f32 graph", plain.max_abs_difference, most=LIMITS.max_abs_difference)
     demand("mean KL of the f32 graph", plain.mean_kl, most=LIMITS.mean_kl)
     demand("greedy agreement of the f32 graph", plain.greedy_agreement, least=LIMITS.greedy_agreement)
@@ -116,6 +118,23 @@ def measure_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
         return _seen_ranges(pair)
     except EdgeRuntimeError as error:
         raise ParityError(f"the graphs to calibrate with do not run in onnxruntime: {error}; choose another --device") from error
+
+
+def measure_rows(pair: OnnxPair) -> dict[str, NDArray[Any]]:
+    """Runs the target over the test text, as much of it as a window holds; returns its K/V rows [kv_heads, n, head_dim] by buffer.
+
+    Raises ParityError.
+    """
+    window = pair.layout.sliding.window if pair.layout.sliding else None
+    context = min(pair.layout.full.capacity, window or pair.layout.full.capacity)
+    try:
+        target, _ = _opened(pair, context, 1)
+        with target:
+            tokens = target.vocabulary.encode(TEXT)[:context]
+            target.prefill(tokens)
+            return {name: target.cache.array(name)[0, :, : len(tokens)].copy() for name in target.cache.names}
+    except EdgeRuntimeError as error:
+        raise ParityError(f"the graphs to calibrate with do not run in onnxruntime: {error}; choose another --onnx-kv") from error
 
 
 def _seen_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
@@ -163,9 +182,9 @@ def _opened(pair: OnnxPair, context: int, threads: int) -> tuple[Any, Any]:
     return open_pair(opened, OrtOptions(context=context, threads=threads))
 
 
-def _rows(request: OnnxParityRequest, files: dict[str, Path], tokens: list[int]) -> Rowset:
+def _rows(request: OnnxParityRequest, files: dict[str, Path], layout: CacheLayout, tokens: list[int]) -> Rowset:
     pair = OnnxPair(
-        files=files, layout=request.layout, graphs=request.graphs, static=request.static, hidden_size=request.hidden_size,
+        files=files, layout=layout, graphs=request.graphs, static=request.static, hidden_size=request.hidden_size,
         vocab_size=request.vocab_size, tokenizer=request.tokenizer_folder / TOKENIZER_NAME,
     )  # fmt: skip
     target, drafter = _opened(pair, len(tokens), request.threads)

@@ -246,9 +246,11 @@ def _check_memory(
 
 
 def _check_onnx(settings: Settings, options: OpenOptions) -> None:
-    """Raises RequestError for what ONNX graphs do not offer: their rows are float32, their head looks at a fixed number of tokens."""
+    """Raises RequestError for what ONNX graphs do not offer: their rows are fixed, their head looks at a fixed number of tokens."""
+    kv_type = options.get("kv_type") or (settings.kv_type if settings.kv_type != "f16" else None)
+    if kv_type is not None:
+        raise RequestError(f"the K/V rows of ONNX graphs are what --onnx-kv made them at export, not {kv_type}; leave kv_type out")
     refused = {
-        "kv_type": options.get("kv_type") or (settings.kv_type if settings.kv_type != "f16" else None),
         "memory_limit": options.get("memory_limit") or settings.memory_limit,
         "max_candidates": settings.max_candidates,
     }

@@ -99,7 +99,19 @@ def test_a_drafter_with_another_window_is_told_from_the_reference(exported: Call
     """The comparison's text is longer than the window, so its edge counts."""
     monkeypatch.setattr(onnx_blocks.DrafterBlocks, "window_of", lambda self, layer: 4 if self._model.is_sliding(layer) else -1)
     with pytest.raises(ParityError, match="share of the f32 graph's drafts"):
-        exported()
+        exported("e4b")  # with several K/V heads the graph has the window, with one the reader
+
+
+@pytest.mark.parametrize("member", ["e2b", "e4b"])
+@pytest.mark.parametrize(("kv", "kl"), [("f16", 1e-5), ("int8", 0.02)])
+def test_smaller_rows_cost_little(member: str, kv: Any, kl: float, exported: Callable[..., Bundle]) -> None:
+    """With one K/V head attention is on rows, with several on buffers."""
+    bundle = exported(member, onnx=OnnxRequest(target="f32", drafter="f32", kv=kv))
+    parity, buffers = parity_of(bundle), bundle.manifest.cache_layout.buffers
+    assert {buffer.dtype for buffer in buffers} == {"i8" if kv == "int8" else kv}
+    assert ("rows" in {buffer.read for buffer in buffers}) == (member == "e2b")
+    assert parity["unquantized"]["mean_kl"] < parity["quantized"]["mean_kl"] < kl
+    assert parity["drafts"]["quantized_agreement"] > 0.9
 
 
 def nodes_of(graph: Any) -> Iterator[Any]:

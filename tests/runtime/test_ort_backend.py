@@ -309,7 +309,7 @@ def test_every_node_runs_on_the_cpu_and_the_report_says_so(target: OrtTarget, dr
     assert len(graphs) == 3
     for providers in graphs.values():
         assert set(providers) == {"CPUExecutionProvider"}
-    assert graphs["target-f32.onnx"]["CPUExecutionProvider"]["GroupQueryAttention"] == 8
+    assert graphs["target-f32.onnx"]["CPUExecutionProvider"]["GroupQueryAttention"] == 6
 
 
 def test_an_unknown_provider_is_refused_with_those_there_are(onnx_pair: Bundles) -> None:
@@ -341,7 +341,7 @@ def changed_buffers(folder: Path, **changes: Any) -> None:
         ({"rows": 140}, "too short for a window of 128"),
         ({"dtype": "f8"}, "not one this reader knows"),
         ({"head_dim": 1 << 40}, "not one this reader knows"),
-        ({"kv_heads": 2}, r"is \[1, 2, .*\], the graph's"),
+        ({"kv_heads": 2, "drafter_read": "buffer"}, r"is \[1, 2, .*\], the graph's"),
         ({"key": "value.0"}, "one pair of ONNX buffers"),
         ({"layer": 7}, "one pair of ONNX buffers"),
         ({"read": "backwards"}, "not one this reader knows"),
@@ -385,9 +385,12 @@ def test_the_command_runs_graphs_and_checks_itself(onnx_pair: Bundles) -> None:
     assert "no execution provider 'abacus'" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "options", [{"kv_type": "q8_0"}, {"memory_limit": "2GB"}, {"config": SpeculativeConfig(drafter=DrafterConfig(max_candidates=64))}]
-)
+def test_a_type_of_rows_is_the_exports_to_choose(onnx_pair: Bundles) -> None:
+    with pytest.raises(RequestError, match="are what --onnx-kv made them at export, not q8_0; leave kv_type out"):
+        open_session(onnx_pair("f32"), threads=1, kv_type="q8_0")
+
+
+@pytest.mark.parametrize("options", [{"memory_limit": "2GB"}, {"config": SpeculativeConfig(drafter=DrafterConfig(max_candidates=64))}])
 def test_settings_of_llama_alone_are_refused(options: dict[str, Any], onnx_pair: Bundles) -> None:
     with pytest.raises(RequestError, match="is not for ONNX graphs; leave it out, or take the llama backend"):
         open_session(onnx_pair("f32"), threads=1, **options)

@@ -14,7 +14,7 @@ from edge_runtime.errors import BundleError
 
 FULL, SLIDING = "full", "sliding"
 BUFFER, ROWS = "buffer", "rows"
-DTYPES: dict[str, type[np.generic]] = {"f32": np.float32}
+DTYPES: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "i8": np.int8}
 # A verify takes this many rows at most.
 MAX_ROWS = MAX_DRAFT_LENGTH + 1
 # Buffers larger than this are not laid out on a manifest's word.
@@ -127,17 +127,21 @@ class KeyValueCache:
 
 
 class Rotations:
-    """Cosines and sines for each position and pair, float32 [context, head_dim/2], as values bound to the graphs."""
+    """Cosines and sines for each position and pair, float32 [context, head_dim/2], as values bound to the graphs; `halved` in float16 too."""
 
-    def __init__(self, rotations: Sequence[Rotation], context: int) -> None:
+    def __init__(self, rotations: Sequence[Rotation], context: int, *, halved: bool) -> None:
         self.values: dict[str, Any] = {}
-        self._arrays: list[NDArray[np.float32]] = []
+        self._arrays: list[NDArray[np.floating]] = []
         for rotation in rotations:
             angles = rotation_angles(rotation, context)
             for word, table in (("cosine", np.cos(angles)), ("sine", np.sin(angles))):
                 array = np.ascontiguousarray(table, np.float32)
                 self._arrays.append(array)
                 self.values[f"{word}_{rotation.kind}"] = value_over(array)
+                if halved:
+                    half = array.astype(np.float16)
+                    self._arrays.append(half)
+                    self.values[f"{word}_{rotation.kind}_f16"] = value_over(half)
 
 
 def rotation_angles(rotation: Rotation, context: int) -> NDArray[np.float64]:

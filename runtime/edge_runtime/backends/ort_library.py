@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.ort_prepacked import PackingPlace, packed_graph
+from edge_runtime.backends.ort_prepacked import PackingPlace, packed_graph, well_placed
 from edge_runtime.errors import BackendError, RequestError
 
 CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
@@ -119,12 +119,13 @@ def _packed(path: Path, options: SessionOptions) -> Path:
     if options.packing is None or options.provider != CPU:
         return path
 
-    def save(destination: Path, data_name: str) -> None:
+    def save(destination: Path, data_name: str) -> bool:
         _open(path, options, {
             "session.optimized_model_external_initializers_file_name": data_name,
             "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
             "session.save_external_prepacked_constant_initializers": "1",
         }, save_to=destination)  # fmt: skip
+        return well_placed(destination.read_bytes())
 
     # At most all data files of the pair: which of their bytes a graph names, onnxruntime does not say.
     data_bytes = sum(file.stat().st_size for file in path.parent.glob("*.onnx_data"))

@@ -82,11 +82,12 @@ class OrtTarget(CommittedText):
         self._least_rows = 2 if options.uniform_rows else 1
         self.cache = KeyValueCache(files.layout, options.context)
         check_inputs(self._graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
-        for name in self.cache.read_by_rows:
-            if f"new_{name}" not in self._graph.outputs:
-                raise BundleError(f"{files.target}: the graph does not give the new rows of {name!r}; export the bundle again")
+        new = {name.removeprefix("new_") for name in self._graph.outputs if name.startswith("new_")}
+        if set(given_back(self._graph).values()) != set(self.cache.values) or new != set(self.cache.read_by_rows):
+            raise BundleError(f"{files.target} does not give the rows that the manifest's buffers hold; export the bundle again")
         # Rows past the context are there for the row that uniform_rows throws away.
-        self.rotations = Rotations(files.graphs.rotations, options.context + MAX_ROWS)
+        halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
+        self.rotations = Rotations(files.graphs.rotations, options.context + MAX_ROWS, halved=halved)
         self._chunk = min(PREFILL_ROWS, self.cache.chunk)
         self.hidden_rows = np.zeros((1, max(self._chunk, MAX_ROWS), files.hidden_size), np.float32)
         self._forwards: dict[int, _Forward] = {}
@@ -217,7 +218,8 @@ class _Forward:
         self._cache = cache = target.cache
         shared = shared_inputs(target)
         inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **shared, **cache.values}
-        outputs = {f"present_{name}": value for name, value in cache.values.items()}
+        # Layers that read a buffer may give it back too, each under a name of its own behind an "@".
+        outputs = {name: cache.values[name.removeprefix("present_").split("@")[0]] for name in graph.outputs if name.startswith("present_")}
         self._call = graph.bind(
             {name: value for name, value in inputs.items() if name in graph.inputs},
             {"hidden": value_over(target.hidden_rows[:, :rows]), **outputs},
@@ -237,6 +239,11 @@ def shared_inputs(target: OrtTarget) -> dict[str, Any]:
     for kind in (FULL, SLIDING):
         values |= {f"last_row_{kind}": counts[kind].last, f"rows_{kind}": counts[kind].rows}
     return values
+
+
+def given_back(graph: Graph) -> dict[str, str]:
+    """The graph's outputs that are buffers, and the buffers' names. Layers that only read one give it a name of their own, behind an "@"."""
+    return {name: name.removeprefix("present_").split("@")[0] for name in graph.outputs if name.startswith("present_")}
 
 
 def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
