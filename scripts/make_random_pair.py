@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,7 +64,10 @@ def drafter_config(vocabulary: int) -> dict[str, Any]:
 
 
 def write_shards(shapes: Shapes, folder: Path, seed: int) -> None:
-    """Writes the tensors as bf16 safetensors of at most SHARD_BYTES (or one tensor) each, from one block of random numbers."""
+    """Writes the tensors as bf16 safetensors of at most SHARD_BYTES (or one tensor) each, from one block of random numbers.
+
+    Each begins at another place of it: of tensors that are alike, a runtime may keep one.
+    """
     noise = to_bfloat16(np.random.default_rng(seed).normal(0, 0.02, BLOCK // 2).astype(np.float32)).tobytes()
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
@@ -96,9 +100,10 @@ def _write_shard(file: BinaryIO, shard: Shapes, noise: bytes) -> None:
         if name == TOKEN_ORDERING:
             file.write(np.random.default_rng(0).permutation(shape[0]).astype("<i8").tobytes())
             continue
-        left = 2 * int(np.prod(shape))
+        left, begin = 2 * int(np.prod(shape)), 2 * (zlib.crc32(name.encode()) % (len(noise) // 2))
         while left:
-            left -= file.write(noise[: min(left, len(noise))])
+            left -= file.write(noise[begin : begin + left])
+            begin = 0
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], vocabulary: int, seed: int) -> None:

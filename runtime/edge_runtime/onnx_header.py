@@ -15,7 +15,7 @@ from edge_runtime.errors import BundleError
 MAX_GRAPH_BYTES = 256 << 20
 # Operators beyond ONNX's own that our graphs may hold; others can name further files (EPContext) or code (custom operators).
 CONTRIB = "com.microsoft"
-CONTRIB_OPS = frozenset(["FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits"])
+CONTRIB_OPS = frozenset(["FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "RotaryEmbedding"])
 _ONNX_DOMAINS = ("", "ai.onnx")
 _MAX_DEPTH, _MAX_DIMENSIONS = 16, 16
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
