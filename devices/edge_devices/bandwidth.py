@@ -1,38 +1,52 @@
-"""How fast this machine moves memory: the figure that bounds decoding."""
+"""How fast this machine reads memory: the figure that bounds decoding."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-BLOCK = 32 << 20  # per thread and buffer; larger than the caches of the machines this is for
-ROUNDS = 4
+BLOCK = 64 << 20  # per thread; larger than the caches of the machines this is for
+# Reads of the block in one round: threads begin some milliseconds apart, which must not count.
+PASSES = 3
+ROUNDS = 5
+SPARE = 8  # memory left / what the probe takes, at least
+FILL, ABSENT = 1, 2
 
 
-def copy_bandwidth(threads: int, *, memory_available: int | None = None, clock: Callable[[], float] = time.perf_counter) -> float | None:
-    """Returns bytes read and written per second by `threads` copying at once, the best of 4 rounds (a few tenths of a second).
+def read_bandwidth(threads: int, *, memory_available: int | None = None, clock: Callable[[], float] = time.perf_counter) -> float | None:
+    """Returns bytes read per second by `threads` at once, the best of 5 rounds (some tenths of a second).
 
-    None where less than 8 times the buffers' memory is left: a probe must not push others out.
+    None where less than 8 times the buffers' memory is left: a probe must not push others out. The C library's memchr reads, looking for a
+    byte that is not there.
     """
-    if memory_available is not None and memory_available < 8 * 2 * BLOCK * threads:
+    if memory_available is not None and memory_available < SPARE * BLOCK * threads:
         return None
-    buffers = [(ctypes.create_string_buffer(BLOCK), ctypes.create_string_buffer(BLOCK)) for _ in range(threads)]
-    for source, target in buffers:
-        ctypes.memset(source, 1, BLOCK)  # pages must be there before they are timed
-        ctypes.memset(target, 2, BLOCK)
-    return max(2 * BLOCK * threads / _round_seconds(buffers, clock) for _ in range(ROUNDS))
+    blocks = [ctypes.create_string_buffer(BLOCK) for _ in range(threads)]
+    for block in blocks:
+        ctypes.memset(block, FILL, BLOCK)  # pages must be there before they are timed
+    search = _memchr()
+    return max(PASSES * BLOCK * threads / _round_seconds(search, blocks, clock) for _ in range(ROUNDS))
 
 
-def _round_seconds(buffers: list[tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]], clock: Callable[[], float]) -> float:
-    start = threading.Barrier(len(buffers) + 1)
+def _memchr() -> Any:
+    library = ctypes.CDLL("msvcrt") if sys.platform == "win32" else ctypes.CDLL(None)
+    library.memchr.argtypes, library.memchr.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
+    return library.memchr
 
-    def copy(target: ctypes.Array[ctypes.c_char], source: ctypes.Array[ctypes.c_char]) -> None:
+
+def _round_seconds(search: Any, blocks: list[ctypes.Array[ctypes.c_char]], clock: Callable[[], float]) -> float:
+    start = threading.Barrier(len(blocks) + 1)
+
+    def read(block: ctypes.Array[ctypes.c_char]) -> None:
         start.wait()
-        ctypes.memmove(target, source, BLOCK)  # a foreign call: the interpreter's lock is free meanwhile
+        for _ in range(PASSES):
+            search(block, ABSENT, BLOCK)  # a foreign call: the interpreter's lock is free meanwhile
 
-    workers = [threading.Thread(target=copy, args=(t, s), daemon=True) for s, t in buffers]
+    workers = [threading.Thread(target=read, args=(block,), daemon=True) for block in blocks]
     for worker in workers:
         worker.start()
     start.wait()

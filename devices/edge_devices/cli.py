@@ -8,17 +8,29 @@ from typing import Any
 
 import click
 
-from edge_devices.bandwidth import copy_bandwidth
+from edge_devices.bandwidth import read_bandwidth
+from edge_devices.characteristics import Characteristics
 from edge_devices.detection import detect_device
 from edge_devices.errors import DeviceError
 from edge_devices.external import with_external
 from edge_devices.listing import meter_lines, report_lines
+from edge_devices.load import BusyLoad
+from edge_devices.machine import usable_processors
+from edge_devices.meters.base import Meter
 from edge_devices.meters.csv_import import import_csv
 from edge_devices.meters.search import find_meters
+from edge_devices.profiles import Profile, profiles
+from edge_devices.protocol import characterise_meter
 from edge_devices.recording import Recording, record, write_recording
 from edge_devices.report import make_report
 from edge_devices.run_log import read_log
 from edge_devices.system import System
+
+# Of all the flags a kernel prints, those that matrix kernels are chosen by.
+SPEED_FEATURES = {
+    "avx", "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16", "asimddp", "asimdhp", "i8mm", "bf16",
+    "sve", "sve2", "sme",
+}  # fmt: skip
 
 
 class PlainErrors(click.Group):
@@ -36,7 +48,8 @@ EXAMPLES = """
 \b
 Examples:
   edge-devices detect --json
-  edge-devices meters
+  edge-devices meters --measure
+  edge-devices profiles
   edge-devices probe --record my-device
   edge-devices energy run.jsonl --baseline plain
   edge-devices energy run.jsonl --external usb-meter.csv
@@ -46,7 +59,11 @@ Examples:
 @click.group(cls=PlainErrors, epilog=EXAMPLES)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
-    """Look at the device this runs on."""
+    """Look at the device this runs on.
+
+    What a model will do on a device is `edge-run BUNDLE --plan --profile NAME`, of checkpoints `edge-export TARGET DRAFTER --plan`: this command
+    knows devices, no models. Pages with plots of an energy log: `edge-bench --report LOG --html PAGE`.
+    """
 
 
 @main.command()
@@ -56,9 +73,9 @@ def detect(bandwidth: bool, as_json: bool) -> None:
     """Read processor, clusters, features and memory of this machine, and pick or build its profile."""
     device = detect_device(System())
     machine = device.machine
-    speed = copy_bandwidth(device.threads, memory_available=machine.memory_available) if bandwidth else None
+    speed = read_bandwidth(device.threads, memory_available=machine.memory_available) if bandwidth else None
     if as_json:
-        click.echo(json.dumps(device.to_json() | {"copy_bytes_per_second": speed}))
+        click.echo(json.dumps(device.to_json() | {"read_bytes_per_second": speed}))
         return
     click.echo(f"{machine.system} {machine.architecture}, {machine.processor or 'unknown processor'}")
     click.echo(f"processors this process may use: {machine.usable_processors}")
@@ -67,24 +84,55 @@ def detect(bandwidth: bool, as_json: bool) -> None:
     memory = f"{machine.memory_available / 1e9:.1f} GB" if machine.memory_available is not None else "unknown"
     click.echo(f"memory available: {memory}")
     if speed is not None:
-        click.echo(f"memory copied: {speed / 1e9:.1f} GB/s read and written, {device.threads} threads")
-    click.echo(f"features: {' '.join(machine.features) or 'unknown'}")
+        click.echo(f"memory read: {speed / 1e9:.1f} GB/s, {device.threads} threads")
+    told = [f for f in machine.features if f in SPEED_FEATURES]
+    click.echo(f"instructions that kernels use: {' '.join(told) or 'none known'} (--json has all {len(machine.features)} flags)")
     click.echo(f"profile: {device.profile.name} ({device.profile.title}), because {device.why}")
-    click.echo(
-        f"recommended: {device.profile.quantization}, {device.threads} threads; energy: {', '.join(device.profile.meters) or 'see edge-devices meters'}"
-    )
+    click.echo(f"recommended: {device.profile.quantization}, {device.threads} threads")
+    click.echo(f"meters of such devices: {', '.join(device.profile.meters) or 'none known'}; edge-devices meters says what works here")
+
+
+@main.command(name="profiles")
+@click.option("--json", "as_json", is_flag=True, help="Print all that the profiles hold as one JSON object.")
+def list_profiles(as_json: bool) -> None:
+    """List the device profiles, for --plan --profile NAME."""
+    if as_json:
+        click.echo(json.dumps({name: found.to_json() for name, found in profiles().items()}))
+        return
+    for name, found in profiles().items():
+        click.echo(f"{name:<20} {found.title}; {found.quantization}; drafts {found.draft_length[0]}-{found.draft_length[1]}")
+        click.echo(f"{'':<20} {memory_text(found)}; energy: {', '.join(found.meters)} ({found.energy_note})")
+
+
+def memory_text(found: Profile) -> str:
+    """Returns what a profile says of memory speed."""
+    if found.effective_gb_per_s is not None:
+        return "memory {:g} to {:g} GB/s, as others measured".format(*found.effective_gb_per_s)
+    return f"memory {found.peak_gb_per_s:.3g} GB/s at most" if found.peak_gb_per_s else "memory differs from machine to machine"
 
 
 @main.command()
+@click.option("--measure", is_flag=True, help="Also poll each usable meter under a load that goes on and off: its refresh, lag, cost of a read. Seconds, a slow gauge two minutes.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def meters(as_json: bool) -> None:
+def meters(measure: bool, as_json: bool) -> None:
     """List the energy meters: usable here, present but not usable and why, absent."""
-    findings = find_meters(System())
+    system = System()
+    findings = find_meters(system)
+    seen = {f.name: measured_meter(system, f.meter) for f in findings if f.meter} if measure else {}
     if as_json:
-        click.echo(json.dumps({"meters": [f.to_json() for f in findings]}))
+        facts = {name: what if isinstance(what, str) else what.to_json() for name, what in seen.items()}
+        click.echo(json.dumps({"meters": [f.to_json() | ({"measured": facts.get(f.name)} if measure else {}) for f in findings]}))
         return
-    for line in meter_lines(findings):
+    for line in meter_lines(findings, seen):
         click.echo(line)
+
+
+def measured_meter(system: System, meter: Meter) -> Characteristics | str:
+    """Returns what a meter does here, or why that could not be measured."""
+    try:
+        return characterise_meter(system, meter, lambda: BusyLoad(usable_processors()))
+    except DeviceError as error:
+        return str(error)
 
 
 @main.command()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from edge_devices.characteristics import Characteristics
 from edge_devices.intervals import Interval
 from edge_devices.meters.base import Finding, State
 from edge_devices.report import Report, Variant
@@ -11,25 +12,45 @@ from edge_devices.report import Report, Variant
 NO_METER = "no energy meter on this machine"
 
 
-def meter_lines(findings: Sequence[Finding]) -> list[str]:
-    """Returns the lines of `edge-devices meters`: usable first, then present with reason and remedy, then absent."""
+def meter_lines(findings: Sequence[Finding], seen: Mapping[str, Characteristics | str] | None = None) -> list[str]:
+    """Returns the lines of `edge-devices meters`: usable first, then present with reason and remedy, then absent.
+
+    `seen`: what was measured of the usable ones, or why it could not be.
+    """
     lines = []
     for finding in (f for f in findings if f.meter):
         facts = finding.meter.facts if finding.meter else None
         if facts:
             unit = "J" if facts.kind == "counter" else "W"
-            lines.append(
-                f"usable   {facts.name}: {facts.kind}, scope {facts.scope}, new about every {facts.refresh_s:g} s, {facts.resolution:g} {unit} steps"
+            expected = (
+                f"new about every {facts.refresh_s:g} s, a load shows after {facts.lag_s:g} s"
+                if facts.lag_s
+                else f"new about every {facts.refresh_s:g} s"
             )
-            lines += [f"           {note}" for note in facts.notes]
+            lines.append(f"usable   {facts.name}: {facts.kind}, scope {facts.scope}, {expected}, {facts.resolution:g} {unit} steps")
+            lines += [f"           {note}" for note in (*([f"needs {facts.needs}"] if facts.needs else []), *facts.notes)]
+            measured = (seen or {}).get(facts.name)
+            if measured is not None:
+                lines.append(f"           {measured if isinstance(measured, str) else _measured(measured)}")
     for finding in (f for f in findings if f.state is State.PRESENT):
         lines.append(f"present  {finding.name}: {finding.reason}")
         if finding.remedy:
             lines.append(f"           {finding.remedy}")
     lines += [f"absent   {f.name}: {f.reason}" for f in findings if f.state is State.ABSENT]
     if not any(f.meter for f in findings):
-        lines.append(f"{NO_METER} is usable now; a meter in the supply line can be read from its table (docs/energy.md)")
+        denied = [f.name for f in findings if f.state is State.PRESENT]
+        lines.insert(0, f"{NO_METER} can be used now" + (f"; what stands in the way of {', '.join(denied)} is below" if denied else ""))
+        lines.append(
+            "a meter in the supply line that writes a table will do: edge-bench BUNDLE --energy LOG --meter external (docs/energy.md)"
+        )
     return lines
+
+
+def _measured(seen: Characteristics) -> str:
+    return (
+        f"measured: new every {seen.refresh_s:.3g} s (at most {seen.longest_gap_s:.3g} s), a load shows after {seen.lag_s:.3g} s,"
+        f" {seen.zero_rate:.0%} of readings meant nothing, a reading takes {1000 * seen.read_s:.2g} ms"
+    )
 
 
 def report_lines(report: Report) -> list[str]:
@@ -56,12 +77,22 @@ def _variant_lines(variant: Variant) -> list[str]:
     lines += [f"  {figure_text(interval)} {name}" for name, interval in figures.items() if interval]
     if variant.tokens_per_second:
         lines.append(f"  {variant.tokens_per_second:.3g} tokens/s")
-    if variant.phase_method != "measured":
-        lines.append(f"  phases: {variant.phase_method}" + ("" if variant.closes else "; their sum does NOT close with what was measured"))
+    lines += _phase_lines(variant)
     if variant.ratio_to_baseline:
         verdict = "saves energy" if variant.saves_energy else "no win claimed: the interval reaches 1"
         lines.append(f"  {figure_text(variant.ratio_to_baseline)} × the baseline's joules per token ({verdict})")
     return lines
+
+
+def _phase_lines(variant: Variant) -> list[str]:
+    if variant.phase_method == "measured":
+        return []
+    head = f"  J/request by phase, {variant.phase_method}"
+    if variant.closure is not None:
+        head += f"; their sum is off what was measured by {variant.closure:+.1%} at most" + (
+            "" if variant.closes else ": it does NOT close"
+        )
+    return [head + ":", *(f"    {figure_text(joules)} {phase}" for phase, joules in variant.phase_joules.items())]
 
 
 def figure_text(interval: Interval) -> str:

@@ -150,7 +150,8 @@ def _soak(system: System, recorder: Recorder, workload: Workload, log: RunLog, w
     seen: list[tuple[float, float, float]] = []
     while system.clock() - begin < LONGEST_SOAK_S:
         run = _run(system, recorder, "soak", len(seen), workload, window_s, log)
-        watts = measure_window(recorder.trace, run.start_s, run.end_s, log.characteristics).watts
+        # An external meter's readings come later: speed and temperature tell alone.
+        watts = measure_window(recorder.trace, run.start_s, run.end_s, log.characteristics).watts if recorder.trace.times else 0.0
         seen.append((watts, run.emitted_tokens / run.seconds, run.after.temperature_c or 0.0))
         watts_seen, speeds, degrees = zip(*seen[-SOAK_WINDOWS:], strict=True)
         still = max(watts_seen) - min(watts_seen) <= SOAK_WATTS * max(watts_seen) and max(speeds) - min(speeds) <= SOAK_SPEED * max(speeds)

@@ -54,6 +54,20 @@ class Recorder:
                 return self.trace.times[-1]
         return self._system.clock()
 
+    def snapshot(self, start_s: float) -> tuple[Trace, list[tuple[float, str]]]:
+        """Returns the readings from the last one before a time on, and all faults."""
+        with self._lock:
+            first = self.trace.index_at(start_s) if self.trace.times and self.trace.times[0] <= start_s else 0
+            return Trace(facts=self.trace.facts, times=self.trace.times[first:], values=self.trace.values[first:]), list(self.faults)
+
+    def forget(self, before_s: float) -> None:
+        """Drops what was read before a time, but for the last reading there."""
+        with self._lock:
+            if self.trace.times and self.trace.times[0] <= before_s:
+                first = self.trace.index_at(before_s)
+                del self.trace.times[:first], self.trace.values[:first], self.raw[:first]
+            self.faults = [fault for fault in self.faults if fault[0] >= before_s]
+
     def next_interval(self) -> float:
         """Returns the seconds until the next reading."""
         return self.interval_s * (1 + self._random.uniform(-JITTER, JITTER))

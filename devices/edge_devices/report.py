@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
@@ -31,7 +32,11 @@ class Idle:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What one variant took. Joules gross unless `net` is said; None: not known, or not told from noise."""
+    """What one variant took. Joules gross unless `net` is said; None: not known, or not told from noise.
+
+    `phase_joules`: joules per request by phase, told apart by `phase_method`; `closure`: (sum of calibrated phases - measured) / measured, the
+    worst repeat's, None where there was nothing to test.
+    """
 
     name: str
     n: int
@@ -43,6 +48,8 @@ class Variant:
     watts: Interval | None = None
     tokens_per_second: float | None = None
     phase_method: str = "measured"
+    phase_joules: dict[str, Interval] = field(default_factory=dict)
+    closure: float | None = None
     closes: bool = True
     ratio_to_baseline: Interval | None = None
     saves_energy: bool | None = None
@@ -63,10 +70,8 @@ class Report:
     phase_watts: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
-        record = asdict(self)
-        for variant, plain in zip(self.variants, record["variants"], strict=True):
-            plain.update({k: v.to_json() for k, v in vars(variant).items() if isinstance(v, Interval)})
+        """Plain values under stable keys; null for what has no bound, such as the degrees of freedom of an error that is known."""
+        record: dict[str, Any] = _finite(asdict(self))
         return record
 
 
@@ -89,8 +94,19 @@ class Counted:
         return (self.run.start_s + self.run.end_s) / 2
 
 
+def _finite(value: Any) -> Any:
+    """The value with null in place of every infinite figure, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
-    """Computes the report; raises MeasurementError when no run of any variant counts."""
+    """Computes the report; raises MeasurementError when no run of any variant counts, or the log waits for an external meter's table."""
+    if not log.trace.times:
+        raise MeasurementError("the log holds no readings, its meter is an external one; give that meter's table with --external TABLE.")
     powers = _phase_powers(log)
     counted: dict[str, list[Counted]] = {}
     refused: dict[str, list[str]] = {}
@@ -116,6 +132,11 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
         systematic=log.facts.systematic, idle=idle, variants=variants, warnings=log.warnings,
         phase_watts={phase: watts for phase, (watts, _) in powers.items()},
     )  # fmt: skip
+
+
+def reasons_against(log: RunLog, run: Run) -> list[str]:
+    """Returns why a run does not count; none: it counts."""
+    return _count(log, run, {})[1]
 
 
 def _count(log: RunLog, run: Run, powers: dict[str, tuple[float, float]]) -> tuple[Counted | None, list[str]]:
@@ -172,7 +193,8 @@ def _variant(name: str, runs: Sequence[Counted], refused: list[str], idle: Idle 
         joules_per_request=_per(runs, lambda r: r.window.joules, lambda r: r.run.requests),
         watts=_per(runs, lambda r: r.window.watts, lambda _: 1),
         tokens_per_second=sum(r.run.emitted_tokens for r in runs) / decode_s,
-        phase_method=runs[0].shares.method, closes=all(r.shares.closes for r in runs),
+        phase_method=runs[0].shares.method, phase_joules=_by_phase(runs), closes=all(r.shares.closes for r in runs),
+        closure=max((r.shares.closure for r in runs if r.shares.closure is not None), key=abs, default=None),
         ratio_to_baseline=ratio, saves_energy=ratio.high < 1 if ratio else None,
     )  # fmt: skip
 
@@ -188,6 +210,15 @@ def _per(runs: Sequence[Counted], joules: Callable[[Counted], float], count: Cal
     window = runs[0].window
     relative = max(window.error_watts, window.resolution_watts) / window.watts if window.watts else 0.0
     return of_error(values[0], values[0] * relative, window.freedom, 1)
+
+
+def _by_phase(runs: Sequence[Counted]) -> dict[str, Interval]:
+    found = {}
+    for phase in dict.fromkeys(p for r in runs for p in r.shares.joules):
+        joules = _per(runs, lambda r, phase=phase: r.shares.joules.get(phase, 0.0), lambda r: r.run.requests)  # type: ignore[misc]
+        if joules is not None:
+            found[phase] = joules
+    return found
 
 
 def _net(runs: Sequence[Counted], idle: Idle) -> Interval | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from edge_devices.listing import NO_METER, figure_text
 from edge_devices.meters.base import Kind, Meter, MeterFacts
 from edge_devices.recorder import Recorder
 from edge_devices.system import System
+from edge_devices.trace import Trace
 from edge_devices.validity import LEAST_NEWS
 from edge_devices.windows import measure_window
 
@@ -21,13 +23,17 @@ LEAST_REFRESHES = 50
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnergy:
-    """Gross energy of one run of `seconds`: joules and joules per emitted token, or why there is no figure."""
+    """Gross energy of one run of `seconds`: joules and joules per emitted token, or why there is no figure.
+
+    `shared_with`: how many other requests ran meanwhile; the joules are then those of all together, and none are told per token.
+    """
 
     facts: MeterFacts | None
     joules: Interval | None = None
     joules_per_token: Interval | None = None
     seconds: float = 0.0
     reason: str = ""
+    shared_with: int = 0
 
     @property
     def watts(self) -> float | None:
@@ -56,7 +62,6 @@ class EnergyWatch:
     """Reads a meter while a with block runs; `energy(tokens)` after it. Without a meter it does nothing. Never disturbs the work itself."""
 
     def __init__(self, system: System, meter: Meter | None) -> None:
-        self._system, self._meter = system, meter
         self._recorder = Recorder(system, meter) if meter else None
         self._window = (0.0, 0.0)
 
@@ -73,27 +78,32 @@ class EnergyWatch:
 
     def energy(self, tokens: int) -> RunEnergy:
         """Returns the energy of the block, and that per emitted token; a reason instead where the run was too short for the meter."""
-        if self._meter is None or self._recorder is None:
+        if self._recorder is None:
             return RunEnergy(facts=None)
-        facts, seconds = self._meter.facts, self._window[1] - self._window[0]
-        try:
-            joules = self._joules(self._recorder, facts)
-        except DeviceError as error:
-            return RunEnergy(facts=facts, reason=str(error))
-        if tokens <= 0:
-            return RunEnergy(facts=facts, joules=joules, seconds=seconds, reason="no token was emitted")
-        per_token = of_error(joules.value / tokens, joules.error / tokens, joules.freedom, 1)
-        return RunEnergy(facts=facts, joules=joules, joules_per_token=per_token, seconds=seconds)
+        return run_energy(self._recorder.trace, self._recorder.faults, *self._window, tokens)
 
-    def _joules(self, recorder: Recorder, facts: MeterFacts) -> Interval:
-        start_s, end_s = self._window
-        expected = Characteristics.expected(facts)
-        need = LEAST_REFRESHES * expected.refresh_s + expected.lead_in_s
-        if end_s - start_s < need:
-            raise MeasurementError(f"the run of {end_s - start_s:.3g} s is too short, this meter needs {need:.3g} s")
-        if recorder.faults:
-            raise MeasurementError(f"the meter failed: {recorder.faults[0][1]}")
-        window = measure_window(recorder.trace, start_s, end_s, expected)
-        if facts.kind is Kind.SAMPLER and window.news < LEAST_NEWS:
-            raise MeasurementError(f"the meter showed {window.news} new values; {LEAST_NEWS} are needed")
-        return of_error(window.joules, window.error_watts * window.seconds, window.freedom, 1)
+
+def run_energy(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float, tokens: int) -> RunEnergy:
+    """Returns the energy of a window of readings, and that per emitted token; a reason instead where it cannot be told."""
+    facts, seconds = trace.facts, end_s - start_s
+    try:
+        joules = _joules(trace, faults, start_s, end_s)
+    except DeviceError as error:
+        return RunEnergy(facts=facts, reason=str(error))
+    if tokens <= 0:
+        return RunEnergy(facts=facts, joules=joules, seconds=seconds, reason="no token was emitted")
+    per_token = of_error(joules.value / tokens, joules.error / tokens, joules.freedom, 1)
+    return RunEnergy(facts=facts, joules=joules, joules_per_token=per_token, seconds=seconds)
+
+
+def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float) -> Interval:
+    facts, expected = trace.facts, Characteristics.expected(trace.facts)
+    need = LEAST_REFRESHES * expected.refresh_s + expected.lead_in_s
+    if end_s - start_s < need:
+        raise MeasurementError(f"the run of {end_s - start_s:.3g} s is too short, this meter needs {need:.3g} s")
+    if faults:
+        raise MeasurementError(f"the meter failed: {faults[0][1]}")
+    window = measure_window(trace, start_s, end_s, expected)
+    if facts.kind is Kind.SAMPLER and window.news < LEAST_NEWS:
+        raise MeasurementError(f"the meter showed {window.news} new values; {LEAST_NEWS} are needed")
+    return of_error(window.joules, window.error_watts * window.seconds, window.freedom, 1)

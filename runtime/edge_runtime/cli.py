@@ -132,7 +132,7 @@ def run_once(session: Session, options: RunOptions) -> None:
 def run_chat(session: Session, options: RunOptions, chat: Mapping[str, Any]) -> None:
     """Talks until the input ends; each answer is at most `max_tokens` long."""
     talk = Chat(session, max_tokens=options.max_tokens, draft_length=options.draft_length, **chat, **options.request)
-    TerminalChat(talk, as_json=options.as_json).run()
+    TerminalChat(talk, as_json=options.as_json, watch=options.energy.watch).run()
 
 
 def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
@@ -290,7 +290,7 @@ def main(
         if serving is not None:
             from edge_runtime.server.serve import serve
 
-            serve(bundle, serving, note, **opening)
+            serve(bundle, serving, note, energy.shared_watch(), **opening)
             return
         with open_session(bundle, **opening) as session:
             options = explained(session, options)

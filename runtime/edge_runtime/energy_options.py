@@ -11,7 +11,9 @@ import click
 
 from edge_devices.errors import DeviceError
 from edge_devices.meters.base import Meter
-from edge_devices.meters.search import choose_meter, find_meters
+from edge_devices.meters.made import MADE, asked_meter
+from edge_devices.meters.search import find_meters
+from edge_devices.shared_watch import SharedWatch
 from edge_devices.system import System
 from edge_devices.watch import EnergyWatch, RunEnergy
 from edge_runtime.config import OBJECTIVES
@@ -37,6 +39,10 @@ class EnergyValues:
         """Returns a watch over one run."""
         return EnergyWatch(self.system, self.meter)
 
+    def shared_watch(self) -> SharedWatch | None:
+        """Returns a watch over several requests at once; None without a meter."""
+        return SharedWatch(self.system, self.meter) if self.meter else None
+
 
 def energy_options(command: F) -> F:
     """Adds the options to a command, which gets their values among its keyword arguments."""
@@ -56,7 +62,8 @@ def energy_options(command: F) -> F:
             help="What --policy profit drafts for: most tokens per second, or fewest joules per token.  [default: the configuration's]",
         ),
         click.option(
-            "--meter", metavar="NAME", help="Energy meter of edge-devices meters to read.  [default: the best usable one, if there is any]"
+            "--meter", metavar="NAME",
+            help=f"Energy meter of edge-devices meters to read, or {MADE}.  [default: the best usable one, if there is any]",
         ),
     ):  # fmt: skip
         command = option(command)
@@ -75,7 +82,7 @@ def energy_values(values: dict[str, Any], notify: Callable[[str], None], *, poli
         raise click.UsageError("--phase-power is for --objective energy; leave one of them out")
     system = System()
     try:
-        meter = choose_meter(find_meters(system), name)
+        meter = asked_meter(system, find_meters(system), name)
     except DeviceError as error:
         raise RequestError(str(error)) from error
     power: PhasePower | PowerSource | None = None

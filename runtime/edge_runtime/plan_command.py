@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 import numpy as np
 
-from edge_devices.bandwidth import copy_bandwidth
+from edge_devices.bandwidth import read_bandwidth
 from edge_devices.detection import detect_device
 from edge_devices.errors import DeviceError
 from edge_devices.profiles import profile, profiles
@@ -29,10 +29,12 @@ from edge_runtime.speed_plan import DRAFTER_ROLES, DeviceSpeed, Range, SpeedPlan
 F = TypeVar("F", bound=Callable[..., Any])
 # Share of a memory type's peak that a processor is assumed to read at.
 OF_PEAK = (0.35, 0.75)
-# Reading in a forward / copying, counted as read and written: reads alone are faster, kernels that unpack weights slower.
-OF_COPY = (0.6, 1.5)
-# Operations of 8-bit kernels in a forward / those of a float32 matrix product.
-OF_PRODUCT = (0.7, 2.5)
+# Reading in a forward / reading alone: kernels unpack weights and wait for each other; and what else the machine does slows the probe too.
+OF_READ = (0.7, 1.1)
+# Operations of a forward of few rows / those of a large float32 product: 8-bit arithmetic is faster, few rows fill the units less.
+OF_PRODUCT = (0.4, 1.6)
+# Operations that a device whose arithmetic nobody described does in the time in which it reads a byte: few cores, and many or matrix units.
+BALANCE = (6.0, 45.0)
 # Side of the matrices of that product, and how often it is timed.
 _SIDE, _TIMES = 768, 6
 
@@ -142,22 +144,24 @@ def _profile_speed(name: str) -> DeviceSpeed:
     else:
         raise RequestError(f"the profile {name} has no memory speed, it differs from machine to machine; plan there, without --profile")
     return DeviceSpeed(
-        name=found.title, bandwidth=Range.between(low, high), bandwidth_from=source, operations=None,
-        operations_from="assumed, for processors with much and with little arithmetic: profiles say nothing of it",
+        name=found.title, bandwidth=Range.between(low, high), bandwidth_from=source,
+        operations=Range.between(BALANCE[0] * low, BALANCE[1] * high),
+        operations_from=f"assumed, {BALANCE[0]:g} to {BALANCE[1]:g} for each byte read: profiles say nothing of arithmetic",
     )  # fmt: skip
 
 
 def _machine_speed(threads: int | None) -> DeviceSpeed:
     found = detect_device(System())
     threads = threads or found.threads
-    copied = copy_bandwidth(threads, memory_available=found.machine.memory_available)
-    if copied is None:
+    read = read_bandwidth(threads, memory_available=found.machine.memory_available)
+    if read is None:
         raise RequestError("too little memory is left to probe its speed; close other programs, or name a profile with --profile")
-    product = product_operations()
+    # The product runs on all processors that this process may use, whatever `threads` is.
+    product = product_operations() * min(1.0, threads / found.machine.usable_processors)
     return DeviceSpeed(
         name=f"this machine ({found.machine.processor or found.profile.title}, {threads} threads)",
-        bandwidth=Range(low=OF_COPY[0] * copied, high=OF_COPY[1] * copied, middle=copied),
-        bandwidth_from=f"{OF_COPY[0]:g} to {OF_COPY[1]:g} x the {copied / 1e9:.3g} GB/s it copies",
+        bandwidth=Range.between(OF_READ[0] * read, OF_READ[1] * read),
+        bandwidth_from=f"{OF_READ[0]:g} to {OF_READ[1]:g} x the {read / 1e9:.3g} GB/s it reads",
         operations=Range.between(OF_PRODUCT[0] * product, OF_PRODUCT[1] * product),
         operations_from=f"{OF_PRODUCT[0]:g} to {OF_PRODUCT[1]:g} x the {product / 1e9:.3g} G/s of a float32 product",
     )  # fmt: skip

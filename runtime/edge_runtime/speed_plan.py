@@ -1,7 +1,7 @@
 """What a pair will do on a device before it runs there: speed, best draft length and joules by arithmetic on facts, as ranges.
 
-A forward of n rows reads every weight once and computes each row: fixed cost of the layers + bytes / bandwidth + (n - 1) x row cost, and no
-faster than it computes. This is the roofline (Williams et al. 2009, doi 10.1145/1498765.1498785), with the cost of starting kernels.
+A forward of n rows reads every weight once and computes each row: fixed cost of the layers + bytes / bandwidth + n x operations / rate. At best
+the first row is computed while the weights are read, then the larger of the two counts: the roofline (Williams et al. 2009, doi 10.1145/1498765.1498785).
 Expected tokens of a round that drafts k: (1 - a^(k+1)) / (1 - a) at acceptance a (Leviathan et al. 2023, arXiv 2211.17192).
 """
 
@@ -23,9 +23,6 @@ FORWARD_SECONDS = (50e-6, 300e-6)
 LAYER_SECONDS = (10e-6, 60e-6)
 # Acceptance of a draft given the ones before it: text that is hard, and text that is easy to foresee.
 ACCEPTANCE = (0.5, 0.85)
-# Cost of a further row / reading all weights once, where nothing is known of the device's arithmetic: machines with many cores for their
-# bandwidth, and with few.
-ROW_SHARE = (0.08, 0.45)
 # Rows of a prefill's batch are computed together, so a row costs at best this share of one more row in a small batch.
 PREFILL_SHARE = 0.4
 # A sparse head reads its centroids and the rows of the few clusters that they point to.
@@ -55,12 +52,12 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpeed:
-    """A device in numbers: bytes read per second, and operations per second in a forward (None: not known). `*_from`: where they come from."""
+    """A device in numbers: bytes read per second, and operations per second in a forward of few rows. `*_from`: where they come from."""
 
     name: str
     bandwidth: Range
     bandwidth_from: str
-    operations: Range | None
+    operations: Range
     operations_from: str
 
 
@@ -167,17 +164,14 @@ class _Scene:
 
         bandwidth, start, layer = pick(device.bandwidth), pick_least(FORWARD_SECONDS), pick_least(LAYER_SECONDS)
         kv = facts.kv_bytes * (1.0, 0.5, 0.0)[number]
-        reading = (facts.target_bytes + kv) / bandwidth
-        if device.operations is None:
-            row = facts.target_bytes / bandwidth * pick_least(ROW_SHARE)
-            step_row = 0.0
-        else:
-            row = 2 * facts.parameters / pick(device.operations)
-            step_row = 2 * facts.drafter_parameters / pick(device.operations)
+        row, step_row = (2 * weights / pick(device.operations) for weights in (facts.parameters, facts.drafter_parameters))
+        reading, step_reading = (facts.target_bytes + kv) / bandwidth, facts.step_bytes / bandwidth
+        if number == 2:  # reading and the first row's arithmetic at the same time
+            reading, step_reading = max(reading - row, 0.0), max(step_reading - step_row, 0.0)
         return cls(
-            base=start + facts.layers * layer + max(reading - row, 0.0),
+            base=start + facts.layers * layer + reading,
             row=row,
-            step=start + facts.drafter_layers * layer + max(facts.step_bytes / bandwidth, step_row),
+            step=start + facts.drafter_layers * layer + step_reading + step_row,
             prefill_row=row
             * max(0.05, 1 - facts.head_parameters / max(1, facts.parameters))
             * (1.0, math.sqrt(PREFILL_SHARE), PREFILL_SHARE)[number],
@@ -218,11 +212,8 @@ def _read_parameters(own: Architecture) -> float:
 
 def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, power: PhasePower | None) -> dict[str, str]:
     band = f"{device.bandwidth.low / 1e9:.3g} to {device.bandwidth.high / 1e9:.3g} GB/s ({device.bandwidth_from})"
-    if device.operations is None:
-        rows = f"a further row {ROW_SHARE[0]:.0%} to {ROW_SHARE[1]:.0%} of reading the weights ({device.operations_from})"
-    else:
-        low, high = device.operations.low / 1e9, device.operations.high / 1e9
-        rows = f"2 x {facts.parameters / 1e6:.4g} M operations a row at {low:.3g} to {high:.3g} G/s ({device.operations_from})"
+    low, high = device.operations.low / 1e9, device.operations.high / 1e9
+    rows = f"2 x {facts.parameters / 1e6:.4g} M operations a row at {low:.3g} to {high:.3g} G/s ({device.operations_from})"
     layers = "{:g} to {:g} µs a forward and {:g} to {:g} a layer".format(*(1e6 * each for each in (*FORWARD_SECONDS, *LAYER_SECONDS)))
     accepted = f"{ACCEPTANCE[0]:.0%} to {ACCEPTANCE[1]:.0%} of drafts accepted after those before them, assumed"
     shape = " to ".join(f"{each:.2f}" for each in sorted(scene.verify(4) / scene.verify(1) for scene in (fast, slow)))
@@ -231,7 +222,7 @@ def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, 
         "prefill": f"{rows}; batches compute a row in {PREFILL_SHARE:.0%} to 100% of that",
         "plain": f"{facts.target_bytes / 1e6:.4g} MB of weights and up to {facts.kv_bytes / 1e6:.3g} MB of K/V rows read per token at {band}, {layers}",
         "drafted": f"the best length of each case: {accepted}; {rows}",
-        "step": f"{facts.step_bytes / 1e6:.4g} MB read at the same speed, {facts.drafter_layers} layers",
+        "step": f"{facts.step_bytes / 1e6:.4g} MB read and 2 x {facts.drafter_parameters / 1e6:.4g} M operations at the same speeds, {facts.drafter_layers} layers",
         "draft_length": f"most tokens per second; {accepted}, verify of 4 rows {shape} x that of one",
         "joules": "no watts per phase are known: give --phase-power FILE" if power is None else "seconds of each phase x its watts, fewest",
     }

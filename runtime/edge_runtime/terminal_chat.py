@@ -13,11 +13,22 @@ from typing import Any, TypeVar
 
 import click
 
+from edge_devices.intervals import combined, of_error
+from edge_devices.listing import figure_text
+from edge_devices.system import System
+from edge_devices.watch import EnergyWatch, RunEnergy
 from edge_runtime.channels import Event, Thought
 from edge_runtime.chat import OVERFLOWS, Answer, Chat
+from edge_runtime.energy_options import energy_record
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.summary import summary
 from edge_runtime.tool_calls import ToolCall
+
+
+def unwatched() -> EnergyWatch:
+    """Returns a watch without a meter."""
+    return EnergyWatch(System(), None)
+
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -65,8 +76,11 @@ def chat_values(values: dict[str, Any], *, chatting: bool) -> dict[str, Any]:
 class TerminalChat:
     """Reads turns and commands until the input ends. A person sees errors and goes on; a pipe's first error ends it."""
 
-    def __init__(self, chat: Chat, *, as_json: bool = False) -> None:
+    def __init__(self, chat: Chat, *, as_json: bool = False, watch: Callable[[], EnergyWatch] = unwatched) -> None:
+        """`watch` gives a watch over the energy of each answer."""
         self._chat = chat
+        self._watch = watch
+        self._energies: list[RunEnergy] = []
         self._as_json = as_json
         self._interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
         self._answers: list[Answer] = []
@@ -129,11 +143,13 @@ class TerminalChat:
         text = line[1:] if line.startswith("//") else line
         answer = self._chat.say(text)
         self._answers.append(answer)
+        watch = self._watch()
         try:
-            with _stopping_at_interrupt(answer) if self._interactive else contextlib.nullcontext():
+            with watch, _stopping_at_interrupt(answer) if self._interactive else contextlib.nullcontext():
                 self._show(answer)
         finally:
             answer.close()
+            self._energies.append(watch.energy(answer.stats.tokens))
         self._conclude(text, answer)
 
     def _show(self, answer: Answer) -> None:
@@ -153,7 +169,8 @@ class TerminalChat:
 
     def _conclude(self, text: str, answer: Answer) -> None:
         if self._as_json:
-            click.echo(json.dumps(_record(text, answer, self._chat.session.drafter_kind), ensure_ascii=False))
+            record = _record(text, answer, self._chat.session.drafter_kind) | energy_record(self._energies[-1])
+            click.echo(json.dumps(record, ensure_ascii=False))
             return
         click.echo()
         if answer.finish in ENDED:
@@ -192,7 +209,26 @@ class TerminalChat:
         ]
         if drafted:
             lines[-1] += f", {accepted / drafted:.1%} of drafts accepted"
-        return "\n".join(lines)
+        return "\n".join([*lines, f"energy of the last answer: {self._energies[-1].sentence()}", *self._total_energy()])
+
+    def _total_energy(self) -> list[str]:
+        """One line of all answers that have a figure; none without any."""
+        told = [
+            (energy.joules, answer.stats.tokens)
+            for energy, answer in zip(self._energies, self._answers, strict=True)
+            if energy.joules_per_token and energy.joules
+        ]
+        tokens = sum(count for _, count in told)
+        if len(told) < 2 or not tokens:
+            return []
+        facts = self._energies[-1].facts
+        mark = "ESTIMATE, nothing was measured: " if facts and facts.is_estimate else ""
+        error, freedom = combined([(joules.error, joules.freedom) for joules, _ in told])
+        mean = of_error(sum(joules.value for joules, _ in told) / tokens, error / tokens, freedom, 1)
+        scope = f", scope {facts.scope}" if facts else ""
+        return [
+            f"energy of {len(told)} answers with a figure: {mark}{figure_text(mean)} J/token{scope}, idle power while answering included"
+        ]
 
     def _dimmed(self, text: str) -> str:
         return click.style(text, dim=True) if self._interactive else text

@@ -3,67 +3,37 @@
 from __future__ import annotations
 
 from statistics import fmean, median
-from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("numpy")
 
-from edge_devices.errors import MeasurementError
+from check_energy_coverage import METERS, Coverage, coverage, table
 from edge_devices.intervals import Interval, of_error
 from edge_devices.report import make_report
 from edge_devices.windows import measure_window
-from simulated_meter import COUNTER, GAUGE, SAMPLER, draw, simulate
-
-METERS = [COUNTER, SAMPLER, GAUGE]
-
-
-class Outcome(NamedTuple):
-    error: float  # relative
-    covered: bool
-    net_covered: bool | None
-
-
-def outcome(meter: str, seed: int) -> Outcome | None:
-    """One simulated measurement; None when it was refused."""
-    scenario = draw(meter, seed)
-    log, block = simulate(scenario)
-    try:
-        (variant,) = make_report(log).variants
-    except MeasurementError as refusal:
-        reason = str(refusal)
-        variant = None
-    if variant is None:
-        assert "too short" in reason, (seed, reason)
-        assert scenario.window_share < 1.05, (seed, reason)
-        return None
-    figure, net = variant.joules_per_output_token, variant.net_joules_per_output_token
-    assert figure is not None
-    if variant.n < 2:
-        return None  # all but one repeat were refused: the interval is the single window's own
-    covered = figure.low <= block.joules_per_token <= figure.high
-    net_covered = net.low <= block.net_joules_per_token <= net.high if net else None
-    return Outcome(figure.value / block.joules_per_token - 1, covered, net_covered)
+from simulated_meter import GAUGE, draw, simulate
 
 
 def check(meter: str, runs: int, least: float, most: float) -> None:
     """Runs that many scenarios and holds them against the bounds."""
-    found = [o for seed in range(runs) if (o := outcome(meter, seed))]
-    share = fmean(o.covered for o in found)
-    net = fmean(o.net_covered for o in found if o.net_covered is not None)
-    print(
-        f"{meter}: {len(found)} of {runs} counted, median error {median(abs(o.error) for o in found):.4f}, covered {share:.3f}, net {net:.3f}"
-    )
-    assert len(found) > 0.7 * runs  # 20 % of the windows drawn are too short on purpose
-    assert median(abs(o.error) for o in found) < 0.02
-    assert abs(fmean(o.error for o in found)) < 0.002
-    assert least <= share <= most
-    assert net >= least
+    row = coverage(meter, runs)
+    print(row)
+    assert row.counted > 0.7 * runs  # 20 % of the windows drawn are too short on purpose
+    assert row.median_error < 0.02
+    assert abs(row.mean_error) < 0.002
+    assert least <= row.covered <= most
+    assert row.net_covered >= least
 
 
 @pytest.mark.parametrize("meter", METERS)
 def test_coverage_of_a_thousand_runs(meter):
     check(meter, 1000, 0.93, 0.97)
+
+
+def test_the_table_has_a_row_per_meter():
+    row = Coverage(meter="counter", runs=10, counted=8, refused=2, median_error=0.004, mean_error=-0.001, covered=0.95, net_covered=0.9)
+    assert list(table([row]))[2] == "| counter | 8 | 2 | 0.40% | -0.10% | 95.0% | 90.0% |"
 
 
 @pytest.mark.parametrize("meter", METERS)

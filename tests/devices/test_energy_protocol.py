@@ -19,6 +19,7 @@ from edge_devices.load import BusyLoad
 from edge_devices.meters.base import Kind, Scope
 from edge_devices.meters.csv_import import import_csv
 from edge_devices.meters.estimate import EstimateMeter
+from edge_devices.meters.made import AwaitedMeter, made_meter
 from edge_devices.meters.replay import ReplayMeter
 from edge_devices.phases import share_out
 from edge_devices.protocol import Plan, characterise_meter, measure
@@ -241,6 +242,45 @@ def test_an_external_meter_finds_its_own_clock(tmp_path):
     report = make_report(seen)
     assert report.scope == Scope.EXTERNAL
     assert report.variants[0].joules_per_output_token.value == pytest.approx(15.0 * 2 / 50, rel=2e-3)
+
+
+def test_an_external_meter_alone_is_measured_with_and_read_afterwards(tmp_path):
+    """No meter of its own, as on a Raspberry Pi 4: the log has marks, the table has the readings."""
+    rows = ["time_s;power_W"]
+
+    class Tap(SimulatedMachine):
+        def _advance(self, to: float) -> None:
+            t = math.ceil(self.now * 20) / 20
+            while t < to:
+                rows.append(f"{t - 77:.3f};{self.watts + 3 + 0.001 * (len(rows) % 3 - 1):.4f}")
+                t += 0.05
+            super()._advance(to)
+
+    tap, meter = Tap(), AwaitedMeter()
+    tap.recorder = Recorder(tap.system, meter)
+    waiting = measure(tap.system, tap.recorder, {"plain": tap.workload(12.0)}, Characteristics.expected(meter.facts), PLAN, tap.load)
+    write_log(tmp_path / "energy.jsonl", waiting)
+    with pytest.raises(MeasurementError, match="give that meter's table with --external"):
+        make_report(read_log(tmp_path / "energy.jsonl"))
+    (tmp_path / "meter.csv").write_text("\n".join(rows))
+    result = CliRunner().invoke(main, ["energy", str(tmp_path / "energy.jsonl"), "--external", str(tmp_path / "meter.csv"), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert report["scope"] == "external_dc"
+    assert report["variants"][0]["joules_per_output_token"]["value"] == pytest.approx(15.0 * 2 / 50, rel=2e-3)
+
+
+def test_meters_made_from_what_a_person_says(log, tmp_path):
+    write_log(tmp_path / "run.jsonl", log)
+    assert made_meter(System(), f"replay:{tmp_path / 'run.jsonl'}").facts.name == "replay:simulated"
+    assert made_meter(System(), "estimate:2.5,4").facts.is_estimate
+    assert made_meter(System(), "rapl:package") is None
+    assert made_meter(System(), None) is None
+    for bad in ("estimate", "estimate:2", "estimate:a,b", "estimate:-1,2"):
+        with pytest.raises(MeterError, match="power model"):
+            made_meter(System(), bad)
+    with pytest.raises(DeviceError, match="cannot be read"):
+        made_meter(System(), f"replay:{tmp_path / 'nothing'}")
 
 
 def test_replay_repeats_a_recording(log):

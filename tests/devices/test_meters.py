@@ -9,20 +9,23 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from edge_devices import cli
 from edge_devices.cli import main
 from edge_devices.errors import DeviceError, MeterError
 from edge_devices.listing import meter_lines
 from edge_devices.meters.android_battery import current_unit, parse_dumpsys, volts_of
 from edge_devices.meters.android_rails import parse_rails
-from edge_devices.meters.base import Kind, Scope, State
+from edge_devices.meters.base import Kind, Scope, State, usable
 from edge_devices.meters.estimate import EstimateMeter
 from edge_devices.meters.power_supply import parse_uevent
+from edge_devices.meters.powermetrics import package_watts, parse_powermetrics
 from edge_devices.meters.raspberry_pi import parse_pmic
 from edge_devices.meters.search import choose_meter, find_meters
 from edge_devices.meters.wrap import Unwrapped
 from edge_devices.recording import RecordedSystem, Recording, read_recording, record, write_recording
 from edge_devices.state import disturbances, read_state, refusals
 from edge_devices.system import CommandResult, System, run_command
+from simulated_session import SimulatedMachine
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -189,6 +192,7 @@ def test_dumpsys_reads_only_the_services_own_section():
     assert fields["status"] == "3"
     assert fields["voltage"] == "3964"
     assert "PhoneTemp" not in fields
+    assert "voltage" not in parse_dumpsys("Current Battery Service state:\n  status: 3\n[EventLogBuffer] 1\n  voltage: 1\n")
     assert volts_of("4") == 4.0
     with pytest.raises(MeterError, match="no voltage"):
         volts_of("")
@@ -255,6 +259,13 @@ def test_apple():
     assert "sudo" in found.remedy
 
 
+def test_apples_newer_text_has_a_combined_line():
+    text = "CPU Power: 947 mW\nGPU Power: 153 mW\nANE Power: 0 mW\nCombined Power (CPU + GPU + ANE): 1100 mW\n"
+    assert package_watts(parse_powermetrics(text)) == pytest.approx(1.1)
+    assert package_watts(parse_powermetrics("CPU Power: 947 mW\nGPU Power: 153 mW\n")) == pytest.approx(1.1)
+    assert package_watts({}) is None
+
+
 def test_estimates_are_never_found_and_always_labelled():
     for path in FIXTURES.glob("*.json"):
         assert not [f for f in findings(path.stem).values() if f.meter and f.meter.facts.is_estimate]
@@ -282,6 +293,35 @@ def test_a_source_that_breaks_is_one_finding():
     assert "no number" in found["rapl:package"].reason
 
 
+def test_what_meters_do_here_is_measured_on_request(monkeypatch):
+    machine, broken = SimulatedMachine(refresh_s=0.001), SimulatedMachine(refresh_s=0.5)
+    broken.read = lambda: None
+    broken.facts = dataclasses.replace(broken.facts, name="silent")
+    monkeypatch.setattr(cli, "System", lambda: machine.system)
+    monkeypatch.setattr(cli, "find_meters", lambda _: [usable(machine)])
+    result = CliRunner().invoke(main, ["meters", "--measure"])
+    assert result.exit_code == 0, result.output
+    assert "measured: new every" in result.output
+    assert "no energy meter" not in result.output
+    record = json.loads(CliRunner().invoke(main, ["meters", "--measure", "--json"]).output)
+    assert record["meters"][0]["measured"]["refresh_s"] > 0
+    monkeypatch.setattr(cli, "System", lambda: broken.system)
+    monkeypatch.setattr(cli, "find_meters", lambda _: [usable(broken)])
+    assert "showed 0 new values" in CliRunner().invoke(main, ["meters", "--measure"]).output
+
+
+def test_the_profiles_are_listed():
+    text = CliRunner().invoke(main, ["profiles"]).output
+    assert "raspberry-pi-5" in text
+    assert "5.6 to 9.4 GB/s, as others measured" in text
+    assert json.loads(CliRunner().invoke(main, ["profiles", "--json"]).output)["tensor-g5"]["draft_length"] == [0, 6]
+
+
+def test_help_says_where_a_plan_is_made():
+    text = " ".join(CliRunner().invoke(main, ["--help"]).output.split())
+    assert "edge-run BUNDLE --plan --profile NAME" in text
+
+
 def test_meters_command_on_this_machine():
     record = json.loads(CliRunner().invoke(main, ["meters", "--json"]).stdout)
     assert {"name", "state", "reason", "remedy", "facts"} <= record["meters"][0].keys()
@@ -291,7 +331,10 @@ def test_meters_command_on_this_machine():
 def test_listing_says_why():
     text = "\n".join(meter_lines(find_meters(recorded("rapl-denied"))))
     assert "present  rapl:package: denied to this user" in text
-    assert "no energy meter on this machine is usable now" in text
+    assert text.startswith(
+        "no energy meter on this machine can be used now; what stands in the way of rapl:package, rapl:platform is below"
+    )
+    assert "--meter external" in text
     assert "no energy meter" not in "\n".join(meter_lines(find_meters(recorded("rapl-laptop"))))
 
 
@@ -305,6 +348,32 @@ def test_recordings_round_trip_and_hold_nothing_private(tmp_path):
     assert "abcdef" not in path.read_text()
     assert read_recording(path).files["sys/class/power_supply/BAT0/uevent"] == "POWER_SUPPLY_TYPE=Battery"
     assert [p.name for p in path.parent.iterdir()] == ["recording.json"]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FIXTURES.glob("*.json")))
+def test_what_probe_records_on_a_device_replays_as_that_device(name, tmp_path):
+    """The files of each fixture as a tree of real files, recorded by the command's own code, then read in the device's place."""
+    fixture = read_recording(FIXTURES / f"{name}.json")
+
+    class Device(System):
+        def text(self, path: str) -> str:
+            if path in fixture.denied:
+                raise PermissionError(13, "Permission denied", path)
+            return super().text(path)
+
+    for path in (*fixture.files, *fixture.denied):
+        (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / path).write_text(fixture.files.get(path, "never read"))
+    device = Device(
+        root=tmp_path / "root", platform=fixture.platform, run=recorded(name).run, clock=lambda: 1.0, sleep=lambda _: None
+    )  # fmt: skip
+    again = RecordedSystem(read_recording(write_recording(tmp_path / "out", record(device))), clock=lambda: 1.0, sleep=lambda _: None)
+
+    def seen(system):
+        return [(f.name, f.state, f.reason, f.meter.read() if f.meter else None) for f in find_meters(system)]
+
+    assert seen(again) == seen(device)
+    assert read_state(again) == read_state(device)
 
 
 @pytest.mark.parametrize(

@@ -96,11 +96,14 @@ def test_outputs_of_several_clients_that_differ_are_counted():
 def test_energy_workloads_do_what_they_say():
     session = make_session()
     work = energy_workloads({"dense": OurSide(session)}, [BASELINE, fixed(3)], [PROMPT, OTHER], 8)
-    assert list(work) == ["plain", "dense 3", "calibrate:prefill", "calibrate:verify", "calibrate:draft"]
+    assert list(work) == ["plain", "dense 3", "calibrate:prefill", "calibrate:plain", "calibrate:verify", "calibrate:draft"]
     first, second = work["dense 3"](), work["dense 3"]()
     assert (first.emitted_tokens, first.prompt_tokens, second.prompt_tokens) == (8, 3, 2)
     assert set(first.phases) == {"prefill", "draft", "verify"}
-    assert set(work["plain"]().phases) == {"prefill", "verify"}
+    assert set(work["plain"]().phases) == {"prefill", "plain"}
+    session.target.rows.clear()
+    assert set(work["calibrate:plain"]().phases) == {"plain"}
+    assert session.target.rows == [1] * LOOP
     session.target.rows.clear()
     assert set(work["calibrate:verify"]().phases) == {"verify"}
     assert session.target.rows == [4] * LOOP

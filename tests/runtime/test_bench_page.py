@@ -24,7 +24,7 @@ pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
 from edge_runtime.bench.page import report_page
 from edge_runtime.bench.plots import COLOURS, INK, all_plots
 
-PLOTS = ["speed-by-domain", "speed-by-length", "acceptance", "cost-curve", "phases", "energy", "contexts"]
+PLOTS = ["speed-by-domain", "speed-by-length", "acceptance", "cost-curve", "phases", "contexts", "energy"]
 HOSTILE = "</svg><script>alert(1)</script>$\\frac{1}$"
 
 

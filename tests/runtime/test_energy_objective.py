@@ -15,7 +15,7 @@ from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
 from edge_devices.system import System
 from edge_runtime.acceptance_model import AcceptanceModel
 from edge_runtime.config import SpeculativeConfig, TuningConfig
-from edge_runtime.cost_curve import MAX_ROWS, CostCurve, MeasuredCosts
+from edge_runtime.cost_curve import MAX_ROWS, CostCurve, Costs, MeasuredCosts
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.opening import open_session
 from edge_runtime.phase_power import EnergyCosts, PhasePower, read_phase_power
@@ -166,6 +166,25 @@ def test_power_is_measured_in_loops_of_each_phase_and_remembered(tmp_path: Path,
     assert meter.now == before
     with pytest.raises(RequestError, match="no drafter whose power"):
         probe(target, None, 1, 13, "another key")
+
+
+def test_by_a_meters_power_the_fewest_joules_take_other_drafts_than_the_most_tokens_per_second(tmp_path, monkeypatch) -> None:
+    """From the meter to the length: a verify of several rows takes 9 W here, plain decoding 4 W."""
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path))
+    meter = Loaded()
+    target = LoadedTarget(meter)
+    probe = PowerProbe(system=System(clock=lambda: meter.now), meter=meter, notify=lambda _: None)
+    power = probe(target, LoadedDrafter(target, meter), 1, 13, "key")
+    seconds = ExactCosts(LINEAR, 1.0)
+    by_time, by_energy = planned(1.0, None), planned(1.0, power)
+    assert by_energy != by_time
+    joules, accept = EnergyCosts(seconds, power), 0.7
+
+    def per_token(costs: Costs, length: int) -> float:
+        return (costs.verify(length + 1) + length * costs.step()) / sum(accept**i for i in range(length + 1))
+
+    assert per_token(joules, by_energy) < per_token(joules, by_time)
+    assert per_token(seconds, by_time) < per_token(seconds, by_energy)
 
 
 def objective(**tuning: str) -> SpeculativeConfig:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from chat_words import chat_session
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, State, absent, present, usable
 from edge_devices.meters.replay import ReplayMeter
 from edge_devices.system import System
@@ -144,3 +145,45 @@ def test_explain_without_profit_says_what_came_of_it(run: Any) -> None:
     first = rows[1]
     assert first[:6] == ["1", "draft", "-", "2", "3", "2"]
     assert first[6] == first[8] == "-"
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch):
+    def call(stdin: str, *arguments: str, findings: list[Finding]) -> Result:
+        session = chat_session("a long answer " * 3, "another answer " * 3)
+        verify = session.target.verify
+        session.target.verify = lambda tokens: (time.sleep(0.002), verify(tokens))[1]  # type: ignore[method-assign]
+        monkeypatch.setattr(cli, "open_session", lambda *_, **__: session)
+        monkeypatch.setattr(energy_options, "find_meters", lambda _: findings)
+        return CliRunner().invoke(cli.main, ["bundle", *arguments], input=stdin)
+
+    return call
+
+
+def test_a_chat_says_its_joules_per_token_when_asked(chat: Any, meter: Finding) -> None:
+    result = chat("hi\nand?\n/stats\n", findings=[meter])
+    assert result.exit_code == 0, result.output
+    last, every = [line for line in result.stderr.splitlines() if line.startswith("energy of")]
+    assert last.startswith("energy of the last answer: ")
+    assert every.startswith("energy of 2 answers with a figure: ")
+    assert all("J/token, scope rails, idle power" in line for line in (last, every))
+    records = [json.loads(line) for line in chat("hi\n", "--json", findings=[meter]).stdout.splitlines()]
+    assert records[0]["energy"]["joules_per_token"]["value"] > 0
+    assert records[0]["energy"]["meter"]["scope"] == "rails"
+
+
+def test_a_chat_without_a_meter_says_so_when_asked(chat: Any) -> None:
+    result = chat("hi\n/stats\n", findings=[])
+    assert "energy of the last answer: no energy meter on this machine" in result.stderr
+    record = json.loads(chat("hi\n", "--json", findings=[]).stdout)
+    assert (record["energy"], record["energy_reason"]) == (None, "no energy meter on this machine")
+
+
+def test_an_estimate_is_only_made_when_asked_for_and_says_so(run: Any) -> None:
+    result = run("--meter", "estimate:2,5", "--max-tokens", "60", findings=[], pause=0.02)
+    assert result.exit_code == 0, result.output
+    assert "ESTIMATE, nothing was measured" in result.stderr
+    record = json.loads(run("--meter", "estimate:2,5", "--max-tokens", "60", "--json", findings=[], pause=0.02).stdout)
+    assert record["energy"]["meter"]["estimate"] is True
+    refused = run("--meter", "estimate:2", findings=[])
+    assert (refused.exit_code, "estimate:IDLE,CORE" in refused.stderr) == (1, True)

@@ -30,15 +30,14 @@ FACTS = PairFacts(
 )  # fmt: skip
 
 
-def device(gb: float, operations: float | None) -> DeviceSpeed:
+def device(gb: float, operations: float) -> DeviceSpeed:
     return DeviceSpeed(
         name="made up", bandwidth=Range.between(0.8 * gb * GB, 1.25 * gb * GB), bandwidth_from="test",
-        operations=None if operations is None else Range.between(0.8 * operations * G, 1.25 * operations * G), operations_from="test",
+        operations=Range.between(0.8 * operations * G, 1.25 * operations * G), operations_from="test",
     )  # fmt: skip
 
 
-def plan(gb: float = 20, operations: float | None = 4000, facts: PairFacts = FACTS, power: PhasePower | None = None) -> SpeedPlan:
-
+def plan(gb: float = 20, operations: float = 4000, facts: PairFacts = FACTS, power: PhasePower | None = None) -> SpeedPlan:
     return speed_plan(facts, device(gb, operations), MemoryPlan(process=1, weights=2, repacked=3, cache=4, buffers=5), 8, power)
 
 
@@ -55,17 +54,35 @@ def test_a_device_that_computes_slowly_is_bound_by_that() -> None:
     assert plan(operations=4000).draft_length[1] > 0
 
 
+def test_reading_and_computing_add_up_and_at_best_overlap_for_one_row() -> None:
+    found = plan(gb=12, operations=40)  # 0.1 s to read, 0.095 s for a row
+    assert found.verify_seconds[0] == pytest.approx(0.1 + 0.095, rel=0.03)
+    assert found.verify_seconds[8] - found.verify_seconds[0] == pytest.approx(8 * 0.095)
+    assert 1 / found.plain.high == pytest.approx(max(0.1 / 1.25, 0.095 / 1.25), rel=0.03)
+
+
+def test_few_bytes_per_weight_make_a_row_dear_beside_reading() -> None:
+    def shape(target_bytes: float) -> float:
+        found = speed_plan(
+            replace(FACTS, target_bytes=target_bytes), device_speed("raspberry-pi-5", None), MemoryPlan(process=1, weights=2, repacked=3, cache=4, buffers=5), 8,
+            None,
+        )  # fmt: skip
+        return found.verify_seconds[3] / found.verify_seconds[0]
+
+    assert shape(1.1 * GB) > shape(3.8 * GB) > 1
+
+
 def test_a_prefill_leaves_the_head_out() -> None:
     with_head = replace(FACTS, head_parameters=0.0)
     assert plan().prefill.middle / plan(facts=with_head).prefill.middle == pytest.approx(1.9 / 1.5, rel=0.01)
 
 
 @given(
-    gb=st.floats(1, 500), operations=st.one_of(st.none(), st.floats(1, 1e5)), size=st.floats(1e6, 3e10), parameters=st.floats(1e6, 4e10),
+    gb=st.floats(1, 500), operations=st.floats(1, 1e5), size=st.floats(1e6, 3e10), parameters=st.floats(1e6, 4e10),
     step=st.floats(1e5, 1e9), layers=st.integers(1, 80),
 )  # fmt: skip
 def test_ranges_are_in_order_and_drafts_never_make_the_plan_slower(
-    gb: float, operations: float | None, size: float, parameters: float, step: float, layers: int
+    gb: float, operations: float, size: float, parameters: float, step: float, layers: int
 ) -> None:
     facts = replace(FACTS, target_bytes=size, parameters=parameters, step_bytes=step, layers=layers, head_parameters=parameters / 5)
     found = plan(gb, operations, facts, PhasePower(draft=2.0, verify=5.0))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_words import SpeakingTarget, chat_session
+from edge_devices.shared_watch import SharedWatch
 from edge_runtime.backends.base import DraftAsk, Logits
 from edge_runtime.chat_template import bundle_template
 from edge_runtime.opening import Sessions
@@ -54,14 +55,14 @@ class Scripted:
 
 
 def scripted_worker(
-    *replies: str | Callable[[int, str], str], count: int = 1, waiting: int = 4, context: int = 2048
+    *replies: str | Callable[[int, str], str], count: int = 1, waiting: int = 4, context: int = 2048, watch: SharedWatch | None = None
 ) -> tuple[Worker, SpeakingTogether, list[str]]:
     """A worker, not started, whose `count` sessions all give these replies."""
     own = [chat_session(*replies, context=context) for _ in range(count)]
     together = SpeakingTogether([session.target for session in own])  # type: ignore[misc]
     notes: list[str] = []
     template = bundle_template(own[0].bundle, own[0].vocabulary)
-    return Worker(Sessions(own, together), template, waiting=waiting, note=notes.append), together, notes
+    return Worker(Sessions(own, together), template, waiting=waiting, note=notes.append, watch=watch), together, notes
 
 
 @contextlib.contextmanager

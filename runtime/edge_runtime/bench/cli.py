@@ -12,12 +12,14 @@ from typing import Any, cast
 
 import click
 
-from edge_devices.listing import NO_METER
+from edge_devices.listing import NO_METER, report_lines
 from edge_devices.meters.base import Meter
+from edge_devices.meters.made import EXTERNAL, MADE
 from edge_devices.report import Report
+from edge_devices.run_log import RunLog
 from edge_runtime.backends.choice import BACKENDS
 from edge_runtime.bench.benchmark import Benchmark, BenchRequest
-from edge_runtime.bench.energy import find_meter, measure_energy, read_energy
+from edge_runtime.bench.energy import find_meter, is_energy_log, measure_energy, read_energy
 from edge_runtime.bench.figures import Figures, figures
 from edge_runtime.bench.files import RecordFile, write_whole
 from edge_runtime.bench.prompts import DOMAINS, Prompt, read_prompts, shipped_prompts
@@ -43,6 +45,9 @@ Examples:
   edge-bench my-bundle --prompts my-prompts.json --domains none
   edge-bench my-bundle --runs run.jsonl --energy energy.jsonl
   edge-bench --report run.jsonl --html report.html
+  edge-bench --report energy.jsonl --html energy.html      (the log of --energy)
+  edge-bench my-bundle --energy energy.jsonl --meter external    (then, with the meter's table:)
+  edge-bench --report energy.jsonl --external usb-meter.csv
 """
 STDOUT = "-"
 NOT_ASKED = "energy was not measured; --energy FILE does"
@@ -57,17 +62,32 @@ class Outputs:
 
     def write(self, result: Figures) -> None:
         """Writes all of them."""
-        text = json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False, indent=1) + "\n" if self.json_path else ""
         if self.html is not None:
             from edge_runtime.bench.page import report_page
 
             write_whole(self.html, report_page(result))
-        if self.json_path == STDOUT:
-            click.echo(text, nl=False)
-            return
+        if self._write_json(result.to_json()):
+            print_report(result)
+
+    def write_energy(self, report: Report, log: RunLog) -> None:
+        """Writes all of an energy measurement alone."""
+        if self.html is not None:
+            from edge_runtime.bench.page import energy_page
+
+            write_whole(self.html, energy_page(report, log))
+        if self._write_json(report.to_json()):
+            for line in report_lines(report):
+                click.echo(line)
+
+    def _write_json(self, record: dict[str, Any]) -> bool:
+        """Writes the JSON where it was asked for; returns whether standard output is left for the tables."""
         if self.json_path:
-            write_whole(Path(self.json_path), text)
-        print_report(result)
+            text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+            if self.json_path == STDOUT:
+                click.echo(text, nl=False)
+            else:
+                write_whole(Path(self.json_path), text)
+        return self.json_path != STDOUT
 
 
 def bench_prompts(domains: str, files: Sequence[Path], most: int) -> tuple[Prompt, ...]:
@@ -114,7 +134,7 @@ def measure(request: BenchRequest, runs: Path | None, remark: str = "") -> tuple
     return records, False
 
 
-def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> Report:
+def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Report | None, RunLog]:
     """Runs the energy protocol over the same variants. Raises RequestError where it cannot be done."""
     with ExitStack() as stack, BenchProgress() as progress:
         benchmark = Benchmark(request, progress)
@@ -149,10 +169,13 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> Report:
 @check_options
 @click.option("--runs", type=click.Path(path_type=Path), help="Write every measurement here, one JSON line each, as it is made.")
 @click.option("--energy", type=click.Path(path_type=Path), help="Measure energy too, by the protocol of docs/energy.md (long), and write its log here; with --report: read it.")  # fmt: skip
-@click.option("--meter", help="The energy meter to use; see edge-devices meters.  [default: the first usable one]")
+@click.option("--meter", metavar="NAME", help=f"Energy meter of edge-devices meters, {MADE}, or external: one whose table is read afterwards with --external.  [default: the first usable one]")  # fmt: skip
+@click.option("--external", type=click.Path(path_type=Path), metavar="TABLE", help="With --report of an energy log: the table of a meter in the supply line, in place of the log's readings.")  # fmt: skip
 @click.option("--json", "json_path", help="Write the figures here; - is standard output, instead of tables.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with plots here (needs edge-mtp[report]).")
-@click.option("--report", type=click.Path(path_type=Path), help="Measure nothing: make the figures of a file of --runs again.")
+@click.option(
+    "--report", type=click.Path(path_type=Path), help="Measure nothing: make the figures of a file of --runs again, or of --energy alone."
+)
 @click.version_option(package_name="edge-mtp")
 def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Path | None, report: Path | None, **values: Any) -> None:
     """Measure plain decoding of BUNDLE against drafting: fixed lengths, policies, kinds of drafter, llama.cpp's own.
@@ -163,29 +186,19 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
         raise click.UsageError("give a BUNDLE to measure, or --report with a file of --runs")
     if report is not None and runs is not None:
         raise click.UsageError("--report measures nothing, so there is nothing for --runs")
-    outputs = Outputs(json_path=json_path, html=html)
-    energy, stopped, joules = values["energy"], False, None
+    external = values["external"]
+    if external is not None and report is None:
+        raise click.UsageError("--external is for --report, with the energy log that was written meanwhile; leave it out")
+    outputs, stopped = Outputs(json_path=json_path, html=html), False
     try:
         if html is not None:
-            from edge_runtime.bench.plots import require_library
+            from edge_runtime.bench.drawing import require_library
 
             require_library()
         if report is not None:
-            records = read_records(report)
-            joules = read_energy(energy) if energy else None
+            report_again(report, values["energy"], external, outputs)
         else:
-            request = bench_request(cast(Path, bundle), values)
-            meter = find_meter(values["meter"])
-            if energy and meter is None:
-                raise RequestError(f"{NO_METER}; leave --energy out, or see edge-devices meters")
-            measured, stopped = measure(request, runs, "" if energy else NO_METER if meter is None else NOT_ASKED)
-            records = collect(measured)
-            if energy and meter and not stopped:
-                try:
-                    joules = measure_joules(request, energy, meter)
-                except KeyboardInterrupt:
-                    stopped = True
-        outputs.write(figures(records, joules))
+            stopped = measure_all(bench_request(cast(Path, bundle), values), runs, values["energy"], values["meter"], outputs)
     except EdgeRuntimeError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
@@ -194,6 +207,39 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
     if stopped:
         note("stopped; the figures are of what was measured until then")
         sys.exit(130)
+
+
+def report_again(report: Path, energy: Path | None, external: Path | None, outputs: Outputs) -> None:
+    """Makes the figures of records, of an energy log, or of both again. Raises RequestError for files that do not fit each other."""
+    if is_energy_log(report):
+        if energy is not None:
+            raise RequestError(f"{report} is an energy log itself; give --energy beside a file of --runs")
+        outputs.write_energy(*read_energy(report, external))
+        return
+    if external is not None and energy is None:
+        raise RequestError(f"{report} is no energy log, which an external meter's table belongs to; add --energy LOG")
+    joules, log = read_energy(energy, external) if energy else (None, None)
+    outputs.write(figures(read_records(report), joules, log))
+
+
+def measure_all(request: BenchRequest, runs: Path | None, energy: Path | None, meter_name: str | None, outputs: Outputs) -> bool:
+    """Measures, energy last and only if a log for it is named, and writes; returns whether it was interrupted."""
+    meter = find_meter(meter_name)
+    if energy and meter is None:
+        raise RequestError(
+            f"{NO_METER}; leave --energy out, see edge-devices meters, or take --meter {EXTERNAL} if a meter in the supply line writes a table"
+        )
+    measured, stopped = measure(request, runs, "" if energy else NO_METER if meter is None else NOT_ASKED)
+    records, joules, log = collect(measured), None, None
+    if energy and meter and not stopped:
+        try:
+            joules, log = measure_joules(request, energy, meter)
+        except KeyboardInterrupt:
+            stopped = True
+    outputs.write(figures(records, joules, log if joules else None))
+    if log is not None and joules is None:
+        note(f"{energy} waits for the {EXTERNAL} meter's table: edge-bench --report {energy} --external TABLE")
+    return stopped
 
 
 def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:

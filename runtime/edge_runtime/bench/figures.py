@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_devices.report import Report
+from edge_devices.run_log import RunLog
 from edge_runtime.bench.plan import CONTEXTS_PART, DOMAINS_PART
 from edge_runtime.bench.ratios import Ratio, paired_logs, ratio
 from edge_runtime.bench.records import Concurrency, Memory, Records, Run
@@ -77,6 +78,7 @@ class Figures:
     against: tuple[Against, ...]
     levels: tuple[Level, ...]
     energy: Report | None = None
+    energy_log: RunLog | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys; the runs themselves are left out, see `edge-bench --runs`."""
@@ -94,13 +96,14 @@ class Figures:
         }
 
 
-def figures(records: Records, energy: Report | None = None) -> Figures:
+def figures(records: Records, energy: Report | None = None, energy_log: RunLog | None = None) -> Figures:
     """Computes everything that the records allow; what was not measured stays empty."""
     domains = [run for run in records.runs if run.part == DOMAINS_PART]
     contexts = [run for run in records.runs if run.part == CONTEXTS_PART]
     return Figures(
         records=records, overall=_rows(domains, split=False), by_domain=_rows(domains, split=True), by_context=_rows(contexts, split=True),
         against=_against(domains), levels=_levels(records.concurrency, records.memory), energy=energy,
+        energy_log=energy_log,
     )  # fmt: skip
 
 

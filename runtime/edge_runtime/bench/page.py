@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
+from edge_devices.listing import report_lines
+from edge_devices.report import Report
+from edge_devices.run_log import RunLog
+from edge_runtime.bench.drawing import Plot
+from edge_runtime.bench.energy_plots import energy_plots
 from edge_runtime.bench.figures import Figures
-from edge_runtime.bench.plots import Plot, all_plots
-from edge_runtime.bench.tables import TextTable, all_tables, machine_line, notes
+from edge_runtime.bench.plots import all_plots
+from edge_runtime.bench.tables import TextTable, all_tables, energy_tables, machine_line, meter_table, notes
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --line: #d0d7de; --soft: #57606a; }
@@ -22,24 +28,41 @@ th:first-child, td:first-child { text-align: left; } .note, caption { color: var
 # Each plot stands before the table that has its figures.
 PLOT_OF_TABLE = {
     "domains": ("speed-by-domain", "speed-by-length"), "acceptance": ("acceptance",), "costs": ("cost-curve",), "phases": ("phases",),
-    "contexts": ("contexts",), "energy": ("energy",),
+    "contexts": ("contexts",), "energy": ("power", "energy"), "energy-phases": ("energy-phases",),
 }  # fmt: skip
 
 
 def report_page(figures: Figures) -> str:
     """Returns the page. Raises RequestError if the plotting library is missing."""
-    plots = {plot.name: plot for plot in all_plots(figures)}
     header = figures.records.header
+    return _document(f"edge-bench: {header.bundle}", [machine_line(header)], notes(figures), all_tables(figures), all_plots(figures))
+
+
+def energy_page(report: Report, log: RunLog) -> str:
+    """Returns the page of an energy measurement alone. Raises RequestError if the plotting library is missing."""
+    machine, meter = log.environment, report_lines(report)
+    where = f"{machine.get('processor') or machine.get('model') or 'unknown processor'}, {machine.get('processors', '?')} processors; {machine.get('platform', '?')}"
+    head = [where, *meter[: 2 if report.idle else 1]]
+    return _document(
+        f"Energy: {report.meter}, scope {report.scope}",
+        head,
+        report.warnings,
+        [*energy_tables(report), meter_table(log)],
+        energy_plots(report, log),
+    )
+
+
+def _document(title: str, head: Sequence[str], remarks: Sequence[str], tables: Sequence[TextTable], drawn: Sequence[Plot]) -> str:
+    plots = {plot.name: plot for plot in drawn}
     parts = [
         "<!DOCTYPE html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         # Nothing is loaded from anywhere, and no text of the records can become a script.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">",
-        f"<title>edge-bench: {escape(header.bundle)}</title>", f"<style>{CSS}</style>", "</head>", "<body>",
-        f"<h1>edge-bench: {escape(header.bundle)}</h1>", f"<p>{escape(machine_line(header))}</p>",
-        *(f'<p class="note">{escape(note)}</p>' for note in notes(figures)),
+        f"<title>{escape(title)}</title>", f"<style>{CSS}</style>", "</head>", "<body>",
+        f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in head), *(f'<p class="note">{escape(text)}</p>' for text in remarks),
     ]  # fmt: skip
-    for table in all_tables(figures):
+    for table in tables:
         parts.append(f'<section id="{table.name}"><h2>{escape(table.title)}</h2>')
         parts += [_figure(plots[name]) for name in PLOT_OF_TABLE.get(table.name, ()) if name in plots]
         parts += [_table(table), "</section>"]

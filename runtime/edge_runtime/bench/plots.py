@@ -1,104 +1,39 @@
-"""Plots of the figures as SVG that takes its text colour from the page, so that it can be read in dark and in light."""
+"""The plots of a benchmark's figures."""
 
 from __future__ import annotations
 
-import importlib.util
-import io
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from edge_runtime.bench.drawing import COLOURS, HATCHES, INK, LINES, MARKERS, Plot, draw_svg, label_text, legend
+from edge_runtime.bench.energy_plots import energy_plots
 from edge_runtime.bench.figures import Figures, Row
 from edge_runtime.bench.variants import FIXED, OURS, PLAIN
-from edge_runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Stands for the page's text colour; no colour of a series is this one.
-INK = "#010203"
-# After Okabe and Ito's colours for all kinds of colour vision, made to stand out (3 : 1) on white and on near black alike.
-COLOURS = ("#0072b2", "#c47f00", "#009e73", "#cc79a7", "#d55e00", "#3c95cf", "#8c8c8c", "#978800")
-LINES = ("-", "--", ":", "-.")
-HATCHES = ("", "//", "..", "xx")
-MARKERS = "os^Dv<>P"
-STYLE = {
-    "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
-    "xtick.color": INK, "ytick.color": INK, "legend.labelcolor": INK, "legend.frameon": False, "axes.facecolor": "none",
-    "figure.facecolor": "none", "savefig.transparent": True, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "grid.color": INK, "grid.alpha": 0.15, "lines.linewidth": 1.8,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plot:
-    """One plot: its name, a sentence that says what it shows, and the SVG element."""
-
-    name: str
-    title: str
-    svg: str
-
-
-def require_library() -> None:
-    """Raises RequestError if the plotting library is missing: before anything is measured for it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise RequestError("the HTML report needs matplotlib; install it: pip install 'edge-mtp[report]'")
-
 
 def all_plots(figures: Figures) -> list[Plot]:
     """Returns the plots that have anything to show. Raises RequestError if the plotting library is missing."""
-    require_library()
     candidates: tuple[tuple[str, str, bool, Callable[[Axes, Figures], None]], ...] = (
         ("speed-by-domain", "Speed-up over plain decoding by domain", _has_domains(figures), _draw_domains),
         ("speed-by-length", "Speed-up over plain decoding by draft length", _has_lengths(figures), _draw_lengths),
         ("acceptance", "Acceptance by position, longest fixed length", bool(_longest_fixed(figures)), _draw_acceptance),
         ("cost-curve", "Cost of a verify by its rows, and of a draft step", bool(figures.records.cost_curves), _draw_costs),
         ("phases", "Time per token by phase", any(r.phase_seconds_per_token for r in figures.overall), _draw_phases),
-        ("energy", "Energy per emitted token, idle power included", _has_energy(figures), _draw_energy),
         ("contexts", "Tokens per second by length of the text", bool(figures.by_context), _draw_contexts),
     )
-    return [Plot(name=name, title=title, svg=_svg(name, title, draw, figures)) for name, title, wanted, draw in candidates if wanted]
 
+    def of_figures(draw: Callable[[Axes, Figures], None]) -> Callable[[Axes], None]:
+        return lambda axes: draw(axes, figures)
 
-def _svg(name: str, title: str, draw: Callable[[Axes, Figures], None], figures: Figures) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(8.5, 4.6), layout="constrained")
-        draw(figure.add_subplot(), figures)
-        with io.StringIO() as file:
-            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-            text = file.getvalue()
-    return _inline(text[text.index("<svg") :], name, title)
-
-
-def _inline(svg: str, name: str, title: str) -> str:
-    """Makes a page's element of a file: the page's text colour, ids of its own, a name for those who cannot see it."""
-    svg = svg.replace(INK, "currentColor")
-    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
-    svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)
-    svg = re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", svg, count=1)
-    svg = re.sub(r'<svg([^>]*?) height="[^"]*"', r"<svg\1", svg, count=1)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
-
-
-@contextmanager
-def _legend(axes: Axes) -> Iterator[None]:
-    yield
-    if len(axes.get_legend_handles_labels()[1]) > 1:
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    plots = [draw_svg(name, title, of_figures(draw)) for name, title, wanted, draw in candidates if wanted]
+    return plots + (energy_plots(figures.energy, figures.energy_log) if figures.energy else [])
 
 
 def _look(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
-
-
-def _text(label: str) -> str:
-    """A label as it is: matplotlib takes $ for mathematics and a leading underscore for a label not to be shown."""
-    return label.replace("$", r"\$").replace("_", "\u200a_", 1) if label.startswith("_") else label.replace("$", r"\$")
 
 
 def _sped_up(figures: Figures) -> list[Row]:
@@ -122,21 +57,21 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
     domains = list(dict.fromkeys(row.domain or "" for row in rows))
     variants = list(dict.fromkeys(row.variant for row in rows))
     width = 0.8 / len(variants)
-    with _legend(axes):
+    with legend(axes):
         for number, variant in enumerate(variants):
             own = [row for row in rows if row.variant == variant]
             places = [domains.index(row.domain or "") + (number - (len(variants) - 1) / 2) * width for row in own]
             ratios = [row.speed_up for row in own if row.speed_up]
             label = variant.label + (" (its best length)" if variant.policy == FIXED else "")
             hatch = HATCHES[number // len(COLOURS) % len(HATCHES)]
-            axes.bar(places, [r.value for r in ratios], width, label=_text(label), color=COLOURS[number % len(COLOURS)], hatch=hatch)
+            axes.bar(places, [r.value for r in ratios], width, label=label_text(label), color=COLOURS[number % len(COLOURS)], hatch=hatch)
             for place, r in zip(places, ratios, strict=True):
                 if r.low is not None and r.high is not None:
                     axes.plot([place, place], [r.low, r.high], color=INK, linewidth=1)
     axes.axhline(1, color=INK, linewidth=1, linestyle="--")
     # Intervals of few repeats may be wider than anything; they are cut rather than the bars made small.
     axes.set_ylim(0, min(axes.get_ylim()[1], 1.6 * max(1.0, *(row.speed_up.value for row in rows if row.speed_up))))
-    axes.set_xticks(range(len(domains)), [_text(d) for d in domains])
+    axes.set_xticks(range(len(domains)), [label_text(d) for d in domains])
     axes.set_ylabel("speed-up over plain")
     axes.grid(visible=False, axis="x")
 
@@ -148,14 +83,14 @@ def _has_lengths(figures: Figures) -> bool:
 def _draw_lengths(axes: Axes, figures: Figures) -> None:
     """One colour per domain, one kind of line per drafter or program."""
     rows = [row for row in (*figures.by_domain, *figures.overall) if row.variant.policy == FIXED and row.speed_up]
-    with _legend(axes):
+    with legend(axes):
         for (who, domain), look in _looks([(_who(row), row.domain or "all domains") for row in rows]).items():
             own = sorted(
                 (row for row in rows if (_who(row), row.domain or "all domains") == (who, domain)), key=lambda r: r.variant.length or 0
             )
             bold = {"linewidth": 3.0, "color": INK} if domain == "all domains" else {}
             values = [row.speed_up.value for row in own if row.speed_up]
-            axes.plot([row.variant.length for row in own], values, label=_text(f"{who}, {domain}"), **{**look, **bold})
+            axes.plot([row.variant.length for row in own], values, label=label_text(f"{who}, {domain}"), **{**look, **bold})
     axes.axhline(1, color=INK, linewidth=1, alpha=0.5)
     axes.set_xlabel("draft length")
     axes.set_ylabel("speed-up over plain")
@@ -184,10 +119,10 @@ def _longest_fixed(figures: Figures) -> list[Row]:
 def _draw_acceptance(axes: Axes, figures: Figures) -> None:
     rows = _longest_fixed(figures)
     looks = _looks([(row.variant.drafter, row.domain or "") for row in rows])
-    with _legend(axes):
+    with legend(axes):
         for row in rows:
             who, shares = (row.variant.drafter, row.domain or ""), row.acceptance_by_position
-            axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], label=_text(", ".join(who)), **looks[who])
+            axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], label=label_text(", ".join(who)), **looks[who])
     axes.set_ylim(0, 102)
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("accepted, %")
@@ -195,13 +130,13 @@ def _draw_acceptance(axes: Axes, figures: Figures) -> None:
 
 
 def _draw_costs(axes: Axes, figures: Figures) -> None:
-    with _legend(axes):
+    with legend(axes):
         for number, curve in enumerate(figures.records.cost_curves):
             milliseconds = [1000 * seconds for seconds in curve.verify_seconds]
-            axes.plot(range(1, len(milliseconds) + 1), milliseconds, label=_text(f"verify, with {curve.drafter}"), **_look(number))
+            axes.plot(range(1, len(milliseconds) + 1), milliseconds, label=label_text(f"verify, with {curve.drafter}"), **_look(number))
             if curve.draft_step_seconds is not None:
                 step = 1000 * curve.draft_step_seconds
-                axes.axhline(step, linestyle="--", color=COLOURS[number % len(COLOURS)], label=_text(f"draft step, {curve.drafter}"))
+                axes.axhline(step, linestyle="--", color=COLOURS[number % len(COLOURS)], label=label_text(f"draft step, {curve.drafter}"))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("rows")
     axes.set_ylabel("ms")
@@ -211,12 +146,12 @@ def _draw_costs(axes: Axes, figures: Figures) -> None:
 def _draw_phases(axes: Axes, figures: Figures) -> None:
     rows = [row for row in figures.overall if row.phase_seconds_per_token]
     left = [0.0] * len(rows)
-    with _legend(axes):
+    with legend(axes):
         for number, phase in enumerate(("draft", "verify", "other")):
             widths = [1000 * (row.phase_seconds_per_token or {})[phase] for row in rows]
             axes.barh(range(len(rows)), widths, left=left, label=phase, color=COLOURS[number])
             left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(rows)), [_text(row.variant.label) for row in rows])
+    axes.set_yticks(range(len(rows)), [label_text(row.variant.label) for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("ms per emitted token")
     axes.grid(visible=False, axis="y")
@@ -224,33 +159,15 @@ def _draw_phases(axes: Axes, figures: Figures) -> None:
 
 def _draw_contexts(axes: Axes, figures: Figures) -> None:
     variants = list(dict.fromkeys(row.variant for row in figures.by_context))
-    with _legend(axes):
+    with legend(axes):
         for number, variant in enumerate(variants):
             rows = [row for row in figures.by_context if row.variant == variant]
             line = "--" if variant.policy == PLAIN else "-"
             lengths = [int(row.domain or 0) for row in rows]
-            axes.plot(lengths, [row.tokens_per_second for row in rows], line, label=_text(variant.label), **_look(number))
+            axes.plot(lengths, [row.tokens_per_second for row in rows], line, label=label_text(variant.label), **_look(number))
     axes.set_xscale("log", base=2)
     ticks = sorted({int(row.domain or 0) for row in figures.by_context})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of text before")
     axes.set_ylabel("tok/s")
-
-
-def _has_energy(figures: Figures) -> bool:
-    return figures.energy is not None and any(v.joules_per_output_token for v in figures.energy.variants)
-
-
-def _draw_energy(axes: Axes, figures: Figures) -> None:
-    variants = [
-        (v.name, v.joules_per_output_token) for v in (figures.energy.variants if figures.energy else ()) if v.joules_per_output_token
-    ]
-    for place, (_, joules) in enumerate(variants):
-        axes.barh(place, joules.value, color=COLOURS[0])
-        if 0 < joules.half < float("inf"):
-            axes.plot([joules.low, joules.high], [place, place], color=INK, linewidth=1)
-    axes.set_yticks(range(len(variants)), [_text(name) for name, _ in variants])
-    axes.invert_yaxis()
-    axes.set_xlabel("joules per emitted token")
-    axes.grid(visible=False, axis="y")

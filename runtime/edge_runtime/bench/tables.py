@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from edge_devices.listing import figure_text, report_lines
+from edge_devices.meters.base import Kind
+from edge_devices.report import Report
+from edge_devices.run_log import RunLog
 from edge_runtime.bench.figures import Figures, Row
 from edge_runtime.bench.ratios import Ratio
 from edge_runtime.bench.records import Header
@@ -28,7 +31,7 @@ def all_tables(figures: Figures) -> list[TextTable]:
     """Returns the tables that have anything to say, in the order of a report."""
     tables = [
         _variants(figures), _by_domain(figures), _against(figures), _positions(figures), _phases(figures), _contexts(figures),
-        _costs(figures), _concurrency(figures), _kv_types(figures), _energy(figures), _memory(figures),
+        _costs(figures), _concurrency(figures), _kv_types(figures), *(energy_tables(figures.energy) if figures.energy else ()), _memory(figures),
     ]  # fmt: skip
     return [table for table in tables if table.rows]
 
@@ -169,10 +172,15 @@ def _kv_types(figures: Figures) -> TextTable:
     return TextTable(name="kv", title="Types of KV cache", columns=columns, rows=rows, note=note)
 
 
-def _energy(figures: Figures) -> TextTable:
-    report = figures.energy
+def energy_tables(report: Report) -> list[TextTable]:
+    """Returns the tables of an energy measurement: all variants, and by phase where there are several."""
+    tables = [_energy(report), _energy_phases(report)]
+    return [table for table in tables if table.rows]
+
+
+def _energy(report: Report) -> TextTable:
     rows = []
-    for one in report.variants if report else ():
+    for one in report.variants:
         ratio = one.ratio_to_baseline
         claim = "" if ratio is None else "saves energy" if one.saves_energy else "no win claimed"
         values = (
@@ -182,9 +190,41 @@ def _energy(figures: Figures) -> TextTable:
             (one.name, *(figure_text(value) if value else NONE for value in values), claim, one.phase_method, "; ".join(one.refused))
         )
     columns = ("", "J/output token", "above idle", "J/prompt token", "J/request", "W", "of plain", "claim", "phases", "refused")
-    note = " ".join(report_lines(report)[:2]) if report else ""
-    title = "Energy (ESTIMATE, nothing was measured)" if report and report.estimate else "Energy"
-    return TextTable(name="energy", title=title, columns=columns, rows=tuple(rows), note=note)
+    note = " ".join(report_lines(report)[: 2 if report.idle else 1])
+    return TextTable(name="energy", title=_energy_title("Energy", report), columns=columns, rows=tuple(rows), note=note)
+
+
+def _energy_phases(report: Report) -> TextTable:
+    phases = tuple(dict.fromkeys(phase for one in report.variants if len(one.phase_joules) > 1 for phase in one.phase_joules))
+    rows = tuple(
+        (
+            one.name, *(figure_text(one.phase_joules[phase]) if phase in one.phase_joules else NONE for phase in phases),
+            one.phase_method.replace("_", " "), NONE if one.closure is None else f"{one.closure:+.1%}", "" if one.closes else "does NOT close",
+        )
+        for one in report.variants if len(one.phase_joules) > 1
+    )  # fmt: skip
+    note = (
+        "Joules per request. Calibrated: each phase's watts come from loops of that phase alone, and the sum of the phases is held against what was"
+        " measured (the sum's error, the worst repeat's). Time proportional: no such loops, all phases share the mean power, which is an assumption."
+    )
+    columns = ("", *phases, "method", "sum is off", "")
+    return TextTable(name="energy-phases", title=_energy_title("Energy by phase", report), columns=columns, rows=rows, note=note)
+
+
+def meter_table(log: RunLog) -> TextTable:
+    """Returns what is known of a log's meter, and what was measured of it."""
+    facts, seen = log.facts, log.characteristics
+    rows = [
+        ("scope", str(facts.scope)), ("kind", str(facts.kind)), ("source", facts.source), ("a new value every", f"{seen.refresh_s:.3g} s, at most {seen.longest_gap_s:.3g} s"),
+        ("a load shows after", f"{seen.lag_s:.3g} s"), ("readings that meant nothing", f"{seen.zero_rate:.1%}"), ("a reading takes", f"{1000 * seen.read_s:.3g} ms"),
+        ("resolution", f"{facts.resolution:g} {'J' if facts.kind is Kind.COUNTER else 'W'}"), ("readings", f"{len(log.trace.times)}"),
+        ("in no interval", facts.systematic), *(("note", text) for text in facts.notes),
+    ]  # fmt: skip
+    return TextTable(name="meter", title=f"The meter {facts.name}", columns=("", ""), rows=tuple(rows))
+
+
+def _energy_title(title: str, report: Report) -> str:
+    return f"{title}, scope {report.scope}" + (" (ESTIMATE, nothing was measured)" if report.estimate else "")
 
 
 def _concurrency(figures: Figures) -> TextTable:

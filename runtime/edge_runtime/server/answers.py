@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from edge_devices.intervals import Interval
+from edge_devices.watch import RunEnergy
 from edge_runtime.channels import Event, Text, Thought
 from edge_runtime.server.jobs import Figures, Finish
 from edge_runtime.tool_calls import ToolCall
@@ -37,7 +39,7 @@ class Form(Protocol):
 def usage(figures: Figures) -> Json:
     """The API's own counts. Drafts are counted as its predictions are, but rejected ones are no completion tokens; the rest is ours."""
     seconds = figures.decode_seconds
-    return {
+    counts = {
         "prompt_tokens": figures.prompt_tokens,
         "completion_tokens": figures.tokens,
         "total_tokens": figures.prompt_tokens + figures.tokens,
@@ -50,6 +52,23 @@ def usage(figures: Figures) -> Json:
         "tokens_per_second": figures.tokens / seconds if seconds else 0.0,
         "time_to_first_token_seconds": figures.first_token_seconds,
         "prefill_seconds": figures.prefill_seconds,
+    }  # fmt: skip
+    return counts if figures.energy is None else counts | {"energy": energy_usage(figures.energy)}
+
+
+def energy_usage(energy: RunEnergy) -> Json:
+    """What a request took: the machine's joules while it ran, idle power and what else ran included; per token only if it was alone."""
+
+    def figure(value: Interval | None) -> Json:
+        record = value.to_json() if value else {}
+        return {"value": record.get("value"), "low": record.get("low"), "high": record.get("high")}
+
+    joules, per_token = figure(energy.joules), figure(energy.joules_per_token)
+    return {
+        "joules": joules["value"], "joules_interval": [joules["low"], joules["high"]], "joules_per_token": per_token["value"],
+        "joules_per_token_interval": [per_token["low"], per_token["high"]], "scope": energy.facts.scope if energy.facts else None,
+        "meter": energy.facts.name if energy.facts else None, "estimate": energy.facts.is_estimate if energy.facts else False,
+        "shared_with": energy.shared_with, "reason": energy.reason or None,
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from edge_devices.watch import RunEnergy
 from edge_runtime.channels import Event
 from edge_runtime.server.asks import Ask
 from edge_runtime.stats import DecodeStats
@@ -15,7 +16,7 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Counts and seconds of a request so far; `tokens` ends where the answer does."""
+    """Counts and seconds of a request so far; `tokens` ends where the answer does. `energy` is known at the end, if there is a meter."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -25,13 +26,15 @@ class Figures:
     prefill_seconds: float
     first_token_seconds: float
     decode_seconds: float
+    energy: RunEnergy | None = None
 
 
-def figures_of(stats: DecodeStats, tokens: int) -> Figures:
+def figures_of(stats: DecodeStats, tokens: int, energy: RunEnergy | None = None) -> Figures:
     """Returns the figures as they stand."""
     return Figures(
         prompt_tokens=stats.prompt_tokens, cached_tokens=stats.reused_tokens, tokens=tokens, drafted=stats.drafted, accepted=stats.accepted,
         prefill_seconds=stats.prefill_seconds, first_token_seconds=stats.first_token_seconds, decode_seconds=stats.decode_seconds,
+        energy=energy,
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from edge_devices.shared_watch import Share, SharedWatch
+from edge_devices.watch import RunEnergy
 from edge_runtime.channels import ChannelParser, Event
 from edge_runtime.chat_template import ChatTemplate
 from edge_runtime.decode import Round
@@ -16,8 +18,8 @@ from edge_runtime.session import Session
 class Running:
     """One request on the session with the number `seat`."""
 
-    def __init__(self, job: Job, seat: int, session: Session, template: ChatTemplate) -> None:
-        """Starts it; nothing is computed yet. Raises RequestError where `Session.generate` does."""
+    def __init__(self, job: Job, seat: int, session: Session, template: ChatTemplate, watch: SharedWatch | None = None) -> None:
+        """Starts it; nothing is computed yet. `watch` sees its energy. Raises RequestError where `Session.generate` does."""
         self.job = job
         self.seat = seat
         ask = job.ask
@@ -36,6 +38,9 @@ class Running:
         self._chunk_size = session.settings.chunk_size
         self._unsaid: list[Event] = []
         self._tokens = self._told = 0
+        self._watch = watch
+        self._energy: RunEnergy | None = None
+        self._share: Share | None = watch.begin() if watch else None
 
     def begin(self) -> None:
         """Tells that the request was taken."""
@@ -55,12 +60,20 @@ class Running:
         if self._tokens - self._told >= self._chunk_size:
             self._tell()
 
+    def conclude(self) -> None:
+        """It takes no more energy. Must be called once for each that was started, whatever became of it."""
+        if self._watch and self._share:
+            self._energy = self._watch.end(self._share, self._tokens)
+            self._share = None
+
     def end(self) -> None:
         """Tells the rest, and why it ended."""
         self._unsaid += self._speech.finish()
         self._tell()
         stopped = self.stopped or self.generation.finish_reason == "stop"
-        self.job.deliver(Ended(finish="stop" if stopped else "length", figures=figures_of(self.generation.stats, self._tokens)))
+        self.job.deliver(
+            Ended(finish="stop" if stopped else "length", figures=figures_of(self.generation.stats, self._tokens, self._energy))
+        )
 
     def _tell(self) -> None:
         if self._unsaid:

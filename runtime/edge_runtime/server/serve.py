@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Unpack
 
+from edge_devices.shared_watch import SharedWatch
 from edge_runtime.chat_template import bundle_template
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.opening import OpenOptions, open_sessions
@@ -28,8 +29,10 @@ _MORE_CONNECTIONS = 64
 _PATIENCE_SECONDS = 5
 
 
-def serve(folder: Path, options: ServeOptions, note: Callable[[str], None], **opening: Unpack[OpenOptions]) -> None:
-    """Serves a bundle until a signal ends it; `note` gets sentences for the person who started it.
+def serve(
+    folder: Path, options: ServeOptions, note: Callable[[str], None], watch: SharedWatch | None = None, **opening: Unpack[OpenOptions]
+) -> None:
+    """Serves a bundle until a signal ends it; `note` gets sentences for the person who started it, `watch` sees each request's energy.
 
     Raises RequestError if the address cannot be taken, BackendError if the extra is not installed, and what `open_sessions` raises.
     """
@@ -41,7 +44,7 @@ def serve(folder: Path, options: ServeOptions, note: Callable[[str], None], **op
         first = sessions.sessions[0]
         for session in sessions.sessions:
             session.profit()  # what it measures the first time, no client should wait for
-        worker = Worker(sessions, bundle_template(first.bundle, first.vocabulary), waiting=options.waiting, note=note)
+        worker = Worker(sessions, bundle_template(first.bundle, first.vocabulary), waiting=options.waiting, note=note, watch=watch)
         api = Api(worker, first.monitor, model=folder.resolve().name, made=first.bundle.manifest.created_at)
         guard = Guard(make_app(api), hosts=allowed_hosts(options.host), key=options.api_key)
         config = server_config(guard, options.sessions + options.waiting + _MORE_CONNECTIONS)
@@ -51,6 +54,8 @@ def serve(folder: Path, options: ServeOptions, note: Callable[[str], None], **op
             _run(config, worker, listener)
         finally:
             worker.close()
+            if watch:
+                watch.close()
         note("ended")
 
 

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from edge_devices.shared_watch import SharedWatch
 from edge_runtime.chat_template import ChatTemplate
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.generation import Generation
@@ -25,15 +26,18 @@ RETRY_SECONDS = 2
 class Worker:
     """Serves requests on `sessions` until it is closed; `waiting` more than there are sessions may wait.
 
-    Any thread may submit. `note` gets a sentence about what the client is not told.
+    Any thread may submit. `note` gets a sentence about what the client is not told; `watch` sees what energy each request took.
     """
 
-    def __init__(self, sessions: Sessions, template: ChatTemplate, *, waiting: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, sessions: Sessions, template: ChatTemplate, *, waiting: int, note: Callable[[str], None], watch: SharedWatch | None = None
+    ) -> None:  # fmt: skip
         self._sessions = sessions.sessions
         self._lockstep = sessions.lockstep
         self._template = template
         self._capacity = len(self._sessions) + waiting
         self._note = note
+        self._watch = watch
         # A SimpleQueue, because a signal's code may put into it at any time.
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._stopping = False
@@ -146,7 +150,7 @@ class Worker:
             seat, job = choose(seats, self._waiting)
             self._waiting.remove(job)
             try:
-                one = Running(job, seat.number, self._sessions[seat.number], self._template)
+                one = Running(job, seat.number, self._sessions[seat.number], self._template, self._watch)
             except EdgeRuntimeError as error:
                 self._fail(job, error)
                 continue
@@ -168,6 +172,7 @@ class Worker:
 
     def _release(self, one: Running) -> None:
         """Frees a request's session; its rows stay for the next prompt that begins with them."""
+        one.conclude()
         self._lockstep.remove(one.generation)
         del self._running[one.generation]
         self._clock += 1
@@ -191,6 +196,8 @@ class Worker:
 
     def _fail_all(self, error: Exception) -> None:
         """Ends every request with `error`; the caches are not trusted any more."""
+        for one in self._running.values():
+            one.conclude()
         jobs = [*self._waiting, *(one.job for one in self._running.values())]
         self._waiting.clear()
         self._running.clear()

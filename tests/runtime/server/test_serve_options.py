@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from edge_runtime import cli
+from edge_runtime import cli, energy_options
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server import serve as serving
 from edge_runtime.server.options import ServeOptions
@@ -36,10 +36,12 @@ def test_options_that_do_not_fit(arguments, says):
 def test_what_the_command_passes_on(monkeypatch):
     calls = []
     monkeypatch.setattr(serving, "serve", lambda *arguments, **opening: calls.append((arguments, opening)))
+    monkeypatch.setattr(energy_options, "find_meters", lambda _: [])
     arguments = ["bundle", "--serve", "--sessions", "3", "--context", "256", "--draft-length", "2"]
     result = CliRunner().invoke(cli.main, arguments, env={"EDGE_MTP_API_KEY": "from the environment"})
     assert result.exit_code == 0, result.output
-    (_, asked, _), opening = calls[0]
+    (_, asked, _, watch), opening = calls[0]
+    assert watch is None
     assert asked == options(port=8080, sessions=3, waiting=16, api_key="from the environment")
     assert opening["context"] == 256
     assert opening["config"].tuning.initial_horizon == 2

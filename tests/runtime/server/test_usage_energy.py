@@ -1,0 +1,79 @@
+"""What the server says of a request's energy: joules of the machine, per token only where nothing else ran."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
+openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
+from chat_server import scripted_server
+from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
+from edge_devices.shared_watch import SharedWatch
+from edge_devices.system import System
+
+FAST, WATTS = 1000.0, 5.0
+FACTS = MeterFacts(name="steady", kind=Kind.COUNTER, scope=Scope.PACKAGE, source="test", refresh_s=0.05, resolution=1e-6, poll_s=0.001)
+
+
+class Steady:
+    facts = FACTS
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+
+    def read(self) -> Sample:
+        now = self._system.clock()
+        return Sample(now, WATTS * now)
+
+
+@pytest.fixture
+def watch():
+    system = System(clock=lambda: time.perf_counter() * FAST)
+    watch = SharedWatch(system, Steady(system))
+    yield watch
+    watch.close()
+
+
+def ask(url: str, **fields: Any) -> Any:
+    client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+    return client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}], **fields)
+
+
+def test_a_request_alone_has_joules_per_token_with_interval_scope_and_meter(watch) -> None:
+    with scripted_server("a long answer " * 4, watch=watch) as server:
+        server.together.before_forward = lambda: time.sleep(0.002)
+        usage = ask(server.url).usage
+        chunks = list(ask(server.url, stream=True, stream_options={"include_usage": True}))
+    energy = usage.energy
+    assert (energy["scope"], energy["meter"], energy["shared_with"], energy["estimate"]) == ("package", "steady", 0, False)
+    assert energy["joules"] > 5
+    assert energy["joules_per_token"] == pytest.approx(energy["joules"] / usage.completion_tokens)
+    low, high = energy["joules_per_token_interval"]
+    assert low <= energy["joules_per_token"] <= high
+    assert chunks[-1].usage.energy["joules"] > 5
+
+
+def test_requests_at_once_have_the_machines_joules_and_say_so(watch) -> None:
+    answers: list[Any] = []
+    with scripted_server("a long answer " * 10, count=2, watch=watch) as server:
+        server.together.before_forward = lambda: time.sleep(0.003)
+        threads = [threading.Thread(target=lambda: answers.append(ask(server.url))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for answer in answers:
+        energy = answer.usage.energy
+        assert energy["shared_with"] == 1
+        assert energy["joules"] > 5
+        assert energy["joules_per_token"] is None
+        assert "not split" in energy["reason"]
+
+
+def test_without_a_meter_usage_says_nothing_of_energy() -> None:
+    with scripted_server("hello") as server:
+        assert "energy" not in ask(server.url).usage.model_dump()
