@@ -157,6 +157,7 @@ def captured_lines(recording: Recording) -> list[str]:
     lines = [f"file      /{path}" for path in recording.files]
     lines += [f"denied    /{path}" for path in recording.denied]
     lines += [f"command   {command} (exit code {code})" for command, (code, _) in recording.commands.items()]
+    lines += [f"command   {command} (power rails alone, {len(trace)} bytes)" for command, trace in recording.traces.items()]
     return lines or ["nothing: this machine has none of the files and commands that meters read"]
 
 

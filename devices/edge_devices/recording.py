@@ -6,6 +6,7 @@ users, networks, files or programs are in none of them.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from edge_devices.errors import DeviceError
+from edge_devices.errors import DeviceError, MeterError
+from edge_devices.meters.android_powerstats import COMMAND, only_rails, record_trace
 from edge_devices.system import CommandResult, System
 from edge_devices.whole_file import write_whole
 
@@ -34,7 +36,12 @@ FILES = (
     "proc/device-tree/model", "proc/cpuinfo", "proc/meminfo",
 )  # fmt: skip
 COMMANDS = {
-    "android": (("dumpsys", "battery"), ("cmd", "battery", "get", "-f", "current_now"), ("dumpsys", "powerstats")),
+    "android": (
+        ("dumpsys", "battery"),
+        ("cmd", "battery", "get", "-f", "current_now"),
+        ("dumpsys", "powerstats"),
+        ("getprop", "ro.soc.model"),
+    ),
     "raspberry": (("vcgencmd", "pmic_read_adc"), ("vcgencmd", "get_throttled"), ("vcgencmd", "measure_temp")),
     "darwin": (("powermetrics", "-n", "1", "-i", "1000", "--samplers", "cpu_power"),),
 }
@@ -44,17 +51,20 @@ POWERSTATS_LINE = re.compile(r"ChannelId:|PowerStats")
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Texts of files and answers of commands; `denied`: files that are there and may not be read."""
+    """Texts of files and answers of commands; `denied`: files that are there and may not be read; `traces`: answers that are no text."""
 
     platform: str = "linux"
     files: dict[str, str] = field(default_factory=dict)
     denied: tuple[str, ...] = ()
     commands: dict[str, tuple[int, str]] = field(default_factory=dict)
+    traces: dict[str, bytes] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
         commands = [{"command": c, "code": code, "output": text} for c, (code, text) in self.commands.items()]
-        return {"schema": SCHEMA, "platform": self.platform, "files": self.files, "denied": list(self.denied), "commands": commands}
+        traces = {command: base64.b64encode(trace).decode() for command, trace in self.traces.items()}
+        record = {"schema": SCHEMA, "platform": self.platform, "files": self.files, "denied": list(self.denied), "commands": commands}
+        return record | ({"traces": traces} if traces else {})
 
 
 class RecordedSystem(System):
@@ -65,7 +75,10 @@ class RecordedSystem(System):
         answers = recording.commands
 
         def run(arguments: Sequence[str], answer: bytes = b"", seconds: float = 10.0) -> CommandResult:  # noqa: ARG001
-            code, text = answers.get(" ".join(arguments), (127, ""))
+            command = " ".join(arguments)
+            if command in recording.traces:
+                return CommandResult(code=0, output=recording.traces[command])
+            code, text = answers.get(command, (127, ""))
             return CommandResult(code=code, output=text.encode())
 
         super().__init__(platform=recording.platform, run=run, **fields)
@@ -111,7 +124,17 @@ def record(system: System) -> Recording:
         done = system.run(arguments)
         if done.code != 127:
             commands[" ".join(arguments)] = (done.code, _answer(arguments, done.text))
-    return Recording(platform=system.platform, files=files, denied=tuple(sorted(denied)), commands=commands)
+    traces = _power_trace(system) if system.is_android else {}
+    return Recording(platform=system.platform, files=files, denied=tuple(sorted(denied)), commands=commands, traces=traces)
+
+
+def _power_trace(system: System) -> dict[str, bytes]:
+    """The rails of the power-stats service, where there are any."""
+    try:
+        rails = only_rails(record_trace(system).output)
+    except MeterError:
+        rails = b""
+    return {" ".join(COMMAND): rails} if rails else {}
 
 
 def _commands(system: System, files: dict[str, str]) -> list[tuple[str, ...]]:
@@ -154,6 +177,7 @@ def read_recording(path: Path) -> Recording:
         return Recording(
             platform=str(fields["platform"]), files={str(k): str(v) for k, v in fields["files"].items()}, denied=tuple(map(str, fields["denied"])),
             commands={str(c["command"]): (int(c["code"]), str(c["output"])) for c in fields["commands"]},
+            traces={str(k): base64.b64decode(v, validate=True) for k, v in fields.get("traces", {}).items()},
         )  # fmt: skip
     except OSError as error:
         raise DeviceError(f"{path} cannot be read: {error.strerror}.") from error

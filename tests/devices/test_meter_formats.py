@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_devices.alignment import clock_offset
-from edge_devices.errors import MeasurementError, MeterError
-from edge_devices.meters import emi, nvml
+from edge_devices.errors import DeviceError, MeasurementError, MeterError
+from edge_devices.meters import android_powerstats, emi, nvml
 from edge_devices.meters.android_powerstats import parse_channels, parse_trace
 from edge_devices.meters.base import Kind, Sample, State
 from edge_devices.meters.csv_import import import_csv
-from edge_devices.system import System
+from edge_devices.recording import RecordedSystem, read_recording, record, write_recording
+from edge_devices.system import CommandResult, System
 from edge_devices.trace import Trace
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -119,6 +120,31 @@ def rails_trace() -> bytes:
 def test_perfetto_rails():
     assert parse_trace(rails_trace()) == {"S2M_VDD_CPUCL2": 30203502, "S1M_VDD_MIF": 30203503}
     assert parse_channels("  ChannelId: 3, ChannelName: S2M_VDD_CPUCL2, ChannelSubsystem: CPU(BIG)") == {3: "S2M_VDD_CPUCL2"}
+
+
+def test_a_phones_trace_is_recorded_without_the_rest_and_replays(tmp_path):
+    """From the phone's perfetto through recording.json to a meter with the same joules."""
+    private = message((1, message((45, message((3, b"google/oriole:14/secret"))))))
+    channels = b"ChannelId: 3, ChannelName: S2M_VDD_CPUCL2, ChannelSubsystem: CPU(BIG)\n"
+
+    def run(arguments, answer=b"", seconds=10.0):
+        if arguments[0] == "perfetto":
+            assert b"collect_power_rails: true" in answer
+            return CommandResult(code=0, output=private + rails_trace())
+        return CommandResult(code=0, output=channels) if "powerstats" in arguments else CommandResult(code=127, output=b"")
+
+    (tmp_path / "system").mkdir()
+    (tmp_path / "system/build.prop").write_text("")
+    phone = System(root=tmp_path, run=run, clock=lambda: 1.0)
+    path = write_recording(tmp_path / "out", record(phone))
+    again = RecordedSystem(read_recording(path), clock=lambda: 1.0)
+    found = {f.name: f for f in android_powerstats.find(again)}
+    assert found["android:powerstats"].meter.read() == android_powerstats.find(phone)[0].meter.read()
+    assert found["android:powerstats"].meter.read().value == pytest.approx(60.407005)
+    assert b"secret" not in b"".join(read_recording(path).traces.values())
+    path.write_text(path.read_text().replace('"perfetto --txt -c - -o -": "', '"perfetto --txt -c - -o -": "?'))
+    with pytest.raises(DeviceError, match="is no recording"):
+        read_recording(path)
 
 
 @given(st.integers(0, len(rails_trace()) - 1))

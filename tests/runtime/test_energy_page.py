@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from chromium import chromium
 from edge_devices.meters.base import Kind
+from edge_devices.meters.made import AwaitedMeter
 from edge_devices.protocol import Plan, characterise_meter, measure
 from edge_devices.recorder import Recorder
 from edge_devices.report import make_report
@@ -20,7 +21,7 @@ from edge_devices.run_log import RunLog, write_log
 from edge_devices.state import DeviceState
 from edge_devices.trace import Trace
 from edge_runtime.bench.cli import main
-from edge_runtime.bench.energy import is_energy_log
+from edge_runtime.bench.energy import is_energy_log, measure_energy, read_energy
 from simulated_session import SimulatedMachine
 
 pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
@@ -148,3 +149,22 @@ def test_files_that_do_not_fit_are_refused(path: Path, tmp_path: Path) -> None:
     assert not is_energy_log(tmp_path / "nothing")
     assert "no energy log" in bench("--report", tmp_path / "other.jsonl", "--external", tmp_path / "table.csv").stderr
     assert bench("bundle", "--external", tmp_path / "table.csv").exit_code == 2
+
+
+@pytest.mark.parametrize("kind", [Kind.COUNTER, None])
+def test_the_whole_protocol_writes_a_log_that_says_the_same(kind: Kind | None, tmp_path: Path) -> None:
+    """With a meter the figures come at once; with an external one (None) the log waits for its table."""
+    machine = SimulatedMachine()
+    path = tmp_path / "energy.jsonl"
+    workloads = {"plain": machine.workload(12.0), "split 3": machine.workload(12.0, decode_s=1.2)}
+    report, log = measure_energy(path, machine if kind else AwaitedMeter(), workloads, threads=1, system=machine.system, repeats=2)
+    assert is_energy_log(path)
+    assert [run.variant for run in log.runs] == ["plain", "split 3", "split 3", "plain"]
+    if report is None:
+        assert kind is None
+        assert len(log.loads) == 3
+        result = bench("--report", path)
+        assert (result.exit_code, "give that meter's table with --external" in result.stderr) == (1, True)
+        return
+    assert report.to_json() == read_energy(path)[0].to_json()
+    assert [v.joules_per_output_token.value for v in report.variants if v.joules_per_output_token] == pytest.approx([0.48, 0.288], rel=1e-3)

@@ -10,14 +10,15 @@ import re
 
 from edge_devices.errors import MeterError
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
-from edge_devices.meters.protobuf import fields_of
+from edge_devices.meters.protobuf import bytes_field, fields_of
 from edge_devices.meters.wrap import Unwrapped
-from edge_devices.system import System
+from edge_devices.system import CommandResult, System
 
 NAME = "android:powerstats"
 CHANNEL = re.compile(r"ChannelId:\s*(\d+),\s*ChannelName:\s*([^,\s]+)")
 PACKET, POWER_RAILS, DESCRIPTOR, ENERGY = 1, 40, 1, 2  # Trace.packet; TracePacket.power_rails; PowerRails.rail_descriptor, .energy_data
 RECORD_S = 0.5
+COMMAND = ("perfetto", "--txt", "-c", "-", "-o", "-")
 CONFIG = f"""
 buffers {{ size_kb: 256 fill_policy: RING_BUFFER }}
 data_sources {{ config {{ name: "android.power" android_power_config {{ battery_poll_ms: 250 collect_power_rails: true }} }} }}
@@ -58,6 +59,21 @@ def _read_rails(rails: bytes, names: dict[int, str], latest: dict[int, int]) -> 
             latest[index] = max(energy, latest.get(index, 0))
 
 
+def only_rails(trace: bytes) -> bytes:
+    """Returns a trace with nothing but its power rails: others of its packets name the system and its build. Raises MeterError for a damaged one."""
+    kept = [
+        bytes_field(PACKET, bytes_field(POWER_RAILS, rails))
+        for number, packet in fields_of(trace) if number == PACKET and isinstance(packet, bytes)
+        for field, rails in fields_of(packet) if field == POWER_RAILS and isinstance(rails, bytes)
+    ]  # fmt: skip
+    return b"".join(kept)
+
+
+def record_trace(system: System) -> CommandResult:
+    """Records a short trace."""
+    return system.run(COMMAND, CONFIG.encode(), RECORD_S + 10)
+
+
 class PowerStatsMeter:
     """The sum of all rails the service meters, in joules. A read records for half a second."""
 
@@ -72,7 +88,7 @@ class PowerStatsMeter:
 
     def read(self) -> Sample:
         """Records a short trace; joules."""
-        done = self._system.run(["perfetto", "--txt", "-c", "-", "-o", "-"], CONFIG.encode(), RECORD_S + 10)
+        done = record_trace(self._system)
         if done.code != 0:
             raise MeterError(f"perfetto failed: {done.errors.strip().splitlines()[-1] if done.errors.strip() else done.code}.")
         rails = parse_trace(done.output)
