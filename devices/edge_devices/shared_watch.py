@@ -8,12 +8,10 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 
-from edge_devices.meters.base import Kind, Meter
+from edge_devices.meters.base import Meter
 from edge_devices.recorder import Recorder
 from edge_devices.system import System
-from edge_devices.watch import RunEnergy, run_energy
-
-FAST_S = 0.1  # a counter that is new this often costs little to read and is read this often, so that short requests have figures
+from edge_devices.watch import RunEnergy, run_energy, watch_interval
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,8 +28,7 @@ class SharedWatch:
     def __init__(self, system: System, meter: Meter) -> None:
         self.facts = meter.facts
         self._system = system
-        fast = meter.facts.kind is Kind.COUNTER and meter.facts.refresh_s <= FAST_S
-        self._recorder = Recorder(system, meter, interval_s=min(meter.facts.poll_s, FAST_S) if fast else None)
+        self._recorder = Recorder(system, meter, interval_s=watch_interval(meter.facts))
         self._open: list[Share] = []
         self._changed = threading.Condition()
         self._ended = threading.Event()

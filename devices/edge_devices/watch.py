@@ -19,6 +19,7 @@ from edge_devices.validity import LEAST_NEWS
 from edge_devices.windows import measure_window
 
 LEAST_REFRESHES = 50
+FAST_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class EnergyWatch:
     """Reads a meter while a with block runs; `energy(tokens)` after it. Without a meter it does nothing. Never disturbs the work itself."""
 
     def __init__(self, system: System, meter: Meter | None) -> None:
-        self._recorder = Recorder(system, meter) if meter else None
+        self._recorder = Recorder(system, meter, interval_s=watch_interval(meter.facts)) if meter else None
         self._window = (0.0, 0.0)
 
     def __enter__(self) -> EnergyWatch:
@@ -81,6 +82,12 @@ class EnergyWatch:
         if self._recorder is None:
             return RunEnergy(facts=None)
         return run_energy(self._recorder.trace, self._recorder.faults, *self._window, tokens)
+
+
+def watch_interval(facts: MeterFacts) -> float:
+    """Returns seconds between readings of one run: a counter that is new often costs little to read and is read often, so that short runs have figures."""
+    fast = facts.kind is Kind.COUNTER and facts.refresh_s <= FAST_S
+    return min(facts.poll_s, FAST_S) if fast else facts.poll_s
 
 
 def run_energy(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float, tokens: int) -> RunEnergy:

@@ -184,6 +184,7 @@ def test_an_estimate_is_only_made_when_asked_for_and_says_so(run: Any) -> None:
     assert result.exit_code == 0, result.output
     assert "ESTIMATE, nothing was measured" in result.stderr
     record = json.loads(run("--meter", "estimate:2,5", "--max-tokens", "60", "--json", findings=[], pause=0.02).stdout)
+    assert record["energy"], record["energy_reason"]
     assert record["energy"]["meter"]["estimate"] is True
     refused = run("--meter", "estimate:2", findings=[])
     assert (refused.exit_code, "estimate:IDLE,CORE" in refused.stderr) == (1, True)
