@@ -121,6 +121,11 @@ def test_int4_for_qnn_is_refused(exported: Callable[..., Bundle]) -> None:
         exported("12b", "int4", "qnn")
 
 
+def test_whole_numbers_beside_per_layer_embeddings_are_refused_for_qnn(exported: Callable[..., Bundle]) -> None:
+    with pytest.raises(ExportError, match=r"fails on whole numbers beside per-layer embeddings.*take f16"):
+        exported("e2b", "int8", "qnn")
+
+
 def test_openvinos_profile_shares_a_scale_among_128_weights(tmp_path: Path) -> None:
     arguments = ["--reference-pair", "-o", str(tmp_path / "out"), "--format", "onnx", "--device", "openvino-npu", "--no-verify"]
     result = CliRunner().invoke(main, arguments)
