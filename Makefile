@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 TOOLS := .venv-tools
-TEST_EXTRAS := llama,onnx,export,grammar,serve,sign,verify,optimum,report,docs,dev
+TEST_EXTRAS := llama,onnx,export,grammar,serve,sign,verify,optimum,report,fleet,docs,dev
 USER_EXTRAS := llama,onnx,export,grammar,serve,sign,report
 comma := ,
 # Locks hold for every Python and platform; torch is left out (requirements/README.md).

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import phones
+import ssh_host
 from silent import Silent
 
 PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pair"
@@ -61,3 +63,25 @@ def probe_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EDGE_MTP_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[phones.Desk]:
+    """An adb server, and the phones that tests put on the desk."""
+    if phones.NEEDS:
+        pytest.skip(phones.NEEDS)
+    made = phones.Desk(tmp_path_factory.mktemp("desk"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANDROID_ADB_SERVER_PORT", str(made.port))
+        yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_host.SshHost]:
+    """A host that ssh knows as "pi" with `-F host.config`."""
+    if ssh_host.NEEDS:
+        pytest.skip(ssh_host.NEEDS)
+    made = ssh_host.SshHost(tmp_path_factory.mktemp("sshd"))
+    yield made
+    made.stop()

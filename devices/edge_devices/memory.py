@@ -18,10 +18,14 @@ def peak_memory_bytes() -> int:
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
     """Returns MemAvailable of /proc/meminfo in bytes (proc(5)), or None where the kernel does not say."""
     try:
-        lines = (root / "proc/meminfo").read_text(encoding="ascii", errors="replace").splitlines()
+        return available_memory_bytes_of((root / "proc/meminfo").read_text(encoding="ascii", errors="replace"))
     except OSError:
         return None
-    for line in lines:
+
+
+def available_memory_bytes_of(meminfo: str) -> int | None:
+    """Returns MemAvailable of the text of /proc/meminfo in bytes, or None where it is not there."""
+    for line in meminfo.splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable" and value.split()[:1] and value.split()[0].isdigit():
             return int(value.split()[0]) * 1024

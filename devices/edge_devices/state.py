@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from edge_devices.android_state import MODERATE, read_phone, thermal_name
 from edge_devices.meters.base import Scope
 from edge_devices.meters.power_supply import batteries, external_power
 from edge_devices.system import System
@@ -17,12 +18,13 @@ HOTTEST = 120_000  # thousandths of a degree; some thermal zones are no temperat
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceState:
-    """One look at the machine; None where it does not say. Frequencies in kHz, temperature in °C, swap in bytes."""
+    """One look at the machine; None where it does not say. Frequencies in kHz, temperature in °C, swap in bytes; `thermal_status` is Android's, 0 to 6."""
 
     throttled: int | None = None
     charger: str | None = None
     charge_percent: int | None = None
     swap_used: int | None = None
+    thermal_status: int | None = None
     governors: tuple[str, ...] = ()
     frequency_caps: tuple[int, ...] = ()
     temperature_c: float | None = None
@@ -36,14 +38,15 @@ class DeviceState:
         """Reads what `to_json` wrote; raises TypeError or ValueError for anything else."""
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
         state = DeviceState(**fields)
-        numbers = (state.throttled, state.charge_percent, state.swap_used, *state.frequency_caps)
+        numbers = (state.throttled, state.charge_percent, state.swap_used, state.thermal_status, *state.frequency_caps)
         if not all(n is None or isinstance(n, int) for n in numbers):
             raise ValueError(f"a device state of {numbers}")
         return state
 
 
 def read_state(system: System) -> DeviceState:
-    """Looks at the machine; costs a few file reads, and one command on a Raspberry Pi."""
+    """Looks at the machine; costs a few file reads, one command on a Raspberry Pi, two on Android (about 0.1 s)."""
+    phone = read_phone(system) if system.is_android else None
     try:
         supplies, charger = batteries(system), external_power(system)
     except PermissionError:
@@ -51,10 +54,12 @@ def read_state(system: System) -> DeviceState:
     policies = system.paths("sys/devices/system/cpu/cpufreq/policy*")
     caps = [system.text_or(f"{p}/scaling_max_freq") for p in policies]
     return DeviceState(
-        throttled=_throttled(system), charger=charger,
-        charge_percent=next((s.number("CAPACITY") for s in supplies if s.number("CAPACITY") is not None), None),
+        throttled=_throttled(system), charger=charger or (phone.charger if phone else None),
+        charge_percent=next((s.number("CAPACITY") for s in supplies if s.number("CAPACITY") is not None), phone.charge_percent if phone else None),
+        thermal_status=phone.thermal_status if phone else None,
         swap_used=_swap_used(system), governors=tuple(sorted({g for p in policies if (g := system.text_or(f"{p}/scaling_governor"))})),
-        frequency_caps=tuple(int(c) for c in caps if c.isdigit()), temperature_c=_temperature(system),
+        frequency_caps=tuple(int(c) for c in caps if c.isdigit()),
+        temperature_c=max((t for t in (_temperature(system), phone.battery_c if phone else None) if t is not None), default=None),
     )  # fmt: skip
 
 
@@ -63,6 +68,8 @@ def refusals(state: DeviceState, scope: Scope) -> list[str]:
     found = []
     if state.throttled is not None and state.throttled & THROTTLED_NOW:
         found.append(f"the board is throttled now (get_throttled {state.throttled:#x}): cool it, or give it a stronger supply.")
+    if state.thermal_status is not None and state.thermal_status >= MODERATE:
+        found.append(f"Android throttles because of heat (thermal status {thermal_name(state.thermal_status)}): let it cool.")
     if scope is Scope.DEVICE and state.charger:
         found.append(f"{state.charger} supplies power: unplug it to measure at the battery.")
     if scope is Scope.DEVICE and state.charge_percent is not None and not CHARGE_LIMITS[0] <= state.charge_percent <= CHARGE_LIMITS[1]:
@@ -87,6 +94,8 @@ def disturbances(before: DeviceState, after: DeviceState) -> list[str]:
     found = []
     if after.throttled is not None and (after.throttled & THROTTLED_NOW or after.throttled & ~(before.throttled or 0) & THROTTLED_EVER):
         found.append(f"the board throttled (get_throttled {after.throttled:#x})")
+    if (after.thermal_status or 0) >= MODERATE and after.thermal_status != before.thermal_status:
+        found.append(f"Android throttled because of heat (thermal status {thermal_name(after.thermal_status)})")
     if before.charger != after.charger:
         found.append(f"the power source changed from {before.charger or 'battery'} to {after.charger or 'battery'}")
     if before.frequency_caps != after.frequency_caps:

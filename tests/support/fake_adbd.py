@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import queue
-import select
 import socket
 import struct
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import IO
 
 from fake_adb_sync import SyncService
 from fake_phone import FakePhone
@@ -187,52 +187,23 @@ class Link:
 
 
 class ShellService:
-    """`shell,v2` (frames, exit code), `shell` and `exec` (both outputs mixed, no exit code)."""
+    """`shell,v2` (frames, exit code), `shell` and `exec` (both outputs in one, no exit code)."""
 
     def __init__(self, stream: Stream, phone: FakePhone, *, framed: bool) -> None:
         self._stream, self._phone, self._framed = stream, phone, framed
 
     def serve(self, line: str) -> None:
-        """Runs a command. It is over when its shell is, whatever it left in the background."""
-        name = os.urandom(8).hex()
-        pipe = self._phone.root / "system/pipes" / name
-        os.mkfifo(pipe)
-        status = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-        error = -1 if self._framed else -2  # PIPE, STDOUT
-        process = self._phone.popen(line, name, stdin=-1, stdout=-1, stderr=error)
-        threading.Thread(target=self._feed, args=(process,), daemon=True).start()
-        outputs = {process.stdout: OUT} | ({process.stderr: ERR} if self._framed else {})
-        for output in outputs:
-            assert output is not None
-            os.set_blocking(output.fileno(), False)
-        try:
-            code = None
-            while code is None and not self._stream.closed:
-                readable = select.select([*outputs, status], [], [], 0.2)[0]
-                if status in readable:
-                    code = int(os.read(status, 16))
-                elif process.poll() is not None:
-                    code = 137
-                for output, kind in outputs.items():
-                    self._forward(output.fileno(), kind)
-            if self._framed and code is not None:
-                self._stream.write(struct.pack("<BIB", EXIT, 1, code & 0xFF))
-        finally:
-            os.close(status)
-            pipe.unlink(missing_ok=True)
+        """Runs a command."""
+        running = self._phone.start(line)
+        threading.Thread(target=self._feed, args=(running.process.stdin,), daemon=True).start()
+        code = running.relay(lambda data: self._write(OUT, data), lambda data: self._write(ERR, data), lambda: self._stream.closed)
+        if self._framed and code is not None:
+            self._write(EXIT, bytes([code & 0xFF]))
 
-    def _forward(self, descriptor: int, kind: int) -> None:
-        while True:
-            try:
-                data = os.read(descriptor, 1 << 16)
-            except BlockingIOError:
-                return
-            if not data:
-                return
-            self._stream.write(struct.pack("<BI", kind, len(data)) + data if self._framed else data)
+    def _write(self, kind: int, data: bytes) -> None:
+        self._stream.write(struct.pack("<BI", kind, len(data)) + data if self._framed else data)
 
-    def _feed(self, process: object) -> None:
-        standard_input = process.stdin  # type: ignore[attr-defined]
+    def _feed(self, standard_input: IO[bytes]) -> None:
         with suppress(Gone, OSError, ValueError):
             while self._framed:
                 kind, length = struct.unpack("<BI", self._stream.exactly(5))

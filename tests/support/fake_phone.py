@@ -1,22 +1,25 @@
-"""A phone that is a folder of this machine: /data, /sys, /system and its boot id are its own, through proot, the rest is the machine's.
+"""A phone, or a Pi, that is a folder of this machine: /data, /sys, /system and parts of /proc are its own, through proot.
 
-Its shell is mksh with toybox where they are installed, as on Android. With `userland`, a folder of an aarch64 system, everything runs in
-that through qemu. What `dumpsys`, `cmd`, `getprop` and `vcgencmd` say is what a test wrote into `says`.
+Its shell is mksh with toybox where they are installed, as on Android. With an emulated `cpu`, aarch64 programs run through qemu, while shell
+and tools stay native. What `dumpsys`, `cmd`, `getprop`, `vcgencmd` and `uname` say is what a test wrote into `says`.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
 import threading
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-ANSWER = """#!{shell}
-f="/system/says/${{0##*/}} $*"
-test -f "$f" || {{ echo "$0: no answer to $*" >&2; exit 1; }}
+ANSWER = """#!/system/bin/sh
+f="/system/says/${0##*/} $*"
+test -f "$f" || { echo "$0: no answer to $*" >&2; exit 1; }
 cat "$f"
 """
 ANSWERING = ("dumpsys", "cmd", "getprop", "vcgencmd", "settings")
@@ -31,33 +34,57 @@ BATTERY = """Current Battery Service state:
 """
 
 
-class FakePhone:
-    """`root` is its disk. Everything a test changes is a file below it, so it may change at any time."""
+CORES = {"cortex-a76": ("0xd0b", "fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"), "cortex-a72": ("0xd08", "fp asimd crc32 cpuid")}  # fmt: skip
+PI = "Raspberry Pi 5 Model B Rev 1.0"
 
-    def __init__(self, root: Path, *, userland: Path | None = None, cpu: str = "cortex-a76") -> None:
-        self.root, self._userland, self._cpu = root, userland, cpu
+
+class FakePhone:
+    """`root` is its disk. Everything a test changes is a file below it, so it may change at any time. `pi`: its model, no Android then."""
+
+    def __init__(self, root: Path, *, cpu: str = "", pi: str = "", fresh: bool = True) -> None:
+        self.root, self._cpu = root, cpu
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._stop = threading.Event()
-        for folder in ("data/local/tmp", "sys", "system/bin", "system/says", "system/pipes", "proc"):
-            (root / folder).mkdir(parents=True, exist_ok=True)
+        if fresh:
+            for folder in ("data/local/tmp", "sys", "system/bin", "system/says", "system/pipes", "proc"):
+                (root / folder).mkdir(parents=True, exist_ok=True)
+            self.boot()
+            self._tools()
+            self.write("/sys/class/thermal/thermal_zone0/temp", "31000\n")
+            self.write("/sys/devices/system/cpu/cpufreq/policy0/scaling_governor", "schedutil\n")
+            self.write("/sys/devices/system/cpu/cpufreq/policy0/scaling_max_freq", "2400000\n")
+            if pi:
+                (root / "proc/device-tree").mkdir()
+                (root / "proc/device-tree/model").write_text(pi)
+                self.says("vcgencmd get_throttled", "throttled=0x0\n")
+            else:
+                self._android()
+            if cpu:
+                self._processor(cpu)
+
+    def _android(self) -> None:
         self.write("/system/build.prop", "")
-        self.boot()
-        self._tools()
         self.battery()
         self.says("dumpsys power", "  mWakefulness=Awake\n")
         self.says("dumpsys deviceidle enabled all", "0\n")
         self.says("dumpsys thermalservice", "Thermal Status: 0\n")
         self.says("getprop ro.product.model", "Fake One\n")
         self.says("getprop ro.soc.model", "\n")
-        self.write("/sys/class/thermal/thermal_zone0/temp", "31000\n")
-        self.write("/sys/devices/system/cpu/cpufreq/policy0/scaling_governor", "schedutil\n")
-        self.write("/sys/devices/system/cpu/cpufreq/policy0/scaling_max_freq", "2400000\n")
+
+    def _processor(self, cpu: str) -> None:
+        """What the kernel says must be what qemu emulates: libraries choose their code by it."""
+        part, features = CORES[cpu]
+        block = f"processor\t: {{}}\nFeatures\t: {features}\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x4\nCPU part\t: {part}\nCPU revision\t: 1\n\n"
+        (self.root / "proc/cpuinfo").write_text("".join(block.format(n) for n in range(4)))
+        for words in ("-m", "-sm"):
+            self.says(f"uname {words}", "aarch64\n")
+        (self.root / "system/bin/uname").unlink(missing_ok=True)
+        self._answering("uname")
 
     def path(self, device_path: str) -> Path:
         """Returns where a path of the phone is on this machine."""
         first = device_path.lstrip("/").partition("/")[0]
-        outside = self._userland or Path("/")
-        return (self.root if first in ("data", "sys", "system") else outside) / device_path.lstrip("/")
+        return (self.root if first in ("data", "sys", "system") else Path("/")) / device_path.lstrip("/")
 
     def write(self, device_path: str, text: str) -> None:
         """Puts a file on the phone, in one step, so that no reader sees half of it."""
@@ -89,25 +116,39 @@ class FakePhone:
         thread.start()
         return thread
 
-    def popen(self, line: str, pipe: str, **streams: int) -> subprocess.Popen[bytes]:
-        """Starts a shell command that writes its exit code into the named pipe of /system/pipes at its end."""
+    def words(self) -> list[str]:
+        """Returns the words before a command that make it run on the phone."""
         words = ["proot"]
-        if self._userland:
-            words += ["-r", str(self._userland), "-q", "qemu-aarch64-static", "-b", "/dev", "-b", "/proc"]
+        if self._cpu:
+            words += ["-q", "qemu-aarch64-static"]
         for folder in ("data", "sys", "system"):
             words += ["-b", f"{self.root / folder}:/{folder}"]
         words += ["-b", f"{self.root / 'proc/boot_id'}:/proc/sys/kernel/random/boot_id"]
-        for name in ("cpuinfo", "meminfo"):
+        for name in ("cpuinfo", "meminfo", "device-tree"):
             if (self.root / "proc" / name).exists():
                 words += ["-b", f"{self.root / 'proc' / name}:/proc/{name}"]
-        shell = "/bin/sh" if self._userland else "sh"
-        words += ["-w", "/data/local/tmp", shell, "-c", f'{shell} -c "$1"; echo $? > /system/pipes/{pipe}', "sh", line]
-        environment = os.environ | {"PATH": f"/system/bin:{os.environ['PATH']}", "HOME": "/data/local/tmp", "TMPDIR": "/data/local/tmp"}
-        if self._userland:
-            environment |= {"PATH": "/system/bin:/usr/bin:/bin", "QEMU_CPU": self._cpu}
-        process = subprocess.Popen(words, start_new_session=True, env=environment, **streams)  # type: ignore[call-overload]
+        return [*words, "-w", "/data/local/tmp"]
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables of its shell."""
+        own = {
+            "PATH": f"/system/bin:{os.environ['PATH']}",
+            "HOME": "/data/local/tmp",
+            "TMPDIR": "/data/local/tmp",
+            "QEMU_CPU": self._cpu or "max",
+        }
+        return os.environ | own
+
+    def start(self, line: str) -> Running:
+        """Starts a shell command."""
+        pipe = self.root / "system/pipes" / os.urandom(8).hex()
+        os.mkfifo(pipe)
+        ended = f'sh -c "$1"; echo $? > /system/pipes/{pipe.name}'
+        process = subprocess.Popen(
+            [*self.words(), "sh", "-c", ended, "sh", line], start_new_session=True, env=self.environment(), stdin=-1, stdout=-1, stderr=-1
+        )  # fmt: skip
         self._processes.add(process)
-        return process
+        return Running(process, pipe)
 
     def boot(self) -> None:
         """Starts anew: another boot id."""
@@ -115,13 +156,14 @@ class FakePhone:
         (self.root / "proc/boot_id").write_text(f"{uuid.uuid4()}\n")
 
     def kill_all(self) -> None:
-        """Ends everything that runs on the phone; what was detached is a child of some proot and ends with it."""
+        """Ends everything that runs on the phone: all that our proots trace, whoever its parent is now; all stop first, so that none sees another's end."""
+        traced = _traced({process.pid for process in self._processes})
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for one in traced:
+                with suppress(ProcessLookupError):
+                    os.kill(one, number)
         for process in self._processes:
-            for number in [*_descendants(process.pid), process.pid]:
-                try:
-                    os.kill(number, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            process.kill()
             process.wait()
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream and not stream.closed:
@@ -134,27 +176,64 @@ class FakePhone:
         self.kill_all()
 
     def _tools(self) -> None:
-        folder, shell = self.root / "system/bin", "/bin/sh"
+        folder = self.root / "system/bin"
         mksh, toybox = shutil.which("mksh"), shutil.which("toybox")
-        if mksh and toybox and not self._userland:
+        if mksh and toybox:
             (folder / "sh").symlink_to(mksh)
-            shell = mksh
             for name in subprocess.run([toybox], capture_output=True, text=True, check=True).stdout.split():
                 (folder / name).symlink_to(toybox)
+        else:
+            (folder / "sh").symlink_to("/bin/sh")
         for name in ANSWERING:
-            (folder / name).unlink(missing_ok=True)
-            (folder / name).write_text(ANSWER.format(shell=shell))
-            (folder / name).chmod(0o755)
+            self._answering(name)
+
+    def _answering(self, name: str) -> None:
+        (self.root / "system/bin" / name).write_text(ANSWER)
+        (self.root / "system/bin" / name).chmod(0o755)
 
 
-def _descendants(number: int) -> list[int]:
-    """Returns the process numbers below one, deepest first (proc(5), task/*/children)."""
-    found: list[int] = []
-    for listing in Path(f"/proc/{number}/task").glob("*/children") if Path(f"/proc/{number}/task").exists() else ():
+class Running:
+    """A command on the phone. It is over when its shell is, whatever it left in the background."""
+
+    def __init__(self, process: subprocess.Popen[bytes], pipe: Path) -> None:
+        self.process, self._pipe = process, pipe
+        self._status = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+
+    def relay(self, out: Callable[[bytes], None], err: Callable[[bytes], None], gone: Callable[[], bool]) -> int | None:
+        """Passes both outputs on until the end; returns the exit code, None when nobody listens any more."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        outputs = {self.process.stdout.fileno(): out, self.process.stderr.fileno(): err}
+        for descriptor in outputs:
+            os.set_blocking(descriptor, False)
+        code = None
         try:
-            children = [int(word) for word in listing.read_text().split()]
-        except OSError:
-            continue
-        for child in children:
-            found += [*_descendants(child), child]
+            while code is None and not gone():
+                readable = select.select([*outputs, self._status], [], [], 0.2)[0]
+                if self._status in readable:
+                    code = int(os.read(self._status, 16))
+                elif self.process.poll() is not None:
+                    code = 137
+                for descriptor, write in outputs.items():
+                    _forward(descriptor, write)
+            return code
+        finally:
+            os.close(self._status)
+            self._pipe.unlink(missing_ok=True)
+
+
+def _forward(descriptor: int, write: Callable[[bytes], None]) -> None:
+    with suppress(BlockingIOError):
+        while data := os.read(descriptor, 1 << 16):
+            write(data)
+
+
+def _traced(tracers: set[int]) -> list[int]:
+    """Returns the numbers of all processes that some others trace (proc(5), status, TracerPid)."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError, StopIteration):
+            line = next(line for line in status.read_text().splitlines() if line.startswith("TracerPid:"))
+            if int(line.split()[1]) in tracers:
+                found.append(int(status.parent.name))
     return found

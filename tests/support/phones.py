@@ -36,8 +36,8 @@ class Desk:
         done = subprocess.run(["adb", *words], capture_output=True, text=True, timeout=30, env=os.environ | self.environment, check=False)
         return done.stdout + done.stderr
 
-    def phone(self, *, userland: Path | None = None, connect: bool = True) -> FakeAdbd:
-        daemon = FakeAdbd(FakePhone(self._folder / f"phone{len(self.phones)}", userland=userland))
+    def phone(self, *, cpu: str = "", connect: bool = True) -> FakeAdbd:
+        daemon = FakeAdbd(FakePhone(self._folder / f"phone{len(self.phones)}", cpu=cpu))
         self.phones.append(daemon)
         if connect:
             self.connect(daemon)

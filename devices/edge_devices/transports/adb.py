@@ -12,7 +12,6 @@ from edge_devices.errors import LinkError, TransportError
 from edge_devices.system import CommandResult, run_command
 from edge_devices.transports.base import LARGEST_ANSWER, SECONDS, last_words, seal
 
-FOLDER = "/data/local/tmp/edge-mtp"  # the shell user may write and execute here
 NOT_THERE = "is not there; plug it in, or see `adb devices -l`."
 UNAUTHORIZED = "is not authorised; unlock the phone and accept this computer's key."
 LINK_WORDS = re.compile(r"error: (device|no devices|protocol|closed)|device .*(offline|not found)|no devices/emulators|connect failed|closed\Z", re.IGNORECASE)  # fmt: skip
@@ -68,6 +67,8 @@ def usable_serials() -> list[str]:
 
 class AdbTransport:
     """Implements Transport with `adb -s SERIAL`. Without shell_v2 (Android before 7) exit codes come from the output's end."""
+
+    FOLDER = "/data/local/tmp/edge-mtp"  # the shell user may write and execute here
 
     def __init__(self, serial: str, folder: str = FOLDER) -> None:
         """Asks nothing yet."""

@@ -13,7 +13,6 @@ from edge_devices.errors import LinkError, TransportError
 from edge_devices.system import CommandResult, run_command
 from edge_devices.transports.base import LARGEST_ANSWER, SECONDS, last_words, seal
 
-FOLDER = ".cache/edge-mtp/device"  # below the home folder, where ssh and sftp both begin
 SSH_FAILED = 255
 
 
@@ -22,6 +21,8 @@ class SshTransport:
 
     One connection is shared by all commands (ControlMaster) and closed a minute after the last.
     """
+
+    FOLDER = ".cache/edge-mtp/device"  # below the home folder, where ssh and sftp both begin
 
     def __init__(self, host: str, folder: str = FOLDER, options: Sequence[str] = ()) -> None:
         """`options`: more words for ssh and sftp, such as -F FILE. Raises TransportError for a host that would be read as an option."""

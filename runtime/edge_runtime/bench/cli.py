@@ -19,11 +19,13 @@ from edge_devices.report import Report
 from edge_devices.run_log import RunLog
 from edge_runtime.backends.choice import BACKENDS
 from edge_runtime.bench.benchmark import Benchmark, BenchRequest
+from edge_runtime.bench.device_cli import bench_devices, device_options, wants_devices, write_comparison
 from edge_runtime.bench.energy import find_meter, is_energy_log, measure_energy, read_energy
 from edge_runtime.bench.figures import Figures, figures
 from edge_runtime.bench.files import RecordFile, write_whole
 from edge_runtime.bench.prompts import DOMAINS, Prompt, read_prompts, shipped_prompts
 from edge_runtime.bench.records import Note, Record, collect, read_records
+from edge_runtime.bench.results import find_results
 from edge_runtime.bench.terminal import BenchProgress, note, print_report
 from edge_runtime.bench.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_lengths, parse_names, parse_numbers
 from edge_runtime.bundle_path import BundlePath
@@ -48,6 +50,9 @@ Examples:
   edge-bench --report energy.jsonl --html energy.html      (the log of --energy)
   edge-bench my-bundle --energy energy.jsonl --meter external    (then, with the meter's table:)
   edge-bench --report energy.jsonl --external usb-meter.csv
+  edge-bench my-bundle --package phone-package --adb all --lengths 2,3,4
+  edge-bench my-bundle --package pi-package --ssh pi@raspberrypi --html pi.html
+  edge-bench --compare bench-results
 """
 STDOUT = "-"
 NOT_ASKED = "energy was not measured; --energy FILE does"
@@ -176,37 +181,59 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Rep
 @click.option(
     "--report", type=click.Path(path_type=Path), help="Measure nothing: make the figures of a file of --runs again, or of --energy alone."
 )
+@device_options
 @click.version_option(package_name="edge-mtp")
 def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Path | None, report: Path | None, **values: Any) -> None:
     """Measure plain decoding of BUNDLE against drafting: fixed lengths, policies, kinds of drafter, llama.cpp's own.
 
     Run it on a machine that does nothing else. Ctrl-C ends it and keeps what was measured.
     """
-    if (bundle is None) == (report is None):
-        raise click.UsageError("give a BUNDLE to measure, or --report with a file of --runs")
-    if report is not None and runs is not None:
-        raise click.UsageError("--report measures nothing, so there is nothing for --runs")
-    external = values["external"]
-    if external is not None and report is None:
-        raise click.UsageError("--external is for --report, with the energy log that was written meanwhile; leave it out")
+    values |= {"runs": runs, "report": report}
+    check_usage(bundle, values)
     outputs, stopped = Outputs(json_path=json_path, html=html), False
     try:
-        if html is not None:
+        if html is not None and not values["compare"]:
             from edge_runtime.bench.drawing import require_library
 
             require_library()
-        if report is not None:
-            report_again(report, values["energy"], external, outputs)
+        if wants_devices(values) or values["compare"]:
+            measure_elsewhere(bundle, values, outputs)
+        elif report is not None:
+            report_again(report, values["energy"], values["external"], outputs)
         else:
             stopped = measure_all(bench_request(cast(Path, bundle), values), runs, values["energy"], values["meter"], outputs)
     except EdgeRuntimeError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
-        note("stopped")
+        note("stopped; a run on a device goes on there, --run NAME collects it" if wants_devices(values) else "stopped")
         sys.exit(130)
     if stopped:
         note("stopped; the figures are of what was measured until then")
         sys.exit(130)
+
+
+def check_usage(bundle: Path | None, values: dict[str, Any]) -> None:
+    """Raises UsageError for options that exclude each other."""
+    report, elsewhere = values["report"], wants_devices(values)
+    if values["compare"] and (bundle or report or elsewhere):
+        raise click.UsageError("--compare measures nothing: leave BUNDLE, --report and devices out")
+    if not elsewhere and not values["compare"] and (bundle is None) == (report is None):
+        raise click.UsageError("give a BUNDLE to measure, or --report with a file of --runs")
+    if report is not None and values["runs"] is not None:
+        raise click.UsageError("--report measures nothing, so there is nothing for --runs")
+    if values["external"] is not None and report is None:
+        raise click.UsageError("--external is for --report, with the energy log that was written meanwhile; leave it out")
+
+
+def measure_elsewhere(bundle: Path | None, values: dict[str, Any], outputs: Outputs) -> None:
+    """Measures on other machines, or compares what they measured. Names and numbers are looked at before anything is sent."""
+    if bundle is not None:
+        bench_request(bundle, dict(values))
+    results = find_results(values["compare"]) if values["compare"] else bench_devices(bundle, values)
+    if len(results) == 1 and not values["compare"]:
+        outputs.write(results[0].figures)
+    elif results:
+        write_comparison(results, values["compare"] or ((values["results"],) if values["fleet"] else ()), outputs.json_path, outputs.html)
 
 
 def report_again(report: Path, energy: Path | None, external: Path | None, outputs: Outputs) -> None:

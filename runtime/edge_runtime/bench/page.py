@@ -52,6 +52,11 @@ def energy_page(report: Report, log: RunLog) -> str:
     )
 
 
+def tables_page(title: str, tables: Sequence[TextTable]) -> str:
+    """Returns a page of tables alone."""
+    return _document(title, [], [], tables, [])
+
+
 def _document(title: str, head: Sequence[str], remarks: Sequence[str], tables: Sequence[TextTable], drawn: Sequence[Plot]) -> str:
     plots = {plot.name: plot for plot in drawn}
     parts = [

@@ -55,11 +55,13 @@ def ratio_text(ratio: Ratio | None) -> str:
     return f"{ratio.value:.2f}" if ratio.low is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
-def _share(value: float | None) -> str:
+def share(value: float | None) -> str:
+    """A share in percent."""
     return NONE if value is None else f"{value:.1%}"
 
 
-def _milliseconds(seconds: float | None) -> str:
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as milliseconds."""
     return NONE if seconds is None else f"{1000 * seconds:.1f}" if seconds < 1 else f"{1000 * seconds:.0f}"
 
 
@@ -71,9 +73,9 @@ def _variants(figures: Figures) -> TextTable:
     rows = tuple(
         (
             row.variant.label, f"{row.tokens_per_second:.1f}", ratio_text(row.speed_up), row.speed_up.verdict if row.speed_up else "",
-            f"{row.speed_up.worst:.2f}" if row.speed_up else NONE, _share(row.acceptance_rate),
-            f"{row.tokens_per_round:.2f}" if row.tokens_per_round else NONE, _milliseconds(row.first_token_seconds),
-            _milliseconds(row.token_p50_seconds), _milliseconds(row.token_p95_seconds), _of(row.equal, row.compared),
+            f"{row.speed_up.worst:.2f}" if row.speed_up else NONE, share(row.acceptance_rate),
+            f"{row.tokens_per_round:.2f}" if row.tokens_per_round else NONE, milliseconds(row.first_token_seconds),
+            milliseconds(row.token_p50_seconds), milliseconds(row.token_p95_seconds), _of(row.equal, row.compared),
         )
         for row in figures.overall
     )  # fmt: skip
@@ -105,7 +107,7 @@ def _against(figures: Figures) -> TextTable:
 def _positions(figures: Figures) -> TextTable:
     drafted = [row for row in figures.overall if row.acceptance_by_position]
     longest = max((len(row.acceptance_by_position) for row in drafted), default=0)
-    rows = tuple((row.variant.label, *_padded(map(_share, row.acceptance_by_position), longest)) for row in drafted)
+    rows = tuple((row.variant.label, *_padded(map(share, row.acceptance_by_position), longest)) for row in drafted)
     columns = ("", *(f"draft {i}" for i in range(1, longest + 1)))
     note = "Share of the rounds that accepted this draft, of those that drafted it."
     return TextTable(name="acceptance", title="Acceptance by position", columns=columns, rows=rows, note=note)
@@ -136,7 +138,7 @@ def _contexts(figures: Figures) -> TextTable:
         over = f" ({row.speed_up.value:.2f})" if row.speed_up else ""
         cells[row.variant.label, row.domain] = f"{row.tokens_per_second:.1f}{over}"
         if row.speed_up is None:
-            cells["first token, ms", row.domain] = _milliseconds(row.first_token_seconds)
+            cells["first token, ms", row.domain] = milliseconds(row.first_token_seconds)
     rows = tuple((label, *(cells.get((label, length), NONE) for length in lengths)) for label in dict.fromkeys(label for label, _ in cells))
     note = "Tokens per second after a prompt of so many tokens (over plain decoding); the prompts of all domains one after the other."
     return TextTable(name="contexts", title="By length of the text", columns=("", *lengths), rows=rows, note=note)
@@ -230,8 +232,8 @@ def _energy_title(title: str, report: Report) -> str:
 def _concurrency(figures: Figures) -> TextTable:
     rows = tuple(
         (
-            level.variant.label, str(level.clients), f"{level.tokens_per_second:.1f}", _milliseconds(level.token_p50_seconds),
-            _milliseconds(level.token_p95_seconds), _milliseconds(level.request_p50_seconds), _milliseconds(level.request_p95_seconds),
+            level.variant.label, str(level.clients), f"{level.tokens_per_second:.1f}", milliseconds(level.token_p50_seconds),
+            milliseconds(level.token_p95_seconds), milliseconds(level.request_p50_seconds), milliseconds(level.request_p95_seconds),
             f"{level.peak_bytes / 1e6:.0f}" if level.peak_bytes else NONE, _of(level.equal, level.compared),
         )
         for level in figures.levels

@@ -1,0 +1,43 @@
+"""A device package whose Python is this one and whose edge-bench is a script that plays a benchmark: the records it leaves are made up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from bench_records import whole_benchmark
+from edge_runtime.bench.records import line_of
+
+ROOT = Path(__file__).parent.parent.parent
+# Writes three records, waits while the file HOLD exists in our folder, then writes the rest.
+BENCH = """#!/bin/sh
+here="${0%/bin/*}"
+echo "$@" > arguments
+head -n 3 "$here/records.jsonl" > runs.jsonl.partial
+echo "domains: 3 of 9" >&2
+while test -e "$here/../hold"; do sleep 0.05; done
+code="$(cat "$here/code")"
+test "$code" = 0 || { rm runs.jsonl.partial; echo "Error: the model does not fit" >&2; exit "$code"; }
+mv runs.jsonl.partial runs.jsonl
+tail -n +4 "$here/records.jsonl" >> runs.jsonl
+"""
+REAL_BENCH = '#!/bin/sh\nexec "${0%/*}/edge-python" -m edge_runtime.bench "$@"\n'
+
+
+def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, real: bool = False) -> Path:
+    """Returns the package's folder; `code`: the exit code of its edge-bench; `real`: it is the real edge-bench of this checkout."""
+    (folder / "bin").mkdir(parents=True)
+    paths = ":".join(str(ROOT / floor) for floor in ("exporter", "runtime", "devices"))
+    programs = {
+        "bin/edge-python": f'#!/bin/sh\nexport PYTHONPATH={paths} PYTHONDONTWRITEBYTECODE=1\nexec {sys.executable} "$@"\n',
+        "bin/edge-bench": REAL_BENCH if real else BENCH,
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "records.jsonl").write_text("".join(line_of(record) for record in whole_benchmark()))
+    (folder / "code").write_text(f"{code}\n")
+    files = [{"path": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": ""} for p in folder.rglob("*") if p.is_file()]
+    (folder / "package.json").write_text(json.dumps({"schema": 1, "platform": platform, "files": files, "sizes": {}, "licences": []}))
+    return folder
