@@ -13,6 +13,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
 from edge_devices.cli import main as devices
 from edge_export.cli import main as export
 from edge_runtime.bench.cli import main as bench
