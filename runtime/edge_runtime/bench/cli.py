@@ -143,7 +143,8 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Rep
     """Runs the energy protocol over the same variants. Raises RequestError where it cannot be done."""
     with ExitStack() as stack, BenchProgress() as progress:
         benchmark = Benchmark(request, progress)
-        progress.say(f"energy: {meter.facts.name}; idle, warm-up and repeats take a while")
+        recording = "; its recording must run from now until the end" if meter.facts.name == EXTERNAL else ""
+        progress.say(f"energy: {meter.facts.name}; idle, warm-up and repeats take a while{recording}")
         return measure_energy(path, meter, benchmark.energy_workloads(stack), threads=request.threads or default_threads())
 
 
