@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from edge_export.errors import ExportError
 from edge_runtime.bundle import MANIFEST_NAME
+from edge_runtime.leftovers import clear_leftovers, leftovers_of, temporary_of
 
-_PARTIAL, _REPLACED = "partial", "replaced"
+_REPLACED = "replaced"
 
 
 def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None:
@@ -27,7 +27,7 @@ def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None
         raise ExportError(f"{parent} is no folder, so {output.name} cannot be written there; make it first")
     if not os.access(parent, os.W_OK):
         raise ExportError(f"{parent} cannot be written; choose another place")
-    _clear_leftovers(output.absolute())
+    _restore_or_clear(output.absolute())
     _check_place(output, force, marker)
 
 
@@ -48,7 +48,7 @@ def partial_folder(output: Path, force: bool, marker: str = MANIFEST_NAME) -> It
     With `force` a bundle that is there is replaced at that moment; without, one that appeared meanwhile is an ExportError.
     """
     output = output.absolute()
-    partial = _sibling(output, _PARTIAL, os.getpid())
+    partial = temporary_of(output)
     try:
         partial.mkdir()
         yield partial
@@ -65,7 +65,7 @@ def _move_in(partial: Path, output: Path) -> None:
     if not os.path.lexists(output):
         partial.rename(output)
         return
-    replaced = _sibling(output, _REPLACED, os.getpid())
+    replaced = temporary_of(output, _REPLACED)
     output.rename(replaced)
     try:
         partial.rename(output)
@@ -75,32 +75,12 @@ def _move_in(partial: Path, output: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _sibling(output: Path, kind: str, process: int) -> Path:
-    return output.with_name(f".{output.name}.{kind}-{process}")
-
-
-def _clear_leftovers(output: Path) -> None:
-    pattern = re.compile(rf"\.{re.escape(output.name)}\.({_PARTIAL}|{_REPLACED})-(\d+)")
-    for path in sorted(output.parent.iterdir()):
-        found = pattern.fullmatch(path.name)
-        if found is None or path.is_symlink() or not path.is_dir() or _alive(int(found.group(2))):
-            continue
-        if found.group(1) == _REPLACED and not os.path.lexists(output):
-            path.rename(output)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(process: int) -> bool:
-    """Whether another process with this id runs. Our own id on a leftover is that of an earlier run (containers reuse small ids)."""
-    if process == os.getpid():
-        return False
-    if os.name == "nt":
-        return True  # asking would end it
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
+def _restore_or_clear(output: Path) -> None:
+    """Puts back a bundle that a killed export was about to replace, and removes what else such exports left."""
+    if not os.path.lexists(output):
+        for replaced in leftovers_of(output, _REPLACED):
+            if replaced.is_dir():
+                replaced.rename(output)
+                break
+    clear_leftovers(output, _REPLACED)
+    clear_leftovers(output)

@@ -28,7 +28,7 @@ from edge_export.weighing import Weighing
 from edge_runtime.bundle import Bundle, Manifest
 from edge_runtime.config import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.config_file import read_config
-from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.errors import OUT_OF_MEMORY, EdgeRuntimeError
 from edge_runtime.phase_power import read_phase_power
 from edge_runtime.plan_command import device_speed, manifest_plan, plan_options, plan_values, show_plan
 from edge_runtime.presets import expanded, preset_of
@@ -196,6 +196,8 @@ def plain_errors() -> Iterator[None]:
         yield
     except (ExportError, EdgeRuntimeError) as error:
         raise click.ClickException(str(error)) from error
+    except MemoryError as error:
+        raise click.ClickException(OUT_OF_MEMORY) from error
     except KeyboardInterrupt:
         click.echo("stopped; nothing was left behind", err=True)
         sys.exit(130)

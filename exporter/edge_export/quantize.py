@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ MAX_BUFFER_BYTES = 192 << 20
 _POLL_SECONDS = 0.2
 # enum ggml_log_level in ggml/include/ggml.h
 _LOG_ERROR, _LOG_CONTINUED = 4, 5
+_PR_SET_PDEATHSIG = 1
 
 
 def check_quantization(quantization: str) -> None:
@@ -64,7 +66,9 @@ def quantize_gguf(
     command = [sys.executable, "-m", "edge_export.quantize", str(source), str(destination), str(_FILE_TYPES[quantization]), str(threads)]
     # The child imports what this process imports, also when the packages are not installed; no debugger is to be started on an abort.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GGML_NO_BACKTRACE": "1"}
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
+    if not destination.parent.is_dir():
+        raise ExportError(f"llama.cpp could not quantize {source.name}: there is no folder {destination.parent}; make it first")
+    with tempfile.TemporaryDirectory(dir=destination.parent) as folder, tempfile.TemporaryFile() as log:
         if importance is not None:
             command.append(str(Path(folder) / "importance.npz"))
             np.savez(command[-1], **cast(Any, importance.values))
@@ -112,6 +116,7 @@ def _quantize_here(source: str, destination: str, file_type: int, threads: int, 
     """Runs in the child: prints what llama.cpp logs as errors, returns the exit code."""
     import ctypes
 
+    _die_with_parent()
     try:
         import llama_cpp.llama_cpp as api
     except (ImportError, OSError, RuntimeError) as error:
@@ -136,6 +141,14 @@ def _quantize_here(source: str, destination: str, file_type: int, threads: int, 
         matrix = _imatrix(api, arrays)
         parameters.imatrix = ctypes.cast(matrix, ctypes.POINTER(api.llama_model_imatrix_data))
     return 1 if api.llama_model_quantize(os.fsencode(source), os.fsencode(destination), ctypes.byref(parameters)) else 0
+
+
+def _die_with_parent() -> None:
+    """Where the system can: an export that is killed leaves no quantization running (prctl(2), PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _imatrix(api: Any, arrays: dict[str, NDArray[np.float32]]) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from edge_runtime.backends.base import Logits
 from edge_runtime.distribution import Distribution
+from edge_runtime.errors import BackendError
 
 
 class LogitRows(Protocol):
@@ -31,7 +33,17 @@ def accept_greedy(drafts: Sequence[int], logits: LogitRows) -> Verdict:
     `logits` are float32 [len(drafts) + 1, vocabulary]; row i predicts the token at draft i's place. Rows after the first
     mismatch are not looked at.
     """
-    return accept_by_match(drafts, lambda position: int(logits[position].argmax()))
+    return accept_by_match(drafts, lambda position: likeliest(logits[position]))
+
+
+def likeliest(row: Logits) -> int:
+    """Returns the index of the largest logit of a row [vocabulary]. Raises BackendError for a row with NaN, of which argmax takes the first."""
+    best = int(row.argmax())
+    if math.isnan(row[best]):
+        raise BackendError(
+            f"the target's logits hold NaN (first at token {best}); the model or its backend is broken: check its files with --check full"
+        )
+    return best
 
 
 def accept_by_match(drafts: Sequence[int], choose: Callable[[int], int]) -> Verdict:

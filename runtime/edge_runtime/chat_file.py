@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any, TypeVar
 
 from edge_runtime.errors import RequestError
 from edge_runtime.structure import StructureError, from_json, to_json
+from edge_runtime.whole_file import write_whole
 
 FORMAT = "edge-mtp chat"
 VERSION = 1
@@ -28,18 +27,9 @@ def save(path: Path, settings: Any, messages: Sequence[dict[str, Any]]) -> None:
     # JSON knows neither integer keys nor infinity.
     data["sampling"]["logit_bias"] = {str(k): "-inf" if v == -math.inf else v for k, v in settings.sampling.logit_bias.items()}
     record = {"format": FORMAT, "version": VERSION, "settings": data, "messages": list(messages)}
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, suffix=".part", delete=False) as file:
-            temporary = Path(file.name)
-            json.dump(record, file, ensure_ascii=False, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_whole(path, [json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False).encode(), b"\n"])
     except (OSError, UnicodeError) as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         raise RequestError(f"the conversation cannot be saved to {path} ({error}); choose another place") from error
 
 

@@ -23,7 +23,7 @@ from edge_runtime.config_file import read_config
 from edge_runtime.doctor_screen import doctor_option
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.energy_options import EnergyValues, energy_options, energy_record, energy_values
-from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.errors import OUT_OF_MEMORY, EdgeRuntimeError
 from edge_runtime.explain import Explain
 from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.lossless import check_lossless
@@ -302,6 +302,8 @@ def main(
                 run_once(session, options)
     except EdgeRuntimeError as error:
         raise click.ClickException(str(error)) from error
+    except MemoryError as error:
+        raise click.ClickException(OUT_OF_MEMORY) from error
     except KeyboardInterrupt:
         note("stopped")
         sys.exit(130)

@@ -10,6 +10,7 @@ Messages quote what files say, and files may be hostile: `one_line` keeps such t
 """
 
 _LONGEST = 1600
+OUT_OF_MEMORY = "there is not enough memory; close other programs, or ask for less (a shorter context, a smaller model)"
 
 
 def one_line(text: str) -> str:

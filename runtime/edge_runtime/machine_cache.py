@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
-import tempfile
 from pathlib import Path
+
+from edge_runtime.whole_file import write_whole
 
 CACHE_VARIABLE = "EDGE_MTP_CACHE"
 MAX_CACHE_BYTES = 1 << 20
@@ -47,16 +47,9 @@ def remember_entry(path: Path, key: str, value: object) -> OSError | None:
     """Adds an entry as the newest. Returns why it could not be written; then it is only measured again the next time."""
     entries = {k: v for k, v in read_entries(path).items() if k != key}
     kept = dict([*list(entries.items())[-MAX_REMEMBERED + 1 :], (key, value)])
-    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
-            temporary = Path(file.name)
-            json.dump(kept, file, indent=2)
-        temporary.replace(path)
+        write_whole(path, [json.dumps(kept, indent=2).encode()])
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
         return error
     return None

@@ -6,10 +6,8 @@ The file may come from anywhere: every size is checked against the file's before
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +19,7 @@ from edge_runtime.backends.base import SavableTarget, Target
 from edge_runtime.bundle import Bundle
 from edge_runtime.errors import RequestError
 from edge_runtime.structure import StructureError, from_json, to_json
+from edge_runtime.whole_file import write_whole
 
 MAGIC = b"EDGEMTPS"
 VERSION = 1
@@ -125,17 +124,7 @@ def _digest(tokens: bytes, state: bytes) -> str:
 
 
 def _write(path: Path, parts: tuple[bytes, ...]) -> None:
-    temporary: Path | None = None
     try:
-        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=path.name, delete=False) as file:
-            temporary = Path(file.name)
-            for part in parts:
-                file.write(part)
-        temporary.replace(path)
-    except BaseException as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise RequestError(f"the state cannot be written to {path} ({error.strerror}); choose another place") from error
-        raise
+        write_whole(path, parts)
+    except OSError as error:
+        raise RequestError(f"the state cannot be written to {path} ({error.strerror}); choose another place") from error

@@ -23,10 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_runtime.machine_cache import CACHE_VARIABLE
 from fuzzing.mutation import input_of
 from fuzzing.readers import Opened, Reader
 
 HANG_SECONDS = 10.0
+_POLL_SECONDS = 0.01
 # What the interpreter itself takes for an exception with its traceback, a compiled pattern, a decoder.
 SLACK_BYTES = 4 << 20
 _ROOM_BYTES = 4 << 30
@@ -73,9 +75,9 @@ class Report:
 
 
 class _Shared:
-    """Figures that parent and children share: the input at hand, when it began, and counts."""
+    """Figures that parent and children share: the input at hand, and counts."""
 
-    NAMES = ("number", "began_ns", "read", "refused", "slowest_ns")
+    NAMES = ("number", "read", "refused", "slowest_ns")
 
     def __init__(self) -> None:
         self._cells = memoryview(mmap.mmap(-1, 8 * len(self.NAMES))).cast("q")
@@ -98,7 +100,7 @@ def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = N
         number = 0
         while number < inputs and len(failures) < _MOST_FAILURES:
             last = min(number + _PER_CHILD, inputs)
-            shared["number"], shared["began_ns"] = number, time.monotonic_ns()
+            shared["number"] = number
             child = os.fork()
             if child == 0:
                 _child(reader, opened, range(number, last), seed, shared, found)
@@ -124,17 +126,19 @@ def make_input(opened: Opened, seed: int, number: int) -> bytes:
 
 
 def _watch(child: int, shared: _Shared) -> tuple[str, str] | None:
-    """Waits for a child; returns how it failed, if it did."""
+    """Waits for a child; returns how it failed, if it did. Time in which this process too was stopped does not count."""
+    number, polls = -1, 0
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
             return None if code == 0 else ("crash", f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
-        if time.monotonic_ns() - shared["began_ns"] > HANG_SECONDS * 1e9:
+        number, polls = shared["number"], polls + 1 if shared["number"] == number else 0
+        if polls * _POLL_SECONDS > HANG_SECONDS:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return "hang", f"no answer in {HANG_SECONDS:g} s"
-        time.sleep(0.01)
+        time.sleep(_POLL_SECONDS)
 
 
 def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _Shared, found: Path) -> None:
@@ -142,6 +146,7 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
     code = 1
     try:
         _quiet()
+        os.environ[CACHE_VARIABLE] = str(opened.folder / "cache")
         warnings.simplefilter("ignore")  # showing one opens the source file
         for name in _ENCODINGS:
             codecs.lookup(name)
@@ -155,7 +160,7 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
         with found.open("a") as log:
             for number in numbers:
                 data = make_input(opened, seed, number)
-                shared["number"], shared["began_ns"] = number, time.monotonic_ns()
+                shared["number"] = number
                 failure = _one(reader, opened.read, data, number, guard, shared)
                 if failure is not None:
                     log.write(json.dumps({"number": number, "kind": failure[0], "what": failure[1]}) + "\n")

@@ -10,12 +10,12 @@ import json
 import platform
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from edge_runtime.errors import BackendError
+from edge_runtime.leftovers import clear_leftovers, temporary_of
 from edge_runtime.machine_cache import CACHE_VARIABLE, cpu_identity
 
 RECORD_NAME = "record.json"
@@ -80,9 +80,11 @@ def _pack(
     if needed > free:
         raise BackendError(f"{needed} bytes are needed, {free} are free")
     place.notify(f"Packing the weights of {path.name} for this CPU, once.")
-    with tempfile.TemporaryDirectory(dir=place.folder, prefix=".packing-") as name:
-        partial = Path(name) / path.stem
-        partial.mkdir()
+    clear_leftovers(home)
+    scratch = temporary_of(home)
+    try:
+        partial = scratch / path.stem
+        partial.mkdir(parents=True)
         if not save(partial / path.name, f"{path.stem}.packed"):
             place.notify(f"onnxruntime would misread the packed weights of {path.name} from a file; they are packed anew each time.")
             record = replace(record, usable=False)
@@ -90,8 +92,10 @@ def _pack(
                 file.unlink()
         (partial / RECORD_NAME).write_text(json.dumps(asdict(record)), encoding="utf-8")
         if home.exists():
-            home.rename(Path(name) / "replaced")
+            home.rename(scratch / "replaced")
         partial.rename(home)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return home / path.name if record.usable else path
 
 

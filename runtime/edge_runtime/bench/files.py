@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from edge_runtime import whole_file
 from edge_runtime.bench.records import Record, line_of
 from edge_runtime.errors import RequestError
 
@@ -16,17 +16,9 @@ PARTIAL = ".partial"
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file under a temporary name and renames it. Raises RequestError, and leaves nothing behind, if that fails."""
-    temporary: Path | None = None
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
-            temporary = Path(file.name)
-            file.write(text)
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        whole_file.write_whole(path, [text.encode()], mode=0o644)
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
         raise RequestError(f"{path} cannot be written ({error.strerror}); choose another place") from error
 
 

@@ -1,0 +1,34 @@
+"""Writes a file whole or not at all, whatever ends the process meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from edge_runtime.leftovers import clear_leftovers, temporary_of
+
+# Conversations and cached rows are their owner's alone.
+_PRIVATE = 0o600
+
+
+def write_whole(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) -> None:
+    """Writes the parts under a temporary name beside `path` and renames it; what was there stays until then. Raises OSError.
+
+    What earlier processes left of this file is removed first.
+    """
+    temporary = temporary_of(path)
+    clear_leftovers(path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), mode)
+        with os.fdopen(descriptor, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

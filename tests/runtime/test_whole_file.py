@@ -1,0 +1,96 @@
+"""Files are written whole or not at all, and what killed processes left of them goes with the next write."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edge_runtime.leftovers import leftovers_of, temporary_of
+from edge_runtime.machine_cache import read_entries, remember_entry
+from edge_runtime.whole_file import write_whole
+
+
+def dead_process() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_the_file_is_its_owner_s_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, [b"a", b"bc"])
+    assert path.read_bytes() == b"abc"
+    assert path.stat().st_mode & 0o777 == 0o600
+    write_whole(path, [b"new"], mode=0o644)
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o644)
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device"), MemoryError()])
+def test_the_old_file_survives_a_failed_write(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def parts() -> Iterator[bytes]:
+        yield b"half"
+        raise error
+
+    with pytest.raises(type(error)):
+        write_whole(path, parts())
+    assert path.read_bytes() == b"old"
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(tmp_path / "file", [b"x" * 5000])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_dead_processes_go_and_those_of_running_ones_stay(tmp_path: Path) -> None:
+    path, dead = tmp_path / "file", dead_process()
+    (tmp_path / f".file.partial-{dead}").write_bytes(b"half")
+    (tmp_path / f".file.partial-{os.getppid()}").write_bytes(b"being written")
+    (tmp_path / f".file.partial-{dead}x").write_bytes(b"something else")
+    (tmp_path / f".other.partial-{dead}").write_bytes(b"another file's")
+    (tmp_path / ".file.partial-999999999999").symlink_to(tmp_path)
+    assert [found.name for found in leftovers_of(path)] == [f".file.partial-{dead}"]
+    write_whole(path, [b"new"])
+    assert not (tmp_path / f".file.partial-{dead}").exists()
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_process_killed_while_it_writes_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from edge_runtime.whole_file import write_whole
+def parts():
+    yield b"half"
+    os.kill(os.getpid(), signal.SIGKILL)
+write_whole(Path({str(tmp_path / "costs.json")!r}), parts())
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == -9
+    assert len(list(tmp_path.iterdir())) == 1
+    assert remember_entry(tmp_path / "costs.json", "key", 5) is None
+    assert read_entries(tmp_path / "costs.json") == {"key": 5}
+    assert [found.name for found in tmp_path.iterdir()] == ["costs.json"]
+
+
+def test_a_path_without_a_name_is_an_os_error() -> None:
+    with pytest.raises(OSError, match=r"\."):
+        write_whole(Path(), [b"x"])
+    assert not temporary_of(Path()).exists()
