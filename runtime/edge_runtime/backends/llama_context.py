@@ -143,7 +143,8 @@ def load_model(library: LlamaLibrary, path: Path, options: LlamaOptions) -> Any:
     library.log.clear()
     model = library.api.llama_model_load_from_file(str(path).encode(), params)
     if not model:
-        raise BackendError(f"llama.cpp could not load {path}{library.quoted_error()}; export it again")
+        error = library.quoted_error()
+        raise BackendError(f"llama.cpp could not load {path}{error}; {'free some memory' if 'allocate' in error else 'export it again'}")
     return model
 
 
