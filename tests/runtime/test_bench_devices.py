@@ -130,6 +130,7 @@ def test_several_phones_are_compared(desk: Desk, daemon: FakeAdbd, package: Path
     desk.adb("disconnect", other.serial)
 
 
+@pytest.mark.slow
 def test_one_of_two_phones_fails(desk: Desk, daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     hot = desk.phone()
     hot.phone.battery(celsius=50)
@@ -145,6 +146,7 @@ def test_one_of_two_phones_fails(desk: Desk, daemon: FakeAdbd, package: Path, bu
     desk.adb("disconnect", hot.serial)
 
 
+@pytest.mark.slow
 def test_heat_and_a_charger_in_the_middle_are_named(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     held = hold(daemon)
 
@@ -165,7 +167,9 @@ def test_heat_and_a_charger_in_the_middle_are_named(daemon: FakeAdbd, package: P
     assert "3 records; domains: 3 of 9" in result.stderr
 
 
-@pytest.mark.parametrize(("level", "words"), [(60, "the device restarted"), (2, "the battery ran empty: 2 %")])
+@pytest.mark.parametrize(
+    ("level", "words"), [pytest.param(60, "the device restarted", marks=pytest.mark.slow), (2, "the battery ran empty: 2 %")]
+)
 def test_a_restart_keeps_what_was_measured(desk: Desk, daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path, level: int, words: str) -> None:  # fmt: skip
     hold(daemon)
 
@@ -184,6 +188,7 @@ def test_a_restart_keeps_what_was_measured(desk: Desk, daemon: FakeAdbd, package
     assert len(read_records(next(tmp_path.rglob("runs.jsonl"))).runs) == 2
 
 
+@pytest.mark.slow
 def test_unplugging_does_not_end_a_run(desk: Desk, daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     held = hold(daemon)
 
@@ -203,6 +208,7 @@ def test_unplugging_does_not_end_a_run(desk: Desk, daemon: FakeAdbd, package: Pa
     assert "All domains" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_the_cable_to_be_pulled(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     daemon.phone.battery(usb=True)
     job = daemon.phone.path(f"{AdbTransport.FOLDER}/runs/waiting")
@@ -233,6 +239,7 @@ def test_a_run_waits_for_the_cable_to_be_pulled(daemon: FakeAdbd, package: Path,
     assert "changed from USB" not in result.stdout  # waiting is no part of the run
 
 
+@pytest.mark.slow
 def test_a_run_is_followed_by_name_and_cleaned_up(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     held = hold(daemon)
     arguments = (bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--run", "named")
@@ -246,6 +253,7 @@ def test_a_run_is_followed_by_name_and_cleaned_up(daemon: FakeAdbd, package: Pat
     assert not daemon.phone.path(AdbTransport.FOLDER).exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_by_name(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     hold(daemon)
     arguments = (bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--run", "long")

@@ -76,8 +76,9 @@ class FakePhone:
         part, features = CORES[cpu]
         block = f"processor\t: {{}}\nFeatures\t: {features}\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x4\nCPU part\t: {part}\nCPU revision\t: 1\n\n"
         (self.root / "proc/cpuinfo").write_text("".join(block.format(n) for n in range(4)))
-        for words in ("-m", "-sm"):
-            self.says(f"uname {words}", "aarch64\n")
+        for name in ("possible", "present"):
+            self.write(f"/sys/devices/system/cpu/{name}", "0-3\n")
+        self.says("uname -m", "aarch64\n")
         (self.root / "system/bin/uname").unlink(missing_ok=True)
         self._answering("uname")
 

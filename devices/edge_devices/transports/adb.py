@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,15 +54,17 @@ def parse_devices(text: str) -> list[Listed]:
     return found
 
 
-def usable_serials() -> list[str]:
-    """Returns the serials behind `--adb all`. Raises TransportError when there is none, or one of them cannot be used."""
+def usable_serials(said: Callable[[str], None] = lambda _text: None) -> list[str]:
+    """Returns the serials behind `--adb all`; `said` hears of those that cannot be used. Raises TransportError when none can."""
     listed = adb_devices()
     if not listed:
         raise TransportError("adb sees no device; plug one in, turn on USB debugging, or `adb connect` it.")
-    for one in listed:
-        if one.state != "device":
-            raise LinkError(f"{one.serial} {UNAUTHORIZED if one.state == 'unauthorized' else f'is {one.state}; plug it in again.'}")
-    return [one.serial for one in listed]
+    unfit = [f"{one.serial} {UNAUTHORIZED if one.state == 'unauthorized' else f'is {one.state}; plug it in again.'}" for one in listed if one.state != "device"]  # fmt: skip
+    if len(unfit) == len(listed):
+        raise LinkError(" ".join(unfit))
+    for text in unfit:
+        said(f"left out: {text}")
+    return [one.serial for one in listed if one.state == "device"]
 
 
 class AdbTransport:

@@ -94,7 +94,7 @@ def connect(values: dict[str, Any]) -> list[Transport]:
     folder = values["device_folder"]
     options = ["-F", str(values["ssh_config"])] if values["ssh_config"] else []
     try:
-        serials = [one for serial in values["adb"] for one in (usable_serials() if serial == ALL else [serial])]
+        serials = [one for serial in values["adb"] for one in (usable_serials(note) if serial == ALL else [serial])]
         phones: list[Transport] = [AdbTransport(serial, folder or AdbTransport.FOLDER) for serial in dict.fromkeys(serials)]
         return phones + [SshTransport(host, folder or SshTransport.FOLDER, options) for host in dict.fromkeys(values["ssh"])]
     except DeviceError as error:
