@@ -73,6 +73,8 @@ def test_defaults_are_specified(name):
             assert stated == "", field.name
         elif dataclasses.is_dataclass(default):
             assert stated == "its defaults", field.name
+        elif isinstance(default, str):
+            assert stated == f"`{default}`", field.name
         else:
             assert json.loads(stated.strip("`")) == (list(default) if isinstance(default, tuple) else default), field.name
 
