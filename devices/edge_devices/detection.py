@@ -100,7 +100,7 @@ def read_clusters(system: System) -> tuple[Cluster, ...]:
     for policy in system.paths("sys/devices/system/cpu/cpufreq/policy*"):
         processors = system.text_or(f"{policy}/related_cpus").split()
         khz = system.text_or(f"{policy}/cpuinfo_max_freq")
-        if processors and khz.isdigit() and all(p.isdigit() and int(p) < MOST_PROCESSORS for p in processors):
+        if processors and all(map(_is_number, (khz, *processors))) and all(int(p) < MOST_PROCESSORS for p in processors):
             found.append(Cluster(processors=tuple(map(int, processors)), max_mhz=int(khz) / 1000))
     return tuple(sorted(found, key=lambda c: (-c.max_mhz, c.processors)))
 
@@ -111,3 +111,8 @@ def big_processors(clusters: tuple[Cluster, ...], usable: int) -> int:
         return usable
     big = sum(len(c.processors) for c in clusters if c.max_mhz >= BIG_SHARE * clusters[0].max_mhz)
     return max(1, min(big, usable))
+
+
+def _is_number(text: str) -> bool:
+    """Whether these are decimal digits, and not more of them than any real file holds."""
+    return text.isdecimal() and len(text) <= 18

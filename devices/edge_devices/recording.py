@@ -79,7 +79,7 @@ class RecordedSystem(System):
             if command in recording.traces:
                 return CommandResult(code=0, output=recording.traces[command])
             code, text = answers.get(command, (127, ""))
-            return CommandResult(code=code, output=text.encode())
+            return CommandResult(code=code, output=text.encode("utf-8", "replace"))
 
         super().__init__(platform=recording.platform, run=run, **fields)
         object.__setattr__(self, "_recording", recording)

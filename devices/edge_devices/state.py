@@ -13,6 +13,7 @@ from edge_devices.system import System
 
 THROTTLED_NOW, THROTTLED_EVER = 0xF, 0xF0000  # bits 0-3 and 16-19 of `vcgencmd get_throttled`
 CHARGE_LIMITS = (30, 95)  # percent: below, the voltage sags; above, charging circuits interfere
+_MOST_DIGITS = 18  # more than any real file holds
 HOTTEST = 120_000  # thousandths of a degree; some thermal zones are no temperatures at all
 
 
@@ -58,7 +59,7 @@ def read_state(system: System) -> DeviceState:
         charge_percent=next((s.number("CAPACITY") for s in supplies if s.number("CAPACITY") is not None), phone.charge_percent if phone else None),
         thermal_status=phone.thermal_status if phone else None,
         swap_used=_swap_used(system), governors=tuple(sorted({g for p in policies if (g := system.text_or(f"{p}/scaling_governor"))})),
-        frequency_caps=tuple(int(c) for c in caps if c.isdigit()),
+        frequency_caps=tuple(int(c) for c in caps if c.isdecimal() and len(c) <= _MOST_DIGITS),
         temperature_c=max((t for t in (_temperature(system), phone.battery_c if phone else None) if t is not None), default=None),
     )  # fmt: skip
 
@@ -113,7 +114,7 @@ def _throttled(system: System) -> int | None:
 
 
 def _swap_used(system: System) -> int | None:
-    sizes = dict(re.findall(r"^(SwapTotal|SwapFree):\s+(\d+) kB", system.text_or("proc/meminfo"), re.MULTILINE))
+    sizes = dict(re.findall(r"^(SwapTotal|SwapFree):\s+(\d{1,18}) kB", system.text_or("proc/meminfo"), re.MULTILINE))
     return (int(sizes["SwapTotal"]) - int(sizes["SwapFree"])) * 1024 if len(sizes) == 2 else None
 
 

@@ -203,6 +203,16 @@ def plain_errors() -> Iterator[None]:
         sys.exit(130)
 
 
+def show(bundle: Bundle, console: Console, as_json: bool) -> None:
+    """Prints what was made, and how it compares with the reference."""
+    if as_json:
+        click.echo(json.dumps({"bundle": str(bundle.folder), **to_json(bundle.manifest)}, ensure_ascii=False))
+        return
+    Console().print(summary(bundle))
+    for sentence in parity_sentences(bundle.manifest.parity):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
 def run_plan(manifest: Manifest, device: str | None, phase_power: Path | None, as_json: bool) -> None:
     """Prints what to expect of the pair's GGUF files on a device."""
     power = read_phase_power(phase_power) if phase_power is not None else None
@@ -310,9 +320,5 @@ def main(
         )  # fmt: skip
         with Display(console) as display:
             bundle = export_pair(request, display)
-    if as_json:
-        click.echo(json.dumps({"bundle": str(bundle.folder), **to_json(bundle.manifest)}, ensure_ascii=False))
-        return
-    Console().print(summary(bundle))
-    for sentence in parity_sentences(bundle.manifest.parity):
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    with contextlib.suppress(KeyboardInterrupt):  # too late to stop anything: the bundle is whole
+        show(bundle, console, as_json)

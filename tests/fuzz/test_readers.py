@@ -14,6 +14,9 @@ if not hasattr(os, "fork") or not Path("/proc/self/statm").exists():
     pytest.skip("the campaign watches forked children through /proc, which only Linux has", allow_module_level=True)
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
+from edge_devices.meters.android_powerstats import parse_channels
+from edge_devices.meters.android_rails import parse_rails
+from edge_devices.meters.powermetrics import parse_powermetrics
 from fuzzing.campaign import HANG_SECONDS, run_campaign
 from fuzzing.mutation import input_of
 from fuzzing.readers import Reader, all_readers, corpus
@@ -81,6 +84,7 @@ FOUND = [
     ("run-log", b"[" * 100_000, "RecursionError"),
     ("meters", b"[" * 100_000, "RecursionError"),
     ("meters", changed("meters", lambda m: m.update(schema="\x1b" * 5000)), "control characters in the message"),
+    ("meters", changed("meters", lambda m: m["commands"][0].update(output="\ud800")), "UnicodeEncodeError: an answer"),
     ("meter-table", b"time_s,\x1b[2J\n0,1\n", "control characters in the message"),
     ("adb-answer", b"0\nexit=" + b"9" * 5000, "ValueError: Exceeds the limit (4300 digits)"),
     ("adb-answer", b"9" * 5000 + b"\n", "ValueError: an exit code of 5,000 digits"),
@@ -90,7 +94,7 @@ FOUND = [
 
 
 # An empty mapping is a configuration that says nothing; a device's number that is none counts as not said.
-HARMLESS = ("KeyError", "ValueError: Exceeds the limit (4300 digits)")
+HARMLESS = ("KeyError", "UnicodeEncodeError: an answer", "ValueError: Exceeds the limit (4300 digits)")
 
 
 @pytest.mark.parametrize(("name", "data", "before"), FOUND, ids=[f"{name}-{before[:20]}" for name, _, before in FOUND])
@@ -103,6 +107,15 @@ def test_what_once_did_harm_is_refused_in_a_sentence(name: str, data: bytes, bef
         read(data)
     assert 0 < len(str(caught.value)) < 2000
     assert str(caught.value).isprintable()
+
+
+NINES = "9" * 5000
+
+
+def test_numbers_of_thousands_of_digits_are_no_readings() -> None:
+    assert parse_rails(f"CH0(T=1)[A], {NINES}\nCH1[B], 12") == {"B": 12}
+    assert parse_channels(f"ChannelId: {NINES}, ChannelName: A\nChannelId: 3, ChannelName: B") == {3: "B"}
+    assert parse_powermetrics(f"CPU Power: {NINES} mW\nGPU Power: 5 mW") == {"GPU": 0.005}
 
 
 def test_names_of_an_onnx_graph_that_are_not_utf_8(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from edge_devices.meters.wrap import Unwrapped
 from edge_devices.system import CommandResult, System
 
 NAME = "android:powerstats"
-CHANNEL = re.compile(r"ChannelId:\s*(\d+),\s*ChannelName:\s*([^,\s]+)")
+CHANNEL = re.compile(r"ChannelId:\s*(\d{1,18}),\s*ChannelName:\s*([^,\s]+)")
 PACKET, POWER_RAILS, DESCRIPTOR, ENERGY = 1, 40, 1, 2  # Trace.packet; TracePacket.power_rails; PowerRails.rail_descriptor, .energy_data
 RECORD_S = 0.5
 COMMAND = ("perfetto", "--txt", "-c", "-", "-o", "-")

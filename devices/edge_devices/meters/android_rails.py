@@ -15,7 +15,7 @@ from edge_devices.meters.wrap import Unwrapped
 from edge_devices.system import System
 
 PATTERN = "sys/bus/iio/devices/iio:device*/energy_value"
-LINE = re.compile(r"CH\d+(?:\(T=\d+\))?\[([^\]]+)\],\s*(\d+)")
+LINE = re.compile(r"CH\d+(?:\(T=\d+\))?\[([^\]]+)\],\s*(\d{1,18})\b")
 NAME = "android:rails"
 
 

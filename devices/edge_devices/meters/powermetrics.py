@@ -9,7 +9,7 @@ from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, a
 from edge_devices.system import CommandResult, System
 
 NAME = "apple:powermetrics"
-LINE = re.compile(r"^(CPU|GPU|ANE|DRAM|Package|Combined)( Power)(?: \(CPU \+ GPU \+ ANE\))?: (\d+) mW\s*$", re.MULTILINE)
+LINE = re.compile(r"^(CPU|GPU|ANE|DRAM|Package|Combined)( Power)(?: \(CPU \+ GPU \+ ANE\))?: (\d{1,18}) mW\s*$", re.MULTILINE)
 PERIOD_S = 1.0
 REMEDY = "powermetrics answers root only: run edge-bench and edge-devices with sudo"
 
