@@ -30,8 +30,9 @@ from edge_runtime.opening import open_session
 from edge_runtime.sampling import SamplingParams
 from edge_runtime.session import Session
 
-# Share of the run that is not counted: allocators and caches reach their size.
-WARM_UP = 0.1
+# Share of the run that is not counted: allocators and caches reach their size, and pages of the mapped files come in as tokens are seen
+# for the first time.
+WARM_UP = 0.25
 MOST_GROWTH = 0.01
 SAMPLES = 400
 # Kernels for one row and for several differ in the last bits; where plain decoding's two best logits are this close, either may win.
