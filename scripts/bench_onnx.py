@@ -38,6 +38,7 @@ WARM_UP = 2
 # Rows of one prefill call between looks at the clock, and what is kept free behind the longest text.
 ROOM = 32
 OPENING_TOKENS = 8
+EXTRAS = {"llama": ("",), "onnx": ("", "uniform", "unpacked")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,28 +50,29 @@ class Side:
     bundle: Path
     threads: int
     context: int
-    uniform_rows: bool = False
+    extra: str = ""
 
     def open(self, *, say: bool = False) -> Session:
-        """Opens it, on ONNX Runtime with weights kept packed."""
+        """Opens it, on ONNX Runtime with weights kept packed unless `extra` is "unpacked"."""
         onnx = self.backend == "onnx"
         options = {
-            "backend": self.backend, "threads": self.threads, "context": self.context, "check": "none", "keep_packed": onnx,
-            "uniform_rows": onnx and self.uniform_rows, "notify": (lambda text: click.echo(text, err=True)) if say else (lambda _: None),
+            "backend": self.backend, "threads": self.threads, "context": self.context, "check": "none",
+            "keep_packed": onnx and self.extra != "unpacked",
+            "uniform_rows": self.extra == "uniform", "notify": (lambda text: click.echo(text, err=True)) if say else (lambda _: None),
         }  # fmt: skip
         return open_session(self.bundle, **cast(OpenOptions, options))
 
 
 def sides_of(words: Sequence[str], threads: int, context: int) -> list[Side]:
-    """Reads BACKEND:BUNDLE, or BACKEND+uniform:BUNDLE."""
+    """Reads BACKEND:BUNDLE, onnx+uniform:BUNDLE and onnx+unpacked:BUNDLE."""
     made = []
     for word in words:
         kind, _, path = word.partition(":")
         backend, _, extra = kind.partition("+")
-        if backend not in BACKENDS or extra not in ("", "uniform") or not Path(path).is_dir():
+        if backend not in BACKENDS or extra not in EXTRAS[backend] or not Path(path).is_dir():
             raise click.ClickException(f"{word!r} is no backend ({', '.join(BACKENDS)}), a colon and a bundle's folder")
         name = f"{kind} {Path(path).name}"
-        made.append(Side(name=name, backend=backend, bundle=Path(path), threads=threads, context=context, uniform_rows=bool(extra)))
+        made.append(Side(name=name, backend=backend, bundle=Path(path), threads=threads, context=context, extra=extra))
     return made
 
 
