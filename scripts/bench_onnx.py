@@ -15,7 +15,7 @@ import math
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +39,8 @@ WARM_UP = 2
 ROOM = 32
 OPENING_TOKENS = 8
 EXTRAS = {"llama": ("",), "onnx": ("", "uniform", "unpacked")}
+# Of several durations the one that counts.
+Typical = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +129,9 @@ def fill(session: Session, length: int) -> None:
 
 
 def forwards(
-    sessions: dict[str, Session], context: int, row_counts: Sequence[int], draft_length: int, repeats: int
+    sessions: dict[str, Session], context: int, row_counts: Sequence[int], draft_length: int, repeats: int, typical: Typical
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Milliseconds of verifies of each number of rows and of one step of a draft, medians, behind `context` tokens."""
+    """Milliseconds of verifies of each number of rows and of one step of a draft, the typical ones, behind `context` tokens."""
     for session in sessions.values():
         fill(session, context)
     taken: dict[str, dict[str, list[float]]] = {name: {} for name in sessions}
@@ -139,7 +141,7 @@ def forwards(
             found["draft step"] = draft_seconds(session.target, session.drafter, draft_length, context)
         for key, seconds in found.items() if counts else ():
             taken[name].setdefault(key, []).append(1000 * seconds)
-    return {name: {key: statistics.median(values) for key, values in by.items()} for name, by in taken.items()}
+    return {name: {key: typical(values) for key, values in by.items()} for name, by in taken.items()}
 
 
 def verify_seconds(target: Target, rows: int, context: int) -> float:
@@ -164,9 +166,9 @@ def draft_seconds(target: Target, drafter: Drafter, draft_length: int, context: 
 
 
 def texts(
-    sessions: dict[str, Session], prompts: Sequence[str], lengths: Sequence[int], tokens: int, repeats: int
+    sessions: dict[str, Session], prompts: Sequence[str], lengths: Sequence[int], tokens: int, repeats: int, typical: Typical
 ) -> dict[str, dict[str, dict[str, float]]]:  # fmt: skip
-    """Tokens per second of decoding with each draft length, geometric means over prompts of medians, and the share accepted."""
+    """Tokens per second of decoding with each draft length, geometric means over prompts of typical ones, and the share accepted."""
     speeds: dict[tuple[str, int], dict[int, list[float]]] = {}
     counts: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for index, prompt in enumerate(prompts):
@@ -177,12 +179,12 @@ def texts(
                     pass
                 if counted:
                     stats = generation.stats
-                    speeds.setdefault((name, length), {}).setdefault(index, []).append(len(generation.tokens) / stats.decode_seconds)
+                    speeds.setdefault((name, length), {}).setdefault(index, []).append(stats.decode_seconds / len(generation.tokens))
                     counts.setdefault((name, length), []).append((stats.drafted, stats.accepted))
     made: dict[str, dict[str, dict[str, float]]] = {name: {} for name in sessions}
     for (name, length), by_prompt in speeds.items():
         drafted, accepted = map(sum, zip(*counts[name, length], strict=True))
-        mean = math.exp(statistics.fmean(math.log(statistics.median(values)) for values in by_prompt.values()))
+        mean = math.exp(-statistics.fmean(math.log(typical(values)) for values in by_prompt.values()))
         made[name][str(length)] = {"tokens_per_second": mean, "accepted": accepted / drafted if drafted else 0.0}
     return made
 
@@ -242,16 +244,24 @@ def text_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
 @click.option("--tokens", type=click.IntRange(min=2), default=128)
 @click.option("--repeats", type=click.IntRange(min=1), default=5)
 @click.option("--openings", "opening_repeats", type=click.IntRange(min=0), default=0, help="How often each side is opened anew.")
+@click.option("--statistic", type=click.Choice(("median", "best")), default="median", help="best: for a machine that is not quiet.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all figures here.")
 def main(
     words: tuple[str, ...], threads: int | None, contexts: tuple[int, ...], rows: str, lengths: tuple[int, ...], prompts: tuple[Path, ...],
-    count: int, tokens: int, repeats: int, opening_repeats: int, json_path: Path | None,
+    count: int, tokens: int, repeats: int, opening_repeats: int, statistic: str, json_path: Path | None,
 ) -> None:  # fmt: skip
     """Compare bundles on backends; the first is what others are held against."""
     sides = sides_of(words, threads or default_threads(), max(contexts) + ROOM)
     row_counts = [int(part) for part in rows.split(",")]
     listed = [prompt for path in prompts for prompt in json.loads(path.read_text("utf-8"))[:count]]
-    record: dict[str, Any] = {"sides": [asdict(side) for side in sides], "forwards": {}, "texts": {}, "openings": {}}
+    typical: Typical = statistics.median if statistic == "median" else min
+    record: dict[str, Any] = {
+        "statistic": statistic,
+        "sides": [asdict(side) for side in sides],
+        "forwards": {},
+        "texts": {},
+        "openings": {},
+    }
 
     def keep(made: Table) -> None:
         """Shows a part and writes what there is so far: a later part may be cut off."""
@@ -266,10 +276,10 @@ def main(
         with ExitStack() as stack:
             sessions = {side.name: stack.enter_context(side.open(say=True)) for side in sides}
             for context in sorted(contexts):
-                found = record["forwards"][str(context)] = forwards(sessions, context, row_counts, max([3, *lengths]), repeats)
+                found = record["forwards"][str(context)] = forwards(sessions, context, row_counts, max([3, *lengths]), repeats, typical)
                 keep(forward_table(context, found))
             if listed:
-                record["texts"] = texts(sessions, listed, lengths, tokens, repeats)
+                record["texts"] = texts(sessions, listed, lengths, tokens, repeats, typical)
                 keep(text_table(record["texts"]))
     except EdgeRuntimeError as error:
         raise click.ClickException(str(error)) from error
