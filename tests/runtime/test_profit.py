@@ -54,6 +54,21 @@ def test_it_is_on_average_within_two_percent_of_the_best_fixed_length_and_nowher
     assert min(ratios) > 0.90
 
 
+def test_once_it_has_seen_200_tokens_it_regrets_next_to_nothing() -> None:
+    def settled(curve: str, step: float, p: float) -> float:
+        costs, rates = ExactCosts(CURVES[curve], step), []
+        for seed in range(2):
+            policy = Profit(costs, AcceptanceModel())
+            rate(costs, policy, lambda _: p, 200, 100 + seed)
+            rates.append(rate(costs, policy, lambda _: p, 800, seed))
+        return statistics.mean(rates) / max(static_rates(curve, step, p))
+
+    ratios = [settled(*point) for point in GRID]
+    assert statistics.geometric_mean(ratios) > 1.0, "the drafter's confidence more than pays for what was learned"
+    assert sum(ratio > 0.98 for ratio in ratios) >= 0.9 * len(GRID)
+    assert min(ratios) > 0.95
+
+
 def test_it_is_never_slower_than_plain_decoding_by_more_than_two_percent() -> None:
     ratios = {point: profit_rate(*point) / static_rates(*point)[0] for point in GRID}
     assert min(ratios.values()) > 0.975, min(ratios, key=ratios.__getitem__)
