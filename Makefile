@@ -3,6 +3,8 @@ VENV ?= .venv
 PYTHON ?= python3
 # On Linux without a GPU, PIP_EXTRA_INDEX_URL can point pip at torch's CPU builds, which are far smaller.
 TORCH ?= torch==2.13.0
+# The tests run in so many processes, each on processors of its own.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 TOOLS := .venv-tools
 TEST_EXTRAS := llama,onnx,export,grammar,serve,sign,verify,optimum,report,fleet,docs,dev
@@ -49,7 +51,7 @@ demo: setup
 	$(BIN)/edge-run $(DEMO_BUNDLE) --compare --draft-length 3 --max-tokens 200 "$(DEMO_PROMPT)"
 
 test: setup-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: setup-test $(TOOLS)/.ready
 	$(BIN)/ruff check .

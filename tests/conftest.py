@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,15 @@ import ssh_host
 from silent import Silent
 
 PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pair"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives each of several workers its own processors: threads of llama.cpp that share them wait for each other actively."""
+    worker = getattr(config, "workerinput", None)
+    if worker is not None and hasattr(os, "sched_setaffinity"):
+        every, number = sorted(os.sched_getaffinity(0)), int(worker["workerid"].removeprefix("gw"))
+        own = every[number :: int(worker["workercount"])] or every[number % len(every) :][:1]
+        os.sched_setaffinity(0, own)
 
 
 @pytest.fixture(scope="session")
