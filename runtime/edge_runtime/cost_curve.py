@@ -38,14 +38,20 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Seconds as measured after a short text: `verify[n - 1]` of n rows, and of one draft step."""
+    """Seconds as measured after a short text: `verify[n - 1]` of n rows, and of one draft step; and how many times it was measured."""
 
     verify: tuple[float, ...]
     step: float
+    times: int = 1
+
+    def combined(self, other: MeasuredCosts) -> MeasuredCosts:
+        """The smaller of each figure: what kept the machine busy in one measurement was probably not there in another."""
+        verify = tuple(map(min, self.verify, other.verify))
+        return MeasuredCosts(verify=verify, step=min(self.step, other.step), times=self.times + other.times)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
-        return {"verify_seconds": list(self.verify), "draft_step_seconds": self.step}
+        return {"verify_seconds": list(self.verify), "draft_step_seconds": self.step, "times": self.times}
 
     @classmethod
     def from_json(cls, data: Any) -> MeasuredCosts | None:
@@ -55,7 +61,10 @@ class MeasuredCosts:
         verify, step = data.get("verify_seconds"), data.get("draft_step_seconds")
         if not isinstance(verify, list) or len(verify) != MAX_ROWS or not all(map(_is_time, verify)):
             return None
-        return cls(verify=tuple(map(float, verify)), step=float(step)) if isinstance(step, int | float) and _is_time(step) else None
+        times = data.get("times")
+        if not isinstance(times, int) or times < 1 or not isinstance(step, int | float) or not _is_time(step):
+            return None
+        return cls(verify=tuple(map(float, verify)), step=float(step), times=times)
 
 
 class CostCurve:

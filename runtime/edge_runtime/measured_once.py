@@ -14,8 +14,10 @@ from edge_runtime.machine_cache import cache_folder, cpu_identity, read_entries,
 from edge_runtime.phase_power import EnergyCosts, PhasePower
 from edge_runtime.processors import keep_to_fastest, processor_groups
 from edge_runtime.thread_probe import CACHE_NAME as THREADS_NAME
-from edge_runtime.thread_probe import ThreadCounts, candidates, measure_threads
+from edge_runtime.thread_probe import ThreadCounts, ThreadTimes, candidates, measure_threads
 
+# A machine that was busy when costs were measured must not be believed for ever, so the first uses all measure.
+TIMES = 3
 # Returns the watts of each phase, measured on an opened pair or remembered under a key; leaves the cache empty. It gets the pair, a token to
 # fill texts with, the most rows of a verify, and the key.
 PowerSource = Callable[[Target, Drafter | None, int, int, str], PhasePower]
@@ -39,7 +41,7 @@ class MeasuredPair:
 
 
 def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None) -> Costs:
-    """Returns the remembered costs of this pair on this machine, or measures them, which takes about two seconds the first time.
+    """Returns the remembered costs of this pair on this machine, or measures them, which takes about two seconds the first TIMES times.
 
     Seconds, or joules if the objective is energy; a power that has to be measured takes longer.
 
@@ -47,8 +49,9 @@ def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None) -
     """
     path = cache_folder() / CACHE_NAME
     measured = remembered_costs(path, pair.key)
-    if measured is None:
-        measured = measure_costs(pair.target, pair.drafter, pair.token, most_rows=pair.rows)
+    if measured is None or measured.times < TIMES:
+        now = measure_costs(pair.target, pair.drafter, pair.token, most_rows=pair.rows)
+        measured = now if measured is None else measured.combined(now)
         remember_costs(path, pair.key, measured)
     curve = CostCurve(measured)
     if pair.objective != "energy" or power is None:
@@ -57,7 +60,8 @@ def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None) -
 
 
 def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Callable[[str], None]) -> ThreadCounts:
-    """Makes the pair run on the remembered numbers of threads, or on those that a measurement of about two seconds finds best.
+    """Makes the pair run on the remembered numbers of threads, or, the first TIMES times, on those that a measurement of about two
+    seconds finds best.
 
     Where cores differ, the process keeps to the fastest from then on. Measuring empties the cache.
     """
@@ -70,12 +74,13 @@ def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], N
 
     if most == 1:
         return ThreadCounts.same(1)
-    path, key = cache_folder() / THREADS_NAME, pair.key
-    counts = ThreadCounts.from_json(read_entries(path).get(key), most)
-    if counts is not None:
-        use(counts)
-        return counts
-    notify("First use of this bundle on this machine: finding out how many threads each phase runs fastest on.")
-    counts = measure_threads(pair.target, pair.drafter, use, candidates(groups), pair.token)
-    remember_entry(path, key, counts.to_json())
-    return counts
+    path, key, tries = cache_folder() / THREADS_NAME, pair.key, candidates(groups)
+    known = ThreadTimes.from_json(read_entries(path).get(key), tries)
+    if known is None or known.times < TIMES:
+        if known is None:
+            notify("First use of this bundle on this machine: finding out how many threads each phase runs fastest on.")
+        now = measure_threads(pair.target, pair.drafter, use, tries, pair.token)
+        known = now if known is None else known.combined(now)
+        remember_entry(path, key, known.to_json())
+    use(known.best())
+    return known.best()

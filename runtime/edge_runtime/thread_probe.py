@@ -22,6 +22,7 @@ MIN_ROUNDS, MAX_ROUNDS = 2, 9
 PREFILL, VERIFIES, DRAFTS = 16, (1, 4), 3
 # Fewer threads are taken where more are not faster by this: they leave the rest of the machine alone, and draw less power.
 WORTH = 0.97
+MOST_SECONDS = 3600.0
 Phase = Literal["prefill", "verify", "draft"]
 PHASES: tuple[Phase, ...] = ("prefill", "verify", "draft")
 
@@ -48,13 +49,45 @@ class ThreadCounts:
         """Plain values under stable keys."""
         return asdict(self)
 
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadTimes:
+    """Seconds of each phase by number of threads, and how many times they were measured."""
+
+    seconds: Mapping[Phase, Mapping[int, float]]
+    times: int = 1
+
+    def best(self) -> ThreadCounts:
+        """Of each phase the fewest threads that are about as fast as the fastest number."""
+        prefill, verify, draft = (_fewest(self.seconds[phase]) for phase in PHASES)
+        return ThreadCounts(prefill=prefill, verify=verify, draft=draft)
+
+    def combined(self, other: ThreadTimes) -> ThreadTimes:
+        """The smaller of each figure: what kept the machine busy in one measurement was probably not there in another."""
+        seconds = {
+            phase: {n: min(taken, other.seconds[phase].get(n, taken)) for n, taken in self.seconds[phase].items()} for phase in PHASES
+        }
+        return ThreadTimes(seconds=seconds, times=self.times + other.times)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return {"times": self.times, "seconds": {phase: {str(n): s for n, s in taken.items()} for phase, taken in self.seconds.items()}}
+
     @classmethod
-    def from_json(cls, data: Any, most: int) -> ThreadCounts | None:
-        """Returns what `to_json` wrote, or None for anything else, such as more than `most` threads."""
-        if not isinstance(data, Mapping) or set(data) != set(PHASES):
+    def from_json(cls, data: Any, tries: Mapping[Phase, Sequence[int]]) -> ThreadTimes | None:
+        """Returns what `to_json` wrote about exactly these `tries`, or None for anything else."""
+        times, seconds = (data.get("times"), data.get("seconds")) if isinstance(data, Mapping) else (None, None)
+        if not isinstance(times, int) or times < 1 or not isinstance(seconds, Mapping):
             return None
-        whole = all(isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most for value in data.values())
-        return cls(**data) if whole else None
+        read: dict[Phase, dict[int, float]] = {}
+        for phase in PHASES:
+            taken = seconds.get(phase)
+            if not isinstance(taken, Mapping) or set(taken) != {str(n) for n in tries[phase]}:
+                return None
+            if not all(isinstance(s, float) and 0 <= s < MOST_SECONDS for s in taken.values()):
+                return None
+            read[phase] = {n: taken[str(n)] for n in tries[phase]}
+        return cls(seconds=read, times=times)
 
 
 def candidates(groups: Sequence[Sequence[int]]) -> dict[Phase, list[int]]:
@@ -68,11 +101,10 @@ def candidates(groups: Sequence[Sequence[int]]) -> dict[Phase, list[int]]:
 def measure_threads(
     target: Target, drafter: Drafter | None, use: Callable[[ThreadCounts], None], tries: Mapping[Phase, Sequence[int]], token: int, *,
     max_seconds: float = MAX_SECONDS, clock: Callable[[], float] = time.perf_counter,
-) -> ThreadCounts:  # fmt: skip
-    """Times each phase with each number of `tries`, in turn, and returns the best numbers; leaves the cache empty.
+) -> ThreadTimes:  # fmt: skip
+    """Times each phase with each number of `tries`, in turn; leaves the cache empty. `use` makes the pair run on so many threads.
 
-    `use` makes the pair run on so many threads. The first round warms up; of the others, at least MIN_ROUNDS, the lower quartile counts:
-    what other processes do only adds time. The pair is left on the numbers returned.
+    The first round warms up; of the others, at least MIN_ROUNDS, the lower quartile counts: what other processes do only adds time.
     """
     counts = sorted({n for numbers in tries.values() for n in numbers})
     taken: dict[tuple[Phase, int], list[float]] = {}
@@ -86,10 +118,7 @@ def measure_threads(
                 if number:
                     taken.setdefault((phase, count), []).append(seconds)
     target.rollback(0)
-    prefill, verify, draft = (_best({count: taken[phase, count] for count in tries[phase]}) for phase in PHASES)
-    best = ThreadCounts(prefill=prefill, verify=verify, draft=draft)
-    use(best)
-    return best
+    return ThreadTimes(seconds={phase: {n: lower_quartile(taken[phase, n]) for n in tries[phase]} for phase in PHASES})
 
 
 def _timed(
@@ -115,8 +144,6 @@ def _timed(
     return times
 
 
-def _best(times: Mapping[int, Sequence[float]]) -> int:
-    """The fewest threads that are about as fast as the fastest number."""
-    quick = {count: lower_quartile(seconds) for count, seconds in times.items()}
-    least = min(quick.values())
-    return min(count for count, seconds in quick.items() if seconds * WORTH <= least)
+def _fewest(seconds: Mapping[int, float]) -> int:
+    least = min(seconds.values())
+    return min(count for count, taken in seconds.items() if taken * WORTH <= least)

@@ -242,6 +242,8 @@ def test_costs_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
     path = tmp_path / "new" / "costs.json"
     costs = MeasuredCosts(verify=LINEAR, step=0.5)
     remember_costs(path, "a", costs)
+    again = costs.combined(MeasuredCosts(verify=tuple(2 * v if n % 2 else v / 2 for n, v in enumerate(LINEAR)), step=1.0))
+    assert (again.verify[:2], again.step, again.times) == ((LINEAR[0] / 2, LINEAR[1]), 0.5, 2)
     remember_costs(path, "b", MeasuredCosts(verify=FLAT, step=0.1))
     assert remembered_costs(path, "a") == costs
     assert remembered_costs(path, "c") is None

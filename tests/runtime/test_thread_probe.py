@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from edge_runtime import processors
 from edge_runtime.processors import clusters, fastest, keep_to_fastest
-from edge_runtime.thread_probe import PHASES, ThreadCounts, candidates, measure_threads
+from edge_runtime.thread_probe import PHASES, ThreadCounts, ThreadTimes, candidates, measure_threads
 from scripted import ScriptedDrafter, ScriptedTarget
 
 # A Pixel 8: one, four and four cores; an RK3588 without capacities; a Pi 5.
@@ -108,10 +109,9 @@ def chosen(seconds: dict[str, dict[int, float]], groups: list[list[int]], *, dra
     machine = Machine(seconds)
     target = TimedTarget(machine)
     pair = TimedDrafter(target, lambda _c, _n: 0) if drafter else None
-    counts = measure_threads(target, pair, machine.use, candidates(groups), 1, clock=lambda: machine.now)
+    times = measure_threads(target, pair, machine.use, candidates(groups), 1, clock=lambda: machine.now)
     assert target.length == 0
-    assert machine.used[-1] == counts, "the pair is left on what was found"
-    return counts, machine
+    return times.best(), machine
 
 
 def test_each_phase_gets_its_own_best_number() -> None:
@@ -127,16 +127,14 @@ def test_fewer_threads_are_taken_where_more_bring_nothing() -> None:
     assert machine.now < 60, "the time is bounded: two rounds after the first that warms up"
 
 
-def test_what_is_remembered_is_checked() -> None:
-    counts = ThreadCounts(prefill=2, verify=2, draft=1)
-    assert ThreadCounts.from_json(counts.to_json(), 2) == counts
-    for damage in (
-        None,
-        [],
-        {},
-        {"prefill": 2},
-        counts.to_json() | {"draft": 0},
-        counts.to_json() | {"verify": 3},
-        counts.to_json() | {"draft": True},
-    ):
-        assert ThreadCounts.from_json(damage, 2) is None
+def test_what_is_remembered_is_checked_and_a_busy_first_time_forgiven() -> None:
+    tries = candidates([[0, 1]])
+    busy = ThreadTimes(seconds={phase: {n: float(n) for n in tries[phase]} for phase in PHASES})
+    calm = ThreadTimes(seconds={phase: {n: 0.5 / n for n in tries[phase]} for phase in PHASES})
+    assert ThreadTimes.from_json(json.loads(json.dumps(busy.to_json())), tries) == busy
+    assert (busy.best(), busy.combined(calm).best()) == (ThreadCounts.same(1), ThreadCounts.same(2))
+    assert busy.combined(calm).times == 2
+    good = busy.to_json()
+    for damage in (None, [], {}, good | {"times": 0}, good | {"seconds": []}, good | {"seconds": {"draft": {"1": 1.0, "2": 2.0}}}):
+        assert ThreadTimes.from_json(damage, tries) is None
+    assert ThreadTimes.from_json(good, candidates([[0, 1, 2, 3]])) is None, "another number of processors"
