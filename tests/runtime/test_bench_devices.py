@@ -325,7 +325,7 @@ def test_comparing_nothing_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_real_benchmark_over_ssh_drafts_what_this_machine_drafts(host: SshHost, exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:  # fmt: skip
     package = stub_package(tmp_path / "package", real=True)
-    what = ("--domains", "code", "--lengths", "2", "--policies", "none", "--repeats", "1", "--max-tokens", "8", "--contexts", "none", "--warm-up", "0", "--threads", "1")  # fmt: skip
+    what = ("--domains", "code", "--drafters", "split", "--lengths", "2", "--policies", "none", "--repeats", "1", "--max-tokens", "8", "--contexts", "none", "--warm-up", "0", "--threads", "1")  # fmt: skip
     arguments = ("--ssh", "pi", "--ssh-config", host.config, "--package", package, "--results", tmp_path / "results", "--run", "there")
     folder = ("--device-folder", tmp_path / "device folder")
     result = bench(exported_pair, *what, *arguments, *folder)

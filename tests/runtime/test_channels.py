@@ -114,9 +114,9 @@ def test_what_the_notation_writes_is_read_back(value):
 
 @pytest.mark.parametrize("raw", ["call:f{" + "a " * 500_000, "call:f{a" + " " * 1_000_000 + "{}", "call:f{" + "a:1," * 250_000 + "}", "call:" + " " * 1_000_000, "call:f{a:" + '"\\' * 500_000])  # fmt: skip
 def test_long_nonsense_is_read_quickly(raw):
-    begin = time.monotonic()
+    begin = time.process_time()
     assert parse_tool_call(raw).arguments is None
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def test_a_call_without_end_does_not_fill_the_memory(monkeypatch):

@@ -276,7 +276,7 @@ def test_options_out_of_range(wrong: dict[str, int]) -> None:
 def test_files_that_do_not_load(reference_pair: Any, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + b"\xff" * 100)
-    with pytest.raises(BackendError, match=r"could not load .*damaged.gguf: .*version"):
+    with pytest.raises(BackendError, match=r"damaged.gguf has GGUF version"):
         LlamaTarget(damaged, options())
     with pytest.raises(BackendError, match="is not a file"):
         LlamaTarget(tmp_path / "missing.gguf", options())
