@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import zipfile
 from collections.abc import Sequence
@@ -48,8 +49,8 @@ def said(command: Sequence[str | Path], folder: Path | None = None) -> list[str]
         ("fp asimd evtstrm crc32 cpuid", "armv8"),
         ("fp asimd asimddp", "armv8"),  # the dotprod build uses half floats, too
         ("fp asimdhp asimddp", "dotprod"),
-        ("fp asimdhp i8mmx asimddp", "dotprod"),
-        ("asimdhp i8mm bf16 asimddp", "i8mm"),
+        ("asimddp2 asimdhp crc32", "armv8"),
+        ("asimdhp i8mm bf16 asimddp", "dotprod"),
     ],
 )
 def test_launcher_takes_the_newest_build_that_the_processor_runs(
@@ -62,6 +63,18 @@ def test_launcher_takes_the_newest_build_that_the_processor_runs(
     assert words[-5:-1] == ["-s", "-c", "print('$HOME `x`')", "*"]
     assert words[words.index("--argv0") + 1] == f"{folder}/bin/edge-python"
     assert words[-1] == "none none"  # libraries and modules of another Python stay outside
+
+
+@pytest.mark.parametrize("shell", ["dash", "mksh", "bash"])
+def test_launchers_are_read_by_the_shells_of_devices(shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dash is Debian's /bin/sh, mksh Android's."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    folder = package_with_echo(tmp_path / "package", "processor : 0\nFeatures : fp asimdhp asimddp\n", monkeypatch)
+    write_launchers(folder, PLATFORMS["android-arm64"], ("onnx",))
+    words = said([shell, folder / "bin/edge-python", "a b"])
+    assert words[-2:] == ["a b", "none none"]
+    assert words[words.index("--library-path") + 1] == f"{folder}/lib"
 
 
 def test_launchers_find_their_folder_through_links_and_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +163,7 @@ def run_command(*words: str) -> tuple[int, str]:
         (["--package", "linux-arm64", "-o", "x", "--reference-pair"], "--reference-pair has no place"),
         (["--package", "linux-arm64", "-o", "x", "target"], "target has no place"),
         (["--backend", "onnx", "--reference-pair", "-o", "x"], "--backend and --with-llama-tools are for --package"),
+        (["--package", "linux-x64", "-o", "x", "--backend", "llama"], "llama.cpp is not compiled for linux-x64 yet"),
         (["--package", "windows"], "is not one of"),
     ],
 )

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -46,15 +45,14 @@ class Userland:
         """The command of this machine that runs `words`, a program of the device and its arguments, in a folder of the device."""
         binds = [word for place, path in self.shared.items() for word in ("-b", f"{path}:{place}")]
         return [
-            PROOT, "-r", str(self.root), "-q", QEMU, "-b", "/proc", "-b", f"{self.root}/cpuinfo:/proc/cpuinfo", "-b", "/dev", *binds,
+            shutil.which(PROOT) or PROOT, "-r", str(self.root), "-q", shutil.which(QEMU) or QEMU, "-b", "/proc", "-b", f"{self.root}/cpuinfo:/proc/cpuinfo", "-b", "/dev", *binds,
             "-w", folder or self.home, *words,
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
         """What programs of the device find in their environment, and what qemu itself reads from it."""
         # onnxruntime computes wrong results on qemu 7.2's default CPU.
-        path = os.environ.get("PATH", "/usr/bin:/bin")
-        return {"PATH": f"/system/bin:/bin:/usr/bin:{path}", "HOME": "/", "QEMU_CPU": self.cpu, "PROOT_NO_SECCOMP": "1"}
+        return {"PATH": "/system/bin:/bin", "HOME": "/", "QEMU_CPU": self.cpu, "PROOT_NO_SECCOMP": "1"}
 
     def run(self, words: Sequence[str], *, folder: str | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Runs a program on the device and returns what it said."""
@@ -69,23 +67,22 @@ class Userland:
 
 
 def make_userland(root: Path, cache: Path, *, android: bool, cpu: str = "cortex-a76") -> Userland:
-    """Makes a userland from Debian's static packages: Android's shell (mksh), and busybox for the rest."""
+    """Makes a userland of Debian's static busybox, where Android or a Raspberry Pi has its shell and tools.
+
+    Android's own shell, mksh, asks by access() before it starts a program, which proot 5.1 lets through to this machine's files.
+    """
     from edge_export.device_package.debian import fetch_archives
 
-    archives = fetch_archives(("busybox-static", "mksh"), "arm64", cache)
+    archive = fetch_archives(("busybox-static",), "arm64", cache)["busybox-static"]
     unpacked = root.parent / f"{root.name}-unpacked"
-    for archive in archives.values():
-        subprocess.run(["dpkg-deb", "-x", str(archive), str(unpacked)], check=True)
+    subprocess.run(["dpkg-deb", "-x", str(archive), str(unpacked)], check=True)
     tools = root / ("system/bin" if android else "bin")
     tools.mkdir(parents=True)
     shutil.copy(unpacked / "bin/busybox", tools / "busybox")
     for name in _APPLETS.split():
         (tools / name).symlink_to("busybox")
-    if android:
-        shutil.copy(unpacked / "usr/lib/aarch64-linux-musl/bin/mksh", tools / "sh")
-        (root / "bin").symlink_to("system/bin")
-    else:
-        (tools / "sh").symlink_to("busybox")
+    (tools / "sh").symlink_to("busybox")
+    if not android:
         (root / "tmp").mkdir()
     shutil.rmtree(unpacked)
     home = ANDROID_TMP if android else "/home/pi"

@@ -26,7 +26,7 @@ def package_options(command: F) -> F:
     for option in (
         click.option(
             "--backend", "backends", multiple=True, type=click.Choice(BACKENDS),
-            help="With --package: a backend to put in; may be repeated.",
+            help="With --package: a backend to put in; may be repeated.  [default: all there are]",
         ),
         click.option("--with-llama-tools", is_flag=True, hidden=True, help="With --package: add llama.cpp's own tools as static programs that need no Python."),
         click.option("--package", type=click.Choice(list(PLATFORMS)), help="Make a folder that runs bundles on such a device, not a bundle."),
@@ -49,7 +49,10 @@ def package_request(values: dict[str, Any], output: Path | None, force: bool) ->
             raise click.UsageError(f"--package makes no bundle, so {parameter.opts[0]} has no place there; leave it out")
     if output is None:
         raise click.UsageError("Missing option '-o' / '--output'.")
-    chosen = tuple(dict.fromkeys(backends)) or BACKENDS
+    there = BACKENDS if PLATFORMS[platform].processors else ("onnx",)
+    chosen = tuple(dict.fromkeys(backends)) or there
+    if not set(chosen) <= set(there) or (tools and "llama" not in there):
+        raise click.UsageError(f"llama.cpp is not compiled for {platform} yet; give --backend onnx, without --with-llama-tools")
     return PackageRequest(platform=platform, output=output, force=force, backends=chosen, tools=tools)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from edge_export.errors import PackageError
 
 def found(program: str, advice: str) -> str:
     """Returns the path of a program. Raises PackageError, ending in `advice`, if it is not installed."""
-    path = shutil.which(program)
+    # What pip installed lies beside Python, which need not be in PATH.
+    path = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
     if path is None:
         raise PackageError(f"{program} is missing, which making the package needs; {advice}")
     return path

@@ -23,7 +23,7 @@ VERSION = "0.3.36"
 TOOLS = ("llama-speculative-simple", "llama-bench")
 # The oldest C library that the compiled libraries run on; the package's own, 2.36, is newer.
 _GLIBC = "2.28"
-_ADVICE = "see the log beside it, or leave the llama backend out with --backend onnx"
+_ADVICE = "look for room on the disk, or leave llama.cpp out with --backend onnx"
 _NEED_TOOLS = "pip install 'edge-mtp[package]'"
 _SWITCHES = (
     "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_SYSTEM_NAME=Linux", "-DGGML_NATIVE=OFF", "-DGGML_OPENMP=OFF", "-DLLAMA_CURL=OFF",
@@ -38,10 +38,11 @@ _LEFT_OUT = re.compile(r"/(tests|server|docs)/|\.pyi$")
 
 @dataclass(frozen=True, kw_only=True)
 class Toolchain:
-    """zig, cmake and a build program, and where builds are kept."""
+    """zig, cmake and ninja, and where builds are kept."""
 
     zig: Path
     cmake: str
+    ninja: str
     home: Path
     sources: Path
 
@@ -56,12 +57,11 @@ def open_toolchain(cache: Path) -> Toolchain:
     spec = find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
         raise PackageError(f"ziglang is missing, which compiles llama.cpp for the device; {_NEED_TOOLS}")
-    cmake = found("cmake", _NEED_TOOLS)
-    found("ninja", _NEED_TOOLS)
+    cmake, ninja = found("cmake", _NEED_TOOLS), found("ninja", _NEED_TOOLS)
     zig = Path(spec.submodule_search_locations[0]) / "zig"
     home = cache / f"llama-cpp-python-{VERSION}-zig-{_zig_version()}"
     home.mkdir(parents=True, exist_ok=True)
-    return Toolchain(zig=zig, cmake=cmake, home=home, sources=_sources(home))
+    return Toolchain(zig=zig, cmake=cmake, ninja=ninja, home=home, sources=_sources(home))
 
 
 def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Callable[[str], None]) -> Component:
@@ -98,25 +98,26 @@ def _built(toolchain: Toolchain, platform: Platform, processors: Processors, *, 
     """The folder of a build; one that was interrupted goes on where it stopped."""
     kind = "static" if static else "shared"
     build = toolchain.home / f"{platform.machine}-{processors.name}-{kind}"
-    done = build / f".done-{'-'.join(targets)}"
-    if done.is_file():
-        return build
     triple = f"{platform.machine}-linux-{'musl' if static else f'gnu.{_GLIBC}'}"
-    wrappers = _wrappers(toolchain, build, f"-target {triple} -mcpu={processors.model}")
-    libraries = ("-DBUILD_SHARED_LIBS=OFF", "-DGGML_STATIC=ON", "-DCMAKE_EXE_LINKER_FLAGS=-static -s") if static else (
+    flags = f"-target {triple} -mcpu={processors.model}"
+    kinds = ("-DBUILD_SHARED_LIBS=OFF", "-DGGML_STATIC=ON", "-DCMAKE_EXE_LINKER_FLAGS=-static -s") if static else (
         "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TOOLS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
         "-DCMAKE_SHARED_LINKER_FLAGS=-s",
     )  # fmt: skip
+    switches = (*_SWITCHES, *kinds, f"-DCMAKE_SYSTEM_PROCESSOR={platform.machine}")
+    recipe, done = "\n".join((flags, *switches, *targets)), build / ".built"
+    if done.is_file() and done.read_text() == recipe:
+        return build
     run(
         [
-            toolchain.cmake, "-S", toolchain.llama_cpp, "-B", build, "-G", "Ninja", *_SWITCHES, *libraries, *wrappers,
-            f"-DCMAKE_SYSTEM_PROCESSOR={platform.machine}",
+            toolchain.cmake, "-S", toolchain.llama_cpp, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={toolchain.ninja}", *switches,
+            *_wrappers(toolchain, build, flags),
         ],
         _ADVICE,
     )  # fmt: skip
     workers = str(len(os.sched_getaffinity(0)))
     run([toolchain.cmake, "--build", build, "--parallel", workers, "--target", *targets], _ADVICE)
-    done.touch()
+    done.write_text(recipe)
     return build
 
 

@@ -18,7 +18,7 @@ from edge_export.device_package.platforms import PLATFORMS
 from edge_export.device_package.wheels import DISTRIBUTION, add_wheels
 from edge_runtime.machine_cache import cache_folder
 
-BACKENDS = ("onnx",)
+BACKENDS = ("llama", "onnx")
 # By this file --force knows a package; many other folders have a package.json.
 MARKER = "bin/edge-python"
 

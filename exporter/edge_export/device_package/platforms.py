@@ -24,7 +24,7 @@ class Processors:
 class Platform:
     """`processors` go from the newest to those that need nothing; `cpuinfo_key` is the line of /proc/cpuinfo with the features.
 
-    `tools` is the member of `processors` that llama.cpp's static tools are built for.
+    Without any, llama.cpp is not built for the platform. `tools` is the member that llama.cpp's static tools are built for.
     """
 
     name: str
@@ -44,15 +44,8 @@ class Platform:
 
 
 _ARM_PROCESSORS = (
-    Processors(name="i8mm", features=("asimddp", "asimdhp", "i8mm"), model="generic+v8_2a+dotprod+fullfp16+i8mm"),
     Processors(name="dotprod", features=("asimddp", "asimdhp"), model="generic+v8_2a+dotprod+fullfp16"),
     Processors(name="armv8", features=(), model="generic"),
-)
-# AMX is left out of the newest: some virtual machines announce it and then end the process.
-_X86_PROCESSORS = (
-    Processors(name="avx512", features=("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"), model="x86_64_v4"),
-    Processors(name="avx2", features=("avx2", "fma", "f16c", "bmi2"), model="x86_64_v3"),
-    Processors(name="x86_64", features=(), model="x86_64"),
 )
 
 
@@ -75,7 +68,7 @@ PLATFORMS = {
         _arm("linux-arm64", "/bin/sh"),
         Platform(
             name="linux-x64", debian="amd64", machine="x86_64", loader="ld-linux-x86-64.so.2", wheel_tags=_tags("x86_64"), shell="/bin/sh",
-            cpuinfo_key="flags", processors=_X86_PROCESSORS, tools="avx2",
+            cpuinfo_key="flags", processors=(), tools="",
         ),
     )
 }  # fmt: skip
