@@ -88,7 +88,10 @@ class Display:
         self._bars.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        try:
+            self._bars.start()
+        except RuntimeError as error:  # there is no room for its thread's stack
+            raise MemoryError from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
