@@ -239,6 +239,27 @@ def test_a_run_waits_for_the_cable_to_be_pulled(daemon: FakeAdbd, package: Path,
     assert "changed from USB" not in result.stdout  # waiting is no part of the run
 
 
+def test_joules_come_home_with_their_scope(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    arguments = (bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--energy", "yes")
+    daemon.phone.battery(usb=True)
+    refused = bench(*arguments)
+    assert refused.exit_code == 1
+    assert "USB supplies power: unplug it to measure at the battery" in refused.stderr
+    daemon.phone.battery()
+    result = bench(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "scope package" in result.stdout
+    assert "J/output token" in result.stdout
+    assert next(tmp_path.rglob("energy.jsonl")).exists()
+    assert "Energy, scope package" in bench("--compare", tmp_path).stdout
+
+
+def test_a_phone_is_cleaned_without_a_bundle(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    assert bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--deploy-only").exit_code == 0
+    assert bench("--adb", daemon.serial, "--clean").exit_code == 0
+    assert not daemon.phone.path(AdbTransport.FOLDER).exists()
+
+
 @pytest.mark.slow
 def test_a_run_is_followed_by_name_and_cleaned_up(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     held = hold(daemon)

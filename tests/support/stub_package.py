@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 
 from bench_records import whole_benchmark
+from edge_devices.protocol import Plan, characterise_meter, measure
+from edge_devices.recorder import Recorder
+from edge_devices.run_log import write_log
 from edge_runtime.bench.records import line_of
+from simulated_session import SimulatedMachine
 
 ROOT = Path(__file__).parent.parent.parent
 # Writes three records, waits while the file HOLD exists in our folder, then writes the rest.
@@ -21,8 +25,18 @@ code="$(cat "$here/code")"
 test "$code" = 0 || { rm runs.jsonl.partial; echo "Error: the model does not fit" >&2; exit "$code"; }
 mv runs.jsonl.partial runs.jsonl
 tail -n +4 "$here/records.jsonl" >> runs.jsonl
+case "$*" in *--energy*) cp "$here/energy.jsonl" . ;; esac
 """
 REAL_BENCH = '#!/bin/sh\nexec "${0%/*}/edge-python" -m edge_runtime.bench "$@"\n'
+
+
+def _energy(path: Path) -> None:
+    machine = SimulatedMachine()
+    measured = characterise_meter(machine.system, machine, machine.load)
+    machine.recorder = Recorder(machine.system, machine)
+    machine.recorder.poll()
+    workloads = {"plain": machine.workload(12.0), "dense 2": machine.workload(14.0, decode_s=1.0)}
+    write_log(path, measure(machine.system, machine.recorder, workloads, measured, Plan(repeats=4, rest_s=1.0)))
 
 
 def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, real: bool = False) -> Path:
@@ -38,6 +52,7 @@ def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, re
         (folder / name).chmod(0o755)
     (folder / "records.jsonl").write_text("".join(line_of(record) for record in whole_benchmark()))
     (folder / "code").write_text(f"{code}\n")
+    _energy(folder / "energy.jsonl")
     files = [{"path": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": ""} for p in folder.rglob("*") if p.is_file()]
     (folder / "package.json").write_text(json.dumps({"schema": 1, "platform": platform, "files": files, "sizes": {}, "licences": []}))
     return folder
