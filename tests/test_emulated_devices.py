@@ -1,0 +1,95 @@
+"""From a bundle to a report on an emulated phone with its device package: outputs and drafts are those of this machine.
+
+Times under emulation mean nothing. Our folder on the phone has the same path here: qemu asks the kernel whether a file may be read by a call
+(faccessat2) that proot 5.1 does not translate. The packages are made with onnxruntime alone; EDGE_MTP_PACKAGES names a folder with whole ones.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from edge_runtime.bench import cli, remote
+from edge_runtime.bench.records import Records, Run, read_records
+from phones import Desk
+
+if shutil.which("qemu-aarch64-static") is None:
+    pytest.skip("needs qemu-aarch64-static (apt install qemu-user-static)", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+WHAT = (
+    "--domains", "code", "--lengths", "2", "--policies", "none", "--repeats", "1", "--max-tokens", "6", "--contexts", "none", "--warm-up", "0",
+    "--threads", "1", "--backend", "onnx", "--context", "256",
+)  # fmt: skip
+
+
+def bench(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "250"})
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """From a platform to its package."""
+    from edge_export.device_package.making import PackageRequest, make_package
+    from edge_export.errors import PackageError
+
+    root, given = tmp_path_factory.mktemp("packages"), os.environ.get("EDGE_MTP_PACKAGES")
+
+    def package_for(platform: str) -> Path:
+        if given and (Path(given) / platform).is_dir():
+            return Path(given) / platform
+        try:
+            make_package(PackageRequest(platform=platform, output=root / platform, backends=("onnx",)), lambda _text: None)
+        except PackageError as error:
+            pytest.skip(f"no package can be made here: {error}")
+        return root / platform
+
+    return package_for
+
+
+@pytest.fixture(scope="module")
+def here(onnx_pair: Callable[[str], Path], probe_memory: None, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    path = tmp_path_factory.mktemp("here") / "runs.jsonl"
+    result = bench(onnx_pair("int4"), *WHAT, "--runs", path)
+    assert result.exit_code == 0, result.output
+    return read_records(path)
+
+
+def drafts(records: Records) -> list[tuple[str, str | None, int, int]]:
+    def one(run: Run) -> tuple[str, str | None, int, int]:
+        return run.variant.label, run.output, run.drafted, run.accepted
+
+    assert records.runs
+    return [one(run) for run in records.runs]
+
+
+def test_a_phone_from_package_to_report(
+    desk: Desk,
+    package: Callable[[str], Path],
+    here: Records,
+    onnx_pair: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "POLL_SECONDS", 1.0)
+    phone = desk.phone(cpu="cortex-a76")
+    begin = time.monotonic()
+    result = bench(
+        onnx_pair("int4"), *WHAT, "--adb", phone.serial, "--package", package("android-arm64"), "--results", tmp_path / "results", "--run", "one",
+        "--html", tmp_path / "page.html", "--device-folder", tmp_path / "device",
+    )  # fmt: skip
+    print(result.stderr, f"phone, deployed and measured under emulation: {time.monotonic() - begin:.0f} s")
+    assert result.exit_code == 0, result.output
+    there = read_records(next((tmp_path / "results").rglob("runs.jsonl")))
+    assert drafts(there) == drafts(here)
+    assert there.header.machine["architecture"] == "aarch64"
+    assert "Cortex-A76" in there.header.machine["cores"]
+    assert "edge-bench" in (tmp_path / "page.html").read_text()
+    desk.adb("disconnect", phone.serial)
+    phone.close()
