@@ -55,7 +55,7 @@ def _own_requirements(extra: str) -> list[str]:
     found = []
     for line in lines:
         requirement, _, marker = line.partition(";")
-        named = re.search(r"extra\s*==\s*[\"'](\w+)[\"']", marker)
+        named = re.search(r"extra\s*==\s*[\"']([\w.-]+)[\"']", marker)
         if (named.group(1) if named else "core") == extra and not requirement.startswith("llama"):
             found.append(requirement.strip())
     return found
