@@ -16,11 +16,12 @@ LOCK := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --
 DEMO_BUNDLE ?= demo-bundle
 DEMO_PROMPT ?= class Stack:
 
-.PHONY: help demo test lint docs lock audit wheel-check release setup setup-test llama-cpp clean
+.PHONY: help demo test test-slow lint docs lock audit wheel-check release setup setup-test llama-cpp clean
 
 help:
 	@echo "make demo       set up, export the shipped reference pair, run it with and without drafts"
-	@echo "make test       set up and run all tests"
+	@echo "make test       set up and run the tests"
+	@echo "make test-slow  the tests that take minutes, which make test leaves out"
 	@echo "make lint       ruff, mypy, import-linter, hadolint, the issue forms"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make audit      licences of what is installed, advisories about what is locked"
@@ -51,7 +52,11 @@ demo: setup
 	$(BIN)/edge-run $(DEMO_BUNDLE) --compare --draft-length 3 --max-tokens 200 "$(DEMO_PROMPT)"
 
 test: setup-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+
+# Statistics over thousands of samples, whole benchmarks on devices, and emulated phones and boards: a quarter of an hour.
+test-slow: setup-test
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow
 
 lint: setup-test $(TOOLS)/.ready
 	$(BIN)/ruff check .

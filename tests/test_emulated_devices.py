@@ -1,6 +1,6 @@
-"""From a bundle to a report on an emulated phone with its device package: outputs and drafts are those of this machine.
+"""From a bundle to a report on an emulated phone and an emulated Pi, with their device packages: outputs and drafts are those of this machine.
 
-Times under emulation mean nothing. Our folder on the phone has the same path here: qemu asks the kernel whether a file may be read by a call
+Times under emulation mean nothing. Our folder on the devices has the same path here: qemu asks the kernel whether a file may be read by a call
 (faccessat2) that proot 5.1 does not translate. The packages are made with onnxruntime alone; EDGE_MTP_PACKAGES names a folder with whole ones.
 """
 
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from edge_runtime.bench import cli, remote
 from edge_runtime.bench.records import Records, Run, read_records
+from fake_phone import PI, FakePhone
 from phones import Desk
+from ssh_host import NEEDS, SshHost
 
 if shutil.which("qemu-aarch64-static") is None:
     pytest.skip("needs qemu-aarch64-static (apt install qemu-user-static)", allow_module_level=True)
@@ -93,3 +97,36 @@ def test_a_phone_from_package_to_report(
     assert "edge-bench" in (tmp_path / "page.html").read_text()
     desk.adb("disconnect", phone.serial)
     phone.close()
+
+
+@pytest.mark.skipif(bool(NEEDS), reason=NEEDS or "sshd is here")
+def test_a_pi_from_package_to_report(
+    package: Callable[[str], Path], here: Records, onnx_pair: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "POLL_SECONDS", 1.0)
+    monkeypatch.setattr(remote, "WATCH_SECONDS", 1.0)
+    pi = FakePhone(tmp_path / "pi", cpu="cortex-a76", pi=PI)
+    support = Path(__file__).parent / "support"
+    host = SshHost(tmp_path / "ssh", command=f"{sys.executable} {support / 'pi_shell.py'} {tmp_path / 'pi'} cortex-a76")
+    start = remote.start_job
+
+    def sagging(*arguments: Any) -> None:
+        # A supply that sags while it computes: the board says that it throttles now, and later that it did.
+        pi.vary("/system/says/vcgencmd get_throttled", ["throttled=0x0\n", "throttled=0x50005\n", "throttled=0x50000\n"], 8.0)
+        start(*arguments)
+
+    monkeypatch.setattr(remote, "start_job", sagging)
+    begin = time.monotonic()
+    try:
+        result = bench(
+            onnx_pair("int4"), *WHAT, "--ssh", "pi", "--ssh-config", host.config, "--device-folder", tmp_path / "device", "--package",
+            package("linux-arm64"), "--results", tmp_path / "results", "--run", "one",
+        )  # fmt: skip
+    finally:
+        host.stop()
+        pi.close()
+    print(result.stderr, f"Pi, deployed and measured under emulation: {time.monotonic() - begin:.0f} s")
+    assert result.exit_code == 0, result.output
+    there = read_records(tmp_path / "results/one/ssh-pi/runs.jsonl")
+    assert drafts(there) == drafts(here)
+    assert "the board throttled (get_throttled 0x50005)" in result.stdout
