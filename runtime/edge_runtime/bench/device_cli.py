@@ -166,6 +166,7 @@ def _each(transports: Sequence[Transport], work: Callable[[Transport], Outcome])
 
 def write_comparison(results: Sequence[DeviceResult], places: Sequence[Path], json_path: str | None, html: Path | None) -> None:
     """Prints the tables of several results and of the fleets below `places`, and writes them where asked. Raises RequestError."""
+    results = sorted(results, key=lambda one: (one.run, one.device))  # the same order now and when they are read again
     tables = [*comparison_tables(results), *parquet_tables(places)]
     if html is not None:
         from edge_runtime.bench.page import tables_page
