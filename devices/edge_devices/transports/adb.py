@@ -85,12 +85,7 @@ class AdbTransport:
         sealed = seal(arguments, separate=separate)
         way = ["shell", "-T"] if separate else ["exec-out"]
         done = run_command([*self._adb, *way, sealed.line], seconds=seconds, most=LARGEST_ANSWER)
-        if done.code == 124:
-            return done
-        answer = sealed.open(done.output, done.errors)
-        if answer is None:
-            raise self._failure(done)
-        return answer
+        return sealed.answer(done, self._failure)
 
     def put(self, source: Path, target: str) -> None:
         """Pushes a file."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -77,6 +77,15 @@ class Sealed:
         if not found or number is None:
             return None
         return CommandResult(code=number, output=body, errors=errors + collected.decode("utf-8", "replace"))
+
+    def answer(self, done: CommandResult, failure: Callable[[CommandResult], TransportError]) -> CommandResult:
+        """Returns the command's own answer, or `done` where it took too long. Raises what `failure` makes of a link that broke."""
+        if done.code == 124:
+            return done
+        answer = self.open(done.output, done.errors)
+        if answer is None:
+            raise failure(done)
+        return answer
 
 
 def seal(arguments: Sequence[str], *, separate: bool = True) -> Sealed:

@@ -43,12 +43,7 @@ class SshTransport:
         """Runs a command on the host, in the home folder."""
         sealed = seal(arguments)
         done = run_command(["ssh", "-T", *self._options, "--", self._host, sealed.line], seconds=seconds, most=LARGEST_ANSWER)
-        if done.code == 124:
-            return done
-        answer = sealed.open(done.output, done.errors)
-        if answer is None:
-            raise self._failure(done)
-        return answer
+        return sealed.answer(done, self._failure)
 
     def put(self, source: Path, target: str) -> None:
         """Copies a file to the host."""
