@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: it is filled under a temporary name beside its place, then renamed."""
+"""A folder that appears whole or not at all: it is filled under a temporary name beside its place, then takes that place."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edge_export.errors import ExportError
+from edge_export.folder_swap import exchange, sync_names
 from edge_runtime.bundle import MANIFEST_NAME
 from edge_runtime.leftovers import clear_leftovers, leftovers_of, temporary_of
 
@@ -54,6 +55,7 @@ def partial_folder(output: Path, force: bool, marker: str = MANIFEST_NAME) -> It
         yield partial
         _check_place(output, force, marker)
         _move_in(partial, output)
+        sync_names(output.parent)
     except OSError as error:
         where = error.filename or partial
         raise ExportError(f"the export to {output} failed ({error.strerror or error}: {where}); check the disk and the sources") from error
@@ -62,8 +64,11 @@ def partial_folder(output: Path, force: bool, marker: str = MANIFEST_NAME) -> It
 
 
 def _move_in(partial: Path, output: Path) -> None:
+    """What was there is at `partial` afterwards, or gone."""
     if not os.path.lexists(output):
         partial.rename(output)
+        return
+    if exchange(partial, output):
         return
     replaced = temporary_of(output, _REPLACED)
     output.rename(replaced)
@@ -76,7 +81,7 @@ def _move_in(partial: Path, output: Path) -> None:
 
 
 def _restore_or_clear(output: Path) -> None:
-    """Puts back a bundle that a killed export was about to replace, and removes what else such exports left."""
+    """Puts back a bundle that an export was about to replace when it was killed between two renames, and removes what else such left."""
     if not os.path.lexists(output):
         for replaced in leftovers_of(output, _REPLACED):
             if replaced.is_dir():

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from edge_export.atomic_folder import check_output, partial_folder
 from edge_export.cache_plan import architecture, cache_layout
 from edge_export.errors import ExportError
+from edge_export.folder_swap import sync_files
 from edge_export.gguf_file import gguf_bytes, write_gguf
 from edge_export.importance import Importance
 from edge_export.onnx_request import OnnxRequest, check_onnx_sources
@@ -174,6 +175,9 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
         (folder / CONFIG_NAME).write_text(config_text(bundle_config(request.config, manifest)), encoding="utf-8")
         # The hashes were just computed from these very files; shape, sizes and layout are checked once more as a reader would.
         open_bundle(folder, check="none")
+        # A power cut must not leave the bundle's name on half of its bytes, least of all where the old one is removed for it.
+        progress.step("Write the bundle to the disk", None)
+        sync_files(folder)
     return Bundle(request.output, manifest)
 
 

@@ -66,6 +66,38 @@ class OpenedPair:
     vocabulary: Vocabulary
 
 
+class _Spelling:
+    """A request's tokens as text, and whether one of them ends it.
+
+    Apart from Generation, because the loop asks `ends`: a request that held a loop that holds the request would be kept in memory until
+    garbage is collected.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], constraint: Constraint | None) -> None:
+        self.text = OutputText(stop)
+        self.constraint = constraint
+        self._vocabulary = vocabulary
+        self._stops = bool(stop)
+        self._fed = 0
+
+    def feed_rest(self, tokens: Sequence[int]) -> None:
+        """Takes those of the request's tokens that are not text yet."""
+        for token in tokens[self._fed :]:
+            self._feed(token)
+
+    def ends(self, token: int) -> bool:
+        """Tells whether the newest token is the last."""
+        # With stop strings the text is made token by token inside the loop, as plain decoding would: so they end the request at the
+        # same token. Without them the loop does no text work, and its seconds hold none.
+        stopped = self._stops and self._feed(token)
+        closed = self.constraint is not None and self.constraint.advance(token)
+        return stopped or closed or token in self._vocabulary.eog_tokens
+
+    def _feed(self, token: int) -> bool:
+        self._fed += 1
+        return self.text.feed(self._vocabulary.piece(token))
+
+
 class Generation:
     """One request: iterate it for text pieces, each the moment its tokens are accepted; `stats` and `tokens` grow meanwhile.
 
@@ -82,13 +114,12 @@ class Generation:
         self.options = options
         self.watch = watch
         self._pair = pair
-        self._text = OutputText(options.stop)
-        self._spelt = self._taken = 0
-        self._constraint = constraint
+        self._spelling = _Spelling(pair.vocabulary, options.stop, constraint)
+        self._taken = 0
         rule = acceptance_rule(options.sampling, options.acceptance, prompt)
         if constraint is not None:
             rule = constrained(rule, constraint)
-        self.decoding = Decoding(pair.target, self.prompt[-1], policy, max_tokens=options.max_tokens, rule=rule, ends=self._ends)
+        self.decoding = Decoding(pair.target, self.prompt[-1], policy, max_tokens=options.max_tokens, rule=rule, ends=self._spelling.ends)
 
     @property
     def target(self) -> Target:
@@ -98,12 +129,13 @@ class Generation:
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the text, if one did."""
-        return self._text.stopped_by
+        return self._spelling.text.stopped_by
 
     @property
     def whole(self) -> bool:
         """Whether the text so far is all that the request's constraint asks for; without one always. False after max_tokens cut it short."""
-        return self._constraint is None or self._constraint.whole
+        constraint = self._spelling.constraint
+        return constraint is None or constraint.whole
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -168,34 +200,19 @@ class Generation:
         """Returns the text that became certain, once there are `chunk_size` tokens of it."""
         if len(self.tokens) - self._taken < self.options.chunk_size:
             return ""
-        self._spell()
-        if text := self._text.take():
+        self._spelling.feed_rest(self.tokens)
+        if text := self._spelling.text.take():
             self._taken = len(self.tokens)
         return text
 
     def finish(self) -> str:
         """Returns the rest of the text, once no token follows."""
-        self._spell()
-        return self._text.finish()
+        self._spelling.feed_rest(self.tokens)
+        return self._spelling.text.finish()
 
     def text(self) -> str:
         """Runs the request to its end and returns all text."""
         return "".join(self)
-
-    def _spell(self) -> None:
-        for token in self.tokens[self._spelt :]:
-            self._feed(token)
-
-    def _feed(self, token: int) -> bool:
-        self._spelt += 1
-        return self._text.feed(self._pair.vocabulary.piece(token))
-
-    def _ends(self, token: int) -> bool:
-        # With stop strings the text is made token by token inside the loop, as plain decoding would: so they end the request at the
-        # same token. Without them the loop does no text work, and its seconds hold none.
-        stopped = bool(self.options.stop) and self._feed(token)
-        closed = self._constraint is not None and self._constraint.advance(token)
-        return stopped or closed or token in self._pair.vocabulary.eog_tokens
 
 
 def reusable_prefix(target: Target, prompt: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -154,7 +155,23 @@ def test_the_old_bundle_comes_back_when_the_new_one_cannot_be_moved_in(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", refusing)
+    monkeypatch.setattr(atomic_folder, "exchange", lambda *_: False)
     with pytest.raises(ExportError, match="Permission denied"):
+        export_pair(request_for(force=True, context=64), Heard())
+    assert snapshot(tmp_path) == before
+
+
+def test_a_disk_that_says_only_at_the_end_that_it_is_full_leaves_the_old_bundle(
+    request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_pair(request_for(), Heard())
+    before = snapshot(tmp_path)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ExportError, match="No space left on device"):
         export_pair(request_for(force=True, context=64), Heard())
     assert snapshot(tmp_path) == before
 

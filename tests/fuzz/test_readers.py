@@ -109,6 +109,11 @@ def test_what_once_did_harm_is_refused_in_a_sentence(name: str, data: bytes, bef
     assert str(caught.value).isprintable()
 
 
+def test_a_table_whose_header_says_it_has_a_gigabyte_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(READERS["npy-table"].errors, match=r"of version \(3, 0\)"):  # NumPy would take the memory before it looks
+        opened("npy-table", tmp_path)(b"\x93NUMPY\x03\x00" + struct.pack("<I", 1 << 30) + b"{'descr': '<f4'")
+
+
 NINES = "9" * 5000
 
 

@@ -122,10 +122,10 @@ class Batch:
 
 def floats(pointer: Any, rows: int, width: int) -> NDArray[np.float32]:
     """Returns a view [rows, width] of floats that llama.cpp owns; raises BackendError if it has none."""
-    address = ctypes.cast(pointer, ctypes.c_void_p).value
-    if address is None:
+    if not pointer:
         raise BackendError("llama.cpp computed no rows to read; this build does not fit edge-mtp, install a release")
-    return _view(address, rows, width)
+    # ctypes.cast would leave a cycle of references at each forward for the garbage collector.
+    return _view(ctypes.addressof(pointer.contents), rows, width)
 
 
 @lru_cache(maxsize=128)

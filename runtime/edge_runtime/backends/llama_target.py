@@ -156,7 +156,8 @@ class LlamaTargetContext(LlamaModel):
         """Replaces a sequence's rows by checked ones in llama.cpp's form. Raises BackendError if it takes them not; then there are none."""
         self.truncate(number, 0)
         self._library.log.clear()
-        source = ctypes.cast(ctypes.c_char_p(state), ctypes.POINTER(ctypes.c_uint8))
+        # ctypes.cast would leave a cycle of references that keeps the state until garbage is collected.
+        source = ctypes.byref(ctypes.c_uint8.from_address(np.frombuffer(state, np.uint8).ctypes.data))
         if self._api.llama_state_seq_set_data(self._pointer, source, len(state), number) != len(state):
             self.truncate(number, 0)
             raise BackendError(f"llama.cpp did not take the state{self._library.quoted_error()}; prefill the text again")

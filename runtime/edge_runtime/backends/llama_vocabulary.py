@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from edge_runtime.backends.llama_library import LlamaLibrary
 from edge_runtime.errors import RequestError
 
@@ -77,12 +79,14 @@ class LlamaVocabulary:
     def _tokenize(self, data: bytes, parse_special: bool) -> list[int]:
         # One token per byte is the most that byte fallback can give.
         capacity = len(data) + 1
-        buffer = (ctypes.c_int32 * capacity)()
+        # An array of ctypes would be a new type for each length, which only the garbage collector takes away.
+        buffer = np.empty(capacity, np.int32)
+        first = ctypes.byref(ctypes.c_int32.from_address(buffer.ctypes.data))
         # llama.cpp would add <eos> along with <bos> if a file asks for it, so special tokens are added by `encode`.
-        count: int = self._api.llama_tokenize(self._vocab, data, len(data), buffer, capacity, False, parse_special)
+        count: int = self._api.llama_tokenize(self._vocab, data, len(data), first, capacity, False, parse_special)
         if count < 0:
             raise RequestError(f"the tokenizer refused a text of {len(data)} bytes (code {count}); shorten it")
-        return buffer[:count]
+        return [int(token) for token in buffer[:count]]
 
 
 def _well_formed(text: str) -> str:

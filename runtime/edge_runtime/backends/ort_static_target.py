@@ -18,6 +18,8 @@ from edge_runtime.bundle import Rotation
 from edge_runtime.errors import BundleError, RequestError
 
 _MOST_PREFILL_ROWS = 4096
+# Of NumPy's format: numpy.save's for every table of ours.
+_NPY_VERSION = (1, 0)
 
 
 def _first_line(error: Exception) -> str:
@@ -29,6 +31,9 @@ class Embedding:
 
     def __init__(self, path: Path, rows: int, columns: int, factor: float) -> None:
         try:
+            with path.open("rb") as file:
+                if (version := np.lib.format.read_magic(file)) != _NPY_VERSION:  # later ones say in 4 bytes how much NumPy reads at once
+                    raise ValueError(f"of version {version}")
             table = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # a header is parsed like Python, and fails in as many ways
             raise BundleError(f"{path} is no NumPy array ({_first_line(error)}); export the bundle again") from error

@@ -41,6 +41,7 @@ class TokenizerVocabulary:
             raise BackendError(f"tokenizers is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
         with _panics_as(BundleError, f"{path} is no tokenizer", "copy the bundle again"):
             self._tokenizer: Any = Tokenizer.from_file(str(path))
+            _keep_no_words(self._tokenizer.model)
         self.size = size
         self.eog_tokens = frozenset(graphs.eog_tokens)
         self.bos = _NO_TOKEN if graphs.bos_token is None else graphs.bos_token
@@ -91,3 +92,10 @@ class TokenizerVocabulary:
         """Raises RequestError for an id that is not in the vocabulary."""
         if not 0 <= token < self.size:
             raise RequestError(f"token id {token} is not in the vocabulary of {self.size} tokens; check where it came from")
+
+
+def _keep_no_words(model: Any) -> None:
+    """Turns off a BPE model's cache of 10,000 words: Gemma's tokenizer splits no text, so its words are whole prompts, 40 MB of them."""
+    resize = getattr(model, "_resize_cache", None)  # not in every version
+    if resize is not None:
+        resize(0)
