@@ -1,89 +1,199 @@
-"""How likely drafts are to be accepted: running estimates per draft position, and what the drafter's own confidence is worth.
+"""How likely drafts are to be accepted, learned while it runs: what the drafter's confidence is worth, and how sure it will be next.
 
-All counts fade, so that a change of domain shows within some rounds, and start from a prior, so that the first rounds are sensible.
+Drafts are sorted into kinds, by how sure the drafter is of them. A draft of a kind stands with the kind's own chance, and what follows one
+that stands is of this or that kind with chances of its own: a Markov chain over kinds, so that a sure drafter is expected to stay sure for a
+while. All counts fade, so that a change of domain shows, and start from a prior, so that the first rounds are sensible.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edge_runtime.bundle import MAX_DRAFT_LENGTH
 
-# Acceptance of a position given that all before it were accepted, before anything was seen: that of a mediocre drafter.
-PRIOR = 0.6
-# A prior counts as this many observations.
-PRIOR_WEIGHT = 2.0
-NEIGHBOUR_WEIGHT = 1.0
-# Share of an old count that is left after each new observation of the same kind: memories of about 25 and 100 observations.
-POSITION_KEPT, CLASS_KEPT = 0.96, 0.99
-# Upper ends of the classes of confidence; drafters are mostly sure, so the classes are narrow there.
+Chances = NDArray[np.float64]
+
+# Upper ends of the kinds; drafters are mostly sure, so the kinds are narrow there.
 CONFIDENCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
+# A prior counts as this many observations: of a kind's chance to stand, of what follows a kind, of the first draft's kind.
+STANDS_WEIGHT, FOLLOWS_WEIGHT, FIRST_WEIGHT = 2.0, 3.0, 2.0
+# Share of an old count that is left after a new one of the same sort: memories of about 200, 1000 and 50 observations.
+STANDS_KEPT, FOLLOWS_KEPT, FIRST_KEPT = 0.995, 0.999, 0.98
+# Before anything was seen, a kind so many steps away follows with 1/e of the chance of the kind itself.
+NEARNESS = 3.0
+# Chance of a draft of which nothing is said, before anything was seen: that of a mediocre drafter. It counts as PRIOR_WEIGHT
+# observations; the place before as NEIGHBOUR_WEIGHT.
+PRIOR, PRIOR_WEIGHT, NEIGHBOUR_WEIGHT = 0.6, 2.0, 1.0
+POSITION_KEPT = 0.96
+# What was learned in an earlier use counts as at most so many observations of each sort: the text is another one now.
+RECALLED = 40.0
 
 
-class FadingShare:
-    """A mean of observations between 0 and 1, of which the old ones fade, the prior among them."""
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What is expected of drafts now, all float64. `stands` [kinds]: the chance of a draft that all before it stand to stand too.
 
-    def __init__(self, prior: float, weight: float, kept: float) -> None:
-        self.weight = weight
-        self._sum = prior * weight
-        self._kept = kept
+    `follows` [kinds, kinds]: of what kind the next draft is, for the kind of one that stands. `first` [kinds]: of what kind the first
+    one is. `further` [longest + 1, kinds]: how many of n more drafts after a standing one of a kind are expected to stand.
+    """
 
-    def add(self, observed: float) -> None:
-        """Counts one observation."""
-        self.weight = self.weight * self._kept + 1.0
-        self._sum = self._sum * self._kept + observed
+    stands: Chances
+    follows: Chances
+    first: Chances
+    further: Chances
+
+
+class Acceptance(Protocol):
+    """What the profit policy asks."""
+
+    def kind(self, confidence: float, position: int) -> int:
+        """Returns the kind of a draft: the drafter's probability of it, and how many came before it in its round."""
+
+    def forecast(self, longest: int) -> Forecast:
+        """Returns what is expected of drafts of up to `longest` tokens."""
+
+    def observe(self, kinds: Sequence[int], verified: int, accepted: int) -> None:
+        """Learns from a round: drafts of these kinds, of which the first `verified` were verified and the first `accepted` stood."""
 
     def fade(self, weight: float) -> None:
-        """Lets what was observed count as at most `weight` observations: the mean stays, but new ones move it faster."""
-        if self.weight > weight:
-            self._sum *= weight / self.weight
-            self.weight = weight
-
-    def mean(self, neighbour: float = 0.0, weight: float = 0.0) -> float:
-        """The estimate, drawn towards a neighbour's, which counts as `weight` observations."""
-        return (self._sum + neighbour * weight) / (self.weight + weight)
+        """While nothing is drafted, what was seen of first drafts counts as at most `weight` observations."""
 
 
 class AcceptanceModel:
-    """Estimates for one drafter and one target, kept from request to request."""
+    """For drafters that say how sure they are. The prior is a calibrated one's, which is right as often as it says (Guo et al. 2017,
+    arXiv 1706.04599).
+    """
+
+    def __init__(self) -> None:
+        middles = np.array([(low + high) / 2 for low, high in pairwise((0.0, *CONFIDENCES, 1.0))])
+        kinds = np.arange(len(middles))
+        near = np.exp(-np.abs(np.subtract.outer(kinds, kinds)) / NEARNESS)
+        self._seen = np.full(len(middles), STANDS_WEIGHT)
+        self._stood = middles * STANDS_WEIGHT
+        self._follows = FOLLOWS_WEIGHT * near / near.sum(axis=1, keepdims=True)
+        self._first = np.full(len(middles), FIRST_WEIGHT / len(middles))
+        self._observed = False
+
+    def kind(self, confidence: float, position: int) -> int:  # noqa: ARG002
+        """The class of the confidence."""
+        return bisect_right(CONFIDENCES, confidence)
+
+    def forecast(self, longest: int) -> Forecast:
+        """From the counts."""
+        return _forecast(
+            self._stood / self._seen, self._follows / self._follows.sum(axis=1, keepdims=True), self._first / self._first.sum(), longest
+        )
+
+    def observe(self, kinds: Sequence[int], verified: int, accepted: int) -> None:
+        """What follows the first mismatch was never tried; of what kind the first draft was is known of every round."""
+        if not kinds:
+            return
+        self._observed = True
+        self._first *= FIRST_KEPT
+        self._first[kinds[0]] += 1
+        for kind, stood in zip(kinds[:verified], [1.0] * accepted + [0.0], strict=False):
+            self._seen[kind] = self._seen[kind] * STANDS_KEPT + 1
+            self._stood[kind] = self._stood[kind] * STANDS_KEPT + stood
+        for kind, following in pairwise(kinds[: accepted + 1]):
+            self._follows[kind] *= FOLLOWS_KEPT
+            self._follows[kind, following] += 1
+
+    def fade(self, weight: float) -> None:
+        """The proportions stay, but new observations move them faster."""
+        self._first *= min(1.0, weight / self._first.sum())
+
+    @property
+    def observed(self) -> bool:
+        """Whether it has learned anything since it was made."""
+        return self._observed
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys; no tokens."""
+        return {
+            "seen": self._seen.tolist(),
+            "stood": self._stood.tolist(),
+            "follows": self._follows.tolist(),
+            "first": self._first.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Self | None:
+        """Returns what `to_json` wrote, its counts lessened to RECALLED; None for anything else."""
+        model = cls()
+        if not isinstance(data, Mapping):
+            return None
+        seen, stood, follows, first = (
+            _counts(data.get(name), like) for name, like in
+            (("seen", model._seen), ("stood", model._stood), ("follows", model._follows), ("first", model._first))
+        )  # fmt: skip
+        if seen is None or stood is None or follows is None or first is None or (stood > seen).any():
+            return None
+        share = np.minimum(1.0, RECALLED / seen)
+        model._seen, model._stood = seen * share, stood * share
+        model._follows = follows * np.minimum(1.0, RECALLED / follows.sum(axis=1, keepdims=True))
+        model._first = first
+        model.fade(RECALLED)
+        return model
+
+
+class PositionModel:
+    """For drafters that say nothing: a draft's kind is its position. Each is drawn towards the one before it, so that the first ones speak
+    for those that are seldom or never tried.
+    """
 
     def __init__(self, prior: float = PRIOR, *, longest: int = MAX_DRAFT_LENGTH) -> None:
-        first = FadingShare(prior, PRIOR_WEIGHT, POSITION_KEPT)
-        self._positions = [first, *(FadingShare(prior, 0.0, POSITION_KEPT) for _ in range(1, longest))]
-        ends = (0.0, *CONFIDENCES, 1.0)
-        middles = [(low + high) / 2 for low, high in pairwise(ends)]
-        self._classes = [FadingShare(middle, PRIOR_WEIGHT, CLASS_KEPT) for middle in middles]
+        self._seen = np.zeros(longest)
+        self._stood = np.zeros(longest)
+        self._seen[:1], self._stood[:1] = PRIOR_WEIGHT, prior * PRIOR_WEIGHT
+        self._prior = prior
 
-    def positions(self) -> list[float]:
-        """Probability that each draft is accepted, given that all before it are; nothing is known of the drafts yet.
+    def kind(self, confidence: float, position: int) -> int:  # noqa: ARG002
+        """The position."""
+        return position
 
-        Each is drawn towards the one before it, so that the first ones speak for those that are seldom or never tried.
-        """
-        means = [self._positions[0].mean()]
-        for share in self._positions[1:]:
-            means.append(share.mean(means[-1], NEIGHBOUR_WEIGHT))
-        return means
+    def forecast(self, longest: int) -> Forecast:
+        """From the counts."""
+        stands, before = np.empty(len(self._seen)), self._prior
+        for position, (seen, stood) in enumerate(zip(self._seen, self._stood, strict=True)):
+            before = stands[position] = (stood + before * NEIGHBOUR_WEIGHT) / (seen + NEIGHBOUR_WEIGHT)
+        first = np.zeros(len(stands))
+        first[:1] = 1.0
+        return _forecast(stands, np.eye(len(stands), k=1), first, longest)
 
-    def drafted(self, confidence: float) -> float:
-        """Probability that a draft is accepted of which the drafter says it is the likeliest with this probability.
+    def observe(self, kinds: Sequence[int], verified: int, accepted: int) -> None:
+        """What follows the first mismatch was never tried."""
+        for kind, stood in zip(kinds[:verified], [1.0] * accepted + [0.0], strict=False):
+            self._seen[kind] = self._seen[kind] * POSITION_KEPT + 1
+            self._stood[kind] = self._stood[kind] * POSITION_KEPT + stood
 
-        The prior is a calibrated drafter's, which is right as often as it says (Guo et al. 2017, arXiv 1706.04599).
-        """
-        return self._classes[bisect_right(CONFIDENCES, confidence)].mean()
+    def fade(self, weight: float) -> None:
+        """Later positions are forgotten sooner: they are seen last when drafting begins again."""
+        for position, seen in enumerate(self._seen):
+            share = min(1.0, (1.0 if position else weight) / max(seen, 1e-9))
+            self._seen[position] *= share
+            self._stood[position] *= share
 
-    def observe(self, drafted: int, accepted: int, confidences: Sequence[float] = ()) -> None:
-        """Learns from a round: of `drafted` tokens the first `accepted` stood. What follows the first mismatch was never tried."""
-        for index in range(min(accepted + 1, drafted)):
-            stood = observed = float(index < accepted)
-            if index < len(confidences):
-                # What was foreseen of this draft says as much about the next ones as what happened, and varies less.
-                observed = (stood + self.drafted(confidences[index])) / 2
-                self._classes[bisect_right(CONFIDENCES, confidences[index])].add(stood)
-            self._positions[min(index, len(self._positions) - 1)].add(observed)
 
-    def fade(self, first: float, others: float) -> None:
-        """Lets old observations of the first position, and of the others, count little: while nothing is drafted they grow old unseen."""
-        for index, share in enumerate(self._positions):
-            share.fade(others if index else first)
+def _counts(data: object, like: Chances) -> Chances | None:
+    """Returns what a file holds as counts above 0 of the same shape as others; None for anything else."""
+    try:
+        counts = np.asarray(data, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    # The tiny value is added to what fading has made as good as nothing.
+    return counts + 1e-9 if counts.shape == like.shape and ((counts >= 0) & (counts < 1e6)).all() else None
+
+
+def _forecast(stands: Chances, follows: Chances, first: Chances, longest: int) -> Forecast:
+    all_stand, further = np.ones(len(stands)), np.zeros((longest + 1, len(stands)))
+    for more in range(1, longest + 1):
+        all_stand = follows @ (stands * all_stand)  # the next `more` drafts after one of a kind all stand
+        further[more] = further[more - 1] + all_stand
+    return Forecast(stands=stands, follows=follows, first=first, further=further)

@@ -64,6 +64,8 @@ class _ConstrainedRule(ABC):
 class ConstrainedGreedyRule(_ConstrainedRule):
     """The target's likeliest valid token, always. Masks a row only where the likeliest token of all is not valid."""
 
+    any_prefix = True
+
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
         """Accepts the longest prefix that the target would have chosen itself. Raises RequestError where it can choose nothing."""
         return accept_by_match(drafts, lambda position: self._target(drafts[:position], logits[position]))
@@ -95,6 +97,7 @@ class ConstrainedSampledRule(_ConstrainedRule):
     def __init__(self, rule: AcceptanceRule, constraint: Constraint) -> None:
         super().__init__(constraint)
         self._rule = rule
+        self.any_prefix = rule.any_prefix
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
         """Judges as the other rule does; rows are masked when it looks at them."""

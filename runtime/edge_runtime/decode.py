@@ -61,7 +61,7 @@ class Decoding:
         self._start, self._asked = target.length, 0
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
         self._room = min(self._left - 1, target.context - target.length - 1, target.rewind_slack)
-        length = min(self._policy.draft_length(requests), self._room)
+        length = min(self._policy.draft_length(requests, any_prefix=self.rule.any_prefix), self._room)
         # What is not verified must not be drawn either: the rule would wait for a verdict on it.
         choose = None if self._policy.listening else self.rule.choose
         return DraftAsk(sequence=sequence, last=self.last, draft_length=length, choose=choose, go_on=self._policy.go_on)
@@ -70,7 +70,8 @@ class Decoding:
         """Takes the round's drafts; returns the tokens to verify: the newest, the drafts worth it, and padding that nobody looks at."""
         self._asked = len(drafts)
         self._heard = drafts[:1] if self._policy.listening else []
-        self._drafts = [] if self._policy.listening else self.rule.admit(drafts)
+        drafts = [] if self._policy.listening else self.rule.admit(drafts)
+        self._drafts = drafts[: self._policy.keep(len(drafts))]
         padding = max(0, min(self._policy.padding(len(self._drafts)), self._room - len(self._drafts)))
         self._rows = 1 + len(self._drafts) + padding
         return [self.last, *self._drafts, *[self.last] * padding]

@@ -15,6 +15,7 @@ from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.config import SpeculativeConfig
 from edge_runtime.cost_curve import Costs
 from edge_runtime.decode import Round
+from edge_runtime.draft_memory import DraftMemory
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import Generation
@@ -82,6 +83,8 @@ class Sessions:
 
     def close(self) -> None:
         """Frees the models; ends all sessions."""
+        for session in self.sessions:
+            session.remember()
         self._together.close()
 
     def __enter__(self) -> Self:
@@ -164,7 +167,8 @@ def _open_onnx(opening: _Opening, options: OpenOptions) -> Session:
     def costs() -> Costs:
         return measured_costs(_pair(opening, target, drafter, target.vocabulary.bos, ort_options, kind), opening.power)
 
-    return Session(opening.bundle, target, drafter, target.vocabulary, kind, settings, opening.monitor, costs)
+    memory = _memory(opening, "onnx", kind)
+    return Session(opening.bundle, target, drafter, target.vocabulary, kind, settings, opening.monitor, costs, memory)
 
 
 def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions:
@@ -206,8 +210,14 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
     curve = cache(costs)
     if count > 1 and settings.policy == "profit":
         curve()  # now, while nobody's text is in the cache
-    sessions = [Session(bundle, target, one, together.vocabulary, kind, settings, opening.monitor, curve) for target, one in own]
+    memory = _memory(opening, "llama", kind)
+    sessions = [Session(bundle, target, one, together.vocabulary, kind, settings, opening.monitor, curve, memory) for target, one in own]
     return Sessions(sessions, together)
+
+
+def _memory(opening: _Opening, backend: str, kind: DrafterKind) -> DraftMemory:
+    """Drafts of one pair are alike on all machines, but not on both backends, whose weights differ."""
+    return DraftMemory([backend, kind, *(file.sha256 for file in opening.bundle.manifest.files)])
 
 
 def _pair(opening: _Opening, target: Target, drafter: Drafter | None, bos: int, *facts: object) -> MeasuredPair:

@@ -42,14 +42,17 @@ class DraftLengthPolicy(Protocol):
     def listening(self) -> bool:
         """Whether this round's drafts are not to be verified, only compared with what plain decoding brings (`hear`)."""
 
-    def draft_length(self, requests: int = 1) -> int:
+    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:
         """Returns how many tokens to draft at most in the next round; 0 is plain decoding. Asked once a round, first of all.
 
-        `requests` is how many share the round's forwards, this one among them.
+        `requests` is how many share the round's forwards, this one among them. `any_prefix`: drafts may be left unverified (`keep`).
         """
 
+    def keep(self, drafted: int) -> int:
+        """Returns how many of the drafts to verify, the first ones; all where `any_prefix` was not given. Asked once, after drafting."""
+
     def padding(self, drafted: int) -> int:
-        """Returns how many rows to verify beyond the drafts, for the only reason that the larger batch is the cheaper one."""
+        """Returns how many rows to verify beyond these drafts, for the only reason that the larger batch is the cheaper one."""
 
     def hear(self, right: bool) -> None:
         """Learns, where it was listening, whether the first draft was the token that came. Before `observe`."""
@@ -58,7 +61,7 @@ class DraftLengthPolicy(Protocol):
         """Learns what the round took. Before `observe`; of requests that share a round, one is told."""
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Learns what became of the last round's drafts."""
+        """Learns what became of those of the last round's drafts that were verified."""
 
 
 class CountingPolicy:
@@ -66,6 +69,10 @@ class CountingPolicy:
 
     go_on = None
     listening = False
+
+    def keep(self, drafted: int) -> int:
+        """All."""
+        return drafted
 
     def padding(self, drafted: int) -> int:  # noqa: ARG002
         """None."""
@@ -88,7 +95,7 @@ class Fixed(CountingPolicy):
         if not 0 <= self.length <= MAX_DRAFT_LENGTH:
             raise RequestError(f"draft length {self.length} is outside 0..{MAX_DRAFT_LENGTH}; choose one inside")
 
-    def draft_length(self, requests: int = 1) -> int:  # noqa: ARG002
+    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:  # noqa: ARG002
         """Returns the fixed length."""
         return self.length
 
@@ -140,7 +147,7 @@ class Rolling(CountingPolicy):
         self._penalty = penalty
         self._recent = RecentAcceptance(window)
 
-    def draft_length(self, requests: int = 1) -> int:  # noqa: ARG002
+    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:  # noqa: ARG002
         """Returns the present length."""
         return int(self._length)
 
@@ -166,7 +173,7 @@ class Stepped(CountingPolicy):
         self._bounds = (shortest, longest)
         self._recent = RecentAcceptance(window)
 
-    def draft_length(self, requests: int = 1) -> int:  # noqa: ARG002
+    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:  # noqa: ARG002
         """Returns the step of the present acceptance."""
         rate = self._recent.rate or 0.0
         shortest, longest = self._bounds

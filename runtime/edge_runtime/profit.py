@@ -1,8 +1,9 @@
-"""Draft length by measured profit: a token is drafted where what it is likely to bring exceeds what it costs on this machine.
+"""Draft length by measured profit: a token is drafted, and verified, where what it is likely to bring exceeds what it costs on this machine.
 
-A round is a renewal: it emits 1 + (accepted drafts) tokens and costs its draft steps and one verify. The rate to beat is that of the
-best fixed length, r = max E[tokens] / E[cost] with 0 (plain decoding) among the lengths; a further draft pays while it raises
-E[tokens] - r E[cost], the value of a round at that rate (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967).
+A round is a renewal: it emits 1 + (accepted drafts) tokens and costs its draft steps and one verify. At the rate r that is reached otherwise,
+a round is worth E[tokens] - r E[cost], and what adds to that pays (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967). r is
+what the newest rounds reached, plain decoding at least. Before each draft step it looks one step ahead: for each kind of draft that may
+come, the best of stopping there and of any further length; after the last, of all prefixes of the draft the most valuable one is verified.
 
 Where N requests share their forwards each weighs an Nth of a verify of N times its rows, as if the others did as it does.
 """
@@ -11,29 +12,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edge_runtime.acceptance_model import AcceptanceModel
+import numpy as np
+
+from edge_runtime.acceptance_model import Acceptance, Chances
 from edge_runtime.bundle import MAX_DRAFT_LENGTH
 from edge_runtime.cost_curve import Costs
 from edge_runtime.policies import Timing
 
-# How much faster than plain decoding drafting must look to begin with it, and to go on with it: estimates are noisy.
-ENTER, STAY = 1.01, 0.99
+# Share of what earlier rounds reached that is left after another: a memory of 50 rounds.
+RATE_KEPT = 0.98
+# Before any round, the best fixed length's rate counts as this many plain rounds.
+FORESEEN_ROUNDS = 5.0
 # What finding the way back to drafting may cost, in plain rounds: per emitted token, and saved up at most.
 CREDIT_PER_TOKEN, MOST_CREDIT = 0.01, 2.0
-# While nothing is drafted, what was seen before counts as at most this many observations of the first position, and of the others.
-STALE, STALE_LATER = 6.0, 1.0
+# While nothing is drafted, what was seen before of first drafts counts as at most this many observations.
+STALE = 6.0
+# What rows cost and drafts bring changes slowly; it is computed anew after so many rounds that drafted.
+REFRESH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """Why the last round drafted as it did. Rates are tokens per unit of cost, `mode` is "plain", "listen" or "draft".
 
-    `expected` are the tokens the round was expected to emit when its draft ended, `cost` what it was expected to cost.
+    Of `drafted` tokens the first `verified` were verified, with `padding` rows more. `expected` are the tokens the round was expected to
+    emit when its draft ended, `cost` what it was expected to cost.
     """
 
     mode: str
-    planned: int
     drafted: int
+    verified: int
     padding: int
     expected: float
     cost: float
@@ -49,23 +57,33 @@ class Profit:
     plain decoding then brings. That costs a draft step, far less than verifying drafts, and tells when drafts would be accepted again.
     """
 
-    def __init__(self, costs: Costs, model: AcceptanceModel, *, longest: int = MAX_DRAFT_LENGTH, stepwise: bool = True) -> None:
+    def __init__(self, costs: Costs, model: Acceptance, *, longest: int = MAX_DRAFT_LENGTH, stepwise: bool = True) -> None:
         """`longest` bounds a draft. `stepwise`: the drafter asks `go_on` after each draft; otherwise the length is decided before."""
         self._costs = costs
         self._model = model
         self._longest = longest
         self._stepwise = stepwise
         self._credit = 0.0
-        self._mode, self._planned = "draft", 0
-        self._rate = self._plain_rate = 0.0
-        self._positions = model.positions()
-        self._rows = [0] * (longest + 2)
-        self._row_costs = [0.0] * (longest + 2)
+        self._mode = "plain"
+        self._forecast = model.forecast(longest)
+        self._unread = 0
         self._stale = True
         self._requests = 1
-        self._chain = self._expected = 1.0
+        self._rows = np.zeros(longest + 1, np.intp)
+        self._row_costs: Chances = np.zeros(longest + 1)
+        self._tokens_reached = self._cost_reached = 0.0
+        self._rate = self._plain_rate = 0.0
+        self._begin(any_prefix=True)
+
+    def _begin(self, *, any_prefix: bool) -> None:
+        self._any_prefix = any_prefix
+        self._kinds: list[int] = []
         self._confidences: list[float] = []
-        self._drafted = 0
+        self._chain = 1.0
+        # Expected tokens, and worth, of verifying the first n drafts; of those the best.
+        self._tokens = [1.0]
+        self._worth = 1.0 - self._rate * float(self._row_costs[0])
+        self._verified = self._asked = 0
 
     def timed(self, timing: Timing) -> None:
         """Passes a round's timings to the costs."""
@@ -76,83 +94,139 @@ class Profit:
         """Whether the drafts of this round are only compared with what plain decoding brings."""
         return self._mode == "listen"
 
-    def draft_length(self, requests: int = 1) -> int:
+    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:
         """Returns the most tokens to draft now; `go_on` may end the draft earlier."""
-        self._stale = self._stale or requests != self._requests
-        self._requests = requests
-        self._chain = self._expected = 1.0
-        self._confidences = []
+        if requests != self._requests:
+            self._requests, self._stale, self._unread = requests, True, 0
         if self._stale:
-            self._plan()
-        if self._mode == "draft":
-            return self._longest if self._stepwise else self._planned
-        self._mode = "listen" if self._longest and self._credit * self._verify(1) >= self._step() else "plain"
-        return 1 if self.listening else 0
-
-    def _plan(self) -> None:
-        """Finds the best length known before anything is drafted, and whether it beats plain decoding."""
-        self._stale = False
-        self._positions = self._model.positions()
-        self._weigh_rows()
-        plain = self._plain_rate = 1 / self._verify(1)
-        step, chain, tokens, best = self._step(), 1.0, 1.0, 0.0
-        self._planned = 0
-        for length in range(1, self._longest + 1):
-            chain *= self._positions[length - 1]
-            tokens += chain
-            rate = tokens / (length * step + self._row_costs[length + 1])
-            if rate > best:
-                self._planned, best = length, rate
-        self._rate = max(best, plain)
-        if best >= (STAY if self._mode == "draft" else ENTER) * plain:
+            self._weigh()
+        self._begin(any_prefix=any_prefix)
+        length = self._first_length()
+        if length:
             self._mode = "draft"
-        else:
-            self._mode, self._planned = "plain", 0
+            return length
+        self._mode = "listen" if self._longest and self._credit / self._plain_rate >= self._step() else "plain"
+        return int(self.listening)
+
+    def _first_length(self) -> int:
+        """The most to draft, 0 where not even one draft pays."""
+        if not self._longest:
+            return 0
+        if self._stepwise:
+            return self._longest if self._gain_of_a_step(self._forecast.first) > 0 else 0
+        worth = self._worth_of_lengths()
+        best = int(worth.argmax())
+        return best if worth[best] > 0 else 0
+
+    def _weigh(self) -> None:
+        """Looks anew at which rate there is to beat and, now and then, at what rows cost and drafts bring."""
+        self._stale = False
+        self._unread -= 1
+        if self._unread < 0:
+            self._forecast, self._unread = self._model.forecast(self._longest), REFRESH
+            self._weigh_rows()
+        self._rate = max(self._plain_rate, self._tokens_reached / self._cost_reached)
 
     def _weigh_rows(self) -> None:
-        """For each number of rows: which larger one is the cheapest to verify, and what it costs."""
-        cheapest, cost = 0, float("inf")
-        for rows in range(self._longest + 1, 0, -1):
-            own = self._verify(rows)
-            if own <= cost:
-                cheapest, cost = rows, own
-            self._rows[rows], self._row_costs[rows] = cheapest, cost
+        costs = np.array([self._verify(rows) for rows in range(1, self._longest + 2)])
+        # Of n rows and all larger batches the cheapest.
+        self._row_costs = np.minimum.accumulate(costs[::-1])[::-1]
+        self._rows = np.array([n + int(costs[n:].argmin()) for n in range(len(costs))])
+        self._plain_rate = 1 / float(self._row_costs[0])
+        if not self._cost_reached:
+            self._foresee()
+
+    def _foresee(self) -> None:
+        """Before any round: the rate of the best fixed length, as far as one knows."""
+        lengths = np.arange(self._longest + 1)
+        rates = self._tokens_of_lengths() / (lengths * self._step() + self._row_costs)
+        self._cost_reached = FORESEEN_ROUNDS * float(self._row_costs[0])
+        self._tokens_reached = float(rates.max()) * self._cost_reached
+
+    def _tokens_of_lengths(self) -> Chances:
+        """Expected tokens of rounds of 0 to `longest` drafts, before anything is drafted."""
+        known = self._forecast
+        return np.concatenate(([1.0], 1.0 + (1.0 + known.further[: self._longest]) @ (known.first * known.stands)))
+
+    def _worth_of_lengths(self) -> Chances:
+        """How much more rounds of 0 to `longest` drafts are worth than a plain one."""
+        worth = self._tokens_of_lengths() - self._rate * (np.arange(self._longest + 1) * self._step() + self._row_costs)
+        return np.asarray(worth - worth[0])
+
+    def _gain_of_a_step(self, kinds: Chances) -> float:
+        """What drafting another adds to the round's worth, if it is of these kinds [kinds] with these chances."""
+        known, drafted, step, rate = self._forecast, len(self._kinds), self._step(), self._rate
+        chains = self._chain * known.stands
+        tokens = self._tokens[-1] + chains
+        worth = tokens - rate * self._row_costs[drafted + 1]
+        if self._any_prefix:
+            worth = np.maximum(worth, self._worth)
+        left = self._longest - drafted - 1
+        if left:
+            spent = rate * (self._row_costs[drafted + 2 :] + step * np.arange(1, left + 1))
+            further = tokens + chains * known.further[1 : left + 1] - spent[:, None]
+            worth = np.maximum(worth, further.max(axis=0))
+        return float(kinds @ worth) - rate * step - self._worth
 
     def go_on(self, confidence: float) -> bool:
         """Hears how sure the drafter is of the token it just drafted; returns whether another pays."""
+        self._draft_of(self._model.kind(confidence, len(self._kinds)))
         self._confidences.append(confidence)
-        self._chain *= self._model.drafted(confidence)
-        self._expected += self._chain
-        return not self.listening and self._gain_of_more(len(self._confidences)) > 0
+        if self.listening or len(self._kinds) >= self._longest:
+            return False
+        return self._gain_of_a_step(self._forecast.follows[self._kinds[-1]]) > 0
+
+    def _draft_of(self, kind: int) -> None:
+        """Takes in that another token was drafted."""
+        self._kinds.append(kind)
+        self._chain *= float(self._forecast.stands[kind])
+        self._tokens.append(self._tokens[-1] + self._chain)
+        worth = self._tokens[-1] - self._rate * float(self._row_costs[len(self._kinds)])
+        if worth > self._worth or not self._any_prefix:
+            self._worth, self._verified = worth, len(self._kinds)
+
+    def keep(self, drafted: int) -> int:
+        """Returns how many of the drafts to verify: those after them cost more than they are likely to bring."""
+        while len(self._kinds) < drafted:  # the drafter did not ask
+            self._draft_of(self._model.kind(1.0, len(self._kinds)))
+        return min(self._verified, drafted)
 
     def padding(self, drafted: int) -> int:
         """Returns how many rows to verify beyond the drafts only because the larger batch is the cheaper one."""
-        return self._rows[drafted + 1] - drafted - 1
+        return int(self._rows[drafted]) - drafted
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Learns from a round whose drafts were verified, or that had none."""
-        self._drafted, self._expected = drafted, self._expected if self._confidences and drafted else self._tokens_of(drafted)
-        if drafted:
+        """Learns from a round whose first `drafted` drafts were verified, or that had none."""
+        self._verified = drafted
+        if self._kinds and not self.listening:
             self._stale = True
-            self._model.observe(drafted, accepted, self._confidences[:drafted])
-        else:
-            self._model.fade(STALE, STALE_LATER)
+            self._model.observe(self._kinds, drafted, accepted)
+        if self._mode != "draft":
+            self._model.fade(STALE)
             self._credit = min(self._credit + CREDIT_PER_TOKEN, MOST_CREDIT)
+        # What was foreseen says as much about the rate as what happened, and varies less.
+        tokens = (self._tokens[drafted] + accepted + 1) / 2
+        self._tokens_reached = RATE_KEPT * self._tokens_reached + tokens
+        self._cost_reached = RATE_KEPT * self._cost_reached + self._spent()
 
     def hear(self, right: bool) -> None:
         """Learns from a round that listened: whether the draft was the token that plain decoding brought. Comes before `observe`."""
-        self._stale = True
-        self._model.observe(1, int(right), self._confidences)
-        self._credit -= self._step() / self._verify(1)
+        self._stale, self._unread = True, 0
+        self._model.observe(self._kinds[:1], 1, int(right))
+        self._credit -= self._step() * self._plain_rate
+
+    def _spent(self) -> float:
+        """What the round cost, by what is known of costs. Listening has an account of its own."""
+        steps = 0 if self.listening else len(self._kinds)
+        return steps * self._step() + float(self._row_costs[self._verified])
 
     @property
     def last(self) -> Decision:
         """What was decided in the last round, for those who want to know why."""
-        drafted = self._drafted
+        verified = self._verified
         return Decision(
-            mode=self._mode if drafted or self.listening else "plain", planned=self._planned, drafted=drafted,
-            padding=self.padding(drafted), expected=self._expected, cost=drafted * self._step() + self._row_costs[drafted + 1],
-            plain_rate=self._plain_rate, best_rate=self._rate, confidences=tuple(self._confidences),
+            mode=self._mode, drafted=len(self._kinds), verified=verified, padding=self.padding(verified), expected=self._tokens[verified],
+            cost=self._spent(), plain_rate=self._plain_rate, best_rate=self._rate, confidences=tuple(self._confidences),
         )  # fmt: skip
 
     def _verify(self, rows: int) -> float:
@@ -161,20 +235,3 @@ class Profit:
 
     def _step(self) -> float:
         return self._costs.step(self._requests)
-
-    def _gain_of_more(self, drafted: int) -> float:
-        """The most that drafting on adds to the value of this round."""
-        chain, tokens, best, here, step = self._chain, 0.0, -1.0, self._row_costs[drafted + 1], self._step()
-        for length in range(drafted + 1, self._longest + 1):
-            chain *= self._positions[length - 1]
-            tokens += chain
-            best = max(best, tokens - self._rate * ((length - drafted) * step + self._row_costs[length + 1] - here))
-        return best
-
-    def _tokens_of(self, length: int) -> float:
-        """Expected tokens of a round that drafts `length`, before anything is drafted."""
-        chain = tokens = 1.0
-        for index in range(length):
-            chain *= self._positions[index]
-            tokens += chain
-        return tokens

@@ -22,6 +22,8 @@ DEFAULT_ACCEPTANCE = "rejection"
 class AcceptanceRule(Protocol):
     """Belongs to one request. A round asks `choose` for each draft, in order, then `admit` once, then `accept` once."""
 
+    any_prefix: bool  # whether drafts may be left unverified by what later ones look like, without moving the output's distribution
+
     @property
     def choose(self) -> Choose | None:
         """How the drafter picks a draft from its own logits; None: the likeliest."""
@@ -36,6 +38,7 @@ class AcceptanceRule(Protocol):
 class GreedyRule:
     """The target's likeliest token, always. Looks at no distribution and keeps no past."""
 
+    any_prefix = True
     choose = None
 
     def admit(self, drafts: list[int]) -> list[int]:
@@ -76,6 +79,8 @@ class _SampledRule:
 class MatchRule(_SampledRule):
     """Draws the target's token at each place and accepts the draft when it is the same; drafts are the drafter's likeliest tokens."""
 
+    any_prefix = True
+
     @property
     def choose(self) -> Choose | None:
         """None unless bias or penalties move the likeliest token."""
@@ -94,6 +99,9 @@ class MatchRule(_SampledRule):
 
 class RejectionRule(_SampledRule):
     """Draws drafts from the drafter's distribution, under the same options as the target's, and accepts them by rejection sampling."""
+
+    # A draft that is verified only if what followed it looked good is no longer drawn from what it was drawn from.
+    any_prefix = False
 
     def __init__(self, sampler: Sampler, past: Sequence[int], random: Callable[[], float]) -> None:
         self._proposed: list[Distribution] = []

@@ -100,6 +100,10 @@ class Guarded:
         """The policy's."""
         return self._policy.listening
 
+    def keep(self, drafted: int) -> int:
+        """The policy's."""
+        return self._policy.keep(drafted)
+
     def padding(self, drafted: int) -> int:
         """The policy's."""
         return self._policy.padding(drafted)
@@ -112,9 +116,9 @@ class Guarded:
         """Tells the policy."""
         self._policy.timed(timing)
 
-    def draft_length(self, requests: int = 1) -> int:
+    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:
         """Returns the policy's length, or what the net allows if that is less."""
-        return min(self._policy.draft_length(requests), self._net.longest)
+        return min(self._policy.draft_length(requests, any_prefix=any_prefix), self._net.longest)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Tells both."""

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from edge_runtime.acceptance_model import AcceptanceModel
+from edge_runtime.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.backends.base import Drafter, Target, Vocabulary
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, Bundle
 from edge_runtime.constraint import ConstraintSource
 from edge_runtime.cost_curve import Costs
 from edge_runtime.decode import Round
+from edge_runtime.draft_memory import DraftMemory
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.generation import GREEDY_PARAMS, Generation, GenerationOptions, OpenedPair
@@ -34,9 +35,11 @@ class Session:
     def __init__(
         self, bundle: Bundle, target: Target, drafter: Drafter | None, vocabulary: Vocabulary, drafter_kind: DrafterKind = "dense",
         settings: Settings | None = None, monitor: Monitor | None = None, costs: Callable[[], Costs] | None = None,
+        memory: DraftMemory | None = None,
     ) -> None:  # fmt: skip
         """`settings` None takes the bundle's recommendation; `monitor` None one that only counts. `costs` is asked once, when the
-        policy `profit` is first used: without it that policy drafts a fixed length over the safety net.
+        policy `profit` is first used: without it that policy drafts a fixed length over the safety net. `memory` is what that policy
+        begins with and leaves to the next session.
         """
         self.bundle = bundle
         self.target = target
@@ -47,6 +50,7 @@ class Session:
         self.monitor = monitor or Monitor(MonitorOptions(window=self.settings.window))
         self._net = SafetyNet(window=self.settings.window)
         self._costs = costs
+        self._memory = memory
         self._profit: Profit | None = None
 
     def generate(
@@ -99,13 +103,17 @@ class Session:
         """Returns the session's `profit` policy, which learns from request to request; None if another one is configured."""
         if self._profit is None and self.settings.policy == "profit" and self._costs and self.drafter:
             longest = min(self.settings.longest, self.settings.longest_draft)
-            self._profit = Profit(self._costs(), AcceptanceModel(), longest=longest, stepwise=self.drafter.stepwise)
+            stepwise = self.drafter.stepwise
+            learned = self._memory.model if self._memory else AcceptanceModel()
+            self._profit = Profit(self._costs(), learned if stepwise else PositionModel(), longest=longest, stepwise=stepwise)
         return self._profit
 
     def with_policy(self, name: str) -> Session:
         """Returns a session on the same opened pair that drafts by another policy, with a safety net and a monitor of its own."""
         settings = replace(self.settings, policy=name)
-        return Session(self.bundle, self.target, self.drafter, self.vocabulary, self.drafter_kind, settings, costs=self._costs)
+        return Session(
+            self.bundle, self.target, self.drafter, self.vocabulary, self.drafter_kind, settings, costs=self._costs, memory=self._memory
+        )
 
     def draft_length_for(self, asked: int | None) -> int:
         """Returns the draft length asked for, or the settings' first one. Raises RequestError if it needs more rows than a verify has."""
@@ -143,8 +151,14 @@ class Session:
         self.profit()  # measuring costs would empty the cache later
         load_state(Path(path), self.target, self.bundle)
 
+    def remember(self) -> None:
+        """Leaves what was learned of drafts to the next session."""
+        if self._memory:
+            self._memory.save()
+
     def close(self) -> None:
-        """Frees the models."""
+        """Frees the models; remembers what was learned of drafts."""
+        self.remember()
         if self.drafter is not None:
             self.drafter.close()
         self.target.close()

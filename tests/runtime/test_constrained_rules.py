@@ -112,6 +112,8 @@ def test_sampled_keeps_the_distribution(pattern, method, drafter):
 class UnmaskedDrafts:
     """A rule that lets the drafter draw what it likes but still counts its draw as coming from the masked distribution."""
 
+    any_prefix = False
+
     def __init__(self, rule, constraint):
         self._rule = constrained(rule, constraint)
         self._inner = rule

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
 from edge_devices.system import System
-from edge_runtime.acceptance_model import AcceptanceModel
+from edge_runtime.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.config import SpeculativeConfig, TuningConfig
 from edge_runtime.cost_curve import MAX_ROWS, CostCurve, Costs, MeasuredCosts
 from edge_runtime.errors import ConfigError, RequestError
@@ -29,7 +29,7 @@ from simulated_rounds import CURVES, LINEAR, ExactCosts, rate
 def planned(step: float, power: PhasePower | None, *, prior: float = 0.7, curve: tuple[float, ...] = LINEAR) -> int:
     """The length that profit would draft before it has seen anything."""
     costs = ExactCosts(curve, step)
-    return Profit(costs if power is None else EnergyCosts(costs, power), AcceptanceModel(prior=prior), stepwise=False).draft_length()
+    return Profit(costs if power is None else EnergyCosts(costs, power), PositionModel(prior=prior), stepwise=False).draft_length()
 
 
 def test_cheap_drafting_watts_lengthen_drafts_and_dear_ones_shorten_them() -> None:

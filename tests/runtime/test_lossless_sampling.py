@@ -14,6 +14,7 @@ import pytest
 from edge_runtime import rules
 from edge_runtime.acceptance import Verdict
 from edge_runtime.errors import BackendError
+from edge_runtime.policies import CountingPolicy
 from edge_runtime.rules import ACCEPTANCE_METHODS, MatchRule, RejectionRule
 from edge_runtime.sampling import Sampler, SamplingParams
 from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, chi_square_p, chi_square_tail, exact, random_rows, write
@@ -170,3 +171,61 @@ def test_match_with_a_seed_writes_the_same_with_any_drafts(length):
 def test_the_approximation_agrees_with_printed_tables(statistic, degrees, tail):
     """Critical values: NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.6.7.4."""
     assert chi_square_tail(statistic, degrees) == pytest.approx(tail, rel=0.1)
+
+
+class Choosy(CountingPolicy):
+    """Verifies the first draft alone where the drafter is unsure of the last; `bold` does so even where all must be verified."""
+
+    def __init__(self, *, bold: bool = False) -> None:
+        self._bold = bold
+        self.left_out = 0
+
+    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:
+        self._may, self._sure = any_prefix or self._bold, []
+        return 3
+
+    def go_on(self, confidence: float) -> bool:  # type: ignore[override]
+        self._sure.append(confidence)
+        return True
+
+    def keep(self, drafted: int) -> int:
+        kept = 1 if drafted and self._may and self._sure[-1] < 0.6 else drafted
+        self.left_out += drafted - kept
+        return kept
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Learns nothing."""
+
+
+def choosy(method: str, *, bold: bool = False) -> tuple[float, int]:
+    target, params = StochasticTarget(TARGET), SamplingParams()
+    rule = rule_class(method)(Sampler(params), PROMPT, np.random.default_rng(17).random)
+    policy = Choosy(bold=bold)
+    drafter = StochasticDrafter(target, random_rows(5, VOCABULARY, spread=1.0))
+    observed = Counter(write(target, drafter, PROMPT, rule, policy=policy, tokens=TOKENS) for _ in range(2 * RUNS))
+    return chi_square_p(observed, exact(TARGET, params, PROMPT, TOKENS)), policy.left_out
+
+
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_leaving_drafts_unverified_keeps_the_distribution(method):
+    likely, left_out = choosy(method)
+    assert likely > LIKELY
+    assert (left_out > 0) == (method == "match")
+
+
+def test_the_chi_square_sees_why_rejection_must_verify_all_drafts(monkeypatch):
+    """What a draft made the drafter think of the next one says what was drawn: to drop it then is to draw again."""
+    monkeypatch.setattr(RejectionRule, "accept", forgiving(RejectionRule.accept))
+    likely, left_out = choosy("rejection", bold=True)
+    assert left_out > 0
+    assert likely < BIASED
+
+
+def forgiving(accept):
+    """The rule without its refusal of missing drafts."""
+
+    def judge(self, drafts, logits):
+        del self._drawn[len(drafts) :]
+        return accept(self, drafts, logits)
+
+    return judge

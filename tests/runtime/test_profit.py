@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from functools import cache
 
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_runtime.acceptance_model import AcceptanceModel
+from edge_runtime.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.cost_curve import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.cost_probe import measure_costs, remember_costs, remembered_costs
+from edge_runtime.draft_memory import DraftMemory
 from edge_runtime.machine_cache import MAX_REMEMBERED
 from edge_runtime.policies import Fixed, Timing
 from edge_runtime.profit import Profit
@@ -50,8 +52,8 @@ GRID = [(curve, step, p) for curve in CURVES for step in (0.3, 1.0, 4.0) for p i
 
 def test_it_is_on_average_within_two_percent_of_the_best_fixed_length_and_nowhere_far_off() -> None:
     ratios = [profit_rate(*point) / max(static_rates(*point)) for point in GRID]
-    assert statistics.geometric_mean(ratios) > 0.98
-    assert min(ratios) > 0.90
+    assert statistics.geometric_mean(ratios) > 1.0
+    assert min(ratios) > 0.95
 
 
 def test_once_it_has_seen_200_tokens_it_regrets_next_to_nothing() -> None:
@@ -64,21 +66,112 @@ def test_once_it_has_seen_200_tokens_it_regrets_next_to_nothing() -> None:
         return statistics.mean(rates) / max(static_rates(curve, step, p))
 
     ratios = [settled(*point) for point in GRID]
-    assert statistics.geometric_mean(ratios) > 0.99
-    assert sum(ratio > 0.98 for ratio in ratios) >= 0.9 * len(GRID)
-    assert min(ratios) > 0.93
+    assert statistics.geometric_mean(ratios) > 1.0
+    assert sum(ratio > 0.98 for ratio in ratios) >= 0.95 * len(GRID)
+    assert min(ratios) > 0.97
 
 
-def test_it_is_never_slower_than_plain_decoding_by_more_than_two_percent() -> None:
+def test_it_is_never_slower_than_plain_decoding_by_more_than_two_percent_but_for_what_learning_takes() -> None:
     ratios = {point: profit_rate(*point) / static_rates(*point)[0] for point in GRID}
-    assert min(ratios.values()) > 0.975, min(ratios, key=ratios.__getitem__)
+    assert min(ratios.values()) > 0.97, min(ratios, key=ratios.__getitem__)
     useless = [ratio for (_, _, p), ratio in ratios.items() if p == 0]
     assert min(useless) >= 0.98
 
 
-def test_it_finds_its_way_back_when_the_domain_changes() -> None:
-    costs = ExactCosts(LINEAR, 1.0)
-    easy, hard = (max(static_rates("linear", 1.0, p)) for p in (0.85, 0.3))
+@pytest.mark.parametrize(
+    ("curve", "step", "p"), [("repacked", 4.0, 0.5), ("repacked", 4.0, 0.4), ("repacked", 1.0, 0.3), ("steep", 1.0, 0.5)]
+)
+def test_where_drafts_hardly_fail_to_pay_it_loses_two_percent_at_most_in_the_long_run(curve: str, step: float, p: float) -> None:
+    costs = ExactCosts(CURVES[curve], step)
+    rates = [rate(costs, Profit(costs, AcceptanceModel()), lambda _: p, 3000, seed) for seed in range(3)]
+    assert statistics.mean(rates) / static_rates(curve, step, p)[0] >= 0.98
+
+
+def test_drafts_that_look_bad_are_not_verified() -> None:
+    """After three sure drafts a hopeless fourth: it costs a row and brings nothing. Where all must be verified, it is."""
+    policy = Profit(ExactCosts(STEEP, 0.1), AcceptanceModel(), longest=4)
+
+    def draft(*, any_prefix: bool) -> int:
+        policy.draft_length(any_prefix=any_prefix)
+        for confidence in (0.999, 0.999, 0.999, 0.01):
+            policy.go_on(confidence)
+        return policy.keep(4)
+
+    assert draft(any_prefix=True) == 3
+    assert draft(any_prefix=False) == 4
+    policy.observe(4, 3)
+    assert (policy.last.drafted, policy.last.verified) == (4, 4)
+
+
+def test_a_draft_that_nobody_told_of_can_still_be_kept() -> None:
+    policy = Profit(ExactCosts(FLAT, 0.1), PositionModel(), stepwise=False)
+    length = policy.draft_length()
+    assert policy.keep(length) == length
+    policy.observe(length, length)
+    assert policy.last.expected > 1
+
+
+def test_a_sure_drafter_is_expected_to_stay_sure() -> None:
+    model = AcceptanceModel()
+    sure, unsure = model.kind(0.999, 0), model.kind(0.3, 0)
+    for _ in range(30):
+        model.observe([sure, sure, sure], 3, 3)
+        model.observe([unsure, unsure], 2, 1)
+    known = model.forecast(4)
+    assert known.further.shape == (5, 13)
+    assert known.further[4][sure] > 2 * known.further[4][unsure]
+    assert known.follows.sum(axis=1) == pytest.approx(1)
+    assert known.first.sum() == pytest.approx(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 12), max_size=12), st.integers(0, 12), st.integers(0, 12)), max_size=40))
+def test_what_was_learned_survives_being_written_down(rounds) -> None:
+    model = AcceptanceModel()
+    for kinds, verified, accepted in rounds:
+        verified = min(verified, len(kinds))
+        model.observe(kinds, verified, min(accepted, verified))
+    again = AcceptanceModel.from_json(json.loads(json.dumps(model.to_json())))
+    assert again is not None
+    before, after = model.forecast(12), again.forecast(12)
+    assert after.stands == pytest.approx(before.stands, abs=1e-6)
+    assert after.further == pytest.approx(before.further, abs=1e-5)
+    assert not again.observed
+
+
+def test_drafts_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
+    def stands(memory: DraftMemory) -> float:
+        return float(memory.model.forecast(1).stands[8])
+
+    memory = DraftMemory(["pair", "split"], tmp_path / "new")
+    memory.save()
+    assert not (tmp_path / "new").exists(), "nothing was learned"
+    for _ in range(50):
+        memory.model.observe([8], 1, 0)
+    memory.save()
+    assert stands(DraftMemory(["pair", "split"], tmp_path / "new")) == pytest.approx(stands(memory))
+    assert stands(DraftMemory(["pair", "dense"], tmp_path / "new")) > 0.8
+    path = tmp_path / "new" / "drafts.json"
+    written = json.loads(path.read_text())
+    (key,) = written
+    good = written[key]
+    for damage in (
+        {"seen": [1]},
+        3,
+        {**good, "seen": ["x"] * 13},
+        {**good, "stood": [1e5] * 13},
+        {**good, "first": [-1.0] * 13},
+        {**good, "follows": [[1e300] * 13] * 13},
+        {**good, "first": [float("nan")] * 13},
+    ):
+        path.write_text(json.dumps({key: damage}))
+        assert stands(DraftMemory(["pair", "split"], tmp_path / "new")) > 0.8
+
+
+@pytest.mark.parametrize("curve", ["linear", "repacked"])
+def test_it_finds_its_way_back_when_the_domain_changes(curve: str) -> None:
+    costs = ExactCosts(CURVES[curve], 1.0)
+    easy, hard = (max(static_rates(curve, 1.0, p)) for p in (0.85, 0.3))
     oracle = 2 / (1 / easy + 1 / hard)
     rates = [rate(costs, Profit(costs, AcceptanceModel()), lambda n: 0.85 if n // 150 % 2 == 0 else 0.3, 1200, s) for s in range(SEEDS)]
     assert statistics.mean(rates) > 0.95 * oracle
@@ -86,20 +179,20 @@ def test_it_finds_its_way_back_when_the_domain_changes() -> None:
 
 def test_the_cheap_batches_of_a_curve_are_found() -> None:
     """Four rows cost less than two or three on the repacked curve: so drafts of 3, or 2 and a row that is thrown away."""
-    policy = Profit(ExactCosts(REPACKED, 0.3), AcceptanceModel(prior=0.7), stepwise=False)
+    policy = Profit(ExactCosts(REPACKED, 0.3), PositionModel(prior=0.7), stepwise=False)
     assert policy.draft_length() == 3
     assert [policy.padding(n) for n in range(4)] == [0, 2, 1, 0]
 
 
 def test_where_one_row_is_dear_even_plain_decoding_pads() -> None:
-    policy = Profit(ExactCosts(NOT_REPACKED, 40.0), AcceptanceModel(prior=0.05))
+    policy = Profit(ExactCosts(NOT_REPACKED, 40.0), PositionModel(prior=0.05), stepwise=False)
     assert policy.draft_length() == 0
     assert policy.padding(0) == 1
 
 
 def test_a_sure_drafter_is_followed_further_than_an_unsure_one() -> None:
     def drafted(confidence: float) -> int:
-        policy = Profit(ExactCosts(LINEAR, 0.5), AcceptanceModel(prior=0.8))
+        policy = Profit(ExactCosts(LINEAR, 0.5), AcceptanceModel())
         policy.draft_length()
         count = 1
         while policy.go_on(confidence) and count < 12:
@@ -111,12 +204,13 @@ def test_a_sure_drafter_is_followed_further_than_an_unsure_one() -> None:
 
 def test_confidence_counts_for_what_it_proved_to_be() -> None:
     model = AcceptanceModel()
-    assert model.drafted(0.97) > 0.9
+    sure, unsure = model.kind(0.97, 0), model.kind(0.25, 0)
+    assert model.forecast(1).stands[sure] > 0.9
     for _ in range(60):
-        model.observe(1, 0, [0.97])
-        model.observe(1, 1, [0.25])
-    assert model.drafted(0.97) < 0.2
-    assert model.drafted(0.25) > 0.8
+        model.observe([sure], 1, 0)
+        model.observe([unsure], 1, 1)
+    assert model.forecast(1).stands[sure] < 0.2
+    assert model.forecast(1).stands[unsure] > 0.8
 
 
 def test_where_drafts_are_useless_it_only_listens_and_within_its_budget() -> None:
@@ -139,12 +233,12 @@ def test_where_drafts_are_useless_it_only_listens_and_within_its_budget() -> Non
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.floats(0.001, 100), min_size=13, max_size=13), st.floats(1e-9, 50), st.integers(0, 12),
-    st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=120), st.booleans(),
+    st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=120), st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, happenings, stepwise) -> None:
-    policy = Profit(ExactCosts(verify, step), AcceptanceModel(), longest=longest, stepwise=stepwise)
+def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, happenings, stepwise, any_prefix) -> None:
+    policy = Profit(ExactCosts(verify, step), AcceptanceModel() if stepwise else PositionModel(), longest=longest, stepwise=stepwise)
     for confidence, stands in happenings:
-        length = policy.draft_length()
+        length = policy.draft_length(any_prefix=any_prefix)
         assert 0 <= length <= longest
         drafted = 0
         while drafted < length:
@@ -155,6 +249,10 @@ def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, hap
             assert length == 1
             policy.hear(stands)
             drafted = 0
+        verified = policy.keep(drafted)
+        assert 0 <= verified <= drafted
+        assert verified == drafted or any_prefix
+        drafted = verified
         assert drafted + 1 <= drafted + 1 + policy.padding(drafted) <= longest + 1
         policy.observe(drafted, drafted if stands else 0)
         assert policy.last is not None
@@ -167,7 +265,7 @@ def test_output_with_profit_is_plain_decoding_s_own(seed: int, verify: tuple[flo
 
     dice = random.Random(seed)
     session = make_session(lambda context, _: next_token(context) if dice.random() >= wrong else 0)
-    policy = Profit(ExactCosts(verify, 1.0), AcceptanceModel(), stepwise=False)
+    policy = Profit(ExactCosts(verify, 1.0), PositionModel(), stepwise=False)
     generation = session.generate([1, 2, 3], max_tokens=50, policy=policy)
     list(generation.rounds())
     assert generation.tokens == plain_greedy([1, 2, 3], 50)
@@ -219,7 +317,7 @@ def test_requests_that_share_a_forward_draft_no_further_than_the_batch_of_all_pa
     """On a steep curve drafts pay for one request, hardly for four: their rows make one batch."""
 
     def planned(costs: ExactCosts, requests: int) -> int:
-        policy = Profit(costs, AcceptanceModel(prior=0.7), stepwise=False)
+        policy = Profit(costs, PositionModel(prior=0.7), stepwise=False)
         return policy.draft_length(requests)
 
     free_rows = ExactCosts((10.0,) * 13, 0.1)

@@ -59,6 +59,8 @@ def rate(
         if policy.listening:
             policy.hear(accepted > 0)
             drafted = accepted = 0
+        drafted = policy.keep(drafted)
+        accepted = min(accepted, drafted)
         rows = drafted + 1 + policy.padding(drafted)
         spent += costs.verify(rows)
         policy.timed(Timing(length=emitted, steps=drafted, draft_seconds=0.0, rows=rows, verify_seconds=costs.verify(rows)))

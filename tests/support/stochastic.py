@@ -13,7 +13,7 @@ import numpy as np
 
 from edge_runtime.backends.base import Choose, GoOn, Logits
 from edge_runtime.decode import Decoding, decode
-from edge_runtime.policies import Fixed
+from edge_runtime.policies import DraftLengthPolicy, Fixed
 from edge_runtime.rules import AcceptanceRule
 from edge_runtime.sampling import Sampler, SamplingParams
 from scripted import ScriptedTarget
@@ -59,12 +59,15 @@ class StochasticDrafter:
             if self._support:
                 tokens = np.array(self._support(context), dtype=np.int32)
                 logits = logits[tokens]
+            sure = 1 / float(np.exp(logits - logits.max()).sum())
             best = int(logits.argmax()) if tokens is None else int(tokens[logits.argmax()])
             chosen = choose(logits, tokens) if choose else best
             logits.fill(np.nan)
             if chosen is None:
                 break
             context.append(chosen)
+            if go_on is not None and not go_on(sure):
+                break
         return context[self._target.length + 1 :]
 
     def close(self) -> None:
@@ -79,14 +82,14 @@ class CertainDrafter(StochasticDrafter):
 
 
 def write(
-    target: StochasticTarget, drafter: StochasticDrafter | None, prompt: Sequence[int], rule: AcceptanceRule, *, length: int, tokens: int,
-    ends: Callable[[int], bool] = lambda _: False,
+    target: StochasticTarget, drafter: StochasticDrafter | None, prompt: Sequence[int], rule: AcceptanceRule, *, length: int = 0, tokens: int,
+    ends: Callable[[int], bool] = lambda _: False, policy: DraftLengthPolicy | None = None,
 ) -> tuple[int, ...]:  # fmt: skip
-    """One request through the loop, on an empty cache."""
+    """One request through the loop, on an empty cache; drafts of `length`, or of what a policy says."""
     target.rollback(0)
     target.prefill(prompt[:-1])
     emitted: list[int] = []
-    for one in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=tokens, rule=rule, ends=ends)):
+    for one in decode(target, drafter, Decoding(target, prompt[-1], policy or Fixed(length), max_tokens=tokens, rule=rule, ends=ends)):
         emitted += one.tokens
         assert target.cache == [*prompt, *emitted][:-1]
     return tuple(emitted)
