@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edge_runtime.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.cost_curve import MAX_ROWS, CostCurve, MeasuredCosts
-from edge_runtime.cost_probe import measure_costs, remember_costs, remembered_costs
+from edge_runtime.cost_probe import measure_costs, remember_costs, remembered_costs, steady
 from edge_runtime.draft_memory import DraftMemory
 from edge_runtime.machine_cache import MAX_REMEMBERED
 from edge_runtime.policies import Fixed, Timing
@@ -336,12 +336,22 @@ def test_measuring_asks_for_every_number_of_rows_and_leaves_nothing_behind() -> 
     assert target.length == 0
 
 
+def test_a_machine_that_is_now_faster_and_now_slower_is_measured_by_shares() -> None:
+    speeds, truth = (1.0, 1.3, 0.9, 1.1, 2.5), (10.0, 18.0, 1.0)
+    rounds = [[speed * one for one in truth] for speed in speeds]
+    rounds[1][0] *= 5  # another process, for a moment
+    figures = steady(rounds)
+    assert [figure / figures[0] for figure in figures] == pytest.approx([1.0, 1.8, 0.1])
+    assert sum(figures) == pytest.approx(0.9 * sum(truth))
+
+
 def test_costs_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
     path = tmp_path / "new" / "costs.json"
     costs = MeasuredCosts(verify=LINEAR, step=0.5)
     remember_costs(path, "a", costs)
-    again = costs.combined(MeasuredCosts(verify=tuple(2 * v if n % 2 else v / 2 for n, v in enumerate(LINEAR)), step=1.0))
-    assert (again.verify[:2], again.step, again.times) == ((LINEAR[0] / 2, LINEAR[1]), 0.5, 2)
+    busy = MeasuredCosts(verify=tuple(2 * v if n else v / 2 for n, v in enumerate(LINEAR)), step=0.1)
+    for again in (costs.combined(busy), busy.combined(costs)):
+        assert (again.verify, again.step, again.times) == (LINEAR, 0.5, 2)
     remember_costs(path, "b", MeasuredCosts(verify=FLAT, step=0.1))
     assert remembered_costs(path, "a") == costs
     assert remembered_costs(path, "c") is None

@@ -24,16 +24,13 @@ from edge_runtime.bench.sides import OurSide, Side
 from edge_runtime.bench.variants import BASELINE, OURS, our_variants, peer_variants
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.config import SpeculativeConfig
-from edge_runtime.cost_probe import TEXT, measure_costs
+from edge_runtime.cost_probe import NO_STEP, TEXT, measure_costs
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.integrity import CheckMode
 from edge_runtime.kv_types import KvType
 from edge_runtime.opening import default_threads, open_session, open_sessions
 from edge_runtime.settings import load_settings
-
-# What a step costs as measured where nothing is drafted.
-NO_STEP = 1e-9
 
 
 class Progress(Protocol):
