@@ -2,13 +2,13 @@
 
     python scripts/faults.py kill --runs 200
 
-    kill         SIGKILL at a random moment
-    interrupt    SIGINT (Ctrl-C) at a random moment
+    kill         SIGKILL at a random moment, half the time one in which the new bundle takes the old one's place
+    interrupt    SIGINT (Ctrl-C) at such a moment
     file-size    no file may grow beyond a random size (RLIMIT_FSIZE), as on a full disk
     memory       no more than a random amount of memory (RLIMIT_AS)
 
-After each: the old bundle is there, or the new one, whole; or none, if the process was killed between two renames, and then the next start
-puts the old one back. The next start leaves no temporary file. Where the process could still speak it said one sentence, with the right exit
+After each: the old bundle is there, or the new one, whole; or none, if the process was killed between the two renames of a file system that
+cannot exchange names, and then the next start puts the old one back. The next start leaves no temporary file. Where the process could still speak it said one sentence, with the right exit
 code. Linux only.
 """
 
@@ -32,6 +32,7 @@ import click
 
 from edge_export.atomic_folder import check_output
 from edge_export.cli import main as export
+from edge_export.folder_swap import exchange
 from edge_runtime.bundle import MANIFEST_NAME, open_bundle
 from edge_runtime.errors import BundleError
 
@@ -39,8 +40,13 @@ KINDS = ("kill", "interrupt", "file-size", "memory")
 # The exporter's modules are loaded, then the fault is set, so that it hits the export and not Python's start.
 PROGRAM = """
 import resource, sys
+from edge_export import atomic_folder
 from edge_export.cli import main
 import edge_export.gguf_file, edge_export.parity, llama_cpp
+def move_in(*folders, really=atomic_folder._move_in):
+    print("moving", flush=True)
+    really(*folders)
+atomic_folder._move_in = move_in
 what, amount = sys.argv[1], int(sys.argv[2])
 if what == "memory":
     amount += int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -51,6 +57,8 @@ print("ready", flush=True)
 main(sys.argv[3:], standalone_mode=True)
 """
 _MOST_SECONDS = 120
+# Within so many seconds from its beginning the new bundle is in its place and what is left of the old one removed.
+_MOVING_SECONDS = 0.01
 _LARGEST_FILE, _MOST_MEMORY = 20 << 20, 30 << 20
 
 
@@ -83,10 +91,16 @@ def one_fault(kind: str, output: Path, chance: random.Random, seconds: float) ->
         assert child.stdout is not None
         child.stdout.readline()
         if most == 0:
-            time.sleep(chance.random() * seconds)
+            if chance.random() < 0.5:
+                child.stdout.readline()
+                time.sleep(chance.random() * _MOVING_SECONDS)
+            else:
+                time.sleep(chance.random() * seconds)
             child.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGINT)
         _, errors = child.communicate(timeout=_MOST_SECONDS)
     left = _state(output, before)
+    if left == "none" and has_exchange(output.parent):
+        raise FaultError("no bundle was left, though the file system can exchange two names")
     _check_next_start(output)
     outcome = Outcome(kind=kind, left=left, code=child.returncode, said=errors.strip().splitlines()[-1] if errors.strip() else "")
     _check_words(outcome, errors)
@@ -101,6 +115,12 @@ def _state(output: Path, before: bytes) -> str:
     except BundleError as error:
         raise FaultError(f"half a bundle was left: {error}") from error
     return "old" if (output / MANIFEST_NAME).read_bytes() == before else "new"
+
+
+def has_exchange(folder: Path) -> bool:
+    """Whether two folders in this one can change places in one step."""
+    with tempfile.TemporaryDirectory(dir=folder) as one, tempfile.TemporaryDirectory(dir=folder) as other:
+        return exchange(Path(one), Path(other))
 
 
 def _check_next_start(output: Path) -> None:
