@@ -74,6 +74,13 @@ def test_without_a_backend_nothing_runs_and_the_line_to_install_it_is_there(monk
     assert "lacks llguidance>=1.9,<2" in text
 
 
+def test_without_llama_cpp_onnx_graphs_can_be_exported_and_the_screen_says_so(monkeypatch):
+    there = {"edge-mtp": "9.9", "gguf": "1", "onnx": "2", "tokenizers": "3", "huggingface_hub": "4"}
+    monkeypatch.setattr(doctor.metadata, "version", only(**there))
+    states = {name: state for name, state, _ in doctor_screen.rows(diagnosis(monkeypatch, onnx=ONNX))}
+    assert (states["export-onnx"], states["export"]) == ("ok", "missing")
+
+
 def only(**versions: str):
     def version(name: str) -> str:
         if name not in versions:
@@ -180,7 +187,7 @@ def test_a_package_that_is_not_installed_is_one_sentence(monkeypatch):
 
 
 def test_every_extra_for_users_is_looked_at():
-    assert set(doctor.EXTRAS) == set(EXTRAS) - {"train", "dev", "docs", "export-onnx"}
+    assert set(doctor.EXTRAS) == set(EXTRAS) - {"train", "dev", "docs"}
 
 
 def test_looking_changes_nothing(cache):

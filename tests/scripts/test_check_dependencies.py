@@ -83,7 +83,7 @@ def test_the_second_service_is_asked_where_the_first_knows_nothing(audit):
 def test_nobody_answers(audit, first):
     result = audit(pypi=first, osv=UNREACHABLE)
     assert result.exit_code == 0
-    assert "NOT CHECKED: advisory service unreachable" in result.output
+    assert "NOT CHECKED: no advisory service answered" in result.output
     assert "no known vulnerability" not in result.output
 
 
