@@ -109,7 +109,9 @@ def check_advisories(tool: Sequence[str], lock: Path) -> bool:
             f"{service}: knows {answer.checked} packages, not {len(answer.not_checked)} ({', '.join(answer.not_checked[:5])}, ...)"
         )
     click.echo("=" * 100)
-    click.echo(f"NOT CHECKED: no advisory service answered for all packages. Whether {lock} has known vulnerabilities was not found out here:")
+    click.echo(
+        f"NOT CHECKED: no advisory service answered for all packages. Whether {lock} has known vulnerabilities was not found out here:"
+    )
     for reason in reasons:
         click.echo(f"  {reason}")
     click.echo("  run `make audit` where pypi.org or api.osv.dev can be reached")
