@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
@@ -169,13 +169,17 @@ def campaign(kind: str, runs: int, seed: int, hear: Callable[[Outcome], None] = 
 @click.argument("kind", type=click.Choice(KINDS))
 @click.option("--runs", type=click.IntRange(min=1), default=200)
 @click.option("--seed", default=1)
-def main(kind: str, runs: int, seed: int) -> None:
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="One JSON line per fault.")
+def main(kind: str, runs: int, seed: int, output: Path | None) -> None:
     """Exports RUNS times with a fault of this KIND and prints what came of it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     counts: Counter[str] = Counter()
     said: Counter[str] = Counter()
 
     def hear(outcome: Outcome) -> None:
+        if output is not None:
+            with output.open("a", encoding="utf-8") as log:
+                log.write(json.dumps(asdict(outcome)) + "\n")
         counts[f"{outcome.left}, exit code {outcome.code}"] += 1
         said[outcome.said.partition("(")[2].partition(":")[0][:80]] += 1
 
