@@ -240,7 +240,9 @@ def run_plan(manifest: Manifest, device: str | None, phase_power: Path | None, a
 @click.option("--onnx-embedding", type=click.Choice(ONNX_WEIGHTS), help="Target's embedding and head.  [default: as its other weights]")
 @click.option("--onnx-kv", type=click.Choice(KV_KINDS), help="K/V rows of ONNX graphs.  [default: f32, the fastest]")
 @click.option(
-    "--onnx-block", type=click.Choice([str(block) for block in BLOCKS]), help="Weights of int8 and int4 that share a scale.  [default: 32]"
+    "--onnx-block",
+    type=click.Choice([str(block) for block in BLOCKS]),
+    help="Weights of int8 and int4 that share a scale.  [default: 128, for int4 with smaller blocks or 8 bits where rounding costs most; 32 with --device]",
 )
 @click.option("--device", type=click.Choice(DEVICES), help="ONNX graphs of fixed shapes: for any runtime that wants them, or for this NPU.")
 @click.option(

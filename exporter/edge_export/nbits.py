@@ -96,6 +96,16 @@ def dequantize(matrix: PackedMatrix) -> NDArray[np.float32]:
     return np.ascontiguousarray(weights.reshape(rows, -1)[:, : matrix.columns])
 
 
+def round_rows(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Rounds rows [N, K] to signed levels int8 [N, K] from -127 to 127, symmetric, with one scale for each row, float32 [N].
+
+    Raises ExportError if a weight is not finite.
+    """
+    _check_finite(weight, 0)
+    scales = np.abs(weight).max(axis=1) / np.float32(127)
+    return np.rint(weight / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8), scales
+
+
 def unpacked_levels(matrix: PackedMatrix) -> NDArray[np.uint8]:
     """Returns the levels [N, K], one to a byte."""
     return np.ascontiguousarray(_unpack(matrix.packed, matrix.spec.bits).reshape(len(matrix.packed), -1)[:, : matrix.columns])

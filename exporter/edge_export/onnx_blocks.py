@@ -16,10 +16,15 @@ from edge_export.onnx_weights import Matrix, Stored, WeightFile, WeightForm
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWeights:
-    """Everything a layer multiplies with, stored. `key_value` is whether `projection` holds K and V rows below those of Q."""
+    """Everything a layer multiplies with, stored.
+
+    `key_value` is whether it has K and V of its own; their rows are below those of Q in `projection`. V, or K that is V too, may be
+    the `value` beside it.
+    """
 
     norms: dict[str, Stored]
     projection: Matrix
+    value: Matrix | None
     key_value: bool
     output: Matrix
     gate_up: Matrix
@@ -42,16 +47,19 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, form: W
     projections = ["q_proj", *(["k_proj"] if owns else [])]
     if owns and not (model.k_eq_v and not model.is_sliding(layer)):
         projections.append("v_proj")
+    sensitive = form.sensitive or form
+    apart = projections.pop() if owns and form.sensitive else None
 
-    def matrix(*names: str) -> Matrix:
+    def matrix(*names: str, form: WeightForm = form) -> Matrix:
         return weights.matrix(checkpoint, [f"{prefix}{name}.weight" for name in names], form)
 
     return BlockWeights(
         norms={name: weights.vector(checkpoint, f"{prefix}{name}.weight") for name in norms},
         projection=matrix(*(f"self_attn.{name}" for name in projections)), key_value=owns,
+        value=matrix(f"self_attn.{apart}", form=sensitive) if apart else None,
         output=matrix("self_attn.o_proj"), gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"),
         layer_scalar=weights.vector(checkpoint, f"{prefix}layer_scalar"),
-        per_layer=(matrix("per_layer_input_gate"), matrix("per_layer_projection")) if model.per_layer_size else None,
+        per_layer=(matrix("per_layer_input_gate"), matrix("per_layer_projection", form=sensitive)) if model.per_layer_size else None,
         experts=store_experts(weights, checkpoint, prefix, form) if model.experts else None,
     )  # fmt: skip
 
@@ -112,8 +120,10 @@ class Blocks:
         if not weights.key_value:
             return projected, None
         rows = kv_heads * head_dim
-        key_is_value = weights.projection.rows == heads * head_dim + rows
-        parts = self._split(graph, projected, [heads * head_dim, *[rows] * (1 if key_is_value else 2)])
+        together = (weights.projection.rows - heads * head_dim) // rows
+        parts = self._split(graph, projected, [heads * head_dim, *[rows] * together]) if together else [projected]
+        if weights.value is not None:
+            parts.append(graph.linear(value, weights.value))
         key = self._head_norm(parts[1], graph.weight(weights.norms["self_attn.k_norm"]), kv_heads, head_dim)
         return parts[0], (key, self._head_norm(parts[-1], graph.floats([1.0] * head_dim), kv_heads, head_dim))
 
@@ -168,4 +178,4 @@ def per_layer_inputs(
     apart = graph.op("Reshape", graph.linear(embedded, projection), graph.integers([0, 0, model.layers, model.per_layer_size]))
     normed = norm(apart, graph.weight(weight), float(model.hidden_size))
     together = graph.op("Add", graph.op("Reshape", normed, graph.integers([0, 0, model.layers * model.per_layer_size])), identity)
-    return graph.ops("Split", [together, graph.integers([model.per_layer_size] * model.layers)], model.layers, axis=-1)
+    return graph.equal_parts(together, model.layers, model.per_layer_size)

@@ -6,22 +6,19 @@ All steps stand at the position of the first (transformers, Gemma4AssistantForCa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 
 from edge_export.architecture import AssistantArchitecture, TextArchitecture
-from edge_export.centroid_rows import cluster_rows
 from edge_export.checkpoint import Checkpoint
 from edge_export.onnx_attention import CacheNames, counted_kinds, declare_attention, declare_caches
 from edge_export.onnx_blocks import BlockWeights, DrafterBlocks, store_block
 from edge_export.onnx_graph import Graph
 from edge_export.onnx_kv import KvForm
+from edge_export.onnx_sparse_head import Head, sparse_head
 from edge_export.onnx_target import embed
 from edge_export.onnx_weights import Matrix, Stored, WeightFile, WeightForm
-from edge_export.split_head import token_order
-from edge_export.tensor_shapes import CENTROIDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,7 @@ class _Weights:
     after: Matrix
     layers: list[BlockWeights]
     norm: Stored
-    head: Callable[[Graph, str], tuple[str, str | None]]
+    head: Head
 
 
 def write_drafter(
@@ -76,7 +73,7 @@ def _stored(checkpoint: Checkpoint, weights: WeightFile, table: Matrix, form: We
         after=weights.matrix(checkpoint, ["post_projection.weight"], form),
         layers=[store_block(weights, checkpoint, layer, form) for layer in range(model.layers)],
         norm=weights.vector(checkpoint, "model.norm.weight"),
-        head=_sparse_head(checkpoint, weights, head_form) if model.ordered_embeddings else _dense_head(checkpoint, weights, head_form),
+        head=sparse_head(checkpoint, weights, head_form) if model.ordered_embeddings else _dense_head(checkpoint, weights, head_form),
     )  # fmt: skip
 
 
@@ -127,33 +124,11 @@ def _if_wanted(graph: Graph, values: str | None, kind: str) -> str:
     return graph.op("If", "with_scores", then_branch=wanted, else_branch=unwanted)
 
 
-def _dense_head(checkpoint: Checkpoint, weights: WeightFile, form: WeightForm) -> Callable[[Graph, str], tuple[str, str | None]]:
+def _dense_head(checkpoint: Checkpoint, weights: WeightFile, form: WeightForm) -> Head:
     """All tokens are candidates."""
     table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], form)
 
     def head(graph: Graph, value: str) -> tuple[str, str | None]:
         return graph.op("Reshape", graph.linear(value, table), graph.integers([table.rows])), None
-
-    return head
-
-
-def _sparse_head(checkpoint: Checkpoint, weights: WeightFile, form: WeightForm) -> Callable[[Graph, str], tuple[str, str | None]]:
-    """The tokens of the best centroids are candidates (Gemma4AssistantMaskedEmbedder); a centroid's output rows lie in one piece."""
-    model = checkpoint.assistant
-    order = token_order(checkpoint)
-    tokens = weights.array(order.astype("<i4").reshape(model.centroids, -1), "i32")
-    rows = weights.matrix_of(
-        cluster_rows(checkpoint, order), "model.embed_tokens.weight", model.vocab_size, model.hidden_size, form
-    ).regrouped(model.centroids)
-    centroids = weights.matrix(checkpoint, [CENTROIDS], WeightForm(kind="f32"))
-
-    def head(graph: Graph, value: str) -> tuple[str, str | None]:
-        shares = graph.op("Reshape", graph.linear(value, centroids), graph.integers([model.centroids]))
-        _, best = graph.ops("TopK", [shares, graph.integers([model.top_centroids])], 2, sorted=0)
-        near = graph.op("Reshape", graph.gather(rows, best), graph.integers([-1, model.hidden_size]))
-        column = graph.op("Reshape", value, graph.integers([model.hidden_size, 1]))
-        scores = graph.op("Reshape", graph.op("MatMul", near, column), graph.integers([-1]))
-        ids = graph.op("Reshape", graph.op("Gather", graph.weight(tokens), best, axis=0), graph.integers([-1]))
-        return scores, graph.op("Cast", ids, to=7)
 
     return head

@@ -11,14 +11,14 @@ from typing import Any
 
 from edge_export.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.importance import Importance
-from edge_export.nbits import WeightSpec
 from edge_export.onnx_attention import reads_rows
 from edge_export.onnx_drafter import write_drafter
+from edge_export.onnx_forms import head_form, quantization_name, table_form, weight_form
 from edge_export.onnx_graph import OPSET
 from edge_export.onnx_kv import KvForm, fit_scales, store_kv
-from edge_export.onnx_request import OnnxPart, OnnxRequest, OnnxWeights, check_onnx_sources
+from edge_export.onnx_request import OnnxPart, OnnxRequest, check_onnx_sources
 from edge_export.onnx_target import TargetForms, write_target
-from edge_export.onnx_weights import WeightFile, WeightForm
+from edge_export.onnx_weights import WeightFile
 from edge_export.parity import ReferenceRequest
 from edge_export.parity_onnx import OnnxPair, OnnxParityRequest, measure_onnx_parity, measure_rows, onnx_why_not
 from edge_export.sources import ResolvedSource
@@ -41,7 +41,7 @@ def write_onnx(
     """
     check_onnx_sources(target, drafter)
     first, second = target.checkpoint, drafter.checkpoint
-    forms = TargetForms(layers=_form(request.target, request), embedding=_form(request.embedding or request.target, request))
+    forms = TargetForms(layers=weight_form(request.target, request), embedding=table_form(request))
     paths = {
         role: folder / f"{role.replace('_', '-')}-{quantization_name(role, request)}.onnx" for role in ("target", "target_head", "drafter")
     }
@@ -52,7 +52,7 @@ def write_onnx(
     with WeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
         contrib_ops |= write_drafter(
             first.architecture, layout.drafter_sources, second, weights, paths["drafter"], table=table,
-            form=_form(request.drafter, request), head_form=_head_form(request), kv=forms.kv,
+            form=weight_form(request.drafter, request), head_form=head_form(request), kv=forms.kv,
         )  # fmt: skip
     parts: list[OnnxPart] = [(role, path, "onnx", quantization_name(role, request)) for role, path in paths.items()]
     parts += [(f"{role}_data", path, "onnx_data", quantization_name(role, request)) for role, path in data.items()]
@@ -80,7 +80,7 @@ def compare(
     Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
     """
     model, reference = target.checkpoint.architecture, onnx_reference(target, drafter, threads)
-    plain_request = OnnxRequest(target="f32", drafter="f32", block=request.block)
+    plain_request = OnnxRequest(target="f32", drafter="f32")
     reason = onnx_why_not(reference)
     if reason is None and request != plain_request:
         free, needed = shutil.disk_usage(folder).free, 4 * reference.parameters
@@ -112,23 +112,6 @@ def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int
         target_folder=target.path, drafter_folder=drafter.path, tokenizer_folder=target.tokenizer_folder,
         parameters=target.checkpoint.parameters + drafter.checkpoint.parameters, window=model.window, context=model.context, threads=threads,
     )  # fmt: skip
-
-
-def _form(weights: OnnxWeights, request: OnnxRequest) -> WeightForm:
-    if weights == "f32" or weights == "f16":
-        return WeightForm(kind=weights)
-    return WeightForm(kind="blocks", spec=WeightSpec(bits=8 if weights == "int8" else 4, block=request.block))
-
-
-def _head_form(request: OnnxRequest) -> WeightForm:
-    """The drafter's output rows have 8 bits at least: they are few, and a wrong row is a wrong draft."""
-    return _form("int8" if request.drafter == "int4" else request.drafter, request)
-
-
-def quantization_name(role: str, request: OnnxRequest) -> str:
-    """What the manifest calls a file's weights."""
-    weights = request.drafter if role == "drafter" else request.target
-    return f"{weights}-b{request.block}" if weights in ("int8", "int4") else weights
 
 
 def onnx_facts(target: ResolvedSource, contrib_ops: set[str]) -> OnnxGraphs:

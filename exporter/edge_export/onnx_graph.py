@@ -115,6 +115,11 @@ class Graph:
             gather_axis=0, quantize_axis=1,
         )  # fmt: skip
 
+    def equal_parts(self, value: str, parts: int, each: int) -> list[str]:
+        """Cuts the last axis, `parts` times `each`, into parts. No sizes are read, so that they may be as many as there are layers."""
+        del each
+        return self.ops("Split", [value], parts, axis=-1, num_outputs=parts)
+
     def fresh(self, stem: str) -> str:
         """A name that is not taken in the model."""
         self._root._count += 1

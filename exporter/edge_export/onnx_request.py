@@ -22,6 +22,8 @@ Device = Literal["static", "openvino-npu", "qnn"]
 DEVICES: tuple[Device, ...] = get_args(Device)
 # What a device's weights are where nothing else is asked for. QNN's compiler fails on whole numbers beside per-layer embeddings.
 DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qnn": {"target": "f16", "drafter": "f16"}}
+# Blocks where none are asked for: what costs least time; what shapes that stay fixed were tried with.
+_BLOCK, _STATIC_BLOCK = 128, 32
 # Role, path, format and quantization of a file in the bundle.
 OnnxPart = tuple[str, Path, str, str | None]
 # Bytes per weight, with a float32 scale for each block of 32.
@@ -32,16 +34,28 @@ _BYTES: dict[OnnxWeights, float] = {"f32": 4.0, "f16": 2.0, "int8": 1.125, "int4
 class OnnxRequest:
     """How the two models' weights are stored; `block` is that of int8 and int4. `embedding` None: as the target's other weights.
 
+    `block` None: 128; in graphs of open shapes int4 is then *mixed*, with smaller blocks or 8 bits for the few weights whose rounding
+    costs most (`onnx_forms`).
+
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
     `kv` is how K/V rows are kept. With a `device` the graphs have fixed shapes and plain operators (docs/npu.md).
     """
 
     target: OnnxWeights = "int4"
     drafter: OnnxWeights = "int8"
-    block: Block = 32
+    block: Block | None = None
     embedding: OnnxWeights | None = None
     device: Device | None = None
     kv: KvKind = "f32"
+
+    @property
+    def block_size(self) -> int:
+        """How many weights share a scale, for all that is not mixed."""
+        return self.block or (_BLOCK if self.device is None else _STATIC_BLOCK)
+
+    def mixed(self, weights: OnnxWeights) -> bool:
+        """Whether such weights are mixed."""
+        return weights == "int4" and self.block is None and self.device is None
 
     @property
     def weighed(self) -> set[str]:

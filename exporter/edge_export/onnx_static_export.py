@@ -16,7 +16,8 @@ from edge_export.checkpoint import Checkpoint
 from edge_export.errors import ExportError
 from edge_export.importance import Importance
 from edge_export.nbits import WeightSpec
-from edge_export.onnx_export import onnx_facts, onnx_reference, paths_of, quantization_name
+from edge_export.onnx_export import onnx_facts, onnx_reference, paths_of
+from edge_export.onnx_forms import quantization_name
 from edge_export.onnx_request import OnnxPart, OnnxRequest, OnnxWeights, check_onnx_sources
 from edge_export.onnx_static_blocks import Shape
 from edge_export.onnx_static_models import store_drafter, store_target, write_drafter_graph, write_target_graph
@@ -145,7 +146,7 @@ def _form(weights: OnnxWeights, request: OnnxRequest) -> WeightForm:
         return WeightForm(kind=weights)
     if request.device == "qnn":
         return ChannelForm(kind="blocks")
-    return WeightForm(kind="blocks", spec=WeightSpec(bits=8 if weights == "int8" else 4, block=request.block))
+    return WeightForm(kind="blocks", spec=WeightSpec(bits=8 if weights == "int8" else 4, block=request.block_size))
 
 
 def _label(role: str, request: OnnxRequest) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.errors import ExportError
-from edge_export.nbits import quantize_matrix, unpacked_levels
+from edge_export.nbits import quantize_matrix, round_rows, unpacked_levels
 from edge_export.onnx_graph import Graph
 from edge_export.onnx_weights import Matrix, Stored, ValueType, WeightFile, WeightForm
 
@@ -68,6 +68,10 @@ class PlainGraph(Graph):
             return product
         before, after = self._ranges[name]
         return self._rounded(self.op("MatMul", self._rounded(value, before), self._dense(matrix)), after)
+
+    def equal_parts(self, value: str, parts: int, each: int) -> list[str]:
+        """The same with sizes, as NPU compilers were seen to take it."""
+        return self.ops("Split", [value, self.integers([each] * parts)], parts, axis=-1)
 
     def _rounded(self, value: str, seen: Range) -> str:
         scaling = self.floats(float(seen.scale)), self._constant(np.asarray(seen.zero_point))
@@ -145,12 +149,8 @@ def _quantized(
     if form.spec is not None:
         packed = quantize_matrix(piece, form.spec, importance)
         return unpacked_levels(packed).astype(np.int16) - (1 << (form.spec.bits - 1)), packed.scales
-    most = 127
-    if not np.isfinite(piece).all():
-        raise ExportError("a matrix holds weights that are not finite; such weights cannot be quantized")
-    scales = np.abs(piece).max(axis=1, keepdims=True) / np.float32(most)
-    divisor = np.where(scales > 0, scales, 1)
-    return np.rint(piece / divisor).astype(np.int16), scales
+    levels, scales = round_rows(piece)
+    return levels.astype(np.int16), scales[:, None]
 
 
 def _whole_rows(chunks: Iterable[NDArray[Any]], columns: int) -> Iterator[NDArray[Any]]:

@@ -89,9 +89,11 @@ def _per_layer(
 def _head(model: TextArchitecture, weights: Matrix) -> Graph:
     graph = Graph("head")
     hidden = graph.input("hidden", "f32", (1, "tokens", model.hidden_size))
-    logits = graph.linear(hidden, weights)
-    if model.logit_softcap is not None:
+    if model.logit_softcap is None:
+        logits = graph.linear(hidden, weights)
+    else:
+        # The hidden row is divided, which is short, in place of the logits.
         cap = graph.floats(model.logit_softcap)
-        logits = graph.op("Mul", graph.op("Tanh", graph.op("Div", logits, cap)), cap)
+        logits = graph.op("Mul", graph.op("Tanh", graph.linear(graph.op("Div", hidden, cap), weights)), cap)
     graph.output(graph.op("Identity", logits, name="logits"), "f32", (1, "tokens", model.vocab_size))
     return graph

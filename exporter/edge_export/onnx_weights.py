@@ -27,10 +27,14 @@ _PIECE_WEIGHTS = 2 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class WeightForm:
-    """How matrices are stored: as "f32", as "f16", or in blocks of whole numbers by `spec`."""
+    """How matrices are stored: as "f32", as "f16", or in blocks of whole numbers by `spec`.
+
+    `sensitive` is the form of a layer's few weights whose rounding costs most, where that is another.
+    """
 
     kind: Literal["f32", "f16", "blocks"]
     spec: WeightSpec | None = None
+    sensitive: WeightForm | None = None
 
     def for_columns(self, columns: int) -> WeightForm:
         """The form of a matrix with so many columns: float32 where they make no whole blocks."""
@@ -100,6 +104,14 @@ class WeightFile:
         self._write(stored, 0, values)
         return stored
 
+    def pieces(self, pieces: Iterable[NDArray[Any]], kind: ValueType, shape: tuple[int, ...]) -> Stored:
+        """Stores an array of this shape that comes piece by piece."""
+        stored = self._reserve(kind, shape)
+        written = 0
+        for piece in pieces:
+            written += self._write(stored, written, piece)
+        return stored
+
     def vector(self, checkpoint: Checkpoint, name: str, factor: float = 1.0) -> Stored:
         """Stores a tensor of the checkpoint as float32, multiplied by `factor`."""
         pieces = [np.array(piece) for piece in read_float_chunks(checkpoint.tensors[name], "f32")]
@@ -141,10 +153,7 @@ class WeightFile:
         return None if found is None else found[index]
 
     def _plain(self, pieces: Iterator[NDArray[Any]], rows: int, columns: int, form: WeightForm) -> Matrix:
-        stored = self._reserve("f16" if form.kind == "f16" else "f32", (rows, columns))
-        written = 0
-        for piece in pieces:
-            written += self._write(stored, written, piece)
+        stored = self.pieces(pieces, "f16" if form.kind == "f16" else "f32", (rows, columns))
         return Matrix(rows=rows, columns=columns, form=form, values=stored)
 
     def _blocks(

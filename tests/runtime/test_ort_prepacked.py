@@ -42,7 +42,7 @@ def test_packed_once_then_mapped_with_the_same_tokens(onnx_pair: Bundles, cache:
     maps = Path("/proc/self/maps")
     with open_session(onnx_pair("int4"), threads=1, keep_packed=True):
         if maps.is_file():
-            assert "target-int4-b32.packed" in maps.read_text()
+            assert "target-int4-mixed.packed" in maps.read_text()
 
 
 def test_packed_weights_that_would_be_misread_are_not_used(onnx_pair: Bundles, cache: Path) -> None:
@@ -79,7 +79,7 @@ def test_what_another_cpu_packed_is_replaced(onnx_pair: Bundles, cache: Path, mo
 @pytest.mark.parametrize("text", ["", "[]", "{" * 10000, '{"cpu": 1}'])
 def test_a_damaged_record_is_as_good_as_none(text: str, onnx_pair: Bundles, cache: Path) -> None:
     wanted = tokens_of(onnx_pair("int4"), [])
-    next(cache.glob("*/target-int4-b32/record.json")).write_text(text)
+    next(cache.glob("*/target-int4-mixed/record.json")).write_text(text)
     said: list[str] = []
     assert tokens_of(onnx_pair("int4"), said) == wanted
     assert any("packed anew" in sentence for sentence in said)

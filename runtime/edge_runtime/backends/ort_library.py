@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,13 @@ CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
 FIRST_VERSION, END_VERSION = (1, 31), (1, 32)
 # Graphs of plain operators run on 1.24 too, the newest there is for OpenVINO.
 FIRST_STATIC_VERSION = (1, 24)
+# GroupQueryAttention without its flash kernel: quicker for as few rows as a verify has, and a query's result is the same bits whatever
+# other queries come with it, which uniform rows rest on. It is read while a session is made.
+_NO_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
+# Bytes from which a saved graph's tensors lie outside it. onnxruntime begins a tensor without a packed form on a cache line, one with it
+# wherever the last one's packed form ended: so scales, of which each matrix has some, have to lie between them. Shapes have to lie
+# in the graph.
+_LEAST_OUTSIDE = "128"
 # Only what ends the process (4: fatal) is written to standard error; what fails is raised.
 _SEVERITY = 4
 
@@ -122,7 +131,7 @@ def _packed(path: Path, options: SessionOptions) -> Path:
     def save(destination: Path, data_name: str) -> bool:
         _open(path, options, {
             "session.optimized_model_external_initializers_file_name": data_name,
-            "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+            "session.optimized_model_external_initializers_min_size_in_bytes": _LEAST_OUTSIDE,
             "session.save_external_prepacked_constant_initializers": "1",
         }, save_to=destination)  # fmt: skip
         return well_placed(destination.read_bytes())
@@ -151,9 +160,23 @@ def _open(path: Path, options: SessionOptions, entries: Mapping[str, str] | None
     providers = [options.provider] if options.provider == CPU else [options.provider, CPU]
     details = [{"device_type": options.device} if options.device else {}, *[{}] * (len(providers) - 1)]
     try:
-        return ort.InferenceSession(str(path), settings, providers=providers, provider_options=details)
+        with _environment(_NO_FLASH, "1"):
+            return ort.InferenceSession(str(path), settings, providers=providers, provider_options=details)
     except Exception as error:
         raise BackendError(f"onnxruntime cannot open {path.name} ({_first_line(error)}); export the bundle again, or update it") from error
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """An environment variable for a while, unless the user has set it."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 class Call:
