@@ -127,7 +127,7 @@ class Replay:
             drafted += 1
             if policy.go_on is not None and not policy.go_on(place.confidences[drafted - 1]):
                 break
-        seconds = drafted * self.costs.step()
+        seconds = self.costs.draft(drafted)
         accepted = min(drafted, place.accepted)
         if policy.listening:
             policy.hear(accepted > 0)
@@ -149,7 +149,7 @@ def clairvoyant(text: Text, costs: CostCurve) -> float:
     least = [0.0] * (len(text.places) + 1)
     for place in range(len(text.places) - 1, -1, -1):
         stands = text.places[place].accepted
-        least[place] = min(k * costs.step() + costs.verify(k + 1) + least[min(place + k + 1, len(text.places))] for k in range(stands + 1))
+        least[place] = min(costs.draft(k) + costs.verify(k + 1) + least[min(place + k + 1, len(text.places))] for k in range(stands + 1))
     return least[0]
 
 

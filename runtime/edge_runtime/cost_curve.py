@@ -1,4 +1,4 @@
-"""What a round costs on this machine: a draft step, and a verify of n rows, which on real kernels is neither linear nor monotone.
+"""What a round costs on this machine: a draft of n tokens, and a verify of n rows, which on real kernels is neither linear nor monotone.
 
 Measured once for a bundle, a machine and its threads, then kept true by the timings of real rounds.
 """
@@ -16,10 +16,13 @@ from edge_runtime.policies import Timing
 MAX_ROWS = MAX_DRAFT_LENGTH + 1
 # Texts of up to this many tokens share a bucket; each further bucket is twice as long.
 FIRST_BUCKET = 512
-# How much of an observed deviation is believed at once: of a bucket's common factor, and of one number of rows.
-BUCKET_SHARE, ROWS_SHARE, STEP_SHARE = 0.1, 0.05, 0.05
+# How much of an observed deviation is believed at once: of a bucket's common factor, of one number of rows, and of a draft.
+BUCKET_SHARE, ROWS_SHARE, DRAFT_SHARE = 0.05, 0.1, 0.2
+# A deviation of a draft of one token is this much more likely the beginning's doing than the step's.
+START_VARIANCE = 4.0
 # One timing counts as at most this factor off: the rest is another process's doing.
 MOST_OFF = 2.0
+LEAST_SECONDS = 1e-9
 _GROUP = 4
 
 
@@ -29,8 +32,8 @@ class Costs(Protocol):
     def verify(self, rows: int) -> float:
         """Cost of one target forward of `rows` rows, of one or several requests, at the present length of their texts."""
 
-    def step(self, requests: int = 1) -> float:
-        """Cost of one drafted token where so many requests draft together."""
+    def draft(self, steps: int, requests: int = 1) -> float:
+        """Cost of drafting so many tokens, for one of so many requests that draft together; 0 for none."""
 
     def learn(self, timing: Timing) -> None:
         """Takes in the timings of one round."""
@@ -38,44 +41,62 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Seconds as measured after a short text: `verify[n - 1]` of n rows, and of one draft step; and how many times it was measured."""
+    """Seconds as measured after a short text, and how many times it was measured.
+
+    `verify[n - 1]` is a verify of n rows. A draft takes `start` and a `step` for each token: the drafter's weights and threads are cold
+    after a forward of the target.
+    """
 
     verify: tuple[float, ...]
     step: float
+    start: float = 0.0
     times: int = 1
+
+    def draft(self, steps: int) -> float:
+        """Seconds of drafting so many tokens."""
+        return self.start + steps * self.step if steps else 0.0
+
+    @property
+    def mean_step(self) -> float:
+        """Seconds of a token of a draft of 3: a draft step as people know it."""
+        return self.draft(3) / 3
 
     def combined(self, other: MeasuredCosts) -> MeasuredCosts:
         """The quicker measurement, whole: the machine was busier in the other, and what counts is how the figures stand to each other."""
         quicker = min(self, other, key=lambda costs: sum(costs.verify))
-        return MeasuredCosts(verify=quicker.verify, step=quicker.step, times=self.times + other.times)
+        return MeasuredCosts(verify=quicker.verify, step=quicker.step, start=quicker.start, times=self.times + other.times)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
-        return {"verify_seconds": list(self.verify), "draft_step_seconds": self.step, "times": self.times}
+        return {
+            "verify_seconds": list(self.verify), "draft_start_seconds": self.start, "draft_step_seconds": self.step, "times": self.times,
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, data: Any) -> MeasuredCosts | None:
         """Returns what `to_json` wrote, or None for anything else."""
         if not isinstance(data, Mapping):
             return None
-        verify, step = data.get("verify_seconds"), data.get("draft_step_seconds")
+        verify, step, start = data.get("verify_seconds"), data.get("draft_step_seconds"), data.get("draft_start_seconds")
         if not isinstance(verify, list) or len(verify) != MAX_ROWS or not all(map(_is_time, verify)):
             return None
         times = data.get("times")
         if not isinstance(times, int) or times < 1 or not isinstance(step, int | float) or not _is_time(step):
             return None
-        return cls(verify=tuple(map(float, verify)), step=float(step), times=times)
+        if not isinstance(start, int | float) or not (start == 0 or _is_time(start)):
+            return None
+        return cls(verify=tuple(map(float, verify)), step=float(step), start=float(start), times=times)
 
 
 class CostCurve:
-    """Measured costs, corrected by what real rounds take: per number of rows, per bucket of text length, and per draft step.
+    """Measured costs, corrected by what real rounds take: per number of rows, per bucket of text length, and per draft.
 
     What was not measured, batches of several requests, is foreseen from what was, and the first real round of a kind is believed most.
     """
 
     def __init__(self, measured: MeasuredCosts) -> None:
         self._verify = list(measured.verify)
-        self._steps = {1: measured.step}
+        self._drafts = {1: (measured.start, measured.step)}  # by requests that draft together
         self._seen: dict[tuple[str, int], int] = {}
         self._buckets = {0: 1.0}
         self._bucket = 0
@@ -86,9 +107,10 @@ class CostCurve:
             self._verify.append(foreseen(self._verify))
         return self._verify[rows - 1] * self._buckets[self._bucket]
 
-    def step(self, requests: int = 1) -> float:
-        """Seconds of one drafted token where so many requests draft together; as good as alone until it was seen."""
-        return self._steps.get(requests, self._steps[1])
+    def draft(self, steps: int, requests: int = 1) -> float:
+        """Seconds of drafting so many tokens where so many requests draft together; as good as alone until it was seen."""
+        start, step = self._drafts.get(requests, self._drafts[1])
+        return start + steps * step if steps else 0.0
 
     def learn(self, timing: Timing) -> None:
         """Takes in the timings of one round."""
@@ -100,9 +122,17 @@ class CostCurve:
                 self._buckets[self._bucket] *= off**BUCKET_SHARE
             self._verify[timing.rows - 1] *= off**share
         if timing.steps and timing.draft_seconds > 0:
-            off = _bounded(timing.draft_seconds / timing.steps / self.step(timing.requests))
-            share = self._share("steps", timing.requests, STEP_SHARE, measured=timing.requests == 1)
-            self._steps[timing.requests] = self.step(timing.requests) * off**share
+            self._learn_draft(timing.requests, timing.steps, timing.draft_seconds)
+
+    def _learn_draft(self, requests: int, steps: int, seconds: float) -> None:
+        """Moves start and step towards what a draft took, each as much as it has a part in it (normalised least mean squares)."""
+        start, step = self._drafts.get(requests, self._drafts[1])
+        foreseen = requests * start + steps * step
+        error = foreseen * (_bounded(seconds / foreseen) - 1) * self._share("draft", requests, DRAFT_SHARE, measured=requests == 1)
+        weight = START_VARIANCE * requests**2 + steps**2
+        self._drafts[requests] = (
+            max(start + error * START_VARIANCE * requests / weight, 0.0), max(step + error * steps / weight, LEAST_SECONDS)
+        )  # fmt: skip
 
     def _share(self, kind: str, number: int, least: float, *, measured: bool) -> float:
         seen = self._seen[kind, number] = self._seen.get((kind, number), 0) + 1

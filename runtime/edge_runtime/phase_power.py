@@ -72,9 +72,9 @@ class EnergyCosts:
         """Joules of one target forward of `rows` rows at the present length."""
         return self._seconds.verify(rows) * self._power.forward(rows)
 
-    def step(self, requests: int = 1) -> float:
-        """Joules of one drafted token where so many requests draft together."""
-        return self._seconds.step(requests) * self._power.draft
+    def draft(self, steps: int, requests: int = 1) -> float:
+        """Joules of drafting so many tokens, for one of so many requests that draft together."""
+        return self._seconds.draft(steps, requests) * self._power.draft
 
     def learn(self, timing: Timing) -> None:
         """Passes a round's timings on: what a phase takes changes from round to round, its power hardly."""

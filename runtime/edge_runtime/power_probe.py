@@ -12,13 +12,14 @@ from edge_devices.meters.base import Meter
 from edge_devices.system import System
 from edge_devices.watch import EnergyWatch
 from edge_runtime.backends.base import Drafter, Target
-from edge_runtime.cost_probe import STEPS, TEXT
+from edge_runtime.cost_probe import TEXT
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.machine_cache import cache_folder, read_entries, remember_entry
 from edge_runtime.phase_power import PhasePower, power_of
 
 CACHE_NAME = "power.json"
 ROWS = 4  # of the verify whose power stands for all of several rows
+STEPS = 3  # of a draft
 ROOM = 1.1  # window / the shortest that gives a figure
 
 

@@ -63,14 +63,18 @@ class Profit:
         self._model = model
         self._longest = longest
         self._stepwise = stepwise
-        self._credit = 0.0
+        # In plain rounds: what may be spent on listening, and what listening costs.
+        self._credit = self._price = 0.0
+        self._most = 0
         self._mode = "plain"
         self._forecast = model.forecast(longest)
         self._unread = 0
         self._stale = True
         self._requests = 1
         self._rows = np.zeros(longest + 1, np.intp)
+        # Of verifying n drafts, and of drafting them.
         self._row_costs: Chances = np.zeros(longest + 1)
+        self._draft_costs: Chances = np.zeros(longest + 1)
         self._tokens_reached = self._cost_reached = 0.0
         self._rate = self._plain_rate = 0.0
         self._begin(any_prefix=True)
@@ -88,6 +92,8 @@ class Profit:
     def timed(self, timing: Timing) -> None:
         """Passes a round's timings to the costs."""
         self._costs.learn(timing)
+        if self.listening and timing.verify_seconds > 0:
+            self._price = min(timing.draft_seconds / timing.verify_seconds, MOST_CREDIT)
 
     @property
     def listening(self) -> bool:
@@ -98,14 +104,17 @@ class Profit:
         """Returns the most tokens to draft now; `go_on` may end the draft earlier."""
         if requests != self._requests:
             self._requests, self._stale, self._unread = requests, True, 0
-        if self._stale:
+        stale = self._stale or any_prefix != self._any_prefix
+        if stale:
             self._weigh()
         self._begin(any_prefix=any_prefix)
-        length = self._first_length()
-        if length:
+        if stale:  # else nothing was drafted since it last said no
+            self._most = self._first_length()
+        if self._most:
             self._mode = "draft"
-            return length
-        self._mode = "listen" if self._longest and self._credit / self._plain_rate >= self._step() else "plain"
+            return self._most
+        self._price = float(self._draft_costs[1]) * self._plain_rate if self._longest else MOST_CREDIT
+        self._mode = "listen" if self._credit >= self._price else "plain"
         return int(self.listening)
 
     def _first_length(self) -> int:
@@ -132,14 +141,14 @@ class Profit:
         # Of n rows and all larger batches the cheapest.
         self._row_costs = np.minimum.accumulate(costs[::-1])[::-1]
         self._rows = np.array([n + int(costs[n:].argmin()) for n in range(len(costs))])
+        self._draft_costs = np.array([self._costs.draft(n, self._requests) for n in range(len(costs))])
         self._plain_rate = 1 / float(self._row_costs[0])
         if not self._cost_reached:
             self._foresee()
 
     def _foresee(self) -> None:
         """Before any round: the rate of the best fixed length, as far as one knows."""
-        lengths = np.arange(self._longest + 1)
-        rates = self._tokens_of_lengths() / (lengths * self._step() + self._row_costs)
+        rates = self._tokens_of_lengths() / (self._draft_costs + self._row_costs)
         self._cost_reached = FORESEEN_ROUNDS * float(self._row_costs[0])
         self._tokens_reached = float(rates.max()) * self._cost_reached
 
@@ -150,12 +159,13 @@ class Profit:
 
     def _worth_of_lengths(self) -> Chances:
         """How much more rounds of 0 to `longest` drafts are worth than a plain one."""
-        worth = self._tokens_of_lengths() - self._rate * (np.arange(self._longest + 1) * self._step() + self._row_costs)
+        worth = self._tokens_of_lengths() - self._rate * (self._draft_costs + self._row_costs)
         return np.asarray(worth - worth[0])
 
     def _gain_of_a_step(self, kinds: Chances) -> float:
         """What drafting another adds to the round's worth, if it is of these kinds [kinds] with these chances."""
-        known, drafted, step, rate = self._forecast, len(self._kinds), self._step(), self._rate
+        known, drafted, rate = self._forecast, len(self._kinds), self._rate
+        drafts = self._draft_costs[drafted + 1 :]
         chains = self._chain * known.stands
         tokens = self._tokens[-1] + chains
         worth = tokens - rate * self._row_costs[drafted + 1]
@@ -163,10 +173,10 @@ class Profit:
             worth = np.maximum(worth, self._worth)
         left = self._longest - drafted - 1
         if left:
-            spent = rate * (self._row_costs[drafted + 2 :] + step * np.arange(1, left + 1))
+            spent = rate * (self._row_costs[drafted + 2 :] + drafts[1:] - drafts[0])
             further = tokens + chains * known.further[1 : left + 1] - spent[:, None]
             worth = np.maximum(worth, further.max(axis=0))
-        return float(kinds @ worth) - rate * step - self._worth
+        return float(kinds @ worth) - rate * float(drafts[0] - self._draft_costs[drafted]) - self._worth
 
     def go_on(self, confidence: float) -> bool:
         """Hears how sure the drafter is of the token it just drafted; returns whether another pays."""
@@ -202,8 +212,7 @@ class Profit:
             self._stale = True
             self._model.observe(self._kinds, drafted, accepted)
         if self._mode != "draft":
-            self._model.fade(STALE)
-            self._credit = min(self._credit + CREDIT_PER_TOKEN, MOST_CREDIT)
+            self._credit = min(self._credit + CREDIT_PER_TOKEN, MOST_CREDIT) - (self._price if self.listening else 0.0)
         # What was foreseen says as much about the rate as what happened, and varies less.
         tokens = (self._tokens[drafted] + accepted + 1) / 2
         self._tokens_reached = RATE_KEPT * self._tokens_reached + tokens
@@ -212,13 +221,13 @@ class Profit:
     def hear(self, right: bool) -> None:
         """Learns from a round that listened: whether the draft was the token that plain decoding brought. Comes before `observe`."""
         self._stale, self._unread = True, 0
+        self._model.fade(STALE)
         self._model.observe(self._kinds[:1], 1, int(right))
-        self._credit -= self._step() * self._plain_rate
 
     def _spent(self) -> float:
         """What the round cost, by what is known of costs. Listening has an account of its own."""
         steps = 0 if self.listening else len(self._kinds)
-        return steps * self._step() + float(self._row_costs[self._verified])
+        return float(self._draft_costs[steps] + self._row_costs[self._verified])
 
     @property
     def last(self) -> Decision:
@@ -232,6 +241,3 @@ class Profit:
     def _verify(self, rows: int) -> float:
         """This request's share of a verify in which all that share it bring so many rows: their own numbers are not known yet."""
         return self._costs.verify(rows * self._requests) / self._requests
-
-    def _step(self) -> float:
-        return self._costs.step(self._requests)

@@ -60,7 +60,7 @@ def test_only_the_ratio_of_the_watts_matters(scale: float, draft: float, verify:
     def costs(factor: float) -> EnergyCosts:
         return EnergyCosts(ExactCosts(LINEAR, 2.0), PhasePower(draft=draft * factor, verify=verify * factor))
 
-    assert costs(scale).step() / costs(scale).verify(3) == pytest.approx(costs(1).step() / costs(1).verify(3))
+    assert costs(scale).draft(1) / costs(scale).verify(3) == pytest.approx(costs(1).draft(1) / costs(1).verify(3))
 
 
 @pytest.mark.parametrize("power", [PhasePower(draft=1.0, verify=9.0), PhasePower(draft=9.0, verify=6.0, plain=3.0)])
@@ -78,11 +78,11 @@ def test_it_takes_at_most_a_few_percent_more_joules_than_the_best_fixed_length(c
 def test_timings_go_to_the_seconds_below() -> None:
     seconds = CostCurve(MeasuredCosts(verify=(0.01,) * MAX_ROWS, step=0.001))
     joules = EnergyCosts(seconds, PhasePower(draft=2.0, verify=4.0, plain=3.0))
-    assert (joules.verify(1), joules.verify(2), joules.step()) == (pytest.approx(0.03), pytest.approx(0.04), pytest.approx(0.002))
+    assert (joules.verify(1), joules.verify(2), joules.draft(1)) == (pytest.approx(0.03), pytest.approx(0.04), pytest.approx(0.002))
     for _ in range(200):
         joules.learn(Timing(length=10, steps=1, draft_seconds=0.002, rows=2, verify_seconds=0.02))
     assert joules.verify(2) == pytest.approx(0.08, rel=0.05)
-    assert joules.step() == pytest.approx(0.004, rel=0.05)
+    assert joules.draft(1) == pytest.approx(0.004, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_by_a_meters_power_the_fewest_joules_take_other_drafts_than_the_most_tok
     joules, accept = EnergyCosts(seconds, power), 0.7
 
     def per_token(costs: Costs, length: int) -> float:
-        return (costs.verify(length + 1) + length * costs.step()) / sum(accept**i for i in range(length + 1))
+        return (costs.verify(length + 1) + costs.draft(length)) / sum(accept**i for i in range(length + 1))
 
     assert per_token(joules, by_energy) < per_token(joules, by_time)
     assert per_token(seconds, by_time) < per_token(seconds, by_energy)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edge_runtime.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.cost_curve import MAX_ROWS, CostCurve, MeasuredCosts
-from edge_runtime.cost_probe import measure_costs, remember_costs, remembered_costs, steady
+from edge_runtime.cost_probe import measure_costs, remember_costs, remembered_costs, start_and_step, steady
 from edge_runtime.draft_memory import DraftMemory
 from edge_runtime.machine_cache import MAX_REMEMBERED
 from edge_runtime.policies import Fixed, Timing
@@ -227,7 +227,7 @@ def test_where_drafts_are_useless_it_only_listens_and_within_its_budget() -> Non
         policy.observe(length, 0)
         modes.append(policy.last.mode)
     assert modes[-100:].count("draft") == 0
-    assert 0 < modes.count("listen") <= 500 * 0.01 * costs.verify(1) / costs.step() + 1
+    assert 0 < modes.count("listen") <= 500 * 0.01 * costs.verify(1) / costs.draft(1) + 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -276,14 +276,41 @@ def test_costs_follow_what_rounds_really_take() -> None:
     for _ in range(100):
         curve.learn(took(length=100, rows=4, verify=2 * LINEAR[3], steps=3, draft=9.0))
     assert curve.verify(4) == pytest.approx(2 * LINEAR[3], rel=0.05)
-    assert curve.step() == pytest.approx(3.0, rel=0.05)
+    assert curve.draft(3) == pytest.approx(9.0, rel=0.05)
+
+
+def test_what_begins_a_draft_is_told_from_what_each_token_takes() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    for _ in range(100):
+        for steps in (1, 3, 8):
+            curve.learn(took(rows=0, steps=steps, draft=2.0 + 0.5 * steps))
+    assert [curve.draft(n) for n in (0, 1, 8)] == [0.0, pytest.approx(2.5, rel=0.05), pytest.approx(6.0, rel=0.05)]
+    assert start_and_step([0, 1, 2, 3], [9.0, 2.5, 3.0, 3.5]) == (pytest.approx(2.0), pytest.approx(0.5))
+    assert start_and_step([0, 1, 2], [0.0, 0.4, 0.8]) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.4))
+    assert start_and_step([0, 0], [1.0, 1.0])[1] < 1e-6, "a drafter that drafts nothing costs nothing"
+
+
+def test_listening_pays_for_what_beginning_a_draft_takes() -> None:
+    """A drafter whose first token costs as much as a verify is listened to once in a hundred tokens."""
+    costs = CostCurve(MeasuredCosts(verify=STEEP, step=1.0, start=19.0))
+    policy = Profit(costs, AcceptanceModel())
+    heard = 0
+    for _ in range(1000):
+        length = policy.draft_length()
+        if length:
+            policy.go_on(0.02)
+        if policy.listening:
+            heard += 1
+            policy.hear(False)
+        policy.observe(policy.keep(length) if not policy.listening else 0, 0)
+    assert 5 <= heard <= 11
 
 
 def test_a_hiccup_moves_costs_a_little_only() -> None:
     curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
     curve.learn(took(length=100, rows=4, verify=1e6, steps=3, draft=1e6))
     assert curve.verify(4) < 1.2 * LINEAR[3]
-    assert curve.step() < 1.1
+    assert curve.draft(3) < 3.7
 
 
 def test_longer_texts_have_costs_of_their_own() -> None:
@@ -310,7 +337,8 @@ def test_the_first_real_batch_of_several_requests_is_believed_most() -> None:
         curve.learn(took(rows=20, verify=1.8 * foreseen, steps=6, draft=3.0, requests=2))
     assert curve.verify(20) == pytest.approx(1.8 * foreseen, rel=0.1)
     assert curve.verify(4) == LINEAR[3], "and says nothing about smaller ones"
-    assert (curve.step(1), curve.step(2)) == (1.0, pytest.approx(0.5, rel=0.1))
+    assert curve.draft(3) == 3.0
+    assert 2 * curve.draft(3, 2) == pytest.approx(3.0, rel=0.15)
 
 
 def test_requests_that_share_a_forward_draft_no_further_than_the_batch_of_all_pays() -> None:

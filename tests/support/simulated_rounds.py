@@ -29,8 +29,8 @@ class ExactCosts:
             known.append(foreseen(known))
         return known[rows - 1]
 
-    def step(self, requests: int = 1) -> float:
-        return self._step
+    def draft(self, steps: int, requests: int = 1) -> float:
+        return steps * self._step
 
     def learn(self, timing: Timing) -> None:
         """Exact costs have nothing to learn."""
@@ -55,15 +55,16 @@ def rate(
             confidence = min(max(chance + chances.gauss(0, 0.05), 0.001), 0.999)
             if policy.go_on is not None and not policy.go_on(confidence):
                 break
-        spent += drafted * costs.step()
+        drafting = costs.draft(drafted)
+        steps = drafted
         if policy.listening:
             policy.hear(accepted > 0)
             drafted = accepted = 0
         drafted = policy.keep(drafted)
         accepted = min(accepted, drafted)
         rows = drafted + 1 + policy.padding(drafted)
-        spent += costs.verify(rows)
-        policy.timed(Timing(length=emitted, steps=drafted, draft_seconds=0.0, rows=rows, verify_seconds=costs.verify(rows)))
+        spent += drafting + costs.verify(rows)
+        policy.timed(Timing(length=emitted, steps=steps, draft_seconds=drafting, rows=rows, verify_seconds=costs.verify(rows)))
         policy.observe(drafted, accepted)
         emitted += accepted + 1
     return emitted / spent

@@ -24,7 +24,8 @@ from edge_runtime.bench.sides import OurSide, Side
 from edge_runtime.bench.variants import BASELINE, OURS, our_variants, peer_variants
 from edge_runtime.bundle import Bundle, open_bundle
 from edge_runtime.config import SpeculativeConfig
-from edge_runtime.cost_probe import NO_STEP, TEXT, measure_costs
+from edge_runtime.cost_curve import LEAST_SECONDS
+from edge_runtime.cost_probe import TEXT, measure_costs
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.integrity import CheckMode
@@ -179,7 +180,7 @@ class Benchmark:
             session = side.session
             rows = session.settings.longest_draft + 1
             costs = measure_costs(session.target, session.drafter, max(session.vocabulary.bos, 0), most_rows=rows)
-            step = costs.step if costs.step > NO_STEP else None
+            step = costs.mean_step if costs.step > LEAST_SECONDS else None
             yield CostCurve(drafter=kind, length=TEXT, verify_seconds=costs.verify[:rows], draft_step_seconds=step)
             self._progress.advance()
 
