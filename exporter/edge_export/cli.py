@@ -202,7 +202,7 @@ def plain_errors() -> Iterator[None]:
     except MemoryError as error:
         raise click.ClickException(OUT_OF_MEMORY) from error
     except KeyboardInterrupt:
-        click.echo("stopped; nothing was left behind", err=True)
+        click.echo("stopped; nothing unfinished was left behind", err=True)
         sys.exit(130)
 
 
