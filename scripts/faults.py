@@ -173,6 +173,7 @@ def campaign(kind: str, runs: int, seed: int, hear: Callable[[Outcome], None] = 
 def main(kind: str, runs: int, seed: int, output: Path | None) -> None:
     """Exports RUNS times with a fault of this KIND and prints what came of it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore Ctrl-C, children too
     counts: Counter[str] = Counter()
     said: Counter[str] = Counter()
 
