@@ -1,7 +1,7 @@
 """Does the export compute what its checkpoint computes? Runs both on the same tokens and compares.
 
 The reference is transformers in float32 on the checkpoint itself; the export runs in llama.cpp through the runtime's own backend.
-This is the only module that imports torch and transformers, and the only one of the exporter that may open a backend.
+This is the only module that imports torch and transformers, and, with parity_onnx, the only one of the exporter that may open a backend.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from edge_export.divergence import Divergence, Rows, agrees, divergence
+from edge_export.drafter_confidence import ROOM, drafter_confidence
 from edge_export.errors import ParityError
 from edge_runtime.backends.base import Drafter, Target
 from edge_runtime.errors import EdgeRuntimeError
@@ -102,11 +103,15 @@ class ParityRequest(ReferenceRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class Rowset:
-    """What one implementation gave: logits [ROWS, vocabulary], and `drafts[i]` of DRAFT_LENGTH tokens at context `contexts[i]`."""
+    """What one implementation gave: logits [ROWS, vocabulary], and `drafts[i]` of DRAFT_LENGTH tokens at context `contexts[i]`.
+
+    `confidence` is what its drafter's is worth (`drafter_confidence`).
+    """
 
     logits: Rows
     contexts: tuple[int, ...]
     drafts: tuple[tuple[int, ...], ...]
+    confidence: dict[str, Any] | None = None
 
 
 def why_not(parameters: int, library: str = "llama-cpp-python", extra: str = "llama") -> str | None:
@@ -164,7 +169,9 @@ def measure_parity(request: ParityRequest, notify: Callable[[str], None] = lambd
     except EdgeRuntimeError as error:
         raise ParityError(f"the export does not run in llama.cpp: {error}; correct that, or export with --no-verify") from error
     logits, agreements = reference_rows(request, tokens, [plain, final], as_llama=True)
-    return _judged(request, len(tokens), divergence(logits, plain.logits), divergence(logits, final.logits), agreements, plain.contexts)
+    figures = _judged(request, len(tokens), divergence(logits, plain.logits), divergence(logits, final.logits), agreements, plain.contexts)
+    figures["drafts"]["confidence"] = final.confidence
+    return figures
 
 
 def _judged(
@@ -232,7 +239,9 @@ def _export_rows(
     from edge_runtime.probe import probe_load_options
 
     answer = probe_load_options(target_path, drafter_path, list(quantizations), notify=notify)
-    options = LlamaOptions(context=len(tokens), threads=request.threads, use_extra_bufts=answer.use_extra_bufts)
+    options = LlamaOptions(
+        context=min(len(tokens) + ROOM, request.context), threads=request.threads, use_extra_bufts=answer.use_extra_bufts
+    )
     target, drafter = open_pair(target_path, drafter_path, options)
     with target:
         check_tokenizer(request, target.vocabulary.encode(TEXT, add_bos=False), "llama.cpp")
@@ -250,7 +259,8 @@ def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int]) ->
         logits.append(np.array(target.verify(tokens[end - ROWS_PER_FORWARD : end])))
         if drafter is not None:
             drafts.append(tuple(drafter.draft(tokens[end], DRAFT_LENGTH)))
-    return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts))
+    confidence = drafter_confidence(target, drafter, tokens[-1])
+    return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts), confidence=confidence)
 
 
 def check_tokenizer(request: ReferenceRequest, found: list[int], whose: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.divergence import Divergence, divergence
+from edge_export.drafter_confidence import ROOM
 from edge_export.errors import ParityError
 from edge_export.onnx_request import KvKind, OnnxWeights
 from edge_export.parity import (
@@ -77,7 +78,9 @@ def measure_onnx_parity(request: OnnxParityRequest) -> dict[str, Any]:
     except EdgeRuntimeError as error:
         raise ParityError(f"the export does not run in onnxruntime: {error}; correct that, or export with --no-verify") from error
     logits, agreements = reference_rows(request, tokens, [plain, final], as_llama=False)
-    return _judged(request, len(tokens), divergence(logits, plain.logits), divergence(logits, final.logits), agreements)
+    figures = _judged(request, len(tokens), divergence(logits, plain.logits), divergence(logits, final.logits), agreements)
+    figures["drafts"]["confidence"] = final.confidence
+    return figures
 
 
 def _judged(request: OnnxParityRequest, length: int, plain: Divergence, final: Divergence, agreements: list[float]) -> dict[str, Any]:
@@ -187,7 +190,7 @@ def _rows(request: OnnxParityRequest, files: dict[str, Path], layout: CacheLayou
         files=files, layout=layout, graphs=request.graphs, static=request.static, hidden_size=request.hidden_size,
         vocab_size=request.vocab_size, tokenizer=request.tokenizer_folder / TOKENIZER_NAME,
     )  # fmt: skip
-    target, drafter = _opened(pair, len(tokens), request.threads)
+    target, drafter = _opened(pair, min(len(tokens) + ROOM, layout.full.capacity), request.threads)
     with target:
         check_tokenizer(request, target.vocabulary.encode(TEXT, add_bos=False), "the runtime")
         return export_rowset(target, drafter, tokens)

@@ -32,8 +32,9 @@ NEARNESS = 3.0
 # observations; the place before as NEIGHBOUR_WEIGHT.
 PRIOR, PRIOR_WEIGHT, NEIGHBOUR_WEIGHT = 0.6, 2.0, 1.0
 POSITION_KEPT = 0.96
-# What was learned in an earlier use counts as at most so many observations of each sort: the text is another one now.
-RECALLED = 40.0
+# What was learned in an earlier use counts as at most so many observations of each sort: the text is another one now. What the export
+# saw of a single text counts less.
+RECALLED, EXPORTED = 40.0, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +125,8 @@ class AcceptanceModel:
         }
 
     @classmethod
-    def from_json(cls, data: object) -> Self | None:
-        """Returns what `to_json` wrote, its counts lessened to RECALLED; None for anything else."""
+    def from_json(cls, data: object, most: float = RECALLED) -> Self | None:
+        """Returns what `to_json` wrote, counted as at most so many observations of each sort; None for anything else."""
         model = cls()
         if not isinstance(data, Mapping):
             return None
@@ -135,11 +136,11 @@ class AcceptanceModel:
         )  # fmt: skip
         if seen is None or stood is None or follows is None or first is None or (stood > seen).any():
             return None
-        share = np.minimum(1.0, RECALLED / seen)
+        share = np.minimum(1.0, most / seen)
         model._seen, model._stood = seen * share, stood * share
-        model._follows = follows * np.minimum(1.0, RECALLED / follows.sum(axis=1, keepdims=True))
+        model._follows = follows * np.minimum(1.0, most / follows.sum(axis=1, keepdims=True))
         model._first = first
-        model.fade(RECALLED)
+        model.fade(most)
         return model
 
 

@@ -217,7 +217,12 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
 
 def _memory(opening: _Opening, backend: str, kind: DrafterKind) -> DraftMemory:
     """Drafts of one pair are alike on all machines, but not on both backends, whose weights differ."""
-    return DraftMemory([backend, kind, *(file.sha256 for file in opening.bundle.manifest.files)])
+    manifest = opening.bundle.manifest
+    measured = (manifest.parity or {}) if backend == "llama" else (manifest.parity or {}).get("onnx")
+    drafts = measured.get("drafts") if isinstance(measured, dict) else None
+    return DraftMemory(
+        [backend, kind, *(file.sha256 for file in manifest.files)], exported=drafts.get("confidence") if isinstance(drafts, dict) else None
+    )
 
 
 def _pair(opening: _Opening, target: Target, drafter: Drafter | None, bos: int, *facts: object) -> MeasuredPair:

@@ -112,6 +112,7 @@ def test_smaller_rows_cost_little(member: str, kv: Any, kl: float, exported: Cal
     assert ("rows" in {buffer.read for buffer in buffers}) == (member == "e2b")
     assert parity["unquantized"]["mean_kl"] < parity["quantized"]["mean_kl"] < kl
     assert parity["drafts"]["quantized_agreement"] > 0.9
+    assert sum(parity["drafts"]["confidence"]["seen"]) > 50
 
 
 def nodes_of(graph: Any) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from edge_export.divergence import agrees, divergence
 from edge_export.errors import ParityError
 from edge_export.export import ExportRequest, export_pair
 from edge_export.gguf_header import read_gguf_header
+from edge_runtime.acceptance_model import AcceptanceModel
 from settled_pair import settled
 from silent import Silent
 
@@ -48,6 +49,10 @@ def test_a_sound_export_is_measured(member: str, request_for: Callable[..., Expo
     assert 0 < plain["mean_kl"] < final["mean_kl"] < 0.05
     assert plain["greedy_agreement"] >= 0.95
     assert drafts["unquantized_agreement"] >= 0.95
+    learned = AcceptanceModel.from_json(drafts["confidence"])
+    assert learned is not None
+    stands = learned.forecast(1).stands
+    assert stands[11] > 0.9 > stands[0], "a sure drafter is right more often"
     assert len(drafts["contexts"]) == 8
     assert drafts["contexts"][0] > 32, "the first draft already stands past the sliding window"
     assert set(result["versions"]) == {"torch", "transformers", "llama-cpp-python"}

@@ -151,6 +151,12 @@ def test_drafts_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
     memory.save()
     assert stands(DraftMemory(["pair", "split"], tmp_path / "new")) == pytest.approx(stands(memory))
     assert stands(DraftMemory(["pair", "dense"], tmp_path / "new")) > 0.8
+    exported = DraftMemory(["another pair"], tmp_path / "new", exported=memory.model.to_json())
+    assert stands(exported) < 0.3, "what the bundle says comes before nothing"
+    assert stands(DraftMemory(["pair", "split"], tmp_path / "new", exported=AcceptanceModel().to_json())) < 0.2, (
+        "and after what was seen here"
+    )
+    assert stands(DraftMemory(["another pair"], tmp_path / "new", exported={"seen": "x"})) > 0.8
     path = tmp_path / "new" / "drafts.json"
     written = json.loads(path.read_text())
     (key,) = written
