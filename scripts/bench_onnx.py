@@ -220,6 +220,15 @@ def forward_table(context: int, found: dict[str, dict[str, float]]) -> Table:
     return table(f"milliseconds behind {context} tokens (how many times as quick as the first)", rows)
 
 
+def growth_table(by_context: dict[str, dict[str, dict[str, float]]]) -> Table:
+    """How many times as long a forward takes behind the longest context as behind the shortest."""
+    first, last = min(by_context, key=int), max(by_context, key=int)
+    rows = {
+        name: {key: f"{value / by_context[first][name][key]:.2f}" for key, value in by.items()} for name, by in by_context[last].items()
+    }  # fmt: skip
+    return table(f"times the milliseconds behind {first} tokens, behind {last}", rows)
+
+
 def text_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
     """Tokens per second, times the first side's, and the share of drafts accepted."""
     first = next(iter(found.values()))
@@ -278,6 +287,8 @@ def main(
             for context in sorted(contexts):
                 found = record["forwards"][str(context)] = forwards(sessions, context, row_counts, max([3, *lengths]), repeats, typical)
                 keep(forward_table(context, found))
+            if len(contexts) > 1:
+                keep(growth_table(record["forwards"]))
             if listed:
                 record["texts"] = texts(sessions, listed, lengths, tokens, repeats, typical)
                 keep(text_table(record["texts"]))

@@ -10,6 +10,7 @@ comes from the source of Python's standard library (or --text), without the file
 from __future__ import annotations
 
 import json
+import re
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ from edge_export.gguf_file import write_gguf
 from edge_export.gguf_names import gguf_name, stays_float32
 from edge_export.importance import Importance, fitted
 from edge_export.nbits import WeightSpec, dequantize, quantize_matrix
+from edge_export.onnx_forms import table_form, weight_form
+from edge_export.onnx_request import OnnxRequest
 from edge_export.parity import load_reference
 from edge_export.quantize import quantize_gguf
 from edge_export.reference import reference_pair
@@ -39,6 +42,11 @@ Weights = dict[str, NDArray[np.float32]]
 TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
 GGUF_TYPES = ("q4_0", "q4_k_m")
 BLOCKS = (32, 128)
+# What the ONNX exporter makes of int4, the embedding included.
+EXPORTS = {f"ONNX int4, blocks of {block}": OnnxRequest(block=block) for block in (32, 64, 128)} | {
+    "ONNX int4, mixed": OnnxRequest(), "ONNX int4, mixed, int8 embedding": OnnxRequest(embedding="int8"),
+}  # fmt: skip
+SENSITIVE = re.compile(r"blk\.\d+\.(attn_v|proj)\.weight")
 TEXT_BYTES = 1_000_000
 
 
@@ -126,6 +134,11 @@ def losses(
                 spec = WeightSpec(bits=4, block=block, method=method, symmetric=symmetric)  # type: ignore[arg-type]
                 weights, bits = rounded(target.weights, spec, used)
                 yield target.loss(way, weights, bits)
+    for name, request in EXPORTS.items():
+        for given in (None, importance):
+            say(way := f"{name}{', importance' if given else ''}")
+            weights, bits = exported(target.weights, request, given)
+            yield target.loss(way, weights, bits)
 
 
 def read_weights(path: Path, wanted: Weights) -> tuple[Weights, float]:
@@ -137,12 +150,36 @@ def read_weights(path: Path, wanted: Weights) -> tuple[Weights, float]:
 
 def rounded(weights: Weights, spec: WeightSpec, importance: Importance | None) -> tuple[Weights, float]:
     """The matrices quantized and back, the tables in 8 bits; rows that a block does not divide take the largest block that does."""
+
+    def spec_of(name: str, columns: int) -> WeightSpec:
+        block = next((b for b in (spec.block, 64, 32) if b <= spec.block and columns % b == 0), 32)
+        return WeightSpec(bits=8 if name in TABLES else spec.bits, block=block, method=spec.method, symmetric=spec.symmetric)
+
+    return quantized(weights, spec_of, importance)
+
+
+def exported(weights: Weights, request: OnnxRequest, importance: Importance | None) -> tuple[Weights, float]:
+    """The matrices quantized as the ONNX exporter does it, and back."""
+
+    def spec_of(name: str, columns: int) -> WeightSpec:
+        form = table_form(request) if name == TABLES[0] else weight_form(request.target, request)
+        if form.sensitive is not None and SENSITIVE.fullmatch(name):
+            form = form.sensitive
+        spec = form.for_columns(columns).spec
+        assert spec is not None, "rows of the pair are whole blocks"
+        return spec
+
+    return quantized(weights, spec_of, importance)
+
+
+def quantized(
+    weights: Weights, spec_of: Callable[[str, int], WeightSpec], importance: Importance | None
+) -> tuple[Weights, float]:  # fmt: skip
+    """The matrices quantized and back, and their bits per weight; `spec_of` says how from a name and a row's length."""
     made, stored = {}, 0
     for name, values in weights.items():
-        block = next((b for b in (spec.block, 64, 32) if b <= spec.block and values.shape[1] % b == 0), 32)
-        own = WeightSpec(bits=8 if name in TABLES else spec.bits, block=block, method=spec.method, symmetric=spec.symmetric)
         given = importance.values.get(name) if importance else None
-        packed = quantize_matrix(values, own, None if given is None else given[0])
+        packed = quantize_matrix(values, spec_of(name, values.shape[1]), None if given is None else given[0])
         made[name] = dequantize(packed)
         stored += packed.packed.nbytes + packed.scales.nbytes + (0 if packed.zero_points is None else packed.zero_points.nbytes)
     return made, 8 * stored / sum(values.size for values in weights.values())

@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
-from edge_runtime.backends import ort_prepacked
+from edge_export.nbits import WeightSpec
+from edge_export.onnx_graph import Graph
+from edge_export.onnx_weights import WeightFile, WeightForm
+from edge_runtime.backends import ort_library, ort_prepacked
+from edge_runtime.backends.ort_library import scalar
 from edge_runtime.opening import open_session
 
 Bundles = Callable[..., Path]
@@ -100,3 +105,30 @@ def test_bundles_do_not_share_packed_weights(onnx_pair: Bundles, cache: Path) ->
             session.target.prefill([2, 300])
             assert np.isfinite(session.target.verify([301])).all()
     assert len(list(cache.iterdir())) == 2
+
+
+def test_sizes_that_a_graph_must_hold_itself_do_not_keep_it_from_being_packed(tmp_path: Path) -> None:
+    """Bundles of before have a Split with a size for each of 35 layers, which onnxruntime does not read from another file."""
+    weight = np.random.default_rng(0).standard_normal((35 * 32, 64)).astype(np.float32)
+    graph = Graph("one")
+    with WeightFile(tmp_path / "one.onnx_data") as weights:
+        form = WeightForm(kind="blocks", spec=WeightSpec(bits=4, block=32))
+        matrix = weights.matrix_of([weight], "one", len(weight), weight.shape[1], form)
+    product = graph.linear(graph.input("value", "f32", (1, 1, 64)), matrix)
+    parts = graph.ops("Split", [product, graph.integers([32] * 35)], 35, axis=-1)
+    graph.output(graph.op("Sum", *parts, name="sum"), "f32", (1, 1, 32))
+    graph.save(tmp_path / "one.onnx")
+    said: list[str] = []
+    place = ort_prepacked.PackingPlace(folder=tmp_path / "packed", weights="these", notify=said.append)
+    value, _ = scalar(np.float32, 1, 1, 64)
+    value[...] = 1
+    sums = []
+    for packing in (None, place, place):
+        call = ort_library.Graph(tmp_path / "one.onnx", ort_library.SessionOptions(threads=1, packing=packing)).bind(
+            {"value": ort_library.value_over(value)}, {"sum": None}
+        )
+        call.run()
+        sums.append(np.array(call.outputs()[0]))
+    assert said == ["Packing the weights of one.onnx for this CPU, once."]
+    assert np.array_equal(sums[0], sums[1])
+    assert np.array_equal(sums[0], sums[2])

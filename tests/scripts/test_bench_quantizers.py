@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from edge_export import calibration
 from edge_export.nbits import WeightSpec
+from edge_export.onnx_request import OnnxRequest
 
 ROOT = Path(__file__).parent.parent.parent
 PAIR = ROOT / "exporter" / "edge_export" / "reference_pair"
@@ -35,6 +36,7 @@ def script() -> Any:
 def test_every_way_is_compared(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "BLOCKS", (32,))
     monkeypatch.setattr(script, "GGUF_TYPES", ("q4_0",))
+    monkeypatch.setattr(script, "EXPORTS", {"mixed": OnnxRequest(), "mixed, int8 embedding": OnnxRequest(embedding="int8")})
     monkeypatch.setattr(calibration, "MAX_CHUNKS", 2)
     (tmp_path / "prompts.json").write_text(json.dumps(["def area(width, height):\n    return width * height\n"]))
     text = Path(json.__file__).read_text()
@@ -54,11 +56,11 @@ def test_every_way_is_compared(script: Any, tmp_path: Path, monkeypatch: pytest.
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["importance"]["bytes"] == len(text.encode())
     ways = {loss["way"]: loss for loss in found["losses"]}
-    assert len(ways) == 2 + 6
+    assert len(ways) == 2 + 6 + 4
     for loss in ways.values():
         assert 0 < loss["kl"] < 0.3
         assert 0.5 < loss["greedy_agreement"] <= 1
-        assert 4.5 < loss["bits"] < 7
+        assert 4.2 < loss["bits"] < 7
         assert loss["way"] in result.output
     assert len({loss["kl"] for loss in ways.values()}) == len(ways), "no two ways give the same weights"
 
@@ -72,6 +74,16 @@ def test_tables_take_8_bits_and_blocks_divide_the_rows(script: Any) -> None:
     assert bits == pytest.approx((128 * (8 + 32 / 128) + 32 * (4 + 32 / 32)) / 160)
     errors = {name: np.abs(made[name] - weights[name]).max() for name in weights}
     assert errors["token_embd.weight"] < 0.03 < errors["proj.weight"]
+
+
+def test_exports_mix_as_the_graphs_do(script: Any) -> None:
+    random = np.random.default_rng(1)
+    names = ["token_embd.weight", "blk.0.attn_v.weight", "blk.0.proj.weight", "blk.0.ffn_up.weight"]
+    weights = {name: random.standard_normal((4, 128)).astype(np.float32) for name in names}
+    _, mixed = script.exported(weights, OnnxRequest(), None)
+    _, plain = script.exported(weights, OnnxRequest(block=32), None)
+    assert mixed == pytest.approx((4 + 32 / 64 + 2 * (8 + 32 / 128) + 4 + 32 / 128) / 4)
+    assert plain == pytest.approx(5)
 
 
 def test_files_with_a_prompt_in_them_are_left_out(script: Any) -> None:

@@ -17,7 +17,8 @@ from edge_runtime.backends.ort_prepacked import PackingPlace, packed_graph, well
 from edge_runtime.errors import BackendError, RequestError
 
 CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
-# 1.31 runs attention without present outputs, 1.24 does not; nothing newer was tried.
+# 1.31.0 and 1.31.1, the newest there is, run all graphs. 1.28 to 1.30 open them and end the process in attention without present outputs, 1.24
+# refuses them.
 FIRST_VERSION, END_VERSION = (1, 31), (1, 32)
 # Graphs of plain operators run on 1.24 too, the newest there is for OpenVINO.
 FIRST_STATIC_VERSION = (1, 24)
@@ -26,8 +27,8 @@ FIRST_STATIC_VERSION = (1, 24)
 _NO_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 # Bytes from which a saved graph's tensors lie outside it. onnxruntime begins a tensor without a packed form on a cache line, one with it
 # wherever the last one's packed form ended: so scales, of which each matrix has some, have to lie between them. Shapes have to lie
-# in the graph.
-_LEAST_OUTSIDE = "128"
+# in the graph, long ones too that older bundles have: then more is tried.
+_LEAST_OUTSIDE = ("128", "1024")
 # Only what ends the process (4: fatal) is written to standard error; what fails is raised.
 _SEVERITY = 4
 
@@ -129,16 +130,29 @@ def _packed(path: Path, options: SessionOptions) -> Path:
         return path
 
     def save(destination: Path, data_name: str) -> bool:
-        _open(path, options, {
-            "session.optimized_model_external_initializers_file_name": data_name,
-            "session.optimized_model_external_initializers_min_size_in_bytes": _LEAST_OUTSIDE,
-            "session.save_external_prepacked_constant_initializers": "1",
-        }, save_to=destination)  # fmt: skip
-        return well_placed(destination.read_bytes())
+        for least in _LEAST_OUTSIDE:
+            for file in destination.parent.iterdir():
+                file.unlink()
+            _open(path, options, {
+                "session.optimized_model_external_initializers_file_name": data_name,
+                "session.optimized_model_external_initializers_min_size_in_bytes": least,
+                "session.save_external_prepacked_constant_initializers": "1",
+            }, save_to=destination)  # fmt: skip
+            if well_placed(destination.read_bytes()) and _opens(destination, options):
+                return True
+        return False
 
     # At most all data files of the pair: which of their bytes a graph names, onnxruntime does not say.
     data_bytes = sum(file.stat().st_size for file in path.parent.glob("*.onnx_data"))
     return packed_graph(path, data_bytes, options.packing, library().__version__, save)
+
+
+def _opens(path: Path, options: SessionOptions) -> bool:
+    try:
+        _open(path, options)
+    except BackendError:
+        return False
+    return True
 
 
 def _open(path: Path, options: SessionOptions, entries: Mapping[str, str] | None = None, save_to: Path | None = None) -> Any:
