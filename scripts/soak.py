@@ -229,10 +229,9 @@ def main(
     )
     if plot is not None:
         draw(samples, f"{soak.counts['tokens']:,} tokens on {backend}: {grown['resident']:+.2%} after the warm-up", plot)
-    if grown["resident"] >= MOST_GROWTH:
-        raise click.ClickException(
-            f"resident memory grew by {grown['resident']:.2%} after the warm-up, at most {MOST_GROWTH:.0%} is allowed"
-        )
+    for name, share in grown.items():
+        if share >= MOST_GROWTH:
+            raise click.ClickException(f"{name} memory grew by {share:.2%} after the warm-up, at most {MOST_GROWTH:.0%} is allowed")
 
 
 if __name__ == "__main__":
