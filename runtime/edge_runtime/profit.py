@@ -87,7 +87,7 @@ class Profit:
         # Expected tokens, and worth, of verifying the first n drafts; of those the best.
         self._tokens = [1.0]
         self._worth = 1.0 - self._rate * float(self._row_costs[0])
-        self._verified = self._asked = 0
+        self._verified = 0
 
     def timed(self, timing: Timing) -> None:
         """Passes a round's timings to the costs."""
@@ -197,9 +197,13 @@ class Profit:
 
     def keep(self, drafted: int) -> int:
         """Returns how many of the drafts to verify: those after them cost more than they are likely to bring."""
-        while len(self._kinds) < drafted:  # the drafter did not ask
-            self._draft_of(self._model.kind(1.0, len(self._kinds)))
+        self._hear_of(drafted)
         return min(self._verified, drafted)
+
+    def _hear_of(self, drafted: int) -> None:
+        """Takes in drafts of a drafter that did not ask `go_on`."""
+        while len(self._kinds) < drafted:
+            self._draft_of(self._model.kind(1.0, len(self._kinds)))
 
     def padding(self, drafted: int) -> int:
         """Returns how many rows to verify beyond the drafts only because the larger batch is the cheaper one."""
@@ -221,6 +225,7 @@ class Profit:
     def hear(self, right: bool) -> None:
         """Learns from a round that listened: whether the draft was the token that plain decoding brought. Comes before `observe`."""
         self._stale, self._unread = True, 0
+        self._hear_of(1)
         self._model.fade(STALE)
         self._model.observe(self._kinds[:1], 1, int(right))
 

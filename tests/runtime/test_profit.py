@@ -111,6 +111,26 @@ def test_a_draft_that_nobody_told_of_can_still_be_kept() -> None:
     assert policy.last.expected > 1
 
 
+def test_a_drafter_that_never_asks_is_listened_to_as_well() -> None:
+    """As a lookup: after drafts that all failed, some heard ones that are right bring it back."""
+    policy = Profit(ExactCosts(LINEAR, 1e-6), PositionModel(), stepwise=False)
+
+    def play(rounds: int, *, right: bool) -> int:
+        drafted = 0
+        for _ in range(rounds):
+            length = policy.draft_length()
+            if policy.listening:
+                policy.hear(right)
+                length = 0
+            policy.observe(policy.keep(length), length if right else 0)
+            drafted += length
+        return drafted
+
+    play(60, right=False)
+    assert play(20, right=False) == 0
+    assert play(60, right=True) > 60
+
+
 def test_a_sure_drafter_is_expected_to_stay_sure() -> None:
     model = AcceptanceModel()
     sure, unsure = model.kind(0.999, 0), model.kind(0.3, 0)
