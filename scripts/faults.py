@@ -56,7 +56,7 @@ if limit is not None:
 print("ready", flush=True)
 main(sys.argv[3:], standalone_mode=True)
 """
-_MOST_SECONDS = 120
+_MOST_SECONDS = 900
 # Within so many seconds from its beginning the new bundle is in its place and what is left of the old one removed.
 _MOVING_SECONDS = 0.01
 _LARGEST_FILE, _MOST_MEMORY = 20 << 20, 30 << 20
