@@ -38,8 +38,8 @@ STRING_METHODS = frozenset(
      "title", "upper")
 )  # fmt: skip
 
-# What compiling or rendering a template may raise, by the template's fault.
-FAILURES = (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+# What compiling or rendering a template may raise, by the template's fault. NameError: jinja2 compiles 1e999 to Python's name for it, inf.
+FAILURES = (TemplateError, ArithmeticError, LookupError, MemoryError, NameError, RecursionError, TypeError, ValueError)
 
 
 class LimitError(TemplateError):
