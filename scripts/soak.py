@@ -223,10 +223,14 @@ def main(
     except (EdgeRuntimeError, SoakError) as error:
         raise click.ClickException(f"{error} (after {samples[-1].tokens if samples else 0} tokens, seed {seed})") from error
     grown = {name: growth(samples, attrgetter(name)) for name in ("resident", "anonymous")}
-    said = {"backend": backend, **soak.counts, "largest_tie": soak.largest_tie, "seconds": round(time.monotonic() - begin, 1)}
-    click.echo(
-        json.dumps({**said, **asdict(samples[-1]), "growth_after_warm_up": {name: round(share, 5) for name, share in grown.items()}})
-    )
+    said = {
+        "backend": backend,
+        **asdict(samples[-1]),
+        **soak.counts,
+        "largest_tie": soak.largest_tie,
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+    click.echo(json.dumps({**said, "growth_after_warm_up": {name: round(share, 5) for name, share in grown.items()}}))
     if plot is not None:
         draw(samples, f"{soak.counts['tokens']:,} tokens on {backend}: {grown['resident']:+.2%} after the warm-up", plot)
     for name, share in grown.items():
