@@ -38,6 +38,8 @@ MOST_GROWTH = 0.01
 SAMPLES = 400
 # Kernels for one row and for several differ in the last bits; where plain decoding's two best logits are this close, either may win.
 TIE = 1e-2
+# Rows that an earlier request left in the cache were computed in batches of other sizes than a prefill's, which moves them a little more.
+TIE_OF_REUSED_ROWS = 0.1
 
 
 class ListenerError(Exception):
@@ -142,8 +144,9 @@ class Soak:
             return
         gap = abs(report.logit_gap or 0.0)
         self.largest_tie = max(self.largest_tie, gap)
-        self.counts["near ties"] += 1
-        if report.logit_gap is None or gap > TIE:
+        reused = generation.stats.reused_tokens > 0
+        self.counts["near ties on reused rows" if reused else "near ties"] += 1
+        if report.logit_gap is None or gap > (TIE_OF_REUSED_ROWS if reused else TIE):
             raise SoakError(f"a continuation differs from plain decoding: {report.sentence()}")
 
 
