@@ -219,7 +219,9 @@ def check_combination(
 )  # fmt: skip
 @click.option("--backend", type=click.Choice(BACKENDS), help="llama.cpp or onnxruntime.  [default: what the bundle has and is installed]")
 @click.option("--execution-provider", metavar="NAME", help="onnx: where the graphs run, e.g. cpu, openvino, openvino:NPU.  [default: cpu]")
-@click.option("--uniform-rows", is_flag=True, help="onnx: the same kernels for one row as for several, so that drafts never change a bit.")
+@click.option(
+    "--uniform-rows", is_flag=True, help="onnx: the same kernels for one row as for several, so that drafts hardly ever change a token."
+)
 @click.option(
     "--keep-packed", is_flag=True, help="onnx: keep weights packed for this CPU on disk, twice their size: opens faster, maps memory."
 )

@@ -147,7 +147,9 @@ def _sources(home: Path) -> Path:
     partial = home / "unpacking"
     shutil.rmtree(partial, ignore_errors=True)
     with tarfile.open(home / f"{sources.name}.tar.gz") as archive:
-        archive.extractall(partial, filter="data")
+        # Python before 3.11.4 (Debian 12's) has no filters; pip has checked the archive against the index's hash.
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+        archive.extractall(partial)
     (partial / sources.name).rename(sources)
     partial.rmdir()
     return sources

@@ -30,7 +30,7 @@ class OrtOptions:
     """How a pair is opened. `context` is in tokens.
 
     `uniform_rows` runs a single row through the kernels of several, beside a row that is thrown away: kernels with int8 activations
-    round one row otherwise than several, so that plain decoding and drafting would differ in the last bits. `keep_packed` keeps the weights
+    round one row otherwise than several, so that plain decoding and drafting would differ more often (docs/onnx.md). `keep_packed` keeps the weights
     on disk as this CPU's kernels want them, about twice their size (`ort_prepacked`).
     """
 
