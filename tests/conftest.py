@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pa
 
 def pytest_configure(config: pytest.Config) -> None:
     """Gives each of several workers its own processors: threads of llama.cpp that share them wait for each other actively."""
+    # A shell that runs the tests in the background has them ignore Ctrl-C, and what they start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = getattr(config, "workerinput", None)
     if worker is not None and hasattr(os, "sched_setaffinity"):
         every, number = sorted(os.sched_getaffinity(0)), int(worker["workerid"].removeprefix("gw"))
