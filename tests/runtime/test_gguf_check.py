@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from edge_runtime.backends.gguf_check import check_gguf
@@ -27,6 +29,19 @@ def written(folder: Path, **changes: int | None) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_a_vector_that_is_not_float32_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for kind, says in ((np.float32, None), (np.float16, "'output_norm.weight' is a vector that is not float32")):
+        writer = gguf.GGUFWriter(path, "gemma4")
+        writer.add_tensor("output_norm.weight", np.ones(32, kind))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(BackendError, match=says) if says else nullcontext():
+            check_gguf(path)
 
 
 def test_a_sound_header_passes(tmp_path: Path) -> None:

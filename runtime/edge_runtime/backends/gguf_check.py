@@ -9,6 +9,8 @@ from edge_runtime.gguf_header import GgufError, GgufHeader, read_gguf_header
 
 # llama.cpp's LLAMA_MAX_LAYERS: it ends the process beyond it.
 MOST_LAYERS = 512
+# ggml's number of the type.
+FLOAT32 = 0
 
 
 def check_gguf(path: Path) -> GgufHeader:
@@ -22,6 +24,10 @@ def check_gguf(path: Path) -> GgufHeader:
     except GgufError as error:
         raise BackendError(f"{error}, or export the bundle again") from error
     _check_numbers(header)
+    for tensor in header.tensors:
+        # Norms and scales are added to and multiplied with float32 rows, for which llama.cpp's CPU has no other kernel.
+        if header.architecture.startswith("gemma4") and len(tensor.shape) == 1 and tensor.type != FLOAT32:
+            raise BackendError(f"{path}: {tensor.name!r:.80} is a vector that is not float32; export the bundle again")
     return header
 
 
