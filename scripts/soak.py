@@ -23,6 +23,7 @@ from typing import Any
 
 import click
 
+from edge_runtime.bundle import Bundle
 from edge_runtime.decode import Round
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.generation import GREEDY_PARAMS, Generation
@@ -40,6 +41,7 @@ SAMPLES = 400
 TIE = 1e-2
 # int8 activations may round the same row otherwise in another batch: two logits that far apart changed places in one run.
 TIE_OF_ROUNDED = 0.1
+ROUNDED = ("int4", "int8")
 
 
 class ListenerError(Exception):
@@ -159,6 +161,12 @@ class Sample:
     anonymous: int
 
 
+def tie_of(bundle: Bundle, backend: str) -> float:
+    """How far apart two logits may be of which either may win. onnxruntime's float weights round no activations."""
+    rounded = backend == "onnx" and (bundle.file("target", "onnx").quantization or "").startswith(ROUNDED)
+    return TIE_OF_ROUNDED if rounded else TIE
+
+
 def sample(tokens: int) -> Sample:
     """Reads this process's memory. Linux only."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -216,7 +224,7 @@ def main(
             bundle, backend=backend, context=context, threads=threads, notify=lambda text: click.echo(text, err=True),
             uniform_rows=uniform_rows,
         ) as session:  # fmt: skip
-            soak = Soak(session, seed, check_every, TIE_OF_ROUNDED if backend == "onnx" else TIE)
+            soak = Soak(session, seed, check_every, tie_of(session.bundle, backend))
             for done in soak.run(tokens):
                 if not samples or done - samples[-1].tokens >= tokens / SAMPLES:
                     samples.append(sample(done))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from edge_runtime.acceptance_model import AcceptanceModel
@@ -22,12 +21,8 @@ class _Learner(CountingPolicy):
         self.model = AcceptanceModel()
         self._kinds: list[int] = []
 
-    @property
-    def go_on(self) -> Callable[[float], bool]:  # type: ignore[override]
+    def go_on(self, confidence: float) -> bool:  # type: ignore[override]
         """Takes in how sure the drafter is."""
-        return self._heard
-
-    def _heard(self, confidence: float) -> bool:
         self._kinds.append(self.model.kind(confidence, len(self._kinds)))
         return True
 

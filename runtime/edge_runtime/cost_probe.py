@@ -99,8 +99,3 @@ def steady(rounds: Sequence[Sequence[float]]) -> list[float]:
     totals = [sum(taken) for taken in rounds]
     shares = zip(*([one / total for one in taken] for taken, total in zip(rounds, totals, strict=True)), strict=True)
     return [statistics.median(share) * min(totals) for share in shares]
-
-
-def lower_quartile(taken: Sequence[float]) -> float:
-    """Returns what a quarter of at least one timing stays below: other processes only ever add time."""
-    return statistics.quantiles(taken, n=4, method="inclusive")[0] if len(taken) > 1 else taken[0]
