@@ -14,7 +14,8 @@ from edge_export.errors import CheckpointError
 from edge_export.json_file import read_json_object, read_optional_json_object
 
 TOKENIZER_NAME = "tokenizer.json"
-MAX_TEMPLATE_BYTES = 4 << 20
+# The runtime reads no longer one.
+MAX_TEMPLATE_BYTES = 1 << 20
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 SCORE = -1000.0
 SPECIAL_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -210,4 +211,6 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
             raise CheckpointError(f"{path} is not UTF-8 text ({error}); download it again") from error
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{folder}: the chat template is a {type(template).__name__}, not text; keep only the default template")
+    if template is not None and len(template.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"{folder}: the chat template is longer than {MAX_TEMPLATE_BYTES} bytes; check where it came from")
     return template

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 20
-_MAX_STRING_BYTES = 16 << 20
+# The longest strings known are chat templates; a name may have 65535 bytes (docs/gguf.md).
+_MAX_STRING_BYTES, _MAX_NAME_BYTES = 1 << 20, (1 << 16) - 1
+VOCABULARY_KEY = "tokenizer.ggml.tokens"
 # Longer arrays, and all arrays of strings (the vocabulary, its scores and merges), are kept as a length and a hash.
 _MAX_KEPT = 4096
 _PIECE_BYTES = 1 << 20
@@ -39,10 +44,14 @@ class GgufError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class LongArray:
-    """An array that is not kept: its length and the sha256 of its bytes in the file."""
+    """An array that is not kept: its length and the sha256 of its bytes in the file.
+
+    `doubles` of a file's vocabulary: how many of its texts stand there before, as llama.cpp reads them.
+    """
 
     length: int
     sha256: str
+    doubles: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +110,22 @@ def _counted(text: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+class _Texts:
+    """Tells how many texts of a vocabulary are the same, in 8 bytes for each."""
+
+    def __init__(self) -> None:
+        self._hashes = array("q")
+
+    def add(self, text: bytes) -> None:
+        """Takes the next text, which ends for llama.cpp at a NUL and has a name if it is empty (src/llama-vocab.cpp)."""
+        # 64 bits with a secret of the process: 262144 different texts look like a double once in 5e8 times, doubles always do.
+        self._hashes.append(hash(text.partition(b"\0")[0] or b"[EMPTY_%d]" % len(self._hashes)))
+
+    def doubles(self) -> int:
+        """How many texts had come before."""
+        return len(self._hashes) - len(np.unique(np.frombuffer(self._hashes, np.int64)))
+
+
 class _Reader:
     """Reads little-endian values, never past the end of the file."""
 
@@ -123,8 +148,8 @@ class _Reader:
             raise self._corrupt(f"it claims {tensor_count} tensors and {key_count} keys")
         keys: dict[str, Any] = {}
         for _ in range(key_count):
-            name = self._string()
-            keys[name] = self._value(self._number("I"))
+            name = self._string(_MAX_NAME_BYTES)
+            keys[name] = self._value(self._number("I"), vocabulary=name == VOCABULARY_KEY)
         alignment = keys.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 8 or alignment % 8:
             raise self._corrupt(f"its alignment is {alignment!r}")
@@ -141,7 +166,7 @@ class _Reader:
 
     def _tensor(self, alignment: int) -> TensorInfo:
         """Reads one tensor info; its offset still counts from the beginning of the tensor data."""
-        name, dimensions = self._string(), self._number("I")
+        name, dimensions = self._string(_MAX_NAME_BYTES), self._number("I")
         if not 1 <= dimensions <= 4:
             raise self._corrupt(f"tensor {_shown(name)} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))
@@ -156,23 +181,24 @@ class _Reader:
             raise self._corrupt(f"tensor {_shown(name)} has shape {list(shape)} of type {kind} at offset {offset}")
         return TensorInfo(name=name, shape=shape, type=kind, bytes=weights // per_block * block_bytes, offset=offset)
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, *, vocabulary: bool) -> Any:
         if kind == _STRING:
-            return self._string()
+            return self._string(_MAX_STRING_BYTES)
         if kind == _ARRAY:
-            return self._array()
+            return self._array(_Texts() if vocabulary else None)
         if kind not in _SCALARS:
             raise self._corrupt(f"a key has the unknown type {kind}")
         return self._number(_SCALARS[kind])
 
-    def _array(self) -> Any:
+    def _array(self, texts: _Texts | None) -> Any:
         kind, length = self._number("I"), self._number("Q")
         if kind != _STRING and kind not in _SCALARS:
             raise self._corrupt(f"an array holds the unknown type {kind}")
         width = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
         self._room(length * width)
         if kind == _STRING:
-            return LongArray(length=length, sha256=self._skip_strings(length))
+            sha256 = self._skip_strings(length, texts)
+            return LongArray(length=length, sha256=sha256, doubles=0 if texts is None else texts.doubles())
         if length <= _MAX_KEPT:
             return [self._number(_SCALARS[kind]) for _ in range(length)]
         digest = hashlib.sha256()
@@ -180,7 +206,7 @@ class _Reader:
             digest.update(self._take(min(_PIECE_BYTES, length * width - first)))
         return LongArray(length=length, sha256=digest.hexdigest())
 
-    def _skip_strings(self, count: int) -> str:
+    def _skip_strings(self, count: int, texts: _Texts | None) -> str:
         """Reads past `count` strings, many at a time, since a vocabulary has hundreds of thousands; returns the sha256 of their bytes."""
         digest = hashlib.sha256()
         while count:
@@ -191,17 +217,22 @@ class _Reader:
                 end = at + 8 + int.from_bytes(piece[at : at + 8], "little")
                 if end > len(piece):
                     break
+                if texts is not None:
+                    texts.add(piece[at + 8 : end])
                 passed, at = passed + 1, end
             digest.update(memoryview(piece)[:at])
             self._file.seek(start + at)
             if not passed:  # longer than a piece, or more than there is
-                digest.update(_counted(self._take(self._number("Q", most=_MAX_STRING_BYTES))))
+                text = self._take(self._number("Q", most=_MAX_STRING_BYTES))
+                digest.update(_counted(text))
+                if texts is not None:
+                    texts.add(text)
                 passed = 1
             count -= passed
         return digest.hexdigest()
 
-    def _string(self) -> str:
-        return self._take(self._number("Q", most=_MAX_STRING_BYTES)).decode("utf-8", "replace")
+    def _string(self, most: int) -> str:
+        return self._take(self._number("Q", most=most)).decode("utf-8", "replace")
 
     def _number(self, code: str, most: int | None = None) -> Any:
         (value,) = struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))

@@ -48,7 +48,7 @@ def _header_of(bundle: Path) -> list[bytes]:
 
 
 def gguf_places(data: bytes) -> list[tuple[int, int]]:
-    """Returns where in a sound GGUF header its keys and tensors lie, but for the strings and scores of the vocabulary."""
+    """Returns where in a sound GGUF header its keys and tensors lie; an array, be it a vocabulary, is one place, and its length another."""
     places, at = [(0, 24)], 24
     tensors, keys = struct.unpack_from("<QQ", data, 8)
     widths = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -66,9 +66,9 @@ def gguf_places(data: bytes) -> list[tuple[int, int]]:
             inner, count = struct.unpack_from("<IQ", data, at)
             at += 12
             places.append((begin, at))
+            begin = at
             for _ in range(count):
                 at = string(at) if inner == 8 else at + widths[inner]
-            continue
         else:
             at += widths[kind]
         places.append((begin, at))
@@ -81,7 +81,7 @@ def gguf_places(data: bytes) -> list[tuple[int, int]]:
 
 
 def _gguf_model(folder: Path, bundle: Path | None) -> Read:
-    """The target with another header, opened and used for one token; its data stays where it was."""
+    """The target with another header, opened and used for texts and one token; its data stays where it was."""
     from edge_runtime.backends.llama_context import LlamaOptions
     from edge_runtime.backends.llama_target import LlamaTarget
 
@@ -95,6 +95,9 @@ def _gguf_model(folder: Path, bundle: Path | None) -> Read:
         with path.open("r+b") as file:
             file.write(data[:start].ljust(start, b"\0"))
         with LlamaTarget(path, options) as target:
+            for text in _TEXTS:
+                for token in target.vocabulary.encode(text):
+                    target.vocabulary.piece(token, special=True)
             target.verify([1])
 
     return read

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.gguf_check import check_gguf
+from edge_runtime.backends.gguf_check import check_model
 from edge_runtime.backends.llama_library import LlamaLibrary
 from edge_runtime.bundle import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
@@ -137,7 +137,7 @@ def _view(address: int, rows: int, width: int) -> NDArray[np.float32]:
 
 def load_model(library: LlamaLibrary, path: Path, options: LlamaOptions) -> Any:
     """Returns the model's pointer. Raises BackendError, with llama.cpp's reason, if the file is missing or does not load."""
-    check_gguf(path)
+    check_model(path)
     params = library.api.llama_model_default_params()
     params.use_extra_bufts = options.use_extra_bufts
     library.log.clear()
