@@ -135,9 +135,7 @@ def _check_words(outcome: Outcome, errors: str) -> None:
     allowed = {"kill": (-9, 0), "interrupt": (130, 0), "file-size": (1, 0), "memory": (1, 0)}[outcome.kind]
     if outcome.kind == "interrupt" and outcome.code == -2 and outcome.left == "new":
         return  # Python itself was ending
-    # The thread that draws the progress may find no memory either: Python says so, before our own sentence.
-    drawing = outcome.kind == "memory" and errors.lstrip().startswith("Exception in thread") and outcome.said.startswith("Error: ")
-    if outcome.code not in allowed or ("Traceback" in errors and not drawing):
+    if outcome.code not in allowed or "Traceback" in errors:
         raise FaultError(f"{outcome.kind}: exit code {outcome.code}, said: {errors.strip()[-1500:]}")
     if outcome.code == 1 and not outcome.said.startswith(("Error: ", "OpenBLAS error: ")):
         raise FaultError(f"{outcome.kind}: said {outcome.said!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -195,6 +196,7 @@ def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
     """What the user can mend ends the command with one sentence, and an interruption with a word."""
+    threading.excepthook = _hear_of_thread
     try:
         yield
     except (ExportError, EdgeRuntimeError) as error:
@@ -204,6 +206,12 @@ def plain_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo("stopped; nothing unfinished was left behind", err=True)
         sys.exit(130)
+
+
+def _hear_of_thread(ended: threading.ExceptHookArgs) -> None:
+    """The thread that draws the progress ends without words if it finds no memory: the command itself says so."""
+    if not issubclass(ended.exc_type, MemoryError):
+        threading.__excepthook__(ended)
 
 
 def show(bundle: Bundle, console: Console, as_json: bool) -> None:
