@@ -162,7 +162,7 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
             for number in numbers:
                 data = make_input(opened, seed, number)
                 shared["number"] = number
-                failure = _one(reader, opened.read, data, number, guard, shared)
+                failure = _one(reader, opened, data, number, guard, shared)
                 if failure is not None:
                     log.write(json.dumps({"number": number, "kind": failure[0], "what": failure[1]}) + "\n")
                     log.flush()
@@ -175,20 +175,20 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
 
 
 def _one(
-    reader: Reader, read: Callable[[bytes], None], data: bytes, number: int, guard: _Guard, shared: _Shared
+    reader: Reader, opened: Opened, data: bytes, number: int, guard: _Guard, shared: _Shared
 ) -> tuple[str, str] | None:  # fmt: skip
     traced = number % _TRACED == 0
     if traced:
         tracemalloc.start()
     guard.on = reader.guarded
     begin = time.process_time_ns()
-    outcome = _outcome(reader, read, data)
+    outcome = _outcome(reader, opened.read, data)
     guard.on = False
     shared["slowest_ns"] = max(shared["slowest_ns"], time.process_time_ns() - begin)
     if traced:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        if peak > reader.memory_factor * len(data) + SLACK_BYTES:
+        if peak > reader.memory_factor * (len(data) + opened.beside) + SLACK_BYTES:
             return "memory", f"{peak} bytes for an input of {len(data)}"
     if outcome in ("read", "refused"):
         shared[outcome] += 1

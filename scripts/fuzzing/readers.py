@@ -9,6 +9,7 @@ from pathlib import Path
 from edge_devices.errors import DeviceError
 from edge_export.errors import ExportError
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.gguf_header import read_gguf_header
 
 CORPUS = Path(__file__).parents[2] / "tests" / "fuzz" / "corpus"
 OWN_ERRORS: tuple[type[Exception], ...] = (EdgeRuntimeError, ExportError, DeviceError)
@@ -20,13 +21,14 @@ Read = Callable[[bytes], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A reader ready for inputs: `read` gets one; all files are in `folder`."""
+    """A reader ready for inputs: `read` gets one; all files are in `folder`. `beside`: bytes of the file that an input is only a part of."""
 
     folder: Path
     seeds: Sequence[bytes]
     read: Read
     structured: bool
     focus: Sequence[tuple[int, int]] = ()
+    beside: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class Reader:
     """One reader. `make` returns how it reads; it gets a folder of its own and, if `needs_bundle`, that of an exported bundle.
 
     `memory_factor`: bytes it may take per byte of input, beside a fixed slack. `guarded`: nothing outside its folder may be opened and no
-    code run, which jinja2, that makes Python of templates, cannot promise.
+    code run, which jinja2, that makes Python of templates, cannot promise. `header_of`: the GGUF whose header is the only sound input.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Reader:
     guarded: bool = True
     corpus: str | None = None
     seeds: Callable[[Path], Sequence[bytes]] | None = None
+    header_of: Callable[[Path], Path] | None = None
     focus: Callable[[bytes], Sequence[tuple[int, int]]] | None = None
     errors: tuple[type[Exception], ...] = OWN_ERRORS
 
@@ -53,9 +56,22 @@ class Reader:
         folder.mkdir(parents=True)
         if self.needs_bundle and bundle is None:
             raise ValueError(f"{self.name} needs an exported bundle")
-        seeds = self.seeds(bundle) if self.seeds and bundle else corpus(self.corpus or self.name)
+        seeds, beside = self._seeds(bundle)
         focus = self.focus(seeds[0]) if self.focus else ()
-        return Opened(folder=folder, seeds=seeds, read=self.make(folder, bundle), structured=self.structured, focus=focus)
+        read = self.make(folder, bundle)
+        return Opened(folder=folder, seeds=seeds, read=read, structured=self.structured, focus=focus, beside=beside)
+
+    def _seeds(self, bundle: Path | None) -> tuple[Sequence[bytes], int]:
+        if self.header_of and bundle:
+            whole = (path := self.header_of(bundle)).read_bytes()
+            start = data_start(path)
+            return [whole[:start]], len(whole) - start
+        return self.seeds(bundle) if self.seeds and bundle else corpus(self.corpus or self.name), 0
+
+
+def data_start(path: Path) -> int:
+    """Where a sound GGUF's header ends and its first tensor's data begins."""
+    return min(tensor.offset for tensor in read_gguf_header(path).tensors)
 
 
 def corpus(name: str) -> list[bytes]:
@@ -83,7 +99,7 @@ def from_file(name: str, read: Callable[[Path], object]) -> Callable[[Path, Path
 
 def all_readers() -> dict[str, Reader]:
     """Returns all readers by name; what they read with is imported only when they are opened."""
-    from fuzzing import device_readers, export_readers, model_readers, runtime_readers
+    from fuzzing import device_readers, export_readers, gguf_readers, model_readers, runtime_readers
 
-    found = [*runtime_readers.READERS, *export_readers.READERS, *device_readers.READERS, *model_readers.READERS]
+    found = [*runtime_readers.READERS, *export_readers.READERS, *device_readers.READERS, *model_readers.READERS, *gguf_readers.READERS]
     return {reader.name: reader for reader in found}

@@ -22,10 +22,10 @@ from fuzzing.mutation import input_of
 from fuzzing.readers import Reader, all_readers, corpus
 
 NEEDS = {
-    "head-file": "llama_cpp", "gguf-model": "llama_cpp", "kv-state": "llama_cpp", "prompt": "llama_cpp", "onnx-model": "onnxruntime",
+    "head-file": "llama_cpp", "gguf-model": "llama_cpp", "gguf-drafter": "llama_cpp", "gguf-body": "llama_cpp", "kv-state": "llama_cpp", "prompt": "llama_cpp", "onnx-model": "onnxruntime",
     "tokenizer-library": "tokenizers",
 }  # fmt: skip
-FEW = {"gguf-model": 60, "onnx-model": 150, "config": 150}
+FEW = {"gguf-model": 60, "gguf-drafter": 60, "gguf-body": 60, "onnx-model": 150, "config": 150}
 READERS = all_readers()
 
 

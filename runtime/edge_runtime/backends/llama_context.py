@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.gguf_check import check_model
 from edge_runtime.backends.llama_library import LlamaLibrary
 from edge_runtime.bundle import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
@@ -136,8 +135,7 @@ def _view(address: int, rows: int, width: int) -> NDArray[np.float32]:
 
 
 def load_model(library: LlamaLibrary, path: Path, options: LlamaOptions) -> Any:
-    """Returns the model's pointer. Raises BackendError, with llama.cpp's reason, if the file is missing or does not load."""
-    check_model(path)
+    """Returns the model's pointer. Raises BackendError, with llama.cpp's reason, if the file, which was checked before, does not load."""
     params = library.api.llama_model_default_params()
     params.use_extra_bufts = options.use_extra_bufts
     library.log.clear()
@@ -174,20 +172,6 @@ def open_context(library: LlamaLibrary, model: Any, params: Any, path: Path) -> 
     if not context:
         raise BackendError(f"llama.cpp could not open {path.name} with a context of {params.n_ctx}{library.quoted_error()}; try less")
     return context
-
-
-def check_architecture(library: LlamaLibrary, model: Any, wanted: str, path: Path) -> None:
-    """Raises BackendError unless the GGUF's general.architecture is `wanted`."""
-    found = metadata(library, model, "general.architecture")
-    if found != wanted:
-        raise BackendError(f"{path.name} has the architecture {found!r}, not {wanted!r}; give the files of an exported bundle")
-
-
-def metadata(library: LlamaLibrary, model: Any, key: str) -> str | None:
-    """Returns a scalar of the GGUF's metadata as text, or None if it is not there."""
-    buffer = ctypes.create_string_buffer(128)
-    written: int = library.api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
-    return buffer.value.decode("utf-8", "replace") if written >= 0 else None
 
 
 def rewind_slack(context: int, window: int, ubatch: int) -> int:

@@ -9,15 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.base import Choose, DraftAsk, GoOn
+from edge_runtime.backends.gguf_gemma4 import DRAFTER, rows_read
 from edge_runtime.backends.llama_context import (
     MAX_SEQUENCES,
     Batch,
     LlamaOptions,
-    check_architecture,
     context_params,
     decode_error,
     floats,
-    metadata,
     open_context,
 )
 from edge_runtime.backends.llama_model import LlamaModel
@@ -38,7 +37,7 @@ class LlamaDrafter(LlamaModel):
     stepwise = True
 
     def __init__(self, path: Path, target: LlamaTarget, options: LlamaOptions) -> None:
-        super().__init__(path, options)
+        super().__init__(path, DRAFTER, options)
         self._target = target
         self._max_draft_length = options.max_draft_length
         try:
@@ -134,13 +133,9 @@ class LlamaDrafter(LlamaModel):
 
     def _check_fit(self, path: Path) -> None:
         """Raises BackendError if the drafter is not one of this target: llama.cpp itself would abort the process."""
-        check_architecture(self._library, self._model, "gemma4-assistant", path)
-        own, target, api = self._model, self._target, self._api
-        self._compare("target hidden size", api.llama_model_n_embd_out(own), target.hidden_size, path)
+        self._compare("target hidden size", self._api.llama_model_n_embd_out(self._model), self._target.hidden_size, path)
         self._check_vocabulary(path)
-        for name in ("key_length", "key_length_swa", "value_length", "value_length_swa"):
-            mine = metadata(self._library, own, f"gemma4-assistant.attention.{name}")
-            self._compare(name, mine, metadata(self._library, target.shared._model, f"gemma4.attention.{name}"), path)
+        self._compare("K/V rows (heads, width) of its layers", *rows_read(self.header, self._target.shared.header), path)
 
     def _check_vocabulary(self, path: Path) -> None:
         own: int = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))

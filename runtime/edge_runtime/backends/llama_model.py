@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from edge_runtime.backends.gguf_check import check_model
 from edge_runtime.backends.llama_context import LlamaOptions, load_model
 from edge_runtime.backends.llama_library import library
 
@@ -13,10 +14,12 @@ from edge_runtime.backends.llama_library import library
 class LlamaModel:
     """A model of llama.cpp and a context on it, freed exactly once. Close it, or use it as a context manager."""
 
-    def __init__(self, path: Path, options: LlamaOptions) -> None:
+    def __init__(self, path: Path, architecture: str, options: LlamaOptions) -> None:
+        """Raises BackendError if the file is not sound, of another architecture, or does not load."""
         self._library = library()
         self._api = self._library.api
         self._pointer: Any = None
+        self.header = check_model(path, architecture)
         self._model: Any = load_model(self._library, path, options)
 
     def close(self) -> None:

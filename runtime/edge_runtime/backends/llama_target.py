@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from edge_runtime.backends.base import Logits
 from edge_runtime.backends.committed import CommittedText
+from edge_runtime.backends.gguf_gemma4 import TARGET
 from edge_runtime.backends.llama_context import (
     Batch,
     LlamaOptions,
-    check_architecture,
     context_params,
     decode_error,
     floats,
@@ -49,7 +49,7 @@ class LlamaTargetContext(LlamaModel):
     """The target's model, and a context whose memory `options.sequences` sequences share. Closing it closes the drafters first."""
 
     def __init__(self, path: Path, options: LlamaOptions) -> None:
-        super().__init__(path, options)
+        super().__init__(path, TARGET, options)
         self.options = options
         self.drafters: list[LlamaDrafter] = []
         self.sequences: list[LlamaSequence] = []
@@ -61,7 +61,6 @@ class LlamaTargetContext(LlamaModel):
 
     def _open(self, path: Path) -> None:
         options, api = self.options, self._api
-        check_architecture(self._library, self._model, "gemma4", path)
         trained: int = api.llama_model_n_ctx_train(self._model)
         if options.context > trained:
             raise RequestError(f"context {options.context} is beyond the {trained} tokens of {path.name}; ask for at most that")
