@@ -95,9 +95,10 @@ def test_tokens_that_stand_twice_are_refused(tokens: tuple[bytes, ...], doubles:
         ({"attention__layer_norm_rms_epsilon": -1e-6}, "layer_norm_rms_epsilon is -9.9.*, not a number from 0 to 1"),
         ({"attention__layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon is nan"),
         ({"rope__freq_base": 0.0}, "rope.freq_base is 0.0"),
-        ({"rope__dimension_count": 129}, "rope.dimension_count is 129, not an even number up to the 128 values of a key"),
+        ({"rope__dimension_count": 129}, "rope.dimension_count is 129, not an even number from 2 to the 128 values of a key"),
         ({"rope__dimension_count": 127}, "rope.dimension_count is 127, not an even number"),
-        ({"rope__dimension_count_swa": 4096}, "rope.dimension_count_swa is 4096, not an even number up to the 64 values"),
+        ({"rope__dimension_count_swa": 4096}, "rope.dimension_count_swa is 4096, not an even number from 2 to the 64 values"),
+        ({"rope__dimension_count_swa": 0}, "rope.dimension_count_swa is 0"),
         ({"rope__dimension_count_swa": None}, "rope.dimension_count_swa is 128"),  # left out, it is as in the other layers
         ({"rope__scaling__type": "odd"}, "rope.scaling.type is 'odd', not one of none, linear"),
         ({"attention__head_count_kv": 3}, "head_count_kv is 3, not a divisor"),

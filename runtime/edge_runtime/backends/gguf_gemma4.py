@@ -100,8 +100,8 @@ def _check_rotation(keys: _Keys) -> None:
         if keys.value(f"attention.value_length{kind}") != length:
             raise keys.wrong(f"attention.value_length{kind}", f"the {length} of a key")
         turned = keys.value(f"rope.dimension_count{kind}", length if turned is None else turned)
-        if not _is_integer(turned, 0, length) or turned % 2:
-            raise keys.wrong(f"rope.dimension_count{kind}", f"an even number up to the {length} values of a key", turned)
+        if not _is_integer(turned, 2, length) or turned % 2:  # none would turn for ever
+            raise keys.wrong(f"rope.dimension_count{kind}", f"an even number from 2 to the {length} values of a key", turned)
 
 
 class _Keys:
