@@ -32,8 +32,12 @@ class Comparison:
     @property
     def speed_up(self) -> float:
         """Median over the pairs of runs of tokens per second with drafts / without."""
-        pairs = zip(self.drafted, self.plain, strict=True)
-        return statistics.median(d.tokens_per_second / p.tokens_per_second for d, p in pairs)
+        return statistics.median(self.ratios)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Tokens per second with drafts / without of each pair of runs; pairs, since a machine's speed changes between them."""
+        return [drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in zip(self.drafted, self.plain, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
@@ -84,7 +88,8 @@ def comparison_table(comparison: Comparison) -> Table:
     table.add_column(comparison.drafting, justify="right")
     plain, drafted = comparison.plain, comparison.drafted
     table.add_row("tok/s", *(f"{median(r, lambda s: s.tokens_per_second):.1f}" for r in (plain, drafted)))
-    table.add_row("speed-up over plain", "1.00", f"{comparison.speed_up:.2f}")
+    ratios = comparison.ratios
+    table.add_row("speed-up over plain", "1.00", f"{comparison.speed_up:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     for position, share in enumerate(drafted[0].acceptance_by_position, start=1):
         table.add_row(f"accepted at draft {position}", "-", f"{share:.1%}")
     if (rate := drafted[0].acceptance_rate) is not None:

@@ -89,6 +89,7 @@ def test_tokens_that_stand_twice_are_refused(tokens: tuple[bytes, ...], doubles:
         ({"block_count": 0}, "block_count is 0, not an integer from 1 to 512"),
         ({"block_count": 513}, "block_count is 513"),
         ({"attention__value_length_swa": 128}, "value_length_swa is 128, not the 64 of a key"),
+        ({"attention__sliding_window": 1_358_954_624}, "sliding_window is 1358954624, not an integer from 1 to 1048576"),
         ({"attention__head_count_kv": None}, "head_count_kv is missing"),
         ({"block_count": 3}, "feed_forward_length is .*, or one for each of the 3 layers"),
         ({"vocab_size": 4_000_000_000}, "vocab_size is 4000000000, not an integer from 0 to 1048576"),

@@ -14,12 +14,12 @@ from edge_runtime.gguf_header import GgufHeader
 
 TARGET, DRAFTER = "gemma4", "gemma4-assistant"
 _WIDTH, _INT32 = 1 << 20, (1 << 31) - 1
-# Least and most. LLAMA_MAX_LAYERS is 512, LLAMA_MAX_EXPERTS 1024. Without a tokenizer llama.cpp makes room for as many tokens as a file
-# claims; Gemma 4 has a quarter of these.
+# Least and most. LLAMA_MAX_LAYERS is 512, LLAMA_MAX_EXPERTS 1024. llama.cpp makes room for as many tokens as a file without a tokenizer
+# claims, and for a drafter's whole window; Gemma 4 has a quarter of these tokens, and windows of 512 and 1024.
 _INTEGERS = {
     "block_count": (1, 512), "context_length": (1, _INT32), "embedding_length": (1, _WIDTH), "embedding_length_out": (1, _WIDTH),
     "embedding_length_per_layer_input": (0, _WIDTH), "attention.key_length": (2, _WIDTH), "attention.value_length": (2, _WIDTH),
-    "attention.key_length_swa": (2, _WIDTH), "attention.value_length_swa": (2, _WIDTH), "attention.sliding_window": (1, _INT32),
+    "attention.key_length_swa": (2, _WIDTH), "attention.value_length_swa": (2, _WIDTH), "attention.sliding_window": (1, _WIDTH),
     "expert_count": (0, 1024), "expert_group_count": (0, 0), "vocab_size": (0, 1 << 20),
 }  # fmt: skip
 _OF_EACH_LAYER = {
