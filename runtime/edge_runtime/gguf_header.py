@@ -20,12 +20,13 @@ import numpy as np
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-_MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 20
+# Gemma 4's files have some 50 keys, less than 2000 tensors, and half a million merges.
+_MAX_KEYS, _MAX_TENSORS, _MAX_STRINGS = 1 << 10, 1 << 13, 1 << 22
 # The longest strings known are chat templates; a name may have 65535 bytes (docs/gguf.md).
 _MAX_STRING_BYTES, _MAX_NAME_BYTES = 1 << 20, (1 << 16) - 1
 VOCABULARY_KEY = "tokenizer.ggml.tokens"
-# Longer arrays, and all arrays of strings (the vocabulary, its scores and merges), are kept as a length and a hash.
-_MAX_KEPT = 4096
+# One for each layer. Longer arrays, and all arrays of strings (the vocabulary, its scores and merges), are kept as a length and a hash.
+_MAX_KEPT = 512
 _PIECE_BYTES = 1 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -195,6 +196,8 @@ class _Reader:
         if kind != _STRING and kind not in _SCALARS:
             raise self._corrupt(f"an array holds the unknown type {kind}")
         width = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
+        if kind == _STRING and length > _MAX_STRINGS:
+            raise self._corrupt(f"an array claims {length} strings")
         self._room(length * width)
         if kind == _STRING:
             sha256 = self._skip_strings(length, texts)
