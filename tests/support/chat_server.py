@@ -72,8 +72,8 @@ def scripted_server(*replies: Any, key: str | None = None, **sessions: Any) -> I
 
     from edge_runtime.monitoring import Monitor
     from edge_runtime.server.app import Api, make_app
+    from edge_runtime.server.connections import server_config
     from edge_runtime.server.guard import LOOPBACK_NAMES, Guard
-    from edge_runtime.server.serve import server_config
 
     worker, together, notes = scripted_worker(*replies, **sessions)
     app = make_app(Api(worker, Monitor(), model="scripted", made="2026-01-01T00:00:00Z"))

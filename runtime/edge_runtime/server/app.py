@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from edge_runtime.errors import RequestError
 from edge_runtime.monitoring import Monitor
 from edge_runtime.prometheus import CONTENT_TYPE
 from edge_runtime.server.answers import ChatForm, CompletionForm, Form
@@ -131,7 +132,8 @@ def make_app(api: Api) -> Starlette:
             Route("/metrics", api.metrics),
             Route("/", api.page),
         ],
-        exception_handlers={HTTPException: failed, ApiError: failed, Exception: failed},
+        # Starlette logs a traceback of what only Exception's handler takes.
+        exception_handlers={HTTPException: failed, ApiError: failed, RequestError: failed, Exception: failed},
     )
 
 

@@ -1,32 +1,25 @@
-"""Runs the server until Ctrl-C or SIGTERM. The only module that imports uvicorn."""
+"""Serves a bundle until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
 import ipaddress
-import signal
 import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from edge_devices.shared_watch import SharedWatch
 from edge_runtime.chat_template import bundle_template
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.opening import OpenOptions, open_sessions
-from edge_runtime.server.guard import LOOPBACK_NAMES, App, Guard, host_name
+from edge_runtime.server.guard import LOOPBACK_NAMES, Guard, host_name
 from edge_runtime.server.options import KEY_VARIABLE, ServeOptions
 from edge_runtime.server.worker import Worker
-
-if TYPE_CHECKING:
-    import uvicorn
 
 INSTALL = "pip install 'edge-mtp[serve]'"
 # Beside requests that run or wait: connections that are idle, or fetch the page, models, health and metrics.
 _MORE_CONNECTIONS = 64
-# Streams end with a round, once the worker is told; this is for those that do not read.
-_PATIENCE_SECONDS = 5
 
 
 def serve(
@@ -39,6 +32,7 @@ def serve(
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
         raise BackendError(f"serving needs {' and '.join(missing)}, not installed here; run: {INSTALL}")
     from edge_runtime.server.app import Api, make_app
+    from edge_runtime.server.connections import run_server, server_config
 
     with _listening(options) as listener, open_sessions(folder, options.sessions, **opening) as sessions:
         first = sessions.sessions[0]
@@ -51,22 +45,12 @@ def serve(
         worker.start()
         try:
             _say_where(listener, options, note)
-            _run(config, worker, listener)
+            run_server(config, worker.stop, listener)
         finally:
             worker.close()
             if watch:
                 watch.close()
         note("ended")
-
-
-def server_config(app: App, connections: int) -> uvicorn.Config:
-    """Returns how uvicorn runs an application for so many connections at once."""
-    import uvicorn
-
-    return uvicorn.Config(
-        app, http="h11", loop="asyncio", ws="none", lifespan="off", interface="asgi3", log_level="warning", access_log=False,
-        proxy_headers=False, server_header=False, timeout_graceful_shutdown=_PATIENCE_SECONDS, limit_concurrency=connections,
-    )  # fmt: skip
 
 
 def allowed_hosts(host: str) -> frozenset[str] | None:
@@ -80,23 +64,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host_name(host).lower() == "localhost"
-
-
-def _run(config: uvicorn.Config, worker: Worker, listener: socket.socket) -> None:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            worker.stop()  # or it would wait for answers to their ends
-            super().handle_exit(sig, frame)
-
-    # uvicorn raises the signal again when it is done; by then it has had its effect.
-    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        Server(config).run(sockets=[listener])
-    finally:
-        for number, action in previous.items():
-            signal.signal(number, action)
 
 
 def _listening(options: ServeOptions) -> socket.socket:

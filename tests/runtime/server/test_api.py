@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import socket
 import threading
 import time
@@ -175,6 +176,16 @@ def test_what_cannot_be_served_is_refused_by_name(hello, fields, param, says):
     error = refused(hello, {"messages": HI, **fields})
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert says in error["message"]
+
+
+def test_the_servers_output_has_no_traceback_of_a_clients_mistake(hello, caplog):
+    log = logging.getLogger("uvicorn.error")
+    log.addHandler(caplog.handler)
+    try:
+        refused(hello, {"messages": HI, "stop": [""]})
+    finally:
+        log.removeHandler(caplog.handler)
+    assert caplog.records == []
 
 
 def test_clients_may_send_what_changes_nothing(hello):

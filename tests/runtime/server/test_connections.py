@@ -1,0 +1,86 @@
+"""Connections that send no whole request, or read no answer, are broken off: they need no key, and there is room for few."""
+
+from __future__ import annotations
+
+import socket
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
+pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
+
+from chat_server import Scripted, scripted_server
+from edge_runtime.server import body, connections
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.3)
+    monkeypatch.setattr(body, "READ_SECONDS", 0.3)
+    with scripted_server("hello") as scripted:
+        yield scripted
+
+
+def connected(server: Scripted) -> socket.socket:
+    address = urlsplit(server.url)
+    return socket.create_connection((address.hostname, address.port), timeout=10)
+
+
+def test_the_end_of_a_head_is_not_waited_for(server):
+    with connected(server) as silent, connected(server) as slow:
+        started = time.monotonic()
+        while time.monotonic() < started + 5:  # a byte now and then does not put it off
+            try:
+                slow.sendall(b"G")
+                time.sleep(0.05)
+            except OSError:
+                break
+        assert time.monotonic() < started + 3
+        assert silent.recv(1) == b""
+
+
+def test_a_body_that_nobody_asked_for_is_not_waited_for(server):
+    with connected(server) as one:
+        one.sendall(HEALTH + b"Content-Length: 1000\r\n\r\n")
+        assert one.recv(4096).startswith(b"HTTP/1.1 200")
+        started = time.monotonic()
+        with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012 - the reset comes with some byte
+            while time.monotonic() < started + 5:
+                one.sendall(b"x")
+                time.sleep(0.05)
+
+
+def test_a_slow_body_is_refused(server):
+    with connected(server) as one:
+        one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n{")
+        assert one.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_who_does_not_read_is_not_waited_for(server):
+    with connected(server) as one:
+        one.settimeout(0.1)
+        page = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        started = time.monotonic()
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):  # noqa: PT012 - the reset comes with some request
+            while time.monotonic() < started + 10:
+                try:
+                    one.sendall(page * 100)
+                except TimeoutError:
+                    continue
+
+
+def test_a_connection_is_kept_for_requests_that_come_in_time(server):
+    with connected(server) as one:
+        for _ in range(4):
+            one.sendall(HEALTH + b"\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                piece = one.recv(4096)
+                assert piece, "the connection was broken off"
+                answer += piece
+            time.sleep(0.1)
