@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,14 +12,13 @@ from typing import Any, BinaryIO, Literal
 import gguf
 import numpy as np
 from numpy.typing import NDArray
-from yaml import YAMLError
 
 from edge_export.architecture import TextArchitecture
 from edge_export.checkpoint import Checkpoint
 from edge_export.errors import CheckpointError
-from edge_export.gguf_metadata import GENERATION_NAME, Entry, architecture_entries, architecture_name, vocabulary_entries
+from edge_export.gguf_metadata import Entry, architecture_entries, architecture_name, vocabulary_entries
 from edge_export.gguf_names import ROPE_FREQUENCIES, gguf_name, stays_float32
-from edge_export.json_file import read_optional_json_object
+from edge_export.model_card import add_general, unfit_values
 from edge_export.safetensors_file import FLOAT_BYTES, FloatType, StoredTensor, read_float_chunks
 from edge_export.vocabulary import Vocabulary, read_vocabulary
 
@@ -179,15 +177,12 @@ def _write_header(
     for tensor in plan:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=GGML_TYPES[tensor.type])
     try:
-        _add_metadata(writer, checkpoint.folder)
-        _add_entries(writer, architecture_entries(checkpoint, int(FILE_TYPES[weight_type])))
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        _add_entries(writer, vocabulary_entries(vocabulary))
-        _write_parts(writer, path)
-    except (struct.error, YAMLError, TypeError, ValueError, AttributeError) as error:
-        # README.md and generation_config.json feed gguf's own heuristics, which take any value.
-        where = f"{checkpoint.folder}: README.md, {GENERATION_NAME} or the tokenizer"
-        raise CheckpointError(f"{where} holds a value that no GGUF key can ({error}); correct it") from error
+        with unfit_values(checkpoint.folder):
+            add_general(writer, checkpoint.folder, checkpoint.config)
+            _add_entries(writer, architecture_entries(checkpoint, int(FILE_TYPES[weight_type])))
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            _add_entries(writer, vocabulary_entries(vocabulary))
+            _write_parts(writer, path)
     finally:
         writer.close()
 
@@ -196,21 +191,6 @@ def _write_parts(writer: Any, path: Path) -> None:
     writer.write_header_to_file(path=path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-
-
-def _add_metadata(writer: Any, folder: Path) -> None:
-    """general.*: name, size label and so on, by gguf's own heuristics over folder name, README.md and generation_config.json."""
-    total, shared, expert, experts = writer.get_total_parameter_count()
-    metadata = gguf.Metadata.load(None, folder, None, total)
-    generation = read_optional_json_object(folder / GENERATION_NAME)
-    if metadata.sampling_penalty_repeat is None:
-        # gguf 0.19 does not know this spelling yet; llama.cpp's own copy of it does.
-        metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
-    metadata.name = metadata.name if metadata.name is not None else folder.name
-    if metadata.size_label is None and total > 0:
-        metadata.size_label = gguf.size_label(total, shared, expert, experts)
-    writer.add_type(gguf.GGUFType.MODEL)
-    metadata.set_gguf_meta_model(writer)
 
 
 def _add_entries(writer: Any, entries: list[Entry]) -> None:

@@ -5,6 +5,7 @@ Source of the facts: llama.cpp, conversion/base.py (TextModel), conversion/gemma
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from edge_export.architecture import AssistantArchitecture, TextArchitecture
@@ -20,6 +21,7 @@ SPECIAL_KEYS = {
     "pad": "padding_token_id", "cls": "cls_token_id", "mask": "mask_token_id",
 }  # fmt: skip
 GENERATION_NAME = "generation_config.json"
+_MAX_GENERATION_BYTES = 1 << 20
 
 
 def architecture_name(model: TextArchitecture) -> str:
@@ -84,11 +86,16 @@ def _drafter_entries(name: str, model: TextArchitecture) -> list[Entry]:
     ]
 
 
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Returns generation_config.json; empty if there is none. Raises CheckpointError if it is damaged or larger than such a file is."""
+    return read_optional_json_object(folder / GENERATION_NAME, _MAX_GENERATION_BYTES)
+
+
 def _suppressed(checkpoint: Checkpoint) -> list[Entry]:
     """Token ids never to be sampled; the converter writes them for unified targets only."""
     if checkpoint.model_type not in ("gemma4_unified", "gemma4_unified_text"):
         return []
-    tokens = read_optional_json_object(checkpoint.folder / GENERATION_NAME).get("suppress_tokens") or []
+    tokens = read_generation(checkpoint.folder).get("suppress_tokens") or []
     size = checkpoint.architecture.vocab_size
     if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < size for token in tokens):
         raise CheckpointError(f"{checkpoint.folder / GENERATION_NAME}: suppress_tokens is {tokens!r}, not a list of token ids; correct it")

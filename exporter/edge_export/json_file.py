@@ -27,6 +27,6 @@ def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, 
     return data
 
 
-def read_optional_json_object(path: Path) -> dict[str, Any]:
+def read_optional_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Like read_json_object, but a missing file is an empty object."""
-    return read_json_object(path) if path.is_file() else {}
+    return read_json_object(path, most_bytes) if path.is_file() else {}

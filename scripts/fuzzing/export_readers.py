@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
+
 from edge_export.checkpoint import open_checkpoint
 from edge_export.errors import CheckpointError
 from edge_export.gguf_source import open_gguf
 from edge_export.imatrix_file import read_imatrix
+from edge_export.model_card import CARD_NAME, add_general, unfit_values
 from edge_export.safetensors_file import READABLE, SOURCE_TYPE, read_chunks, read_float_chunks, stored_tensors
 from edge_export.vocabulary import read_vocabulary
 from fuzzing.readers import PARSED, Read, Reader, corpus, from_file
@@ -59,12 +62,24 @@ def _tokenizer_settings(folder: Path, _: Path | None) -> Read:
     return read
 
 
+def _model_card(path: Path) -> None:
+    writer = gguf.GGUFWriter(path=None, arch="gemma4")
+    try:
+        with unfit_values(path.parent):
+            add_general(writer, path.parent, {})
+            writer.write_header_to_file(path=path.with_name("header.gguf"))
+            writer.write_kv_data_to_file()
+    finally:
+        writer.close()
+
+
 READERS = (
     Reader(name="safetensors", make=from_file("model.safetensors", _safetensors), memory_factor=PARSED),
     Reader(name="safetensors-index", make=_index, structured=True, memory_factor=PARSED),
     Reader(name="hf-config", make=_config, structured=True, memory_factor=PARSED),
     Reader(name="tokenizer", make=from_file("tokenizer.json", lambda path: read_vocabulary(path.parent)), structured=True, memory_factor=PARSED),
     Reader(name="tokenizer-config", make=_tokenizer_settings, structured=True, memory_factor=PARSED),
+    Reader(name="model-card", make=from_file(CARD_NAME, _model_card), memory_factor=PARSED * 8),
     Reader(name="gguf-source", make=from_file("model.gguf", open_gguf), corpus="gguf"),
     Reader(name="imatrix", make=from_file("imatrix.gguf", read_imatrix), memory_factor=8.0),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 import tracemalloc
@@ -22,6 +23,7 @@ from edge_export.architecture import parse_architecture
 from edge_export.checkpoint import open_checkpoint
 from edge_export.errors import CheckpointError
 from edge_export.gguf_file import write_gguf
+from edge_export.model_card import read_card
 from edge_export.safetensors_file import StoredTensor, read_chunks, read_float_chunks, to_bfloat16
 from edge_export.tensor_shapes import needed_shapes
 
@@ -157,10 +159,35 @@ def test_tokenizer_of_another_folder(tmp_path: Path) -> None:
     assert (tmp_path / "given.gguf").read_bytes() == (tmp_path / "own.gguf").read_bytes()
 
 
-@pytest.mark.parametrize("card", ["---\ntags: [a\n---\n", "---\nlicense: {a: 1}\n---\n"])
+LAUGHS = "".join(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefghijklm"))
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "---\ntags: [a\n---\n", "---\nlicense: {a: 1}\n---\n", "---\nversion: 0x" + "f" * 9000 + "\n---\n", "---\nname: 1:" + "1:" * 9000 + "1.5\n---\n",
+        f"---\na: &a [lol]\n{LAUGHS}license: *m\n---\n", "---\na: " + "[" * 50_000 + "]" * 50_000 + "\n---\n", "---\n" + "a: 1\n" * 100_000,
+    ],
+    ids=["no YAML", "object", "digits", "float", "billion laughs", "deep", "long"],
+)  # fmt: skip
 def test_unusable_model_card(card: str, tmp_path: Path) -> None:
     folder = write_by_hand(tmp_path / "model")
     (folder / "README.md").write_text(card)
     with pytest.raises(CheckpointError, match=r"README\.md"):
         write_gguf(open_checkpoint(folder), tmp_path / "out.gguf", "f32", lambda _: None)
     assert not (tmp_path / "out.gguf.part").exists()
+
+
+def test_no_more_of_a_model_card_is_read_than_its_front_matter_may_have(tmp_path: Path) -> None:
+    with (tmp_path / "README.md").open("wb") as file:
+        file.write(b"---\nlicense: mit\ntags: [a]\n---\n")
+        file.truncate(1 << 40)
+    assert read_card(tmp_path) == {"license": "mit", "tags": ["a"]}
+
+
+@pytest.mark.parametrize(("text", "message"), [("[" * 100_000, "is not JSON"), (" " * (2 << 20), "more than the 1048576")])
+def test_unusable_generation_config(text: str, message: str, tmp_path: Path) -> None:
+    folder = write_by_hand(tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json .*{message}"):
+        write_gguf(open_checkpoint(folder), tmp_path / "out.gguf", "f32", lambda _: None)

@@ -62,10 +62,24 @@ SAMPLING = {"temperature": 1.0, "top_k": 64, "top_p": 0.95, "do_sample": True, "
 CARD = """---
 license: apache-2.0
 base_model: google/gemma-4-E4B
-language: [en]
+language:
+- en
+- no
 tags: [tiny]
+pipeline_tag: text-generation
+model_name: Toy
+model-index:
+- name: toy
+  results:
+  - metrics:
+\t- {type: accuracy, value: 0.5}
+datasets:
+- allenai/c4
+- https://huggingface.co/datasets/wikimedia/wikipedia
+- {name: own, organization: us}
 ---
-A toy.
+A toy, *not an &alias.
+---
 """
 
 MEMBERS: dict[str, Member] = {
