@@ -7,19 +7,25 @@ Layout and every field: docs/bundle.md.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from edge_runtime.errors import BundleError
+from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.integrity import CheckMode, is_intact
+from edge_runtime.manifest_hash import has_own_hash, with_hash
+from edge_runtime.manifest_numbers import check_numbers
+from edge_runtime.regular_file import read_regular
 from edge_runtime.signature import check_signature
 from edge_runtime.structure import StructureError, from_json, to_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20
 _LONGEST_PATH = 200
+# More than any bundle has; each is looked at.
+_MOST_FILES = 64
 # A draft is never longer than this (see docs/bundle.md, rewind slack).
 MAX_DRAFT_LENGTH = 12
 
@@ -212,7 +218,7 @@ class Manifest:
     static: StaticGraphs | None = None
 
     def to_json(self) -> str:
-        """The exact text of manifest.json, ending in a newline."""
+        """The exact text of manifest.json, with its hash, ending in a newline."""
         data = to_json(self)
         # What only some bundles have is left out of the others.
         if not self.importance:
@@ -221,7 +227,7 @@ class Manifest:
             del data["onnx"], data["cache_layout"]["buffers"]
         if self.static is None:
             del data["static"]
-        return json.dumps(data, indent=2) + "\n"
+        return with_hash(data)
 
 
 @dataclass(frozen=True)
@@ -252,11 +258,14 @@ def open_bundle(folder: Path | str, *, check: CheckMode = "fast", public_key: Pa
     """Reads and checks a bundle: schema version, shape, paths inside the folder, sizes, contents (see `integrity`), and who signed it if a
     `public_key` (PEM, Ed25519) is given.
 
-    Raises BundleError with one sentence that says what is wrong and what to do.
+    Raises BundleError with one sentence that says what is wrong and what to do, and RequestError for a key without a check.
     """
+    if public_key is not None and check == "none":
+        raise RequestError("a key has nothing to say about files that are not compared; leave out check none, or the key")
     folder = Path(folder)
     manifest = _read_manifest(folder, public_key)
     _check_layout(folder, manifest.cache_layout, manifest.architecture)
+    _check_list(folder, manifest.files)
     for entry in manifest.files:
         _check_file(folder, entry, check)
     return Bundle(folder, manifest)
@@ -264,28 +273,39 @@ def open_bundle(folder: Path | str, *, check: CheckMode = "fast", public_key: Pa
 
 def _read_manifest(folder: Path, public_key: Path | None) -> Manifest:
     path = folder / MANIFEST_NAME
-    if not path.is_file():
-        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_NAME}; make one with edge-export")
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise BundleError(f"{path} has {path.stat().st_size} bytes, more than any manifest; export the bundle again")
+    raw = _manifest_bytes(folder, path)
+    if public_key is not None:
+        check_signature(folder, raw, public_key)
     try:
-        raw = path.read_bytes()
-        if public_key is not None:
-            check_signature(folder, raw, public_key)
         data = json.loads(raw.decode("utf-8"))
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read ({error.strerror or error}); check the disk, or copy the bundle again") from error
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is not JSON ({error}); export the bundle again") from error
     version = data.get("schema_version") if isinstance(data, dict) else None
     if type(version) is not int:
         raise BundleError(f"{path} has no schema_version; it is not an edge-mtp manifest")
-    if version > SCHEMA_VERSION:
-        raise BundleError(f"{path} has schema version {version}, this reader knows up to {SCHEMA_VERSION}; upgrade edge-mtp")
+    if version != SCHEMA_VERSION:
+        advice = "upgrade edge-mtp" if version > SCHEMA_VERSION else "export the bundle again"
+        raise BundleError(f"{path} has schema version {str(version)[:20]}, this reader knows {SCHEMA_VERSION}; {advice}")
+    if not has_own_hash(raw):
+        raise BundleError(f"{path} does not have the sha256 at its own end; copy the bundle again or export it again")
     try:
-        return from_json(Manifest, data, "manifest")
+        manifest = from_json(Manifest, data, "manifest")
+        check_numbers(manifest, "manifest")
     except StructureError as error:
         raise BundleError(f"{path}: {error}; export the bundle again") from error
+    return manifest
+
+
+def _manifest_bytes(folder: Path, path: Path) -> bytes:
+    if not os.path.lexists(path):
+        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_NAME}; make one with edge-export")
+    try:
+        raw = read_regular(path, MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror or error}); check the disk, or copy the bundle again") from error
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise BundleError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, as no manifest has; export the bundle again")
+    return raw
 
 
 def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture) -> None:
@@ -300,6 +320,18 @@ def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture)
         raise BundleError(f"{folder}: rewind slack {layout.rewind_slack} is below the longest draft {MAX_DRAFT_LENGTH}; export it again")
 
 
+def _check_list(folder: Path, files: tuple[BundleFile, ...]) -> None:
+    """Refuses a list that would have the same file checked thousands of times, or leave open which one a role means."""
+    if len(files) > _MOST_FILES:
+        raise BundleError(f"{folder}: the manifest lists {len(files)} files, more than {_MOST_FILES}; do not use this bundle")
+    named: set[object] = set()
+    for entry in files:
+        for name in (PurePosixPath(entry.path), (entry.role, entry.format)):
+            if name in named:
+                raise BundleError(f"{folder}: the manifest lists {entry.path[:80]!r} or its role twice; do not use this bundle")
+            named.add(name)
+
+
 def _check_file(folder: Path, entry: BundleFile, check: CheckMode) -> None:
     relative = PurePosixPath(entry.path)
     if (
@@ -312,8 +344,8 @@ def _check_file(folder: Path, entry: BundleFile, check: CheckMode) -> None:
     ):
         raise BundleError(f"{folder}: the manifest names {entry.path[:80]!r}, a path outside the bundle; do not use this bundle")
     path = folder / relative
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise BundleError(f"{path} is a link that leaves the bundle; do not use this bundle")
+    if path.resolve() != folder.resolve() / relative:
+        raise BundleError(f"{path} is a link or lies behind one, and a bundle holds none; do not use this bundle")
     if not path.is_file():
         raise BundleError(f"{path} is missing; copy the bundle again or export it again")
     if path.stat().st_size != entry.bytes:

@@ -37,5 +37,7 @@ def check_options(command: F) -> F:
 
 
 def check_values(values: dict[str, Any]) -> CheckValues:
-    """Takes the options' values out of all the command's."""
+    """Takes the options' values out of all the command's. Raises a usage error for a key beside no check."""
+    if values["verify_key"] is not None and values["check"] == "none":
+        raise click.UsageError("--verify-key says who made files that --check none does not compare; leave out one of them")
     return {"check": values.pop("check"), "public_key": values.pop("verify_key")}

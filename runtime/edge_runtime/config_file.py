@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from edge_runtime.config import BLOCK, SECTIONS, Section, SpeculativeConfig
 from edge_runtime.config_values import shown
 from edge_runtime.errors import ConfigError
+from edge_runtime.regular_file import read_regular
 
 CONFIG_NAME = "config.yaml"
 MAX_CONFIG_BYTES = 64 << 10
@@ -26,11 +28,24 @@ _TITLE = (
 def read_config(path: Path | str) -> SpeculativeConfig:
     """Reads a file with a `speculative_decoding:` block. Raises ConfigError with the file, the place, the value and what to do."""
     path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; give a YAML file with a {BLOCK} block")
+    return _read(path, _read_any)
+
+
+def read_bundle_config(path: Path) -> SpeculativeConfig:
+    """Reads the file as `read_config` does, but no link: a stranger's bundle must not have another file read, and its words shown."""
+    return _read(path, read_regular)
+
+
+def _read_any(path: Path, most: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(most)
+
+
+def _read(path: Path, read: Callable[[Path, int], bytes]) -> SpeculativeConfig:
     try:
-        if not path.is_file():
-            raise ConfigError(f"{path} is not a file; give a YAML file with a {BLOCK} block")
-        with path.open("rb") as file:
-            raw = file.read(MAX_CONFIG_BYTES + 1)
+        raw = read(path, MAX_CONFIG_BYTES + 1)
         if len(raw) > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes, too many for a configuration; give another file")
         return parse_config(raw.decode("utf-8-sig"), str(path))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from edge_runtime.bundle import MAX_DRAFT_LENGTH, Bundle, RuntimeSettings
 from edge_runtime.config import CacheConfig, DrafterConfig, SpeculativeConfig, StreamingConfig, TuningConfig, VerifierConfig
-from edge_runtime.config_file import CONFIG_NAME, read_config
+from edge_runtime.config_file import CONFIG_NAME, read_bundle_config, read_config
 from edge_runtime.config_values import bytes_of
 from edge_runtime.drafters import DrafterKind
 from edge_runtime.errors import BundleError, ConfigError
@@ -97,7 +97,7 @@ def load_settings(
         if chosen.four_bit_target and not made.startswith("q4"):
             notify(f"preset {preset} is meant for a 4-bit target, this one is {made}; edge-export --preset {preset} makes one")
     if os.path.lexists(bundle.folder / CONFIG_NAME):
-        layers.append(read_config(bundle.folder / CONFIG_NAME))
+        layers.append(read_bundle_config(bundle.folder / CONFIG_NAME))
     return resolve_settings(layers, bundle)
 
 

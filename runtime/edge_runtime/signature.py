@@ -11,10 +11,12 @@ import binascii
 from pathlib import Path
 
 from edge_runtime.errors import BackendError, BundleError
+from edge_runtime.regular_file import read_regular
 
 SIGNATURE_NAME = "manifest.json.sig"
 INSTALL = "pip install 'edge-mtp[sign]'"
 _MAX_KEY_BYTES = 16 << 10
+_MAX_SIGNATURE_FILE_BYTES = 4 << 10
 _SIGNATURE_BYTES = 64
 
 
@@ -27,26 +29,40 @@ def check_signature(folder: Path, manifest: bytes, public_key: Path) -> None:
     except ImportError as error:
         raise BackendError(f"signatures are checked with cryptography, which is not installed ({error}); {INSTALL}") from error
     try:
-        key = load_pem_public_key(_read(public_key, "public key", "give the PEM file of an Ed25519 public key"))
+        key = load_pem_public_key(_read_key(public_key))
     except (ValueError, UnsupportedAlgorithm) as error:
         raise BundleError(f"{public_key} is no public key in PEM; make one with: openssl pkey -in KEY -pubout -out {public_key}") from error
     if not isinstance(key, Ed25519PublicKey):
         raise BundleError(f"{public_key} is no Ed25519 key; make a pair with: openssl genpkey -algorithm ed25519 -out KEY")
     path = folder / SIGNATURE_NAME
     try:
-        key.verify(
-            _decoded(_read(path, "signature", "the bundle is not signed, so do not trust it, or ask its maker for a signed one")), manifest
-        )
+        key.verify(_decoded(_read_signature(path)), manifest)
     except (InvalidSignature, binascii.Error, ValueError) as error:
         raise BundleError(f"{path} is not a signature of this manifest by the owner of {public_key}; do not use this bundle") from error
 
 
-def _read(path: Path, what: str, advice: str) -> bytes:
+def _read_key(path: Path) -> bytes:
+    """Reads the user's own file, which may be a link or a pipe, but no more of it than a key has."""
     try:
         with path.open("rb") as file:
             return file.read(_MAX_KEY_BYTES)
     except OSError as error:
-        raise BundleError(f"the {what} {path} cannot be read ({error.strerror or error}); {advice}") from error
+        raise BundleError(
+            f"the public key {path} cannot be read ({error.strerror or error}); give the PEM file of an Ed25519 public key"
+        ) from error
+
+
+def _read_signature(path: Path) -> bytes:
+    try:
+        raw = read_regular(path, _MAX_SIGNATURE_FILE_BYTES + 1)
+    except OSError as error:
+        raise BundleError(
+            f"the signature {path} cannot be read ({error.strerror or error}); the bundle is not signed, so do not trust it, or ask its"
+            " maker for a signed one"
+        ) from error
+    if len(raw) > _MAX_SIGNATURE_FILE_BYTES:
+        raise ValueError(f"more than {_MAX_SIGNATURE_FILE_BYTES} bytes")
+    return raw
 
 
 def _decoded(text: bytes) -> bytes:

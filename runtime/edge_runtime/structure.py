@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+# Seeds have up to 64 bits; larger numbers overflow what they are computed with.
+_LARGEST = 1 << 64
 
 
 class StructureError(ValueError):
@@ -68,6 +71,7 @@ def _value(hint: Any, data: Any, where: str) -> Any:
 
 
 def _scalar(hint: Any, data: Any, where: str) -> Any:
+    _check_range(data, where)
     if hint is Any:
         return data
     if hint is float and isinstance(data, int) and not isinstance(data, bool):
@@ -75,6 +79,19 @@ def _scalar(hint: Any, data: Any, where: str) -> Any:
     if type(data) is not hint:
         raise StructureError(f"{where} is {_kind(data)}, not {hint.__name__}")
     return data
+
+
+def _check_range(data: Any, where: str) -> None:
+    """Refuses numbers nothing can be computed with, also those inside of free-form values; those may be deeper than Python recurses."""
+    waiting = [data]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict | list):
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise StructureError(f"{where} is or holds {value}, not a finite number")
+        elif isinstance(value, int) and abs(value) > _LARGEST:
+            raise StructureError(f"{where} is or holds an integer of {value.bit_length()} bits, more than 64")
 
 
 def _kind(data: Any) -> str:

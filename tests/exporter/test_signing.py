@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
+from click import Command
 from click.testing import CliRunner
 
 pytest.importorskip("cryptography", reason="needs edge-mtp[sign]")
@@ -21,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from edge_export.cli import main as export
 from edge_export.errors import ExportError
 from edge_export.signing import read_signing_key
+from edge_runtime.bench.cli import main as bench
 from edge_runtime.bundle import open_bundle
 from edge_runtime.cli import main as run
 from edge_runtime.errors import BundleError
@@ -53,7 +57,7 @@ def test_the_owner_s_signature_is_taken(signed: tuple[Path, Path]) -> None:
     assert open_bundle(bundle, public_key=public).manifest.files
 
 
-@pytest.mark.parametrize("harm", ["another key", "manifest", "signature", "no signature", "empty", "long"])
+@pytest.mark.parametrize("harm", ["another key", "manifest", "signature", "no signature", "empty", "long", "pipe", "link"])
 def test_anything_else_is_not(signed: tuple[Path, Path], tmp_path: Path, harm: str) -> None:
     bundle, public = shutil.copytree(signed[0], tmp_path / "bundle"), signed[1]
     manifest, signature = bundle / "manifest.json", bundle / "manifest.json.sig"
@@ -67,12 +71,32 @@ def test_anything_else_is_not(signed: tuple[Path, Path], tmp_path: Path, harm: s
         signature.write_bytes(base64.b64encode(raw))
     elif harm == "no signature":
         signature.unlink()
+    elif harm == "pipe":
+        signature.unlink()
+        os.mkfifo(signature)
+    elif harm == "link":
+        signature.symlink_to(signature.rename(tmp_path / "elsewhere"))
     else:
-        signature.write_bytes(b"" if harm == "empty" else b"A" * 100_000)
+        signature.write_bytes(b"" if harm == "empty" else signature.read_bytes() + b" " * 4096)
     with pytest.raises(BundleError, match=r"not signed|not a signature of this manifest"):
         open_bundle(bundle, public_key=public)
     result = CliRunner().invoke(run, [str(bundle), "--verify-key", str(public), "x"])
     assert (result.exit_code, result.output.count("\n")) == (1, 1), result.output
+
+
+@pytest.mark.parametrize("command", [run, bench])
+def test_a_key_beside_no_check_is_a_usage_error(signed: tuple[Path, Path], command: Command) -> None:
+    result = CliRunner().invoke(command, [str(signed[0]), "--verify-key", str(signed[1]), "--check", "none"])
+    assert result.exit_code == 2, result.output
+    assert "--check none does not compare" in result.output
+
+
+def test_a_key_may_come_through_a_pipe(signed: tuple[Path, Path], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "key")
+    writer = threading.Thread(target=lambda: (tmp_path / "key").write_bytes(signed[1].read_bytes()))
+    writer.start()
+    assert open_bundle(signed[0], public_key=tmp_path / "key").manifest.files
+    writer.join()
 
 
 def test_a_file_swapped_under_a_good_signature_is_refused(signed: tuple[Path, Path], tmp_path: Path) -> None:

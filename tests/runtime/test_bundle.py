@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,18 @@ from edge_runtime.bundle import (
     SourceFile,
     open_bundle,
 )
-from edge_runtime.errors import BundleError
+from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.integrity import CHECK_MODES
+from edge_runtime.manifest_hash import with_hash
 from edge_runtime.structure import from_json
 
-GOLDEN = Path(__file__).parent.parent / "data" / "manifest-1.json"
+GOLDEN = Path(__file__).parent.parent / "data" / "manifest-2.json"
 CONTENT = b"not really a model"
 
 
 def manifest(**changes: Any) -> Manifest:
     base = Manifest(
-        schema_version=1, created_by="edge-mtp 0.1.0", created_at="2026-11-21T00:00:00Z",
+        schema_version=2, created_by="edge-mtp 0.1.0", created_at="2026-11-21T00:00:00Z",
         sources={"target": Source(origin="some/folder", model_type="gemma4", files=(SourceFile(name="a", bytes=1, sha256="0" * 64),))},
         architecture=Architecture(
             family="custom", hidden_size=256, layers=4, vocab_size=4096, context_length=8192, parameters=10, drafter_hidden_size=192,
@@ -65,7 +68,7 @@ def test_what_is_written_is_read(tmp_path):
     assert bundle.path("target", "gguf").read_bytes() == CONTENT
 
 
-def test_golden_manifest_is_still_written_and_read_as_in_version_1(tmp_path):
+def test_golden_manifest_is_still_written_and_read_as_in_version_2(tmp_path):
     """Guards the format: if this fails, readers in the field break, and SCHEMA_VERSION must grow."""
     assert manifest().to_json() == GOLDEN.read_text()
     assert from_json(Manifest, json.loads(GOLDEN.read_text()), "manifest") == manifest()
@@ -80,7 +83,7 @@ def test_a_manifest_written_before_the_widths_were_in_it_is_read(tmp_path):
 
 def test_keys_a_newer_writer_adds_are_ignored(tmp_path):
     data = json.loads(manifest().to_json()) | {"novelty": [1, 2]}
-    assert open_bundle(write(tmp_path / "b", json.dumps(data))).manifest == manifest()
+    assert open_bundle(write(tmp_path / "b", with_hash(data))).manifest == manifest()
 
 
 def changed(path: str, value: Any) -> str:
@@ -90,7 +93,10 @@ def changed(path: str, value: Any) -> str:
     for part in parents:
         place = place[part]
     place[last] = value
-    return json.dumps(data)
+    return with_hash(data)
+
+
+FILE = json.loads(manifest().to_json())["files"][0]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +105,12 @@ def changed(path: str, value: Any) -> str:
         ("{", "not JSON"),
         ("[]", "no schema_version"),
         ('{"schema_version": "1"}', "no schema_version"),
-        ('{"schema_version": 1}', "is missing"),
-        (changed("schema_version", 2), "upgrade edge-mtp"),
+        (with_hash({"schema_version": 2}), "is missing"),
+        (changed("schema_version", 3), "upgrade edge-mtp"),
+        (changed("schema_version", 1), "schema version 1, this reader knows 2; export"),
+        (changed("schema_version", -5), "schema version -5"),
+        ('{"schema_version": 2}', "sha256 at its own end"),
+        (manifest().to_json() + " ", "sha256 at its own end"),
         (changed("files.0.path", "../target.gguf"), "outside the bundle"),
         (changed("files.0.path", "/etc/passwd"), "outside the bundle"),
         (changed("files.0.path", "a\\b"), "outside the bundle"),
@@ -115,6 +125,22 @@ def changed(path: str, value: Any) -> str:
         (changed("cache_layout.drafter_sources", [0, 5]), "own no rows"),
         (changed("cache_layout.rewind_slack", 3), "rewind slack 3"),
         (changed("architecture.layers", True), "not int"),
+        (changed("architecture.vocab_size", 0), r"vocab_size is 0, not 1 to 2\^53"),
+        (changed("architecture.hidden_size", -1), "hidden_size is -1"),
+        (changed("architecture.parameters", (1 << 53) + 1), r"not 1 to 2\^53"),
+        (changed("architecture.context_length", 10**400), "an integer of 1329 bits"),
+        (changed("architecture.per_layer_size", -1), "not 0 to"),
+        (changed("cache_layout.full.kv_heads", 0), r"full\.kv_heads is 0"),
+        (changed("cache_layout.sliding.window", -1), r"sliding\.window is -1"),
+        (changed("cache_layout.full.owner_layers", [-1]), r"owner_layers\[0\] is -1"),
+        (changed("files.0.bytes", -1), r"files\[0\]\.bytes is -1"),
+        (changed("sources.target.files.0.bytes", -1), r"sources\.target\.files\[0\]\.bytes is -1"),
+        (changed("parity", {"a": [{"b": float("inf")}]}), "not a finite number"),
+        (changed("parity", {"a": [10**400]}), "an integer of 1329 bits"),
+        (changed("files", [FILE, FILE | {"role": "drafter"}]), "twice"),
+        (changed("files", [FILE, FILE | {"path": "./target.gguf", "role": "drafter"}]), "twice"),
+        (changed("files", [FILE, FILE | {"path": "other"}]), "twice"),
+        (changed("files", [FILE] * 65), "lists 65 files, more than 64"),
         ("[" * 100_000, "not JSON"),
     ],
 )
@@ -131,13 +157,44 @@ def test_missing_folder_and_missing_role(tmp_path):
         open_bundle(write(tmp_path / "b")).file("drafter", "gguf")
 
 
-def test_link_out_of_the_bundle_is_refused(tmp_path):
+@pytest.mark.parametrize("name", ["target.gguf", "manifest.json"])
+@pytest.mark.parametrize("place", ["b/inside", "outside"])
+@pytest.mark.parametrize("mode", CHECK_MODES)
+def test_links_are_refused(tmp_path, name, place, mode):
     folder = write(tmp_path / "b")
-    (tmp_path / "outside").write_bytes(CONTENT)
-    (folder / "target.gguf").unlink()
-    (folder / "target.gguf").symlink_to(tmp_path / "outside")
-    with pytest.raises(BundleError, match="leaves the bundle"):
+    (folder / name).rename(tmp_path / place)
+    (folder / name).symlink_to(tmp_path / place)
+    with pytest.raises(BundleError, match=rf"{name}.* is a link"):
+        open_bundle(folder, check=mode)
+
+
+def test_a_bundle_may_be_reached_through_a_link(tmp_path):
+    write(tmp_path / "b")
+    (tmp_path / "link").symlink_to("b")
+    assert open_bundle(tmp_path / "link").manifest == manifest()
+
+
+def test_a_manifest_that_is_a_pipe_is_refused_without_waiting(tmp_path):
+    folder = write(tmp_path / "b")
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    with pytest.raises(BundleError, match="not a regular file"):
         open_bundle(folder)
+
+
+def test_every_flipped_bit_of_a_manifest_is_refused(tmp_path):
+    folder = write(tmp_path / "b")
+    raw = (folder / "manifest.json").read_bytes()
+    for place in range(len(raw)):
+        for bit in range(8):
+            (folder / "manifest.json").write_bytes(raw[:place] + bytes([raw[place] ^ 1 << bit]) + raw[place + 1 :])
+            with pytest.raises(BundleError):
+                open_bundle(folder, check="none")
+
+
+def test_no_check_beside_a_key_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="nothing to say about files that are not compared"):
+        open_bundle(write(tmp_path / "b"), check="none", public_key=tmp_path / "key.pub")
 
 
 def test_flipped_byte_is_found_unless_hashes_are_skipped(tmp_path):

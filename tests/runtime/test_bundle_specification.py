@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from edge_runtime.bundle import Manifest
+from edge_runtime.bundle import SCHEMA_VERSION, Manifest
+from edge_runtime.manifest_hash import has_own_hash, with_hash
+from edge_runtime.manifest_numbers import FROM_ZERO
 from edge_runtime.structure import from_json
 
 TEXT = (Path(__file__).parents[2] / "docs" / "bundle.md").read_text(encoding="utf-8")
@@ -80,9 +82,17 @@ def test_defaults_are_specified(name):
 
 
 def test_the_example_is_a_manifest():
-    example = json.loads(re.search(r"```json\n(\{.*?\n\})\n```", TEXT, re.DOTALL)[1])
+    text = re.search(r"```json\n(\{.*?\n\})\n```", TEXT, re.DOTALL)[1] + "\n"
+    assert has_own_hash(text.encode())
+    example = json.loads(text)
     manifest = from_json(Manifest, example, "manifest")
-    assert json.loads(manifest.to_json()) == example
+    assert manifest.schema_version == SCHEMA_VERSION
+    assert manifest.to_json() == with_hash(example)
+
+
+def test_what_may_be_zero_is_specified():
+    bullet = re.search(r"^- Whole numbers are .*?(?=^- )", TEXT, re.DOTALL | re.MULTILINE)[0]
+    assert set(re.findall(r"`(\w+)`", bullet)) == FROM_ZERO
 
 
 def test_roles_of_the_shipped_pair_are_specified(exported_pair, onnx_pair):

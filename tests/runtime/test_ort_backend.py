@@ -21,6 +21,7 @@ from edge_runtime.backends.ort_target import OrtTarget, pair_of
 from edge_runtime.bundle import open_bundle
 from edge_runtime.config import DrafterConfig, SpeculativeConfig
 from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.manifest_hash import with_hash
 from edge_runtime.opening import open_session
 from edge_runtime.session import Session
 
@@ -332,7 +333,7 @@ def test_a_damaged_graph_or_data_file_is_a_sentence(copied: Path) -> None:
 def changed_buffers(folder: Path, **changes: Any) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["cache_layout"]["buffers"][0] |= changes
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(with_hash(manifest))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from edge_runtime.backends.ort_static_drafter import StaticOrtDrafter
 from edge_runtime.backends.ort_static_target import StaticOrtTarget
 from edge_runtime.bundle import open_bundle
 from edge_runtime.errors import BackendError, BundleError, RequestError
+from edge_runtime.manifest_hash import with_hash
 from edge_runtime.opening import open_session
 from silent import Silent
 
@@ -197,7 +198,7 @@ def test_a_manifest_that_does_not_fit_the_graphs_is_refused(
         place = place[part]
     assert place[key[-1]] != value
     place[key[-1]] = value
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(with_hash(manifest))
     with pytest.raises((BundleError, BackendError), match=words):
         opened(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,19 @@ def tuned(**tuning: Any) -> SpeculativeConfig:
 
 def write(bundle: Bundle, config: SpeculativeConfig) -> None:
     (bundle.folder / CONFIG_NAME).write_text(config_text(config))
+
+
+@pytest.mark.parametrize("harm", ["link", "pipe", "dangling"])
+def test_the_bundles_file_is_no_way_to_another_file(bundle, tmp_path, harm):
+    path = bundle.folder / CONFIG_NAME
+    (tmp_path / "secret").write_text("root:secret")
+    if harm == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / ("secret" if harm == "link" else "nothing"))
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read") as caught:
+        load_settings(bundle)
+    assert "secret" not in str(caught.value)
 
 
 def test_without_any_file_the_manifest_recommends(bundle):
