@@ -13,10 +13,12 @@ comma := ,
 # Locks hold for every Python and platform; torch is left out (requirements/README.md).
 LOCK := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" \
 	--override requirements/overrides.txt
+AUDIT = $(BIN)/python scripts/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin \
+	--lock requirements/ci.txt --lock requirements/runtime.txt
 DEMO_BUNDLE ?= demo-bundle
 DEMO_PROMPT ?= class Stack:
 
-.PHONY: help demo test test-slow lint docs lock audit wheel-check release setup setup-test llama-cpp clean
+.PHONY: help demo test test-slow lint docs lock audit wheel-check release dist setup setup-test llama-cpp clean
 
 help:
 	@echo "make demo       set up, export the shipped reference pair, run it with and without drafts"
@@ -25,7 +27,7 @@ help:
 	@echo "make lint       ruff, mypy, import-linter, hadolint, the issue forms"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make audit      licences of what is installed, advisories about what is locked"
-	@echo "make release    source archive, wheel and SBOM in dist/; make wheel-check tries the wheel on each Python there is"
+	@echo "make release    audit, then make dist: source archive, wheel and SBOM in dist/; make wheel-check tries the wheel on each Python there is"
 	@echo "make lock       choose the locked versions in requirements/ anew"
 	@echo "make llama-cpp  build llama.cpp's own tools from llama-cpp-python's source archive, to compare with"
 	@echo "make clean      remove .venv, build/ and the demo bundle"
@@ -77,15 +79,24 @@ lock: $(TOOLS)/.ready
 	$(LOCK) requirements/tools.in -o requirements/tools.txt
 
 audit: setup-test $(TOOLS)/.ready
-	$(BIN)/python scripts/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin --lock requirements/ci.txt --lock requirements/runtime.txt
+	$(AUDIT)
 
 wheel-check: $(TOOLS)/.ready
 	scripts/check_wheel.sh $(TOOLS)
 
-release: $(TOOLS)/.ready
-	rm -rf dist
+# Where no advisory service answers, there is no release. The SBOM is of what a user gets: licences and who needs whom are read from it.
+release: setup-test $(TOOLS)/.ready
+	$(AUDIT) --require-advisories
+	$(MAKE) dist
+
+dist: $(TOOLS)/.ready
+	rm -rf dist build/release
 	$(TOOLS)/bin/python -m build --no-isolation --outdir dist
-	$(TOOLS)/bin/cyclonedx-py requirements requirements/runtime.txt --pyproject pyproject.toml --output-reproducible -o dist/sbom.json
+	$(PYTHON) -m venv build/release
+	build/release/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements/runtime.txt
+	build/release/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	build/release/bin/python -m pip uninstall --quiet --yes pip setuptools
+	$(TOOLS)/bin/cyclonedx-py environment build/release/bin/python --pyproject pyproject.toml --output-reproducible -o dist/sbom.json
 	@ls -l dist
 
 llama-cpp: setup

@@ -1,7 +1,7 @@
 """Checks the licences of what is installed, and locked versions against published advisories. Used by `make audit`.
 
 Licences outside the list, and known vulnerabilities, end it with exit code 1. Where no advisory service answers it says NOT CHECKED, loudly, with
-exit code 0: nothing is known to be wrong, and nothing is known to be right.
+exit code 0: nothing is known to be wrong, and nothing is known to be right. With --require-advisories, as for a release, that is exit code 1 too.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def ask_advisories(tool: Sequence[str], lock: Path, service: str) -> Advisories 
     raise RuntimeError(f"pip-audit failed ({last}); run it by hand: {' '.join(command)}")
 
 
-def check_advisories(tool: Sequence[str], lock: Path) -> bool:
-    """Asks one service after the other until one knows all packages. Prints what came of it; returns False if something is vulnerable."""
+def check_advisories(tool: Sequence[str], lock: Path, *, required: bool) -> bool:
+    """Asks one service after the other until one knows all packages. Prints what came of it; returns False if something is vulnerable, or,
+    if the answer is `required`, there was none."""
     reasons = []
     for service in SERVICES:
         answer = ask_advisories(tool, lock, service)
@@ -116,7 +117,7 @@ def check_advisories(tool: Sequence[str], lock: Path) -> bool:
         click.echo(f"  {reason}")
     click.echo("  run `make audit` where pypi.org or api.osv.dev can be reached")
     click.echo("=" * 100)
-    return True
+    return not required
 
 
 def check_licences(tool: Sequence[str], python: str) -> bool:
@@ -136,11 +137,12 @@ def check_licences(tool: Sequence[str], python: str) -> bool:
 @click.option("--python", required=True, help="The interpreter whose packages are looked at.")
 @click.option("--lock", type=click.Path(path_type=Path, exists=True), multiple=True, required=True, help="A locked requirements file.")
 @click.option("--tools", type=click.Path(path_type=Path), required=True, help="The folder with pip-audit and pip-licenses.")
-def main(python: str, lock: tuple[Path, ...], tools: Path) -> None:
+@click.option("--require-advisories", is_flag=True, help="Fail where no advisory service answers.")
+def main(python: str, lock: tuple[Path, ...], tools: Path, require_advisories: bool) -> None:
     """Check licences and advisories."""
     fine = check_licences([str(tools / "pip-licenses")], python)
     for path in lock:
-        fine = check_advisories([str(tools / "pip-audit")], path) and fine
+        fine = check_advisories([str(tools / "pip-audit")], path, required=require_advisories) and fine
     sys.exit(0 if fine else 1)
 
 

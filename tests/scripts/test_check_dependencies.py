@@ -37,7 +37,7 @@ def test_licences(licence, allowed):
 def audit(tmp_path):
     """Runs the command with a pip-audit that gives one answer per service (a report, or what it says before it dies)."""
 
-    def run(licence: str = "MIT", **answers: dict | str):
+    def run(licence: str = "MIT", *options: str, **answers: dict | str):
         (tmp_path / "answers.json").write_text(json.dumps(answers))
         (tmp_path / "lock.txt").write_text("")
         script(tmp_path / "pip-licenses", f"print({json.dumps(json.dumps([{'Name': 'a', 'Version': '1', 'License': licence}]))})")
@@ -48,7 +48,7 @@ def audit(tmp_path):
             "open(sys.argv[sys.argv.index('-o') + 1], 'w').write(json.dumps(answer))",
         )
         return CliRunner().invoke(
-            check_dependencies.main, ["--python", "python", "--lock", str(tmp_path / "lock.txt"), "--tools", str(tmp_path)]
+            check_dependencies.main, ["--python", "python", "--lock", str(tmp_path / "lock.txt"), "--tools", str(tmp_path), *options]
         )  # fmt: skip
 
     return run
@@ -85,6 +85,10 @@ def test_nobody_answers(audit, first):
     assert result.exit_code == 0
     assert "NOT CHECKED: no advisory service answered" in result.output
     assert "no known vulnerability" not in result.output
+    required = audit("MIT", "--require-advisories", pypi=first, osv=UNREACHABLE)
+    assert required.exit_code == 1
+    assert "NOT CHECKED" in required.output
+    assert audit("MIT", "--require-advisories", pypi=first, osv=CLEAN).exit_code == 0
 
 
 def test_another_failure_is_not_taken_for_silence(audit):
