@@ -10,16 +10,14 @@ from pathlib import Path
 
 from edge_export.errors import ExportError
 from edge_export.folder_swap import exchange, sync_names
-from edge_runtime.bundle import MANIFEST_NAME
+from edge_export.own_folder import BUNDLE, FolderKind, check_replaceable
 from edge_runtime.leftovers import clear_leftovers, leftovers_of, temporary_of
 
 _REPLACED = "replaced"
 
 
-def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None:
+def check_output(output: Path, force: bool, kind: FolderKind = BUNDLE) -> None:
     """Raises ExportError if `output` may not be written: no parent, or something is there that `force` does not cover.
-
-    `marker` is the file by which a folder is known to be one of ours.
 
     What earlier exports left here that were killed is removed first, and a bundle that one was about to replace is put back.
     """
@@ -29,21 +27,19 @@ def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None
     if not os.access(parent, os.W_OK):
         raise ExportError(f"{parent} cannot be written; choose another place")
     _restore_or_clear(output.absolute())
-    _check_place(output, force, marker)
+    _check_place(output, force, kind)
 
 
-def _check_place(output: Path, force: bool, marker: str) -> None:
+def _check_place(output: Path, force: bool, kind: FolderKind) -> None:
     if not os.path.lexists(output):
         return
     if not force:
         raise ExportError(f"{output} exists already; choose another name, or replace it with --force")
-    if output.is_symlink() or not output.is_dir() or (any(output.iterdir()) and not (output / marker).is_file()):
-        kind = "bundle" if marker == MANIFEST_NAME else "package"
-        raise ExportError(f"{output} is not a {kind}, so --force does not replace it; remove it yourself or choose another name")
+    check_replaceable(output, kind)
 
 
 @contextlib.contextmanager
-def partial_folder(output: Path, force: bool, marker: str = MANIFEST_NAME) -> Iterator[Path]:
+def partial_folder(output: Path, force: bool, kind: FolderKind = BUNDLE) -> Iterator[Path]:
     """Yields an empty folder beside `output`; on success it becomes `output`, otherwise it is removed.
 
     With `force` a bundle that is there is replaced at that moment; without, one that appeared meanwhile is an ExportError.
@@ -53,7 +49,7 @@ def partial_folder(output: Path, force: bool, marker: str = MANIFEST_NAME) -> It
     try:
         partial.mkdir()
         yield partial
-        _check_place(output, force, marker)
+        _check_place(output, force, kind)
         _move_in(partial, output)
         sync_names(output.parent)
     except OSError as error:

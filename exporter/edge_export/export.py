@@ -19,6 +19,7 @@ from edge_export.gguf_file import gguf_bytes, write_gguf
 from edge_export.importance import Importance
 from edge_export.onnx_request import OnnxRequest, check_onnx_sources
 from edge_export.onnx_step import Made, check_onnx_space, make_onnx, onnx_parity
+from edge_export.own_folder import check_outside
 from edge_export.parity import ParityRequest, measure_parity
 from edge_export.quantize import DIRECT, WEIGHED, check_quantization, expected_bytes, library_version, quantize_gguf
 from edge_export.safetensors_file import FloatType
@@ -128,6 +129,7 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
     check_output(request.output, request.force)
     progress.step("Open the checkpoints", None)
     pair = target, drafter = resolve_pair(request.target, request.drafter)
+    check_outside(request.output, [part.path for part in pair])
     if request.onnx is not None:
         check_onnx_sources(target, drafter)
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)

@@ -9,10 +9,12 @@ import zipfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from edge_export.atomic_folder import check_output
 from edge_export.cli import main
 from edge_export.device_package import debian, llama_build, making, wheels
 from edge_export.device_package.inventory import Component, take_inventory
@@ -216,6 +218,7 @@ def test_failure_leaves_no_folder_and_an_old_package_stays(tmp_path: Path, monke
     old = tmp_path / "package"
     (old / "bin").mkdir(parents=True)
     (old / "bin/edge-python").write_text("old")
+    take_inventory(old, "linux-arm64", "0", ("onnx",), [])
     request = making.PackageRequest(platform="linux-arm64", output=old, backends=("onnx",), force=True)
     with pytest.raises(PackageError, match="Debian is away"):
         making.make_package(request, lambda _: None)
@@ -223,9 +226,21 @@ def test_failure_leaves_no_folder_and_an_old_package_stays(tmp_path: Path, monke
     assert {path.name for path in tmp_path.iterdir()} <= {"package", "cache"}
 
 
-def test_force_replaces_packages_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("listed", [{}, {"platform": ["linux-arm64"], "backends": []}, {"name": "web", "files": ["index.js"]}])
+def test_force_replaces_packages_only(listed: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "web").mkdir()
-    (tmp_path / "web/package.json").write_text("{}")
+    (tmp_path / "web/package.json").write_text(json.dumps(listed))
     request = making.PackageRequest(platform="linux-arm64", output=tmp_path / "web", backends=("onnx",), force=True)
     with pytest.raises(ExportError, match="is not a package, so --force does not replace it"):
         making.make_package(request, lambda _: None)
+
+
+def test_force_replaces_no_package_with_files_of_others(tmp_path: Path) -> None:
+    (tmp_path / "lib/__pycache__").mkdir(parents=True)
+    (tmp_path / "lib/a.py").write_text("")
+    take_inventory(tmp_path, "linux-arm64", "0", ("onnx",), [])
+    (tmp_path / "lib/__pycache__/a.cpython-311.pyc").write_text("what Python made of it is ours")
+    check_output(tmp_path, force=True, kind=making.PACKAGE)
+    (tmp_path / "lib/notes.txt").write_text("")
+    with pytest.raises(ExportError, match=r"lib/notes\.txt is no file of the package"):
+        check_output(tmp_path, force=True, kind=making.PACKAGE)

@@ -189,6 +189,36 @@ def test_force_replaces_a_bundle_and_nothing_else(request_for: Callable[..., Exp
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "manifest", ["{}", "[", '{"manifest_version": 3, "files": []}', '{"schema_version": 1, "created_by": "us", "files": []}',
+                 '{"schema_version": 1, "created_by": "edge-mtp 1", "files": ["a"]}'],
+)  # fmt: skip
+def test_force_takes_no_manifest_of_others_for_a_bundle(manifest: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(manifest)
+    with pytest.raises(ExportError, match="is not a bundle"):
+        atomic_folder.check_output(tmp_path, force=True)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "sub/target-f16.gguf", "link"])
+def test_force_replaces_no_bundle_with_files_of_others(name: str, request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+    export_pair(request_for(), Heard())
+    foreign = tmp_path / "out" / name
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.symlink_to(tmp_path) if name == "link" else foreign.write_text("mine")
+    with pytest.raises(ExportError, match=f"{name} is no file of the bundle"):
+        export_pair(request_for(force=True), Heard())
+    assert os.path.lexists(foreign)
+
+
+def test_a_bundle_is_not_replaced_by_what_is_made_of_it(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+    export_pair(request_for(), Heard())
+    before = snapshot(tmp_path)
+    changes = {"target": str(tmp_path / "out" / "target-f16.gguf"), "target_quantization": None}
+    with pytest.raises(ExportError, match=r"target-f16\.gguf lies in .*out, which --force would replace"):
+        export_pair(request_for(force=True, **changes), Heard())
+    assert snapshot(tmp_path) == before
+
+
 def test_a_bundle_that_appears_meanwhile_is_not_replaced(
     request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import sys
 import threading
@@ -18,9 +19,13 @@ MARKER = "manifest.json"
 REPLACEMENTS = 300
 
 
+def manifest(content: str) -> str:
+    return json.dumps({"schema_version": 1, "created_by": f"edge-mtp {content}", "files": [{"path": "weights"}]})
+
+
 def replace(output: Path, content: str) -> None:
     with atomic_folder.partial_folder(output, force=True) as folder:
-        (folder / MARKER).write_text(content)
+        (folder / MARKER).write_text(manifest(content))
 
 
 @pytest.fixture
@@ -48,7 +53,7 @@ def test_a_reader_finds_a_bundle_at_every_moment(output: Path) -> None:
         replace(output, str(number))
     done.set()
     reader.join()
-    assert (output / MARKER).read_text() == str(REPLACEMENTS - 1)
+    assert (output / MARKER).read_text() == manifest(str(REPLACEMENTS - 1))
     assert looks > 0
     assert missing == 0
     assert sorted(path.name for path in output.parent.iterdir()) == ["bundle", "other"]
@@ -57,7 +62,7 @@ def test_a_reader_finds_a_bundle_at_every_moment(output: Path) -> None:
 def test_where_the_system_has_no_exchange_two_renames_do(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic_folder, "exchange", lambda *_: False)
     replace(output, "new")
-    assert (output / MARKER).read_text() == "new"
+    assert (output / MARKER).read_text() == manifest("new")
     assert [path.name for path in output.parent.iterdir()] == ["bundle"]
 
 
@@ -74,7 +79,7 @@ def test_an_exchange_that_cannot_be_had_is_no_error(code: int | None, output: Pa
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library(code))
     assert not folder_swap.exchange(output, output.parent)
     replace(output, "new")
-    assert (output / MARKER).read_text() == "new"
+    assert (output / MARKER).read_text() == manifest("new")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux exchanges two names")
@@ -82,7 +87,7 @@ def test_an_exchange_that_is_refused_leaves_the_old_bundle(output: Path, monkeyp
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library(errno.EACCES))
     with pytest.raises(ExportError, match="Permission denied"):
         replace(output, "new")
-    assert (output / MARKER).read_text() == "0"
+    assert (output / MARKER).read_text() == manifest("0")
     assert [path.name for path in output.parent.iterdir()] == ["bundle"]
 
 

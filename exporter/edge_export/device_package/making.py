@@ -10,17 +10,21 @@ from pathlib import Path
 
 from edge_export.atomic_folder import check_output, partial_folder
 from edge_export.device_package.debian import add_python
-from edge_export.device_package.inventory import Inventory, take_inventory
+from edge_export.device_package.inventory import PACKAGE_NAME, Inventory, take_inventory
 from edge_export.device_package.launchers import write_launchers
 from edge_export.device_package.llama_build import add_llama, add_tools, open_toolchain
 from edge_export.device_package.own_code import add_own_code
 from edge_export.device_package.platforms import PLATFORMS
 from edge_export.device_package.wheels import DISTRIBUTION, add_wheels
+from edge_export.own_folder import FolderKind
 from edge_runtime.machine_cache import cache_folder
 
 BACKENDS = ("llama", "onnx")
-# By this file --force knows a package; many other folders have a package.json.
-MARKER = "bin/edge-python"
+# Many other folders have a package.json: only ours says which platform and backends it is for.
+PACKAGE = FolderKind(
+    name="package", list_name=PACKAGE_NAME, unlisted=frozenset((PACKAGE_NAME,)),
+    is_ours=lambda listed: str(listed.get("platform")) in PLATFORMS and isinstance(listed.get("backends"), list),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +41,9 @@ class PackageRequest:
 def make_package(request: PackageRequest, step: Callable[[str], None]) -> Inventory:
     """Makes the folder and returns what is in it; `step` is told what is being done. Raises ExportError; then nothing is left."""
     platform = PLATFORMS[request.platform]
-    check_output(request.output, request.force, MARKER)
+    check_output(request.output, request.force, PACKAGE)
     cache = cache_folder() / "packages"
-    with partial_folder(request.output, request.force, MARKER) as folder, tempfile.TemporaryDirectory(prefix="edge-package-") as name:
+    with partial_folder(request.output, request.force, PACKAGE) as folder, tempfile.TemporaryDirectory(prefix="edge-package-") as name:
         scratch = Path(name)
         toolchain = open_toolchain(cache) if "llama" in request.backends or request.tools else None
         step("Python and the C library from Debian")
