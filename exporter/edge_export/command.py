@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 INSTALL = "pip install 'edge-mtp[export]' (or [export-onnx], without llama.cpp)"
 
 
-def main() -> None:
-    """Runs the command."""
+def main(**options: Any) -> Any:
+    """Runs the command, with options of click's."""
     try:
         from edge_export.cli import main as command
     except ModuleNotFoundError as error:
@@ -16,4 +18,4 @@ def main() -> None:
             raise
         click.echo(f"Error: edge-export needs {error.name}, which is not installed; run: {INSTALL}", err=True)
         raise SystemExit(1) from error
-    command()
+    return command(**options)

@@ -86,7 +86,7 @@ def test_launchers_find_their_folder_through_links_and_from_anywhere(tmp_path: P
         words = said(command, place)
         assert str(folder / "bin/python3.11") in words
         assert words[-2] == "x"
-        assert "edge_runtime.cli" in words[-3]
+        assert "edge_run()" in words[-3]
 
 
 def wheel(folder: Path, members: dict[str, str]) -> Path:

@@ -28,10 +28,10 @@ _ANDROID_HOMES = """\
 if [ -z "$HOME" ] || [ ! -w "$HOME" ]; then export HOME="$here/home"; mkdir -p "$HOME"; fi
 if [ -z "$TMPDIR" ] || [ ! -w "$TMPDIR" ]; then export TMPDIR="$here/tmp"; mkdir -p "$TMPDIR"; fi
 """
-_COMMANDS = {"edge-run": "edge_runtime.cli", "edge-bench": "edge_runtime.bench.cli", "edge-devices": "edge_devices.cli"}
+_COMMANDS = ("edge-run", "edge-bench", "edge-devices")
 _COMMAND = """\
 #!SHELL
-HEREexec "SHELL" "$here/bin/edge-python" -c 'from MODULE import main; main(prog_name="NAME")' "$@"
+HEREexec "SHELL" "$here/bin/edge-python" -c 'from edge_devices.start import FUNCTION; FUNCTION()' "$@"
 """
 
 
@@ -39,8 +39,8 @@ def write_launchers(folder: Path, platform: Platform, backends: Sequence[str]) -
     """Writes bin/edge-python and the commands that begin with it."""
     llama = "llama" in backends
     texts = {"edge-python": _PYTHON}
-    for name, module in _COMMANDS.items():
-        texts[name] = _COMMAND.replace("MODULE", module).replace("NAME", name)
+    for name in _COMMANDS:
+        texts[name] = _COMMAND.replace("FUNCTION", name.replace("-", "_"))
     for name, text in texts.items():
         path = folder / "bin" / name
         path.parent.mkdir(parents=True, exist_ok=True)

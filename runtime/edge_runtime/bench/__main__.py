@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edge_runtime.bench.cli import main
+from edge_devices.start import edge_bench
 
 if __name__ == "__main__":
-    main()
+    edge_bench()

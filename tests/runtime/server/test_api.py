@@ -183,6 +183,7 @@ def test_the_servers_output_has_no_traceback_of_a_clients_mistake(hello, caplog)
     log.addHandler(caplog.handler)
     try:
         refused(hello, {"messages": HI, "stop": [""]})
+        send(hello, "GET", "/health")  # by now the first request has ended on the server too
     finally:
         log.removeHandler(caplog.handler)
     assert caplog.records == []

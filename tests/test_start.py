@@ -1,0 +1,106 @@
+"""The four commands from their first moment: Ctrl-C while modules load or before a command begins, and an output that cannot be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ["edge-run", "edge-bench", "edge-devices", "edge-export"]
+FULL = Path("/dev/full")
+
+
+def start(
+    command: str, *arguments: str, before: str = "", output: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    function = command.replace("-", "_")
+    code = f"{before}\nfrom edge_devices.start import {function}; {function}()"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    return subprocess.run([sys.executable, "-c", code, *arguments], stdout=output, stderr=subprocess.PIPE, text=True, env=env, check=False)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_installed_command_begins_there(command):
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert project["project"]["scripts"][command] == f"edge_devices.start:{command.replace('-', '_')}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_output_is_one_sentence(command, unbuffered):
+    if not FULL.exists():
+        pytest.skip("needs /dev/full")
+    if command == "edge-export":
+        pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    with FULL.open("wb") as full:
+        done = start(command, "--help", output=full.fileno(), PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (1, "Error: standard output cannot be written (No space left on device)\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert start("edge-devices", "profiles", output=writing, PYTHONUNBUFFERED=unbuffered).stderr == ""
+    finally:
+        os.close(writing)
+
+
+def test_a_closed_output_is_no_error():
+    done = start("edge-devices", "profiles", before="import os, sys; os.close(1); sys.stdout = None")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_other_faults_are_not_taken_for_the_outputs():
+    done = start(
+        "edge-devices",
+        "profiles",
+        before="import edge_devices.cli as c\ndef fail(): raise OSError(5, 'our own mistake')\nc.profiles = fail",
+    )
+    assert "our own mistake" in done.stderr
+    assert "standard output" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("edge-run", "numpy"), ("edge-run", "edge_runtime.cli"), ("edge-bench", "edge_runtime.config"), ("edge-devices", "click"),
+        ("edge-export", "edge_export.cli"),
+    ],
+)  # fmt: skip
+def test_ctrl_c_while_modules_load(command, module):
+    interrupting = f"""
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+"""
+    done = start(command, "--help", before=interrupting)
+    assert (done.returncode, done.stderr) == (130, "stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "argument", "place"),
+    [
+        ("edge-run", "--doctor", "edge_runtime.doctor_screen.diagnose"), ("edge-devices", "detect", "edge_devices.cli.detect_device"),
+        ("edge-devices", "probe", "edge_devices.cli.record"),
+    ],
+)  # fmt: skip
+def test_ctrl_c_ends_commands_that_do_not_hear_it_themselves(command, argument, place):
+    module, _, name = place.rpartition(".")
+    before = f"import {module} as module\ndef interrupted(*_, **__): raise KeyboardInterrupt\nmodule.{name} = interrupted"
+    done = start(command, argument, before=before)
+    assert (done.returncode, done.stderr.strip()) == (130, "stopped")
+
+
+def test_usage_errors_are_clicks_own():
+    done = start("edge-devices", "nothing")
+    assert done.returncode == 2
+    assert "No such command 'nothing'" in done.stderr
