@@ -24,6 +24,7 @@ from edge_export.onnx_request import OnnxRequest
 from edge_export.reference import reference_pair
 from edge_export.weighing import Weighing
 from edge_runtime.bundle import Bundle, open_bundle
+from edge_runtime.onnx_header import check_onnx
 from edge_runtime.opening import open_session
 from settled_pair import settled
 from silent import Silent
@@ -39,7 +40,10 @@ def exported(member_folder: Folders, tmp_path: Path) -> Callable[..., Bundle]:
             "target": str(settled(member_folder, member)), "drafter": str(settled(member_folder, f"{member}-assistant")),
             "output": tmp_path / "out", "gguf": False, "onnx": OnnxRequest(target=weights, drafter=weights), "threads": 1, "context": 512,
         }  # fmt: skip
-        return export_pair(ExportRequest(**values | changes), Silent())
+        bundle = export_pair(ExportRequest(**values | changes), Silent())
+        for graph in bundle.folder.glob("*.onnx"):
+            check_onnx(graph)  # whatever the form, the runtime opens it
+        return bundle
 
     return made
 

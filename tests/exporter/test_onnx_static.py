@@ -19,6 +19,7 @@ from edge_export.errors import ExportError
 from edge_export.export import ExportRequest, export_pair
 from edge_export.onnx_request import OnnxRequest
 from edge_runtime.bundle import Bundle, open_bundle
+from edge_runtime.onnx_header import check_onnx
 from settled_pair import settled
 from silent import Silent
 
@@ -34,7 +35,10 @@ def exported(member_folder: Folders, tmp_path: Path) -> Callable[..., Bundle]:
             "target": str(settled(member_folder, member)), "drafter": str(settled(member_folder, f"{member}-assistant")),
             "output": tmp_path / "out", "gguf": False, "onnx": onnx_request, "threads": 1, "context": 512,
         }  # fmt: skip
-        return export_pair(ExportRequest(**values | changes), Silent())
+        bundle = export_pair(ExportRequest(**values | changes), Silent())
+        for graph in bundle.folder.glob("*.onnx"):
+            check_onnx(graph)  # whatever the form, the runtime opens it
+        return bundle
 
     return made
 
