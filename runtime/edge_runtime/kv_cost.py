@@ -6,6 +6,8 @@ itself each type would write another text, and some texts are easier to draft th
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -103,7 +105,7 @@ def _read(
     """Goes along the texts token by token: drafts at each, verifies the drafts, and goes on with the text whatever came out."""
     vocabulary = session.bundle.manifest.architecture.vocab_size
     count = sum(len(tokens) for _, tokens in texts)
-    rows = np.memmap(path, np.float32, "w+", shape=(count, vocabulary))
+    rows = _mapped(path, count, vocabulary)
     drafted = accepted = done = 0
     for prompt, tokens in texts:
         for drafts, logits in _steps(session, prompt, tokens, draft_length):
@@ -112,6 +114,31 @@ def _read(
             drafted += len(drafts)
             accepted += _accepted(drafts, logits)
     return _Reading(rows=rows, drafted=drafted, accepted=accepted, seconds=seconds, written=written)
+
+
+def _mapped(path: Path, count: int, vocabulary: int) -> NDArray[np.float32]:
+    """Returns rows in a file. Its room is taken at once: writing to a mapped page that the disk has none for would kill the process."""
+    size = count * vocabulary * np.dtype(np.float32).itemsize
+    try:
+        with path.open("wb") as file:
+            file.truncate(size)
+            _take_room(file.fileno(), size)
+    except OSError as error:
+        raise RequestError(
+            f"the temporary folder {path.parent.parent} takes no {size / 1e6:.0f} MB of log-probabilities ({error.strerror}); name another with"
+            " TMPDIR, or measure fewer tokens"
+        ) from error
+    return np.memmap(path, np.float32, "r+", shape=(count, vocabulary))
+
+
+def _take_room(descriptor: int, size: int) -> None:
+    """Has the file system reserve `size` bytes, where it can: macOS has no such call, some file systems do not know it."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
 
 
 def _steps(
