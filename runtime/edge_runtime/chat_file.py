@@ -62,7 +62,7 @@ def _settings(settings_type: type[Settings], data: Any) -> Settings:
     settings = from_json(settings_type, data | {"sampling": plain}, "settings")
     try:
         biases = {int(key): float(value) for key, value in bias.items()}
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise StructureError(f"settings.sampling.logit_bias is {str(bias)[:40]!r}, not ids with numbers") from error
     return replace(settings, sampling=replace(settings.sampling, logit_bias=biases))
 

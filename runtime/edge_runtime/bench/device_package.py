@@ -36,7 +36,7 @@ def read_package(folder: Path) -> DevicePackage:
         platform = str(said["platform"])
     except OSError as error:
         raise RequestError(f"{folder} is no device package ({error.strerror}); build one with edge-export --package") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise RequestError(f"{path} cannot be read ({error!r}); build the package again") from error
     for name, size in files.items():
         file = folder / name
