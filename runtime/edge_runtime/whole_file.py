@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,8 +18,9 @@ _PRIVATE = 0o600
 def write_whole(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) -> None:
     """Writes the parts under a temporary name beside `path` and renames it; what was there stays until then. Raises OSError.
 
-    What earlier processes left of this file is removed first.
+    A link stays one: the file it leads to is written. What earlier processes left of this file is removed first.
     """
+    path = destination_of(path)
     temporary = temporary_of(path)
     clear_leftovers(path)
     try:
@@ -32,3 +35,11 @@ def write_whole(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) -> 
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def destination_of(path: Path) -> Path:
+    """Returns the file that `path` leads to. Raises OSError for a device or pipe, which would be renamed away: /dev/null would be a file then."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(errno.EINVAL, "it is there already and not a regular file", str(path))
+    return Path(os.path.realpath(path))

@@ -5,13 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from edge_devices import whole_file as devices_whole_file
+from edge_devices.errors import DeviceError
+from edge_runtime.bench.files import RecordFile
+from edge_runtime.errors import RequestError
 from edge_runtime.leftovers import leftovers_of, temporary_of
 from edge_runtime.machine_cache import read_entries, remember_entry
 from edge_runtime.whole_file import write_whole
@@ -88,6 +93,65 @@ write_whole(Path({str(tmp_path / "costs.json")!r}), parts())
     assert remember_entry(tmp_path / "costs.json", "key", 5) is None
     assert read_entries(tmp_path / "costs.json") == {"key": 5}
     assert [found.name for found in tmp_path.iterdir()] == ["costs.json"]
+
+
+Writer = Callable[[Path], None]
+
+
+def by_runtime(path: Path) -> None:
+    write_whole(path, [b"new\n"])
+
+
+def by_devices(path: Path) -> None:
+    devices_whole_file.write_whole(path, ["new"])
+
+
+def by_records(path: Path) -> None:
+    RecordFile(path)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+@pytest.mark.parametrize("write", [by_runtime, by_devices, by_records])
+@pytest.mark.parametrize("make", [pipe, device, Path.mkdir])
+@pytest.mark.parametrize("through_link", [False, True])
+def test_what_is_no_regular_file_stays(tmp_path: Path, write: Writer, make: Writer, through_link: bool) -> None:
+    make(tmp_path / "there")
+    (tmp_path / "link").symlink_to("there")
+    kind = (tmp_path / "there").stat().st_mode
+    with pytest.raises((OSError, DeviceError, RequestError), match="not a regular file"):
+        write(tmp_path / ("link" if through_link else "there"))
+    assert (tmp_path / "there").stat().st_mode == kind
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["link", "there"]
+
+
+@pytest.mark.parametrize("write", [by_runtime, by_devices])
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_is_written_through(tmp_path: Path, write: Writer, dangling: bool) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder/file")
+    if not dangling:
+        (tmp_path / "folder/file").write_bytes(b"old")
+    write(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "folder/file").read_bytes() == b"new\n"
+    assert [found.name for found in (tmp_path / "folder").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("write", [by_runtime, by_devices])
+def test_a_link_to_itself_is_an_error(tmp_path: Path, write: Writer) -> None:
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises((OSError, DeviceError), match="symbolic links"):
+        write(tmp_path / "link")
 
 
 def test_a_path_without_a_name_is_an_os_error() -> None:

@@ -35,6 +35,7 @@ class RecordFile:
         self._lines = 0
         if path is not None:
             try:
+                self._path = path = whole_file.destination_of(path)
                 self._file = self._partial(path).open("w", encoding="utf-8")
             except OSError as error:
                 raise RequestError(f"{path} cannot be written ({error.strerror}); choose another place") from error
