@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from edge_runtime.backends.tokenizer_file import check_parts, read_tokenizer
 from edge_runtime.bundle import OnnxGraphs
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 
@@ -21,10 +22,10 @@ _NO_TOKEN = -1
 
 @contextlib.contextmanager
 def _panics_as(kind: type[EdgeRuntimeError], what: str, advice: str) -> Iterator[None]:
-    """Turns whatever the library raises into an error of ours. A panic of its Rust code is no Exception but a BaseException."""
+    """Turns whatever the library raises into an error of ours; those that are ours stay. A panic of its Rust code is no Exception but a BaseException."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, EdgeRuntimeError):
         raise
     except BaseException as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -40,7 +41,11 @@ class TokenizerVocabulary:
         except ImportError as error:
             raise BackendError(f"tokenizers is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
         with _panics_as(BundleError, f"{path} is no tokenizer", "copy the bundle again"):
-            self._tokenizer: Any = Tokenizer.from_file(str(path))
+            self._tokenizer: Any = Tokenizer.from_buffer(read_tokenizer(path))
+            # A checkpoint's file may say both: prompts would be cut off, or filled up to any length.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            check_parts(self._tokenizer, path)
             _keep_no_words(self._tokenizer.model)
         self.size = size
         self.eog_tokens = frozenset(graphs.eog_tokens)
