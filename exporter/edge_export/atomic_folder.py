@@ -22,12 +22,15 @@ def check_output(output: Path, force: bool, kind: FolderKind = BUNDLE) -> None:
     What earlier exports left here that were killed is removed first, and a bundle that one was about to replace is put back.
     """
     parent = output.absolute().parent
-    if not parent.is_dir():
-        raise ExportError(f"{parent} is no folder, so {output.name} cannot be written there; make it first")
-    if not os.access(parent, os.W_OK):
-        raise ExportError(f"{parent} cannot be written; choose another place")
-    _restore_or_clear(output.absolute())
-    _check_place(output, force, kind)
+    try:
+        if not parent.is_dir():
+            raise ExportError(f"{parent} is no folder, so {output.name} cannot be written there; make it first")
+        if not os.access(parent, os.W_OK):
+            raise ExportError(f"{parent} cannot be written; choose another place")
+        _restore_or_clear(output.absolute())
+        _check_place(output, force, kind)
+    except OSError as error:
+        raise ExportError(f"{error.filename or output} cannot be written ({error.strerror or error}); choose another place") from error
 
 
 def _check_place(output: Path, force: bool, kind: FolderKind) -> None:

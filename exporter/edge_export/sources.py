@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable
@@ -71,6 +72,14 @@ def resolve_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSou
 
     Raises CheckpointError with one sentence if one cannot be read or is not what its place asks for, or if they are no pair.
     """
+    try:
+        return _resolved(target, drafter)
+    except OSError as error:
+        where = error.filename or f"{target} or {drafter}"
+        raise CheckpointError(f"{where} cannot be read ({error.strerror or error}); check the checkpoint") from error
+
+
+def _resolved(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
     first, second = _open("target", target), _open("drafter", drafter)
     if first.checkpoint.model_type.endswith("_assistant"):
         raise CheckpointError(f"{target} is an assistant, not a target; give the full model first, its assistant second")
@@ -121,7 +130,9 @@ def hub_folder(repository: str) -> Path:
 
 
 def _open(role: str, origin: str) -> ResolvedSource:
-    path = Path(origin).expanduser()
+    path = Path(origin)
+    with contextlib.suppress(RuntimeError):  # ~name of nobody is a name like others
+        path = path.expanduser()
     if path.is_file():
         checkpoint, header = open_gguf(path)
         return ResolvedSource(role=role, origin=origin, checkpoint=checkpoint, gguf=header)

@@ -83,6 +83,38 @@ def test_a_drafter_without_a_tokenizer_takes_the_targets(member_folder: Folders,
     assert resolve_pair(str(member_folder("e2b")), str(bare))[1].tokenizer_folder == member_folder("e2b")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", ""])
+def test_a_source_that_may_not_be_read_is_named(name: str, member_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(shutil.copytree(member_folder("e2b-text"), tmp_path / "target"))
+    forbidden, is_file, opened = folder / name, Path.is_file, Path.open
+
+    def denied(path: Path) -> None:
+        # As a real mode of 000 does it, which root's tests would not see.
+        if path == forbidden if name else path.parent == folder:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    def open_denied(path: Path, *arguments: Any, **named: Any) -> Any:
+        denied(path)
+        return opened(path, *arguments, **named)
+
+    def is_file_denied(path: Path) -> bool:
+        if not name:
+            denied(path)
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "open", open_denied)
+    monkeypatch.setattr(Path, "is_file", is_file_denied)
+    with pytest.raises(
+        CheckpointError, match=rf"target/{name or 'config.json'} cannot be read \(Permission denied\); check the checkpoint"
+    ):
+        resolve_pair(str(folder), str(member_folder("e2b-assistant")))
+
+
+def test_the_home_of_nobody_does_not_exist(member_folder: Folders) -> None:
+    with pytest.raises(CheckpointError, match="the target ~no-such-user/model does not exist"):
+        resolve_pair("~no-such-user/model", str(member_folder("e2b-assistant")))
+
+
 def test_sources_are_hashed_file_by_file(member_folder: Folders) -> None:
     target, _ = resolve_pair(str(member_folder("e2b")), str(member_folder("e2b-assistant")))
     counted: list[int] = []
