@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 24
+# Within float32, as which GGUF and ONNX keep numbers.
+MAX_NUMBER = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +113,8 @@ class _Reader:
 
     def number(self, key: str, default: float) -> float:
         value = self.config.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise self.wrong(key, "a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            raise self.wrong(key, f"a positive number of at most {MAX_NUMBER:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +23,10 @@ MAX_HEADER_BYTES = 100_000_000
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _LONGEST_NAME = 200
+# No tensor has more; the product of hostile sizes would take minutes.
+_MOST_DIMENSIONS = 8
+_LARGEST_SIZE = 1 << 40
+_LARGEST_OFFSET = 1 << 60
 # Elements per piece: 16 MiB once they are float32.
 CHUNK_ELEMENTS = 4 << 20
 ITEM_BYTES = {
@@ -121,8 +126,8 @@ def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> StoredT
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise CheckpointError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; download the file again")
-    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{path}: tensor {name!r} has shape {shape!r} and offsets {offsets!r}; download the file again")
+    if not _naturals(shape, _MOST_DIMENSIONS, _LARGEST_SIZE) or not _naturals(offsets, 2, _LARGEST_OFFSET) or len(offsets) != 2:
+        raise CheckpointError(f"{path}: tensor {name!r} has shape {brief(shape)} and offsets {brief(offsets)}; download the file again")
     begin, end = offsets
     if begin > end or start + end > size:
         raise CheckpointError(f"{path} is cut short: {name!r} ends at byte {start + end}, the file has {size}; download this file again")
@@ -131,8 +136,8 @@ def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> StoredT
     return StoredTensor(name=name, path=path, dtype=dtype, shape=tuple(shape), offset=start + begin, bytes=end - begin)
 
 
-def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+def _naturals(value: Any, most: int, largest: int) -> bool:
+    return isinstance(value, list) and len(value) <= most and all(type(item) is int and 0 <= item <= largest for item in value)
 
 
 def read_chunks(tensor: StoredTensor) -> Iterator[NDArray[Any]]:
