@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from edge_export.architecture import TextArchitecture
 from edge_export.checkpoint import Checkpoint
 from edge_export.errors import CheckpointError
-from edge_export.gguf_metadata import Entry, architecture_entries, architecture_name, vocabulary_entries
+from edge_export.gguf_metadata import Entry, architecture_entries, architecture_name, read_generation, vocabulary_entries
 from edge_export.gguf_names import ROPE_FREQUENCIES, gguf_name, stays_float32
-from edge_export.model_card import add_general, unfit_values
+from edge_export.model_card import name_or_path, read_card, unfit_values
 from edge_export.safetensors_file import FLOAT_BYTES, FloatType, StoredTensor, read_float_chunks
 from edge_export.vocabulary import Vocabulary, read_vocabulary
 
@@ -32,6 +32,13 @@ FILE_TYPES = {
     "f16": gguf.LlamaFileType.MOSTLY_F16,
     "bf16": gguf.LlamaFileType.MOSTLY_BF16,
 }
+# Fields of gguf.Metadata that bear another name in generation_config.json.
+_GENERATION_KEYS = {
+    "sampling_sequence": "sequence", "sampling_top_k": "top_k", "sampling_top_p": "top_p", "sampling_min_p": "min_p",
+    "sampling_xtc_probability": "xtc_probability", "sampling_xtc_threshold": "xtc_threshold", "sampling_temp": "temperature",
+    "sampling_penalty_last_n": "penalty_last_n", "sampling_penalty_repeat": "penalty_repeat", "sampling_mirostat": "mirostat",
+    "sampling_mirostat_tau": "mirostat_tau", "sampling_mirostat_eta": "mirostat_eta",
+}  # fmt: skip
 ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
 # A frequency factor this large stops a rotary pair from turning: full layers rotate only the first pairs (proportional RoPE).
 UNROTATED = 1e30
@@ -191,6 +198,27 @@ def _write_parts(writer: Any, path: Path) -> None:
     writer.write_header_to_file(path=path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+
+
+def add_general(writer: Any, folder: Path, config: dict[str, Any]) -> None:
+    """Adds the general.* keys, as llama.cpp's converter writes them for a sound checkpoint; `config` is its config.json.
+
+    Raises CheckpointError for a file beyond the limits; values that no key can hold show while the header is written (`unfit_values`).
+    """
+    total, shared, expert, experts = writer.get_total_parameter_count()
+    named = {"_name_or_path": name_or_path(config, folder)}
+    metadata = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), read_card(folder), named, folder, total)
+    generation = read_generation(folder)
+    for field, key in _GENERATION_KEYS.items():
+        setattr(metadata, field, generation.get(key))
+    if metadata.sampling_penalty_repeat is None:
+        # gguf 0.19 does not know this spelling yet; llama.cpp's own copy of it does.
+        metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
+    metadata.name = metadata.name if metadata.name is not None else folder.name
+    if metadata.size_label is None and total > 0:
+        metadata.size_label = gguf.size_label(total, shared, expert, experts)
+    writer.add_type(gguf.GGUFType.MODEL)
+    metadata.set_gguf_meta_model(writer)
 
 
 def _add_entries(writer: Any, entries: list[Entry]) -> None:

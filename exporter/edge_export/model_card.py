@@ -1,7 +1,6 @@
-"""The general.* keys: what gguf's own heuristics make of README.md, generation_config.json, config.json and the folder's name.
+"""README.md's front matter and a model's name, read under limits before gguf's heuristics see them. The only module here that imports yaml.
 
-gguf reads these files itself, whole and with every alias expanded, so a small hostile one takes all memory. Here they are read under limits,
-and only what came out goes to its heuristics. The only module of the exporter that imports yaml.
+gguf would read these files itself, whole and with every alias expanded, so that a small hostile one took all memory.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import yaml
 
 from edge_export.errors import CheckpointError
-from edge_export.gguf_metadata import GENERATION_NAME, read_generation
+from edge_export.gguf_metadata import GENERATION_NAME
 
 CARD_NAME = "README.md"
 MAX_FRONT_MATTER = 256 << 10
@@ -25,13 +23,6 @@ _FENCE = "---"
 _MAX_DEPTH = 32
 # gguf's split of a name into words takes time that grows with the square of its length.
 _LONGEST_NAME = 4096
-# Fields of gguf.Metadata that bear another name in generation_config.json.
-_GENERATION_KEYS = {
-    "sampling_sequence": "sequence", "sampling_top_k": "top_k", "sampling_top_p": "top_p", "sampling_min_p": "min_p",
-    "sampling_xtc_probability": "xtc_probability", "sampling_xtc_threshold": "xtc_threshold", "sampling_temp": "temperature",
-    "sampling_penalty_last_n": "penalty_last_n", "sampling_penalty_repeat": "penalty_repeat", "sampling_mirostat": "mirostat",
-    "sampling_mirostat_tau": "mirostat_tau", "sampling_mirostat_eta": "mirostat_eta",
-}  # fmt: skip
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml publishes no types
@@ -48,27 +39,6 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml publishes no types
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
-
-
-def add_general(writer: Any, folder: Path, config: dict[str, Any]) -> None:
-    """Adds the general.* keys, as llama.cpp's converter writes them for a sound checkpoint; `config` is its config.json.
-
-    Raises CheckpointError for a file beyond the limits; values that no key can hold show while the header is written (`unfit_values`).
-    """
-    total, shared, expert, experts = writer.get_total_parameter_count()
-    named = {"_name_or_path": _name_or_path(config, folder)}
-    metadata = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), read_card(folder), named, folder, total)
-    generation = read_generation(folder)
-    for field, key in _GENERATION_KEYS.items():
-        setattr(metadata, field, generation.get(key))
-    if metadata.sampling_penalty_repeat is None:
-        # gguf 0.19 does not know this spelling yet; llama.cpp's own copy of it does.
-        metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
-    metadata.name = metadata.name if metadata.name is not None else folder.name
-    if metadata.size_label is None and total > 0:
-        metadata.size_label = gguf.size_label(total, shared, expert, experts)
-    writer.add_type(gguf.GGUFType.MODEL)
-    metadata.set_gguf_meta_model(writer)
 
 
 @contextlib.contextmanager
@@ -115,7 +85,8 @@ def _front_matter(path: Path) -> str:
     return "\n".join(lines[1:]) + "\n"
 
 
-def _name_or_path(config: dict[str, Any], folder: Path) -> Any:
+def name_or_path(config: dict[str, Any], folder: Path) -> Any:
+    """Returns what config.json says of where the model came from, None if nothing. Raises CheckpointError for what no name can be."""
     name = config.get("_name_or_path")
     if name is not None and not (isinstance(name, str) and len(name) <= _LONGEST_NAME):
         raise CheckpointError(f"{folder / 'config.json'}: _name_or_path is not a name of at most {_LONGEST_NAME} characters; correct it")

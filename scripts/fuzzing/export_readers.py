@@ -8,9 +8,10 @@ import gguf
 
 from edge_export.checkpoint import open_checkpoint
 from edge_export.errors import CheckpointError
+from edge_export.gguf_file import add_general
 from edge_export.gguf_source import open_gguf
 from edge_export.imatrix_file import read_imatrix
-from edge_export.model_card import CARD_NAME, add_general, unfit_values
+from edge_export.model_card import CARD_NAME, unfit_values
 from edge_export.safetensors_file import READABLE, SOURCE_TYPE, read_chunks, read_float_chunks, stored_tensors
 from edge_export.vocabulary import read_vocabulary
 from fuzzing.readers import PARSED, Read, Reader, corpus, from_file
