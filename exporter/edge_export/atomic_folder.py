@@ -11,7 +11,7 @@ from pathlib import Path
 from edge_export.errors import ExportError
 from edge_export.folder_swap import exchange, sync_names
 from edge_export.own_folder import BUNDLE, FolderKind, check_replaceable
-from edge_runtime.leftovers import clear_leftovers, leftovers_of, temporary_of
+from edge_runtime.leftovers import clear_leftovers, held, leftovers_of, temporary_of
 
 _REPLACED = "replaced"
 
@@ -51,10 +51,11 @@ def partial_folder(output: Path, force: bool, kind: FolderKind = BUNDLE) -> Iter
     partial = temporary_of(output)
     try:
         partial.mkdir()
-        yield partial
-        _check_place(output, force, kind)
-        _move_in(partial, output)
-        sync_names(output.parent)
+        with held(partial):
+            yield partial
+            _check_place(output, force, kind)
+            _move_in(partial, output)
+            sync_names(output.parent)
     except OSError as error:
         where = error.filename or partial
         raise ExportError(f"the export to {output} failed ({error.strerror or error}: {where}); check the disk and the sources") from error
@@ -70,12 +71,13 @@ def _move_in(partial: Path, output: Path) -> None:
     if exchange(partial, output):
         return
     replaced = temporary_of(output, _REPLACED)
-    output.rename(replaced)
-    try:
-        partial.rename(output)
-    except BaseException:
-        replaced.rename(output)
-        raise
+    with held(output):
+        output.rename(replaced)
+        try:
+            partial.rename(output)
+        except BaseException:
+            replaced.rename(output)
+            raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 

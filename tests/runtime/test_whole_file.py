@@ -17,7 +17,7 @@ from edge_devices import whole_file as devices_whole_file
 from edge_devices.errors import DeviceError
 from edge_runtime.bench.files import RecordFile
 from edge_runtime.errors import RequestError
-from edge_runtime.leftovers import leftovers_of, temporary_of
+from edge_runtime.leftovers import held, leftovers_of, temporary_of
 from edge_runtime.machine_cache import read_entries, remember_entry
 from edge_runtime.whole_file import write_whole
 
@@ -75,6 +75,26 @@ def test_leftovers_of_dead_processes_go_and_those_of_running_ones_stay(tmp_path:
     write_whole(path, [b"new"])
     assert not (tmp_path / f".file.partial-{dead}").exists()
     assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_leftover_whose_number_is_taken_again_goes_once_nobody_holds_it(tmp_path: Path) -> None:
+    path, running = tmp_path / "file", os.getppid()
+    folder = tmp_path / f".file.partial-{running}"
+    folder.mkdir()
+    with held(folder):
+        os.utime(folder, (0, 0))
+        assert list(leftovers_of(path)) == []
+    assert list(leftovers_of(path)) == [folder]
+    os.utime(folder)
+    assert list(leftovers_of(path)) == []
+
+
+def test_what_is_held_is_no_leftover_though_its_process_has_another_number_here(tmp_path: Path) -> None:
+    path, file = tmp_path / "file", tmp_path / f".file.partial-{dead_process()}"
+    file.write_bytes(b"being written in another container")
+    with held(file):
+        assert list(leftovers_of(path)) == []
+    assert list(leftovers_of(path)) == [file]
 
 
 def test_a_process_killed_while_it_writes_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
