@@ -7,6 +7,9 @@ import sys
 
 import edge_runtime
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/chat.py my-bundle")
+
 with edge_runtime.open_session(sys.argv[1]) as session:
     chat = edge_runtime.Chat(session, system="You write Python.", max_tokens=40)
     for question in ("How do I open a file?", "And how do I close it?"):

@@ -8,6 +8,9 @@ import sys
 
 import edge_runtime
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/constrained_json.py my-bundle")
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "sides": {"type": "integer", "minimum": 3, "maximum": 12}},

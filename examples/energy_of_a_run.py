@@ -10,6 +10,9 @@ from edge_devices.meters.search import choose_meter, find_meters
 from edge_devices.system import System
 from edge_devices.watch import EnergyWatch
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/energy_of_a_run.py my-bundle")
+
 system = System()
 meter = choose_meter(find_meters(system))  # None: no meter here, and the sentence below will say so
 

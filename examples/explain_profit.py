@@ -8,6 +8,9 @@ import sys
 import edge_runtime
 from edge_runtime.explain import Explain
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/explain_profit.py my-bundle")
+
 with edge_runtime.open_session(sys.argv[1]) as session:
     profit = session.profit()  # measures the costs on first use, which takes about two seconds, and remembers them
     if profit is None:

@@ -9,6 +9,9 @@ from pathlib import Path
 from edge_export.export import ExportRequest, export_pair
 from edge_export.reference import reference_pair
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/export_pair.py my-bundle")
+
 
 class Lines:
     """Says each step on a line; a progress bar would use the bytes."""

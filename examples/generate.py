@@ -7,6 +7,9 @@ import sys
 
 import edge_runtime
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/generate.py my-bundle")
+
 with edge_runtime.open_session(sys.argv[1]) as session:
     for draft_length in (0, 3):  # left out, the policy `profit` chooses the length before each round
         generation = session.generate("class Stack:", max_tokens=48, draft_length=draft_length)

@@ -8,6 +8,9 @@ import sys
 
 from openai import OpenAI
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/openai_client.py my-bundle")
+
 # --port 0 takes a free one; the server says which on its standard error.
 command = ["edge-run", sys.argv[1], "--serve", "--port", "0"]
 with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:

@@ -8,6 +8,9 @@ import sys
 import edge_runtime
 from edge_runtime.decode import Round
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python examples/stream.py my-bundle")
+
 rounds: list[Round] = []
 
 with edge_runtime.open_session(sys.argv[1], drafter="dense") as session:

@@ -41,6 +41,17 @@ def run(name: str, bundle: Path, machine: dict[str, str]) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_an_example_without_a_bundle_says_how_it_is_used(name: str, machine: dict[str, str]) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name][0], reason=f"needs edge-mtp[{NEEDS[name][1]}]")
+    if name == "export_pair":
+        pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    done = subprocess.run([sys.executable, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, env=machine, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"usage: python examples/{name}.py ")
+
+
 @pytest.mark.parametrize("name", sorted(SHOWN))
 def test_an_example_shows_what_it_says(name: str, exported_pair: Path, onnx_pair: Callable[[str], Path], machine: dict[str, str]) -> None:
     if name in NEEDS:

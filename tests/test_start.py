@@ -104,3 +104,15 @@ def test_usage_errors_are_clicks_own():
     done = start("edge-devices", "nothing")
     assert done.returncode == 2
     assert "No such command 'nothing'" in done.stderr
+
+
+def test_a_working_directory_that_is_gone_is_one_sentence():
+    before = "import os, tempfile; place = tempfile.mkdtemp(); os.chdir(place); os.rmdir(place)\nimport edge_devices.cli as c\nc.profiles = os.getcwd"
+    done = start("edge-devices", "profiles", before=before)
+    assert (done.returncode, done.stderr) == (1, "Error: the working directory is there no more; change to one that is\n")
+
+
+def test_too_little_memory_is_one_sentence():
+    before = "import edge_devices.cli as c\ndef fail(*_): raise MemoryError\nc.detect_device = fail"
+    done = start("edge-devices", "detect", before=before)
+    assert (done.returncode, done.stderr) == (1, "Error: there is not enough memory; close other programs\n")

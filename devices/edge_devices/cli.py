@@ -26,6 +26,7 @@ from edge_devices.report import make_report
 from edge_devices.run_log import read_log
 from edge_devices.system import System
 
+OUT_OF_MEMORY = "there is not enough memory; close other programs"
 # Of all the flags a kernel prints, those that matrix kernels are chosen by.
 SPEED_FEATURES = {
     "avx", "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16", "asimddp", "asimdhp", "i8mm", "bf16",
@@ -42,6 +43,8 @@ class PlainErrors(click.Group):
             return super().invoke(ctx)
         except DeviceError as error:
             raise click.ClickException(str(error)) from error
+        except MemoryError as error:
+            raise click.ClickException(OUT_OF_MEMORY) from error
 
 
 EXAMPLES = """

@@ -169,9 +169,11 @@ def write_recording(folder: Path, recording: Recording) -> Path:
 def read_recording(path: Path) -> Recording:
     """Reads what `write_recording` wrote; raises DeviceError for anything else."""
     try:
-        if path.stat().st_size > LARGEST:
-            raise DeviceError(f"{path} has {path.stat().st_size} bytes; recordings have at most {LARGEST}.")
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LARGEST + 1)  # of a pipe too, whose size nobody knows
+        if len(text) > LARGEST:
+            raise DeviceError(f"{path} has more than {LARGEST} characters; make a recording with `edge-devices probe --record DIR`.")
+        fields = json.loads(text)
         if fields["schema"] != SCHEMA:
             raise DeviceError(f"{path} has schema {fields['schema']}; this reader knows {SCHEMA}.")
         return Recording(

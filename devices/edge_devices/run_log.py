@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edge_devices.bounded import lines_at_most
 from edge_devices.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import MeterFacts, Sample
@@ -21,6 +22,7 @@ from edge_devices.whole_file import write_whole
 
 SCHEMA = 1
 LONGEST_LINE = 1 << 20
+MOST_LINES = 50_000_000  # half a day at 1 kHz
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +86,7 @@ def read_log(path: Path) -> RunLog:
     log: RunLog | None = None
     try:
         with path.open(encoding="utf-8") as file:
-            number = 0
-            while line := file.readline(LONGEST_LINE):
-                number += 1
+            for number, line in enumerate(lines_at_most(file, LONGEST_LINE, MOST_LINES), start=1):
                 try:
                     record = json.loads(line)
                     log = _take(log, record.pop("kind"), record)

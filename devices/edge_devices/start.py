@@ -63,9 +63,12 @@ def run(module: str, name: str) -> NoReturn:
         print("stopped", file=sys.stderr)
         code = STOPPED
     except OSError:
-        if output is None or output.fault is None:
+        if output is not None and output.fault is not None:
+            code = _after_fault(output.fault)
+        elif _is_nowhere():
+            code = _say("the working directory is there no more; change to one that is")
+        else:
             raise
-        code = _after_fault(output.fault)
     sys.exit(code)
 
 
@@ -103,6 +106,21 @@ def _call(module: str, name: str) -> int:
 def _after_fault(fault: OSError) -> int:
     """Returns the exit code, once it is said what was wrong."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where goes what is not written yet
-    if not isinstance(fault, BrokenPipeError):  # a reader that has seen enough is no fault
-        print(f"Error: standard output cannot be written ({fault.strerror})", file=sys.stderr)
+    if isinstance(fault, BrokenPipeError):  # a reader that has seen enough is no fault
+        return 1
+    return _say(f"standard output cannot be written ({fault.strerror})")
+
+
+def _is_nowhere() -> bool:
+    from pathlib import Path
+
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _say(sentence: str) -> int:
+    print(f"Error: {sentence}", file=sys.stderr)
     return 1

@@ -22,6 +22,7 @@ from edge_export.gguf_names import gguf_name, stays_float32
 from edge_export.importance import ChannelSums
 from edge_export.parity import DRAFT_LENGTH, ReferenceRows, load_reference, why_no_reference
 from edge_export.vocabulary import TOKENIZER_NAME
+from edge_runtime.bounded import read_at_most
 from edge_runtime.bundle import ImportanceSource
 
 MAX_TEXT_BYTES = 64 << 20
@@ -60,12 +61,11 @@ class Calibration:
 def read_text(path: Path) -> tuple[str, ImportanceSource]:
     """Returns the calibration text and what to say of it. Raises ExportError if it is not text, empty, or far too long."""
     try:
-        size = path.stat().st_size
-        if size > MAX_TEXT_BYTES:
-            raise ExportError(f"{path} has {size} bytes; give a calibration text of at most {MAX_TEXT_BYTES}, a few hundred kB are enough")
-        data = path.read_bytes()
+        data = read_at_most(path, MAX_TEXT_BYTES)
     except OSError as error:
-        raise ExportError(f"the calibration text {path} cannot be read ({error.strerror or error}); give a text file") from error
+        raise ExportError(
+            f"the calibration text {path} cannot be read ({error.strerror or error}); give a text file, a few hundred kB are enough"
+        ) from error
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.gguf_header import read_gguf_header
 from edge_export.importance import ChannelSums
+from edge_runtime.bounded import read_at_most
 from edge_runtime.bundle import ImportanceSource
 from edge_runtime.gguf_header import TensorInfo
 
@@ -32,10 +33,7 @@ _Entries = dict[str, ChannelSums]
 def read_imatrix(path: Path) -> tuple[_Entries, ImportanceSource]:
     """Returns the sums by GGUF tensor name, and what to say of the file. Raises ExportError if it is not one, or is damaged."""
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise ExportError(f"{path} has {size} bytes, more than the {MAX_BYTES} an importance matrix may have; check what it is")
-        data = path.read_bytes()
+        data = read_at_most(path, MAX_BYTES)
     except OSError as error:
         raise ExportError(f"{path} cannot be read ({error.strerror or error}); give an importance matrix made by llama-imatrix") from error
     entries = _read_gguf(path, data) if data[:4] == b"GGUF" else _read_older(path, data)

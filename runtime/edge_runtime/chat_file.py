@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from edge_runtime.bounded import read_at_most
 from edge_runtime.errors import RequestError
 from edge_runtime.structure import StructureError, from_json, to_json
 from edge_runtime.whole_file import write_whole
@@ -29,16 +30,14 @@ def save(path: Path, settings: Any, messages: Sequence[dict[str, Any]]) -> None:
     record = {"format": FORMAT, "version": VERSION, "settings": data, "messages": list(messages)}
     try:
         write_whole(path, [json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False).encode(), b"\n"])
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:
         raise RequestError(f"the conversation cannot be saved to {path} ({error}); choose another place") from error
 
 
 def load(path: Path, settings_type: type[Settings]) -> tuple[Settings, list[dict[str, Any]]]:
     """Reads settings and messages. Raises RequestError, with the place of the first fault, for a file that `save` did not write."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise RequestError(f"{path} has {path.stat().st_size} bytes, more than any conversation; choose a file that /save wrote")
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_at_most(path, MAX_BYTES).decode())
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error.strerror or error}); choose a file that /save wrote") from error
     except (ValueError, RecursionError) as error:

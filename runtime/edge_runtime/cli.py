@@ -23,7 +23,7 @@ from edge_runtime.config_file import read_config
 from edge_runtime.doctor_screen import doctor_option
 from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.energy_options import EnergyValues, energy_options, energy_record, energy_values
-from edge_runtime.errors import OUT_OF_MEMORY, EdgeRuntimeError
+from edge_runtime.errors import OUT_OF_MEMORY, EdgeRuntimeError, RequestError
 from edge_runtime.explain import Explain
 from edge_runtime.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.lossless import check_lossless
@@ -34,13 +34,14 @@ from edge_runtime.plan_command import PlanValues, device_speed, manifest_plan, p
 from edge_runtime.plan_measuring import measure_plan
 from edge_runtime.policies import POLICIES
 from edge_runtime.presets import expanded
+from edge_runtime.processors import MOST_THREADS
 from edge_runtime.rejection import WARN_ABOVE
 from edge_runtime.sampling_options import request_options, sampling_options
 from edge_runtime.server.options import serve_options, serve_values
 from edge_runtime.session import Session
 from edge_runtime.settings import load_settings
 from edge_runtime.summary import summary
-from edge_runtime.terminal_chat import TerminalChat, chat_options, chat_values
+from edge_runtime.terminal_chat import MAX_INPUT, TerminalChat, chat_options, chat_values
 
 RUN_TOKENS = 128
 PLAN_PROMPT = "def area(width, height):\n"
@@ -81,6 +82,19 @@ class RunOptions:
     request: Mapping[str, Any]
     cache: CacheValues
     energy: EnergyValues
+
+
+def read_prompt() -> str:
+    """Returns standard input. Raises RequestError if it is closed, no text, or endless."""
+    if sys.stdin is None:
+        raise RequestError("standard input is closed; give the prompt as an argument")
+    try:
+        text = sys.stdin.read(MAX_INPUT + 1)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not UTF-8 text ({error}); convert it") from error
+    if len(text) > MAX_INPUT:
+        raise RequestError(f"standard input has more than {MAX_INPUT} characters, too many for a prompt; give less")
+    return text
 
 
 def note(text: str) -> None:
@@ -225,7 +239,9 @@ def check_combination(
 @click.option(
     "--keep-packed", is_flag=True, help="onnx: keep weights packed for this CPU on disk, twice their size: opens faster, maps memory."
 )
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: as many as each phase runs fastest on, measured once]")
+@click.option(
+    "--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads.  [default: as many as each phase runs fastest on, measured once]"
+)
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
 @click.option("--config", type=click.Path(path_type=Path), help="YAML file that goes over --preset and the bundle's own config.yaml.")
 @click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")
@@ -273,7 +289,7 @@ def main(
         if energy.explain and (prompt is None or comparing):
             raise click.UsageError("--explain is for a PROMPT that runs once, not for a chat or --compare; leave it out")
         options = RunOptions(
-            prompt=sys.stdin.read() if prompt == "-" else prompt or "", as_json=as_json, verify_lossless=verify_lossless, request=request,
+            prompt=read_prompt() if prompt == "-" else prompt or "", as_json=as_json, verify_lossless=verify_lossless, request=request,
             draft_length=None if policy == "rolling" else draft_length,
             max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS), cache=cache, energy=energy,
         )  # fmt: skip

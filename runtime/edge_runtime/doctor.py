@@ -28,7 +28,7 @@ DISTRIBUTION = "edge-mtp"
 # Which extras a user chooses between, and what for; the others are for people who work on edge-mtp itself.
 EXTRAS = {
     "llama": "runs GGUF bundles", "onnx": "runs ONNX bundles", "grammar": "JSON schemas, grammars, regular expressions",
-    "serve": "edge-run --serve", "export-onnx": "edge-export --format onnx", "export": "edge-export", "package": "packages for devices", "sign": "signed bundles", "fleet": "edge-bench --fleet", "verify": "parity check of an export", "optimum": "optimum-cli export edge",
+    "serve": "edge-run --serve", "export-onnx": "edge-export --format onnx", "export": "edge-export to GGUF files", "package": "packages for devices", "sign": "signed bundles", "fleet": "edge-bench --fleet", "verify": "parity check of an export", "optimum": "optimum-cli export edge",
     "report": "plots of edge-bench --html",
 }  # fmt: skip
 _COMPILED_BY = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")}

@@ -178,8 +178,11 @@ def _summary(name: str, says: str, latencies: Latencies) -> Metric:
 def _append(path: Path, line: bytes) -> None:
     """Writes in one piece, so that lines of several processes do not mix."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        # A pipe that nobody reads is an error; without this, opening it would wait for a reader.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o644)
         try:
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(descriptor, True)
             if os.write(descriptor, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_runtime.bounded import read_at_most
 from edge_runtime.cost_curve import Costs
 from edge_runtime.errors import ConfigError
 from edge_runtime.policies import Timing
@@ -44,9 +45,7 @@ class PhasePower:
 def read_phase_power(path: Path) -> PhasePower:
     """Reads {"draft": W, "verify": W, "plain": W}, or a report of `edge-devices energy --json` with calibration loops. ConfigError."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes; a file of watts per phase is a few lines")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_at_most(path, MAX_FILE_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); write watts per phase, such as {_EXAMPLE}") from error
     return power_of(data, str(path))

@@ -9,6 +9,8 @@ from functools import cache
 from itertools import accumulate, groupby
 from pathlib import Path
 
+# ggml ends the process where it is asked for more.
+MOST_THREADS = 512
 _SYSTEM = Path("/sys/devices/system/cpu")
 # Relative speed as the scheduler knows it (Linux, Documentation/scheduler/sched-capacity.rst); where it is missing, the highest frequency.
 _SPEEDS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")

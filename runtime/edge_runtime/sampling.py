@@ -20,6 +20,8 @@ from edge_runtime.distribution import Distribution, Tokens, Weights
 from edge_runtime.errors import RequestError
 
 PENALTY_WINDOW = 64
+# Far beyond any logit, and far within float32, so that no sum of them overflows.
+MOST_PENALTY = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +52,13 @@ class SamplingParams:
         _require(_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1, 1 to keep all tokens")
         _require(_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1, 0 to keep all tokens")
         penalty = self.repetition_penalty
-        _require(_number(penalty) and penalty > 0, "repetition_penalty", penalty, "above 0, 1 for none")
+        _require(
+            _number(penalty) and 1 / MOST_PENALTY <= penalty <= MOST_PENALTY, "repetition_penalty", penalty,
+            f"{1 / MOST_PENALTY:g} to {MOST_PENALTY:g}, 1 for none",
+        )  # fmt: skip
         for name in ("frequency_penalty", "presence_penalty"):
-            _require(_number(getattr(self, name)), name, getattr(self, name), "a finite number, 0 for none")
+            value = getattr(self, name)
+            _require(_number(value) and abs(value) <= MOST_PENALTY, name, value, f"{-MOST_PENALTY:g} to {MOST_PENALTY:g}, 0 for none")
         _require(_whole(self.penalty_window, least=1), "penalty_window", self.penalty_window, "a whole number of tokens, at least 1")
         _require(self.seed is None or _whole(self.seed), "seed", self.seed, "a whole number, at least 0, or None")
         self._check_bias()
@@ -60,7 +66,8 @@ class SamplingParams:
     def _check_bias(self) -> None:
         for token, bias in self.logit_bias.items():
             _require(_whole(token), "logit_bias", token, "keyed by token ids, at least 0")
-            _require(_number(bias) or bias == -math.inf, f"logit_bias[{token}]", bias, "a finite number, or -inf to ban the token")
+            fits = bias == -math.inf or (_number(bias) and abs(bias) <= MOST_PENALTY)
+            _require(fits, f"logit_bias[{token}]", bias, f"{-MOST_PENALTY:g} to {MOST_PENALTY:g}, or -inf to ban the token")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's own mapping may change later
 
     def to_json(self) -> dict[str, Any]:

@@ -33,6 +33,8 @@ def unwatched() -> EnergyWatch:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 PROMPT = "> "
+# Characters of standard input that are taken for one prompt or turn: more than any context holds.
+MAX_INPUT = 16 << 20
 HELP = """\
 /help          this list
 /reset         forget the conversation
@@ -82,7 +84,9 @@ class TerminalChat:
         self._watch = watch
         self._energies: list[RunEnergy] = []
         self._as_json = as_json
-        self._interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+        if sys.stdin is None:
+            raise RequestError("standard input is closed, so there is nobody to chat with; give a PROMPT")
+        self._interactive = sys.stdout is not None and sys.stdin.isatty() and sys.stdout.isatty() and not as_json
         self._answers: list[Answer] = []
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._note(HELP), "/reset": self._reset, "/system": self._system, "/stats": lambda _: self._note(self._figures()),
@@ -126,7 +130,9 @@ class TerminalChat:
 
     def _piped(self) -> Iterator[str]:
         try:
-            for line in sys.stdin:
+            while line := sys.stdin.readline(MAX_INPUT + 1):
+                if len(line) > MAX_INPUT:
+                    raise RequestError(f"a line of standard input has more than {MAX_INPUT} characters; give less")
                 yield line.rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise RequestError(f"standard input is not UTF-8 text ({error}); convert it") from error

@@ -83,6 +83,14 @@ def test_figures_made_again_are_the_same(measured, tmp_path):
     assert json.loads(again.stdout) == json.loads((folder / "figures.json").read_text())
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_report_of_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    result = bench("--report", tmp_path / "pipe")
+    assert result.exit_code == 1
+    assert "a pipe, which cannot be read twice" in result.stderr
+
+
 def test_a_report_becomes_tables_and_a_page(made_up, tmp_path):
     pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
     result = bench("--report", made_up, "--html", tmp_path / "report.html", "--json", tmp_path / "figures.json")

@@ -327,7 +327,7 @@ def test_missing_binary_and_huge_files(tmp_path, monkeypatch):
     with pytest.raises(RequestError, match="is not JSON"):
         chat.load(tmp_path / "binary")
     monkeypatch.setattr(chat_file, "MAX_BYTES", 10)
-    with pytest.raises(RequestError, match="more than any conversation"):
+    with pytest.raises(RequestError, match="has more than"):
         chat.load(path)
 
 

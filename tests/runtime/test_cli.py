@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from scripted import make_session, next_token
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
-    def call(*arguments: str, stdin: str | None = None, **session: Any) -> Result:
+    def call(*arguments: str, stdin: str | bytes | None = None, **session: Any) -> Result:
         monkeypatch.setattr(cli, "open_session", lambda *_, **__: make_session(**session))
         return CliRunner().invoke(cli.main, list(arguments), input=stdin)
 
@@ -219,3 +221,23 @@ def test_warnings_go_to_the_person_and_the_log_gets_a_line(monkeypatch, tmp_path
 @pytest.mark.parametrize("arguments", [("--preset", "fast"), ("--warn-rejection", "1"), ("--policy", "rolling", "--draft-length", "0")])
 def test_configuration_usage_errors_exit_2(run, arguments):
     assert run("bundle", "abc", *arguments).exit_code == 2
+
+
+def test_too_many_threads_are_a_usage_error(run):
+    result = run("bundle", "abc", "--threads", "100000")
+    assert result.exit_code == 2
+    assert "100000 is not in the range" in result.stderr
+
+
+def test_a_closed_standard_input_is_one_sentence(run, monkeypatch):
+    monkeypatch.setattr(cli, "sys", SimpleNamespace(stdin=None, exit=sys.exit))
+    result = run("bundle", "-")
+    assert result.exit_code == 1
+    assert "standard input is closed" in result.stderr
+
+
+def test_an_endless_standard_input_is_left(run, monkeypatch):
+    monkeypatch.setattr(cli, "MAX_INPUT", 10)
+    assert "has more than 10 characters" in run("bundle", "-", stdin="a" * 11).stderr
+    assert run("bundle", "-", "--max-tokens", "2", stdin="a" * 10).exit_code == 0
+    assert "not UTF-8" in run("bundle", "-", stdin=b"\xff").stderr

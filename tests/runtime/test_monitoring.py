@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,19 @@ def test_latency_is_the_rounds_own_time():
         watch.saw(Round(drafted=2, accepted=len(tokens) - 1, tokens=tokens), stats)
     assert watch.latencies.percentile(50) == pytest.approx(0.3)
     assert watch.latencies.percentile(95) == 0.5
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_log_may_be_a_pipe_that_somebody_reads(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(RequestError, match="cannot be appended to"):
+        Monitor(MonitorOptions(log=pipe))
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        Monitor(MonitorOptions(log=pipe))
+    finally:
+        os.close(reader)
 
 
 def test_a_log_that_cannot_be_written_is_refused_at_once(tmp_path):

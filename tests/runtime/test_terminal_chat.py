@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from chat_words import chat_session
-from edge_runtime import cli
+from edge_runtime import cli, terminal_chat
 
 pty = pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")
 from terminal import CTRL_C, CTRL_D, Terminal
@@ -120,6 +121,24 @@ def test_forgotten_turns_are_told(run, monkeypatch):
     monkeypatch.setattr(cli, "open_session", lambda *_, **__: chat_session("y" * 40, context=180))
     result = CliRunner().invoke(cli.main, ["bundle", "--max-tokens", "50"], input="one\ntwo\nthree\n")
     assert "[the context is full; oldest turns forgotten: 1]" in result.stderr
+
+
+def test_a_closed_standard_input_is_one_sentence(run, monkeypatch):
+    monkeypatch.setattr(terminal_chat, "sys", SimpleNamespace(stdin=None, stdout=None))
+    result = run("")
+    assert result.exit_code == 1
+    assert "standard input is closed" in result.stderr
+
+
+def test_an_endless_line_is_left(run, monkeypatch):
+    monkeypatch.setattr(terminal_chat, "MAX_INPUT", 10)
+    assert "has more than 10 characters" in run("a" * 11).stderr
+    assert run("a" * 10).exit_code == 0
+
+
+def test_a_path_with_a_null_character_is_refused(run):
+    assert "cannot be saved" in run("hello\n/save a\0b\n").stderr
+    assert "cannot be read" in run("/load a\0b\n").stderr
 
 
 @pytest.fixture

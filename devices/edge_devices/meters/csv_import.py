@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from edge_devices.bounded import lines_at_most
 from edge_devices.errors import MeterError
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
 from edge_devices.trace import Trace
@@ -59,7 +60,7 @@ def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
 def _rows(path: Path) -> Iterator[list[str]]:
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
-            while line := file.readline(LONGEST_LINE):
+            for line in lines_at_most(file, LONGEST_LINE, 2 * MOST_ROWS):
                 text = line.strip()
                 if text and not text.startswith("#"):
                     separator = next((s for s in (";", ",", "\t") if s in text), None)

@@ -35,6 +35,7 @@ from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.kv_types import KV_TYPES
 from edge_runtime.opening import default_threads
+from edge_runtime.processors import MOST_THREADS
 
 EXAMPLES = """
 \b
@@ -168,7 +169,7 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Rep
 @click.option("--kv-types", default="none", help=f"Types of KV cache to compare, out of {', '.join(KV_TYPES)}; f16 comes along.")
 @click.option("--against", metavar="llama.cpp=PATH", help="Run llama.cpp's own binaries of this folder in turn with ours.")
 @click.option("--backend", type=click.Choice(BACKENDS), help="llama.cpp or onnxruntime.  [default: what the bundle has and is installed]")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
+@click.option("--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads.  [default: all this process may use]")
 @click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
 @click.option("--config", type=click.Path(path_type=Path), help="YAML file that goes over --preset and the bundle's own config.yaml.")
 @click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")
@@ -239,6 +240,8 @@ def measure_elsewhere(bundle: Path | None, values: dict[str, Any], outputs: Outp
 
 def report_again(report: Path, energy: Path | None, external: Path | None, outputs: Outputs) -> None:
     """Makes the figures of records, of an energy log, or of both again. Raises RequestError for files that do not fit each other."""
+    if report.exists() and not report.is_file():
+        raise RequestError(f"{report} is no file, or a pipe, which cannot be read twice; give the file that edge-bench --runs wrote")
     if is_energy_log(report):
         if energy is not None:
             raise RequestError(f"{report} is an energy log itself; give --energy beside a file of --runs")

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_runtime.bounded import read_at_most
 from edge_runtime.errors import RequestError
 
 SCHEMA = 1
@@ -27,9 +28,7 @@ def read_package(folder: Path) -> DevicePackage:
     """Reads a package's list of files and sees that all of them are there. Raises RequestError for anything else."""
     path = folder / NAME
     try:
-        if path.stat().st_size > LARGEST:
-            raise RequestError(f"{path} has {path.stat().st_size} bytes, a package's has at most {LARGEST}; build the package again")
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = json.loads(read_at_most(path, LARGEST).decode())
         if said["schema"] != SCHEMA:
             raise RequestError(f"{path} has schema {said['schema']!r}; this version knows {SCHEMA}: build the package again")
         files = {str(file["path"]): int(file["bytes"]) for file in said["files"]}

@@ -48,7 +48,7 @@ def is_energy_log(path: Path) -> bool:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             first = json.loads(file.readline(LONGEST_LINE))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(first, dict) and first.get("kind") == "header" and "meter" in first
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from edge_runtime.bounded import read_at_most
 from edge_runtime.chat_template import MARK, bundle_template
 from edge_runtime.errors import RequestError
 from edge_runtime.session import Session
@@ -53,9 +54,7 @@ def read_prompts(path: Path, most: int) -> list[Prompt]:
     A list or a text is of the domain that the file is named after. Raises RequestError.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise RequestError(f"{path} has {path.stat().st_size} bytes, more than {MAX_FILE_BYTES}; give fewer prompts")
-        text = path.read_text(encoding="utf-8")
+        text = read_at_most(path, MAX_FILE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} cannot be read as UTF-8 text ({error}); give a file of prompts") from error
     sets = _json_sets(path, text) if path.suffix == ".json" else {path.stem: [text]}

@@ -12,6 +12,7 @@ from edge_runtime.bench.energy import read_energy
 from edge_runtime.bench.figures import Figures, figures
 from edge_runtime.bench.files import write_whole
 from edge_runtime.bench.records import read_records
+from edge_runtime.bounded import read_at_most
 from edge_runtime.errors import RequestError
 
 SCHEMA = 1
@@ -86,9 +87,7 @@ def _device(path: Path) -> dict[str, Any]:
     if not path.exists():
         return dict(EMPTY)
     try:
-        if path.stat().st_size > LARGEST:
-            raise ValueError(f"{path.stat().st_size} bytes")
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = json.loads(read_at_most(path, LARGEST).decode())
         if said.pop("schema") != SCHEMA or said.keys() != EMPTY.keys():
             raise ValueError("of another version")
         texts = [said["device"], said["model"], *said["warnings"], *said["happenings"]]
