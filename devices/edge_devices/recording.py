@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from edge_devices.whole_file import write_whole
 SCHEMA = 1
 NAME = "recording.json"
 LARGEST = 16 << 20
+_PIECE = 1 << 16
 FILES = (
     "sys/class/powercap/intel-rapl*/name", "sys/class/powercap/intel-rapl*/energy_uj", "sys/class/powercap/intel-rapl*/max_energy_range_uj",
     "sys/class/power_supply/*/uevent", "sys/class/power_supply/*/type", "sys/class/power_supply/*/status", "sys/class/power_supply/*/online",
@@ -170,7 +172,8 @@ def read_recording(path: Path) -> Recording:
     """Reads what `write_recording` wrote; raises DeviceError for anything else."""
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(LARGEST + 1)  # of a pipe too, whose size nobody knows
+            # In pieces: of a pipe nobody knows the size, and the whole limit asked for at once is memory for the whole limit.
+            text = "".join(islice(iter(lambda: file.read(_PIECE), ""), LARGEST // _PIECE + 1))
         if len(text) > LARGEST:
             raise DeviceError(f"{path} has more than {LARGEST} characters; make a recording with `edge-devices probe --record DIR`.")
         fields = json.loads(text)
