@@ -31,8 +31,10 @@ class TimedProtocol(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Waits for the first request."""
+        """Waits for the first request; where there is no room, in the place of the one that has waited longest for one."""
         super().connection_made(transport)
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            self._make_room()
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -63,6 +65,14 @@ class TimedProtocol(H11Protocol):
             self._unread.cancel()
             self._unread = None
         super().resume_writing()
+
+    def _make_room(self) -> None:
+        waiting = [(other._head.when(), other) for other in self.connections if isinstance(other, TimedProtocol) and other._head]
+        if waiting:
+            _, oldest = min(waiting, key=lambda pair: pair[0])
+            oldest._end_wait()
+            self.connections.discard(oldest)
+            oldest.transport.abort()
 
     def _await_head(self) -> None:
         self._end_wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from urllib.parse import urlsplit
@@ -42,6 +43,17 @@ def test_the_end_of_a_head_is_not_waited_for(server):
                 break
         assert time.monotonic() < started + 3
         assert silent.recv(1) == b""
+
+
+def test_connections_without_a_request_keep_nobody_out(server, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 60)
+    with contextlib.ExitStack() as held:
+        for _ in range(100):  # there is room for 64
+            held.enter_context(connected(server)).sendall(HEALTH)
+        for _ in range(3):
+            with connected(server) as one:
+                one.sendall(HEALTH + b"\r\n")
+                assert one.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def test_a_body_that_nobody_asked_for_is_not_waited_for(server):
