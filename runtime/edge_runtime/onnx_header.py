@@ -11,6 +11,7 @@ from itertools import islice
 from math import prod
 from pathlib import Path
 
+from edge_runtime.bundle_part import read_part
 from edge_runtime.errors import BundleError
 
 # Weights lie in a file beside the graph, so that a graph itself is small: 58 kB for 8 layers; some 8 MB and 900,000 fields for
@@ -59,13 +60,7 @@ Fields = list[Field]
 
 def check_onnx(path: Path, names: Set[str] | None = None) -> None:
     """Raises BundleError unless the graph at `path` is sound and takes weights only from files beside it, of `names` if they are given."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_GRAPH_BYTES:
-            raise BundleError(f"{path} has {size} bytes, more than any graph; export the bundle again")
-        data = path.read_bytes()
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read ({error.strerror or error}); copy the bundle again") from error
+    data = read_part(path, MAX_GRAPH_BYTES, "graph")
     try:
         _Graph(path, names).check(memoryview(data))
     except _UnsoundError as error:

@@ -44,15 +44,13 @@ def check_gemma4(header: GgufHeader) -> None:
     for name in _NEEDED:
         if keys.value(name) is None:
             raise BackendError(f"{header.path}: {header.architecture}.{name} is missing; export the bundle again")
-    for name, (least, most) in _INTEGERS.items():
-        keys.integer(name, least, most)
+    integers = {name: keys.integer(name, least, most) for name, (least, most) in _INTEGERS.items()}
     for name, (lowest, highest) in _REALS.items():
         keys.real(name, lowest, highest)
-    layers = keys.integer("block_count", 1, 512)
+    layers, experts = integers["block_count"], integers["expert_count"]
     each = {name: keys.of_each_layer(name, layers, least, most) for name, (least, most) in _OF_EACH_LAYER.items()}
     if any(heads % shared for heads, shared in zip(each["attention.head_count"], each["attention.head_count_kv"], strict=True)):
         raise keys.wrong("attention.head_count_kv", "a divisor of attention.head_count")
-    experts = keys.integer("expert_count", 0, 1024, default=0)
     if any(used > experts or bool(used) != bool(experts) for used in each["expert_used_count"]):
         raise keys.wrong("expert_used_count", f"a number up to the {experts} experts")
     if keys.value("rope.scaling.type", "none") not in _SCALINGS:
@@ -84,7 +82,7 @@ def _check_sharing(keys: _Keys, layers: int, architecture: str) -> None:
     pattern = keys.value("attention.sliding_window_pattern", [])
     if not isinstance(pattern, list) or len(pattern) != layers or True not in pattern or not {type(kind) for kind in pattern} <= {bool}:
         raise keys.wrong("attention.sliding_window_pattern", f"a list of {layers} booleans, some of them true")
-    shared = keys.integer("attention.shared_kv_layers", 0, layers, default=0)
+    shared = keys.integer("attention.shared_kv_layers", 0, layers)
     if architecture == DRAFTER:
         return  # all its rows are the target's
     first = layers - shared
@@ -119,9 +117,9 @@ class _Keys:
             f"{self._header.path}: {self._header.architecture}.{name} is {found!r:.60}, not {wanted}; export the bundle again"
         )
 
-    def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
-        """Returns 0 for a key that is not there and has no default."""
-        value = self.value(name, default)
+    def integer(self, name: str, least: int, most: int) -> int:
+        """Returns 0 for a key that is not there."""
+        value = self.value(name)
         if value is None:
             return 0
         if not _is_integer(value, least, most):

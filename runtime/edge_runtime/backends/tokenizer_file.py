@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from edge_runtime.bundle_part import read_part
 from edge_runtime.errors import BundleError
 
 # Gemma's have 33 MB.
@@ -30,13 +31,7 @@ _MAX_GROWTH = 8
 
 def read_tokenizer(path: Path) -> bytes:
     """The file's bytes. Raises BundleError if it is too long, or a kind of part is said in it that Gemma's tokenizers do not have."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_TOKENIZER_BYTES:
-            raise BundleError(f"{path} has {size} bytes, more than any tokenizer; copy the bundle again")
-        data = path.read_bytes()
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read ({error.strerror or error}); copy the bundle again") from error
+    data = read_part(path, MAX_TOKENIZER_BYTES, "tokenizer")
     for found in _KIND.finditer(data):
         if found.group(1) not in _ALL_KINDS:
             raise _foreign(path, found.group(1)[:40].decode("utf-8", "replace"))
