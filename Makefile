@@ -13,7 +13,7 @@ comma := ,
 # Locks hold for every Python and platform; torch is left out (requirements/README.md).
 LOCK := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" \
 	--override requirements/overrides.txt
-AUDIT = $(BIN)/python scripts/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin \
+AUDIT = $(BIN)/python scripts/setup/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin \
 	--lock requirements/ci.txt --lock requirements/runtime.txt
 DEMO_BUNDLE ?= demo-bundle
 DEMO_PROMPT ?= class Stack:
@@ -35,13 +35,13 @@ help:
 setup: $(VENV)/.ready
 setup-test: $(VENV)/.ready-test
 
-$(VENV)/.ready: pyproject.toml scripts/setup.sh
-	@PYTHON=$(PYTHON) scripts/setup.sh $(VENV) '.[llama,export]'
+$(VENV)/.ready: pyproject.toml scripts/setup/setup.sh
+	@PYTHON=$(PYTHON) scripts/setup/setup.sh $(VENV) '.[llama,export]'
 	@touch $@
 
 # CI's lock, in which everything but torch has its hash.
-$(VENV)/.ready-test: pyproject.toml scripts/setup.sh requirements/ci.txt
-	@PYTHON=$(PYTHON) LOCK=requirements/ci.txt scripts/setup.sh $(VENV) . '$(TORCH)'
+$(VENV)/.ready-test: pyproject.toml scripts/setup/setup.sh requirements/ci.txt
+	@PYTHON=$(PYTHON) LOCK=requirements/ci.txt scripts/setup/setup.sh $(VENV) . '$(TORCH)'
 	@touch $@
 
 $(TOOLS)/.ready: requirements/tools.txt
@@ -82,7 +82,7 @@ audit: setup-test $(TOOLS)/.ready
 	$(AUDIT)
 
 wheel-check: $(TOOLS)/.ready
-	scripts/check_wheel.sh $(TOOLS)
+	scripts/setup/check_wheel.sh $(TOOLS)
 
 # Where no advisory service answers, there is no release. The SBOM is of what a user gets: licences and who needs whom are read from it.
 release: setup-test $(TOOLS)/.ready
@@ -100,7 +100,7 @@ dist: $(TOOLS)/.ready
 	@ls -l dist
 
 llama-cpp: setup
-	scripts/build_llama_cpp.sh $(VENV) build/llama.cpp
+	scripts/setup/build_llama_cpp.sh $(VENV) build/llama.cpp
 
 clean:
 	rm -rf $(VENV) $(TOOLS) build dist $(DEMO_BUNDLE)

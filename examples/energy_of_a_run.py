@@ -6,9 +6,7 @@ python examples/energy_of_a_run.py my-bundle
 import sys
 
 import edge_runtime
-from edge_devices.meters.search import choose_meter, find_meters
-from edge_devices.system import System
-from edge_devices.watch import EnergyWatch
+from edge_devices import EnergyWatch, System, choose_meter, find_meters
 
 if len(sys.argv) != 2:
     sys.exit("usage: python examples/energy_of_a_run.py my-bundle")

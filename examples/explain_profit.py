@@ -6,7 +6,6 @@ python examples/explain_profit.py my-bundle
 import sys
 
 import edge_runtime
-from edge_runtime.explain import Explain
 
 if len(sys.argv) != 2:
     sys.exit("usage: python examples/explain_profit.py my-bundle")
@@ -16,7 +15,7 @@ with edge_runtime.open_session(sys.argv[1]) as session:
     if profit is None:
         sys.exit("this session has another policy, or no drafter")
     generation = session.generate(
-        "import os\n", max_tokens=64, on_round=Explain(lambda: profit.last, session.settings.objective, print)
+        "import os\n", max_tokens=64, on_round=edge_runtime.Explain(lambda: profit.last, session.settings.objective, print)
     )  # fmt: skip
     text = "".join(generation)
     stats = generation.stats

@@ -6,8 +6,7 @@ python examples/export_pair.py my-bundle          (needs edge-mtp[export])
 import sys
 from pathlib import Path
 
-from edge_export.export import ExportRequest, export_pair
-from edge_export.reference import reference_pair
+from edge_export import ExportRequest, export_pair, reference_pair
 
 if len(sys.argv) != 2:
     sys.exit("usage: python examples/export_pair.py my-bundle")

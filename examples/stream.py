@@ -6,12 +6,11 @@ python examples/stream.py my-bundle
 import sys
 
 import edge_runtime
-from edge_runtime.decode import Round
 
 if len(sys.argv) != 2:
     sys.exit("usage: python examples/stream.py my-bundle")
 
-rounds: list[Round] = []
+rounds: list[edge_runtime.Round] = []
 
 with edge_runtime.open_session(sys.argv[1], drafter="dense") as session:
     generation = session.generate("def area(width, height):\n", max_tokens=200, draft_length=4, on_round=rounds.append)

@@ -33,7 +33,8 @@ def exported_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped pair as a float16 bundle, exported once per run."""
     pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
-    from edge_export.export import ExportRequest, export_pair
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest
 
     output = tmp_path_factory.mktemp("exported") / "bundle"
     request = ExportRequest(
@@ -52,8 +53,9 @@ def onnx_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """
     pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
     pytest.importorskip("onnx", reason="needs edge-mtp[export]")
-    from edge_export.export import ExportRequest, export_pair
-    from edge_export.onnx_request import OnnxRequest, OnnxWeights
+    from edge_export.onnx.request import OnnxRequest, OnnxWeights
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest
 
     root = tmp_path_factory.mktemp("onnx")
 

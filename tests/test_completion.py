@@ -16,9 +16,9 @@ from click.testing import CliRunner
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_devices.cli import main as devices
-from edge_export.cli import main as export
+from edge_export.cli.command import main as export
 from edge_runtime.bench.cli import main as bench
-from edge_runtime.cli import main as run
+from edge_runtime.cli.run import main as run
 
 COMMANDS: dict[str, click.Command] = {"edge-export": export, "edge-run": run, "edge-bench": bench, "edge-devices": devices}
 
@@ -79,7 +79,7 @@ def test_bash_completes(tmp_path):
     if bash is None:
         pytest.skip("needs bash")
     program = tmp_path / "edge-run"
-    program.write_text(f"#!{sys.executable}\nfrom edge_runtime.cli import main\nmain()\n")
+    program.write_text(f"#!{sys.executable}\nfrom edge_runtime.cli.run import main\nmain()\n")
     program.chmod(0o755)
     (tmp_path / "gemma").mkdir()
     (tmp_path / "gemma" / "manifest.json").write_text(json.dumps({}))

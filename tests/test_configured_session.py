@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
-from edge_runtime.backends.llama_split import LlamaSplitDrafter
-from edge_runtime.config_file import CONFIG_NAME, read_config
+from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
+from edge_runtime.config.yaml_file import CONFIG_NAME, read_config
 from edge_runtime.errors import ConfigError, RequestError
-from edge_runtime.monitoring import MonitorOptions
-from edge_runtime.opening import open_session
+from edge_runtime.session.monitor import MonitorOptions
+from edge_runtime.session.open import open_session
 
 pytestmark = pytest.mark.usefixtures("probe_memory")
 # Two of the best logits after another prompt may be so close that one row and several rows choose differently; not after this one.

@@ -17,11 +17,11 @@ pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
 jsonschema = pytest.importorskip("jsonschema", reason="needs edge-mtp[dev]")
 
 from edge_runtime import Gbnf, JsonSchema, Regex, RequestError, SamplingParams, Session, open_session
-from edge_runtime.channels import Text
-from edge_runtime.chat import Chat
-from edge_runtime.cli import main
-from edge_runtime.lossless import check_lossless
-from edge_runtime.opening import open_sessions
+from edge_runtime.cli.run import main
+from edge_runtime.session.chat import Chat
+from edge_runtime.session.lossless import check_lossless
+from edge_runtime.session.open import open_sessions
+from edge_runtime.text.channels import Text
 
 SCHEMA = {
     "type": "object",

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from edge_runtime.bundle import Bundle, open_bundle
-from edge_runtime.drafters import DRAFTER_KINDS, STEPS
+from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, STEPS
 from edge_runtime.errors import BundleError, RequestError
-from edge_runtime.lossless import check_lossless
-from edge_runtime.opening import open_session
+from edge_runtime.session.lossless import check_lossless
+from edge_runtime.session.open import open_session
 
 PROMPT = "import os\nimport sys\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\ndef read"
 # A near-tie: two float16 paths that sum in another order may differ by this much.
@@ -37,7 +37,7 @@ def test_every_kind_gives_the_plain_output(folder: Path, kind: Any) -> None:
 
 @pytest.mark.parametrize("faster", ["dense", "split"])
 def test_the_faster_is_kept_and_the_other_closed(folder: Path, faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edge_runtime.backends import llama_drafters
+    from edge_runtime.backends.llama import open as llama_drafters
 
     measured: dict[str, Any] = {}
 
@@ -67,7 +67,7 @@ def without(bundle: Bundle, *roles: str) -> Bundle:
 
 def opening(monkeypatch: pytest.MonkeyPatch, folder: Path, *missing: str) -> None:
     bundle = without(open_bundle(folder), *missing)
-    monkeypatch.setattr("edge_runtime.opening.open_bundle", lambda *_, **__: bundle)
+    monkeypatch.setattr("edge_runtime.session.open.open_bundle", lambda *_, **__: bundle)
 
 
 @pytest.mark.parametrize("missing", ["drafter_body", "drafter_head"])

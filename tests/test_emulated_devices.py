@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from edge_runtime.bench import cli, remote
-from edge_runtime.bench.records import Records, Run, read_records
+from edge_runtime.bench import cli
+from edge_runtime.bench.devices import remote_run as remote
+from edge_runtime.bench.measure.records import Records, Run, read_records
 from fake_phone import PI, FakePhone
 from phones import Desk
 from ssh_host import NEEDS, SshHost
@@ -40,7 +41,7 @@ def bench(*arguments: str | Path) -> Result:
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """From a platform to its package."""
-    from edge_export.device_package.making import PackageRequest, make_package
+    from edge_export.device_package.build import PackageRequest, make_package
     from edge_export.errors import PackageError
 
     root, given = tmp_path_factory.mktemp("packages"), os.environ.get("EDGE_MTP_PACKAGES")

@@ -66,7 +66,7 @@ def test_an_example_shows_what_it_says(name: str, exported_pair: Path, onnx_pair
 def test_the_export_example_makes_a_bundle(tmp_path: Path, machine: dict[str, str]) -> None:
     pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
-    from edge_runtime.bundle import open_bundle
+    from edge_runtime.bundle.bundle import open_bundle
 
     text = run("export_pair", tmp_path / "bundle", machine)
     files = open_bundle(tmp_path / "bundle").manifest.files

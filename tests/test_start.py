@@ -18,7 +18,7 @@ def start(
     command: str, *arguments: str, before: str = "", output: int = subprocess.PIPE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     function = command.replace("-", "_")
-    code = f"{before}\nfrom edge_devices.start import {function}; {function}()"
+    code = f"{before}\nfrom edge_devices.entry_points import {function}; {function}()"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
     return subprocess.run([sys.executable, "-c", code, *arguments], stdout=output, stderr=subprocess.PIPE, text=True, env=env, check=False)
 
@@ -26,7 +26,7 @@ def start(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_installed_command_begins_there(command):
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
-    assert project["project"]["scripts"][command] == f"edge_devices.start:{command.replace('-', '_')}"
+    assert project["project"]["scripts"][command] == f"edge_devices.entry_points:{command.replace('-', '_')}"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -69,8 +69,8 @@ def test_other_faults_are_not_taken_for_the_outputs():
 @pytest.mark.parametrize(
     ("command", "module"),
     [
-        ("edge-run", "numpy"), ("edge-run", "edge_runtime.cli"), ("edge-bench", "edge_runtime.config"), ("edge-devices", "click"),
-        ("edge-export", "edge_export.cli"),
+        ("edge-run", "numpy"), ("edge-run", "edge_runtime.cli.run"), ("edge-bench", "edge_runtime.config.schema"), ("edge-devices", "click"),
+        ("edge-export", "edge_export.cli.command"),
     ],
 )  # fmt: skip
 def test_ctrl_c_while_modules_load(command, module):
@@ -89,7 +89,7 @@ sys.meta_path.insert(0, Interrupting())
 @pytest.mark.parametrize(
     ("command", "argument", "place"),
     [
-        ("edge-run", "--doctor", "edge_runtime.doctor_screen.diagnose"), ("edge-devices", "detect", "edge_devices.cli.detect_device"),
+        ("edge-run", "--doctor", "edge_runtime.cli.doctor.diagnose"), ("edge-devices", "detect", "edge_devices.cli.detect_device"),
         ("edge-devices", "probe", "edge_devices.cli.record"),
     ],
 )  # fmt: skip

@@ -8,23 +8,23 @@ from typing import Any
 
 import click
 
-from edge_devices.bandwidth import read_bandwidth
-from edge_devices.characteristics import Characteristics
-from edge_devices.detection import detect_device
+from edge_devices.energy.characteristics import Characteristics
+from edge_devices.energy.csv_import import import_csv
+from edge_devices.energy.external_meter import with_external
+from edge_devices.energy.load import BusyLoad
+from edge_devices.energy.protocol import characterise_meter
+from edge_devices.energy.report import make_report
+from edge_devices.energy.run_log import read_log
+from edge_devices.energy.text import meter_lines, report_lines
 from edge_devices.errors import DeviceError
-from edge_devices.external import with_external
-from edge_devices.listing import meter_lines, report_lines
-from edge_devices.load import BusyLoad
-from edge_devices.machine import usable_processors
+from edge_devices.machine.bandwidth import read_bandwidth
+from edge_devices.machine.detection import detect_device
+from edge_devices.machine.facts import usable_processors
+from edge_devices.machine.profiles import Profile, profiles
+from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
-from edge_devices.meters.csv_import import import_csv
+from edge_devices.meters.recorded_system import Recording, record, write_recording
 from edge_devices.meters.search import find_meters
-from edge_devices.profiles import Profile, profiles
-from edge_devices.protocol import characterise_meter
-from edge_devices.recording import Recording, record, write_recording
-from edge_devices.report import make_report
-from edge_devices.run_log import read_log
-from edge_devices.system import System
 
 OUT_OF_MEMORY = "there is not enough memory; close other programs"
 # Of all the flags a kernel prints, those that matrix kernels are chosen by.

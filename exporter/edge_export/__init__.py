@@ -1,1 +1,26 @@
-"""The build host's floor: Gemma 4 checkpoints in, a bundle out."""
+"""The build host's package: Gemma 4 checkpoints in, a bundle out.
+
+What is named here is the public interface; each name is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edge_export.checkpoint.reference_pair import reference_pair
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest, Progress
+
+_HOMES = {
+    "ExportRequest": "pipeline.request",
+    "Progress": "pipeline.request",
+    "export_pair": "pipeline.export",
+    "reference_pair": "checkpoint.reference_pair",
+}
+__all__ = ["ExportRequest", "Progress", "export_pair", "reference_pair"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'edge_export' has no attribute {name!r}")
+    return getattr(import_module(f"edge_export.{_HOMES[name]}"), name)

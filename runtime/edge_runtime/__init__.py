@@ -1,4 +1,4 @@
-"""The device's floor: a bundle in, tokens out.
+"""The runtime: a bundle in, tokens out.
 
 with edge_runtime.open_session("bundle") as session:
     generation = session.generate("def fibonacci(n):", max_tokens=64)
@@ -7,17 +7,24 @@ with edge_runtime.open_session("bundle") as session:
     print(generation.stats.acceptance_rate)
 """
 
-from edge_runtime.bundle import Bundle, open_bundle
-from edge_runtime.channels import Text, Thought
-from edge_runtime.chat import Answer, Chat
-from edge_runtime.constraint import Gbnf, JsonSchema, Regex
+from typing import TYPE_CHECKING, Any
+
+from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.decoding.loop import Round
+from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
-from edge_runtime.generation import Generation
-from edge_runtime.opening import open_session
-from edge_runtime.sampling import SamplingParams
-from edge_runtime.session import Session
-from edge_runtime.stats import DecodeStats
-from edge_runtime.tool_calls import ToolCall
+from edge_runtime.session.chat import Answer, Chat
+from edge_runtime.session.generation import Generation
+from edge_runtime.session.monitor import Monitor, MonitorOptions
+from edge_runtime.session.open import OpenOptions, open_session
+from edge_runtime.session.session import Session
+from edge_runtime.session.stats import DecodeStats
+from edge_runtime.text.channels import Text, Thought
+from edge_runtime.text.constraints import Gbnf, JsonSchema, Regex
+from edge_runtime.text.tool_calls import ToolCall
+
+if TYPE_CHECKING:
+    from edge_runtime.cli.screens import Explain
 
 __all__ = [
     "Answer",
@@ -27,11 +34,16 @@ __all__ = [
     "Chat",
     "DecodeStats",
     "EdgeRuntimeError",
+    "Explain",
     "Gbnf",
     "Generation",
     "JsonSchema",
+    "Monitor",
+    "MonitorOptions",
+    "OpenOptions",
     "Regex",
     "RequestError",
+    "Round",
     "SamplingParams",
     "Session",
     "Text",
@@ -40,3 +52,11 @@ __all__ = [
     "open_bundle",
     "open_session",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Explain":  # what only a terminal shows is imported when it is asked for
+        raise AttributeError(f"module 'edge_runtime' has no attribute {name!r}")
+    from edge_runtime.cli.screens import Explain
+
+    return Explain

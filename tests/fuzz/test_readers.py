@@ -1,4 +1,4 @@
-"""A short campaign of scripts/fuzz.py over every reader, and each input that once did harm. The long campaign's figures: docs/security.md."""
+"""A short campaign of scripts/checks/fuzz.py over every reader, and each input that once did harm. The long campaign's figures: docs/security.md."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if not hasattr(os, "fork") or not Path("/proc/self/statm").exists():
     pytest.skip("the campaign watches forked children through /proc, which only Linux has", allow_module_level=True)
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_devices.meters.android_powerstats import parse_channels
-from edge_devices.meters.android_rails import parse_rails
-from edge_devices.meters.powermetrics import parse_powermetrics
+from edge_devices.meters.android.power_rails import parse_rails
+from edge_devices.meters.android.power_stats import parse_channels
+from edge_devices.meters.apple import parse_powermetrics
 from fuzzing.campaign import HANG_SECONDS, run_campaign
 from fuzzing.mutation import input_of
-from fuzzing.readers import Reader, all_readers, corpus
+from fuzzing.readers import Reader, corpus
+from fuzzing.registry import all_readers
 
 NEEDS = {
     "head-file": "llama_cpp", "gguf-model": "llama_cpp", "gguf-drafter": "llama_cpp", "gguf-body": "llama_cpp", "kv-state": "llama_cpp", "prompt": "llama_cpp", "onnx-model": "onnxruntime",

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from edge_runtime import chat_file
-from edge_runtime.bench.device_package import read_package
-from edge_runtime.chat import ChatSettings
+from edge_devices.files.typed_json import StructureError, from_json
+from edge_runtime.bench.devices.package import read_package
 from edge_runtime.errors import RequestError
-from edge_runtime.structure import StructureError, from_json
+from edge_runtime.session import chat_file
+from edge_runtime.session.chat import ChatSettings
 
 HUGE = 10**400
 

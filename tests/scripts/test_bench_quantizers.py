@@ -15,9 +15,9 @@ for library in ("torch", "transformers", "gguf", "llama_cpp"):
     pytest.importorskip(library, reason="the comparison runs transformers and llama.cpp's quantizer")
 from click.testing import CliRunner
 
-from edge_export import calibration
-from edge_export.nbits import WeightSpec
-from edge_export.onnx_request import OnnxRequest
+from edge_export.onnx.block_quantization import WeightSpec
+from edge_export.onnx.request import OnnxRequest
+from edge_export.quantization import calibration
 
 ROOT = Path(__file__).parent.parent.parent
 PAIR = ROOT / "exporter" / "edge_export" / "reference_pair"
@@ -25,7 +25,7 @@ PAIR = ROOT / "exporter" / "edge_export" / "reference_pair"
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_quantizers", ROOT / "scripts" / "bench_quantizers.py")
+    spec = importlib.util.spec_from_file_location("bench_quantizers", ROOT / "scripts" / "benchmarks" / "bench_quantizers.py")
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules.setdefault("bench_quantizers", importlib.util.module_from_spec(spec))

@@ -9,13 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 import replay_policies as replayed
-from edge_runtime.acceptance_model import AcceptanceModel
-from edge_runtime.cost_curve import CostCurve, MeasuredCosts
-from edge_runtime.cost_probe import remember_costs
-from edge_runtime.decode import Decoding, decode
-from edge_runtime.opening import open_session
-from edge_runtime.policies import Fixed
-from edge_runtime.profit import Profit
+from edge_runtime.calibration.cost_probe import remember_costs
+from edge_runtime.decoding.loop import Decoding, decode
+from edge_runtime.drafting.acceptance_model import AcceptanceModel
+from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
+from edge_runtime.drafting.policies import Fixed
+from edge_runtime.drafting.profit_policy import Profit
+from edge_runtime.session.open import open_session
 
 PROMPT = "class Stack:\n    def push"
 COSTS = MeasuredCosts(verify=tuple(1.0 + 0.1 * n for n in range(13)), step=0.05)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edge_runtime.bench.records import SCHEMA, Concurrency, CostCurve, Header, KvTypeCost, Memory, ModelFile, Note, Record, Run
-from edge_runtime.bench.variants import BASELINE, FIXED, LLAMA_CPP, OURS, PLAIN, Variant
+from edge_runtime.bench.measure.records import SCHEMA, Concurrency, CostCurve, Header, KvTypeCost, Memory, ModelFile, Note, Record, Run
+from edge_runtime.bench.measure.variants import BASELINE, FIXED, LLAMA_CPP, OURS, PLAIN, Variant
 
 PEER_PLAIN = Variant(side=LLAMA_CPP, drafter="none", policy=PLAIN)
 

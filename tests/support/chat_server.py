@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from chat_words import SpeakingTarget, chat_session
-from edge_devices.shared_watch import SharedWatch
-from edge_runtime.backends.base import DraftAsk, Logits
-from edge_runtime.chat_template import bundle_template
-from edge_runtime.opening import Sessions
-from edge_runtime.server.worker import Worker
+from edge_devices.energy.shared_watch import SharedWatch
+from edge_runtime.interfaces import DraftAsk, Logits
+from edge_runtime.server.engine.worker import Worker
+from edge_runtime.session.open import Sessions
+from edge_runtime.text.chat_template import bundle_template
 
-MAIN = "from edge_runtime.cli import main; main()"
+MAIN = "from edge_runtime.cli.run import main; main()"
 
 
 class SpeakingTogether:
@@ -70,10 +70,10 @@ def scripted_server(*replies: Any, key: str | None = None, **sessions: Any) -> I
     """Serves scripted replies on a free port until the block ends."""
     import uvicorn
 
-    from edge_runtime.monitoring import Monitor
     from edge_runtime.server.app import Api, make_app
-    from edge_runtime.server.connections import server_config
-    from edge_runtime.server.guard import LOOPBACK_NAMES, Guard
+    from edge_runtime.server.http.connections import server_config
+    from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard
+    from edge_runtime.session.monitor import Monitor
 
     worker, together, notes = scripted_worker(*replies, **sessions)
     app = make_app(Api(worker, Monitor(), model="scripted", made="2026-01-01T00:00:00Z"))

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from edge_runtime.backends.base import Logits
-from edge_runtime.bundle import Bundle
-from edge_runtime.session import Session
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.interfaces import Logits
+from edge_runtime.session.session import Session
 from scripted import MANIFEST, ScriptedDrafter, ScriptedTarget
 
 CONTROL = (

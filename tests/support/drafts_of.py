@@ -13,7 +13,7 @@ from typing import Any
 
 def drafts_of(bundle: Path, backend: Any, drafter: Any, max_tokens: int, prompts: list[str]) -> list[dict[str, Any]]:
     """Each prompt's tokens, and of each round of drafts of 3 the drafts and how many were accepted."""
-    from edge_runtime.opening import open_session
+    from edge_runtime.session.open import open_session
 
     found = []
     with open_session(bundle, backend=backend, drafter=drafter, threads=1, context=256) as session:

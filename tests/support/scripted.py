@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.base import Choose, GoOn, Logits
-from edge_runtime.bundle import Architecture, Bundle, CacheLayout, LayerCache, Manifest, RuntimeSettings
-from edge_runtime.session import Session
+from edge_runtime.bundle.bundle import Architecture, Bundle, CacheLayout, LayerCache, Manifest, RuntimeSettings
+from edge_runtime.interfaces import Choose, GoOn, Logits
+from edge_runtime.session.session import Session
 
 VOCABULARY = 17
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_runtime.backends.base import DraftAsk, Logits
-from edge_runtime.bundle import Bundle
-from edge_runtime.opening import Sessions
-from edge_runtime.session import Session
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.interfaces import DraftAsk, Logits
+from edge_runtime.session.open import Sessions
+from edge_runtime.session.session import Session
 from scripted import MANIFEST, LetterVocabulary, ScriptedDrafter, ScriptedTarget, next_token
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Silent:
-    """Implements edge_export.export.Progress."""
+    """Implements edge_export.pipeline.export.Progress."""
 
     def step(self, title: str, total_bytes: int | None) -> None: ...
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from edge_devices.characteristics import characterise
-from edge_devices.meters.android_battery import AMPERES, current_unit
+from edge_devices.energy.characteristics import characterise
+from edge_devices.energy.run_log import Run, RunLog
+from edge_devices.meters.android.battery import AMPERES, current_unit
 from edge_devices.meters.base import Kind, MeterFacts, Scope
-from edge_devices.meters.wrap import Unwrapped
-from edge_devices.run_log import Run, RunLog
-from edge_devices.trace import Trace
+from edge_devices.meters.counter_wrap import Unwrapped
+from edge_devices.meters.trace import Trace
 
 COUNTER, SAMPLER, GAUGE = "counter", "fast sampler", "2-second gauge"
 REST_S = 5.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from edge_runtime.cost_curve import foreseen
-from edge_runtime.policies import DraftLengthPolicy, Timing
+from edge_runtime.drafting.cost_model import foreseen
+from edge_runtime.drafting.policies import DraftLengthPolicy, Timing
 
 # Verify of 1 to 13 rows in milliseconds. The first eight were measured on real machines, the rest goes on in their manner.
 REPACKED = (19.6, 32.6, 40.0, 32.0, 46.1, 53.3, 62.2, 56.5, 66.0, 74.0, 80.0, 70.0, 85.0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+from edge_devices.energy.protocol import Work
+from edge_devices.energy.recorder import Recorder
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
-from edge_devices.protocol import Work
-from edge_devices.recorder import Recorder
-from edge_devices.recording import RecordedSystem, Recording
+from edge_devices.meters.recorded_system import RecordedSystem, Recording
 
 IDLE_WATTS = 2.0
 

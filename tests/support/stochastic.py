@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edge_runtime.backends.base import Choose, GoOn, Logits
-from edge_runtime.decode import Decoding, decode
-from edge_runtime.policies import DraftLengthPolicy, Fixed
-from edge_runtime.rules import AcceptanceRule
-from edge_runtime.sampling import Sampler, SamplingParams
+from edge_runtime.decoding.acceptance_rules import AcceptanceRule
+from edge_runtime.decoding.loop import Decoding, decode
+from edge_runtime.decoding.sampling import Sampler, SamplingParams
+from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
+from edge_runtime.interfaces import Choose, GoOn, Logits
 from scripted import ScriptedTarget
 
 Row = Callable[[Sequence[int]], Logits]

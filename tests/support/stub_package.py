@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from bench_records import whole_benchmark
-from edge_devices.protocol import Plan, characterise_meter, measure
-from edge_devices.recorder import Recorder
-from edge_devices.run_log import write_log
-from edge_runtime.bench.records import line_of
+from edge_devices.energy.protocol import Plan, characterise_meter, measure
+from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.run_log import write_log
+from edge_runtime.bench.measure.records import line_of
 from simulated_session import SimulatedMachine
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,5 +54,5 @@ def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, re
     (folder / "code").write_text(f"{code}\n")
     _energy(folder / "energy.jsonl")
     files = [{"path": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": ""} for p in folder.rglob("*") if p.is_file()]
-    (folder / "package.json").write_text(json.dumps({"schema": 1, "platform": platform, "files": files, "sizes": {}, "licences": []}))
+    (folder / "package.json").write_text(json.dumps({"schema": 2, "platform": platform, "files": files, "sizes": {}, "licences": []}))
     return folder

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edge_devices.errors import MeterError
-from edge_devices.meters import (
-    android_battery,
-    android_powerstats,
-    android_rails,
-    battery,
-    emi,
-    hwmon,
-    jetson,
-    nvml,
-    powermetrics,
-    rapl,
-    raspberry_pi,
-)
+from edge_devices.machine.system import System
+from edge_devices.meters import apple as powermetrics
+from edge_devices.meters import nvidia as nvml
+from edge_devices.meters import windows_emi as emi
+from edge_devices.meters.android import battery as android_battery
+from edge_devices.meters.android import power_rails as android_rails
+from edge_devices.meters.android import power_stats as android_powerstats
 from edge_devices.meters.base import Finding, Meter, State
-from edge_devices.system import System
+from edge_devices.meters.linux import hwmon, jetson, rapl, raspberry_pi
+from edge_devices.meters.linux import laptop_battery as battery
 
 # The order is the order of preference: sensed or counted close to the work first, slow gauges of the whole device last.
 SOURCES = (jetson, hwmon, rapl, emi, android_rails, android_powerstats, raspberry_pi, powermetrics, battery, android_battery, nvml)

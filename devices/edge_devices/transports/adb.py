@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_devices.errors import LinkError, TransportError
-from edge_devices.system import CommandResult, run_command
+from edge_devices.machine.system import CommandResult, run_command
 from edge_devices.transports.base import LARGEST_ANSWER, SECONDS, last_words, seal
 
 NOT_THERE = "is not there; plug it in, or see `adb devices -l`."

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from edge_devices.errors import TransportError
-from edge_devices.system import CommandResult
+from edge_devices.machine.system import CommandResult
 
 SECONDS = 60.0
 LARGEST_ANSWER = 64 << 20  # bytes; the longest one lists the files of a device package with their hashes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edge_devices.errors import TransportError
-from edge_devices.system import CommandResult, run_command
+from edge_devices.machine.system import CommandResult, run_command
 from edge_devices.transports.base import LARGEST_ANSWER, SECONDS
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edge_devices.errors import LinkError, TransportError
-from edge_devices.system import CommandResult, run_command
+from edge_devices.machine.system import CommandResult, run_command
 from edge_devices.transports.base import LARGEST_ANSWER, SECONDS, last_words, seal
 
 SSH_FAILED = 255

@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_export.device_package.commands import found, run
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import PYTHON, Platform
+from edge_export.device_package.subprocesses import found, run
 from edge_export.errors import PackageError
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 PACKAGE_NAME = "package.json"
-SCHEMA = 1
+SCHEMA = 2  # 2: the launchers call edge_devices.entry_points
 LICENCES = "licences"
 _PIECE_BYTES = 4 << 20
 

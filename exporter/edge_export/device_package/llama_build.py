@@ -13,9 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from edge_export.device_package.commands import found, run
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import SITE, Platform, Processors
+from edge_export.device_package.subprocesses import found, run
 from edge_export.errors import PackageError
 
 # Only this version's MTP interface is known to the runtime (see the extra [llama]).

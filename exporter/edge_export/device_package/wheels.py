@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, files, requires
 from pathlib import Path, PurePosixPath
 
-from edge_export.device_package.commands import run
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import PYTHON, SITE, Platform
+from edge_export.device_package.subprocesses import run
 from edge_export.errors import PackageError
 
 DISTRIBUTION = "edge-mtp"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edge_devices.start import edge_bench
+from edge_devices.entry_points import edge_bench
 
 if __name__ == "__main__":
     edge_bench()

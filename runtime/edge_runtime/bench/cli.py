@@ -12,30 +12,30 @@ from typing import Any, cast
 
 import click
 
-from edge_devices.listing import NO_METER, report_lines
+from edge_devices.energy.report import Report
+from edge_devices.energy.run_log import RunLog
+from edge_devices.energy.text import NO_METER, report_lines
+from edge_devices.energy.virtual_meters import EXTERNAL, MADE
+from edge_devices.machine.cpu_affinity import MOST_THREADS
 from edge_devices.meters.base import Meter
-from edge_devices.meters.made import EXTERNAL, MADE
-from edge_devices.report import Report
-from edge_devices.run_log import RunLog
-from edge_runtime.backends.choice import BACKENDS
-from edge_runtime.bench.benchmark import Benchmark, BenchRequest
-from edge_runtime.bench.device_cli import bench_devices, device_options, wants_devices, write_comparison
-from edge_runtime.bench.energy import find_meter, is_energy_log, measure_energy, read_energy
-from edge_runtime.bench.figures import Figures, figures
-from edge_runtime.bench.files import RecordFile, write_whole
-from edge_runtime.bench.prompts import DOMAINS, Prompt, read_prompts, shipped_prompts
-from edge_runtime.bench.records import Note, Record, collect, read_records
-from edge_runtime.bench.results import find_results
-from edge_runtime.bench.terminal import BenchProgress, note, print_report
-from edge_runtime.bench.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_lengths, parse_names, parse_numbers
-from edge_runtime.bundle_path import BundlePath
-from edge_runtime.check_options import check_options, check_values
-from edge_runtime.config import PRESET_NAMES
-from edge_runtime.drafters import DRAFTER_KINDS, DrafterKind
+from edge_runtime.backends.selection import BACKENDS
+from edge_runtime.bench.devices.command import bench_devices, device_options, wants_devices, write_comparison
+from edge_runtime.bench.devices.results import find_results
+from edge_runtime.bench.measure.benchmark import Benchmark, BenchRequest
+from edge_runtime.bench.measure.energy import find_meter, is_energy_log, measure_energy, read_energy
+from edge_runtime.bench.measure.prompts import DOMAINS, Prompt, read_prompts, shipped_prompts
+from edge_runtime.bench.measure.record_file import RecordFile, write_whole
+from edge_runtime.bench.measure.records import Note, Record, collect, read_records
+from edge_runtime.bench.measure.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_lengths, parse_names, parse_numbers
+from edge_runtime.bench.report.figures import Figures, figures
+from edge_runtime.bench.report.terminal import BenchProgress, note, print_report
+from edge_runtime.bundle.kv_types import KV_TYPES
+from edge_runtime.cli.bundle_path import BundlePath
+from edge_runtime.cli.options import check_options, check_values
+from edge_runtime.config.schema import PRESET_NAMES
+from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import EdgeRuntimeError, RequestError
-from edge_runtime.kv_types import KV_TYPES
-from edge_runtime.opening import default_threads
-from edge_runtime.processors import MOST_THREADS
+from edge_runtime.session.open import default_threads
 
 EXAMPLES = """
 \b
@@ -69,7 +69,7 @@ class Outputs:
     def write(self, result: Figures) -> None:
         """Writes all of them."""
         if self.html is not None:
-            from edge_runtime.bench.page import report_page
+            from edge_runtime.bench.report.html import report_page
 
             write_whole(self.html, report_page(result))
         if self._write_json(result.to_json()):
@@ -78,7 +78,7 @@ class Outputs:
     def write_energy(self, report: Report, log: RunLog) -> None:
         """Writes all of an energy measurement alone."""
         if self.html is not None:
-            from edge_runtime.bench.page import energy_page
+            from edge_runtime.bench.report.html import energy_page
 
             write_whole(self.html, energy_page(report, log))
         if self._write_json(report.to_json()):
@@ -195,7 +195,7 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
     outputs, stopped = Outputs(json_path=json_path, html=html), False
     try:
         if html is not None and not values["compare"]:
-            from edge_runtime.bench.drawing import require_library
+            from edge_runtime.bench.report.svg import require_library
 
             require_library()
         if wants_devices(values) or values["compare"]:

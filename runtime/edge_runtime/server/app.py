@@ -14,15 +14,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from edge_runtime.errors import RequestError
-from edge_runtime.monitoring import Monitor
-from edge_runtime.prometheus import CONTENT_TYPE
-from edge_runtime.server.answers import ChatForm, CompletionForm, Form
-from edge_runtime.server.asks import Ask, read_chat, read_completion
-from edge_runtime.server.body import parse_json, read_body
+from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError, told
-from edge_runtime.server.page import page
-from edge_runtime.server.reply import ClientGone, Reply, unless_gone
-from edge_runtime.server.worker import Worker
+from edge_runtime.server.http.body import parse_json, read_body
+from edge_runtime.server.http.page import page
+from edge_runtime.server.requests.completions import Ask, read_chat, read_completion
+from edge_runtime.server.responses import ChatForm, CompletionForm, Form
+from edge_runtime.server.streaming import ClientGone, Reply, unless_gone
+from edge_runtime.session.monitor import Monitor
+from edge_runtime.session.prometheus import CONTENT_TYPE
 
 _CLIENT_GONE = 499  # nobody reads it; nginx made the number known
 

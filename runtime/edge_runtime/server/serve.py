@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Unpack
 
-from edge_devices.shared_watch import SharedWatch
-from edge_runtime.chat_template import bundle_template
+from edge_devices.energy.shared_watch import SharedWatch
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.opening import OpenOptions, open_sessions
-from edge_runtime.server.guard import LOOPBACK_NAMES, Guard, host_name
+from edge_runtime.server.engine.worker import Worker
+from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard, host_name
 from edge_runtime.server.options import KEY_VARIABLE, ServeOptions
-from edge_runtime.server.worker import Worker
+from edge_runtime.session.open import OpenOptions, open_sessions
+from edge_runtime.text.chat_template import bundle_template
 
 INSTALL = "pip install 'edge-mtp[serve]'"
 # Beside requests that run or wait: connections that are idle, or fetch the page, models, health and metrics.
@@ -32,7 +32,7 @@ def serve(
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
         raise BackendError(f"serving needs {' and '.join(missing)}, not installed here; run: {INSTALL}")
     from edge_runtime.server.app import Api, make_app
-    from edge_runtime.server.connections import run_server, server_config
+    from edge_runtime.server.http.connections import run_server, server_config
 
     with _listening(options) as listener, open_sessions(folder, options.sessions, **opening) as sessions:
         first = sessions.sessions[0]

@@ -20,8 +20,8 @@ openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
 from chat_server import Scripted, scripted_server
 from edge_runtime.errors import BackendError
-from edge_runtime.server.body import MAX_BODY_BYTES, MAX_DEPTH
-from edge_runtime.server.messages import MAX_MESSAGES
+from edge_runtime.server.http.body import MAX_BODY_BYTES, MAX_DEPTH
+from edge_runtime.server.requests.messages import MAX_MESSAGES
 
 CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
 TOOLS: Any = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]

@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
 pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
 
 from chat_server import Scripted, scripted_server
-from edge_runtime.server import body, connections
+from edge_runtime.server.http import body, connections
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edge_runtime.sampling import SamplingParams
-from edge_runtime.server.asks import Ask
-from edge_runtime.server.jobs import Job
-from edge_runtime.server.placement import MOST_PASSED_OVER, Seat, choose
+from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.server.engine.jobs import Job
+from edge_runtime.server.engine.slots import MOST_PASSED_OVER, Seat, choose
+from edge_runtime.server.requests.completions import Ask
 from scripted import ScriptedTarget
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from edge_runtime import cli, energy_options
+from edge_runtime.cli import energy_options
+from edge_runtime.cli import run as cli
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server import serve as serving
 from edge_runtime.server.options import ServeOptions

@@ -17,7 +17,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
 from chat_server import Child
-from edge_runtime.opening import open_session
+from edge_runtime.session.open import open_session
 
 PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
 

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 from chat_server import scripted_server
+from edge_devices.energy.shared_watch import SharedWatch
+from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
-from edge_devices.shared_watch import SharedWatch
-from edge_devices.system import System
 
 FAST, WATTS = 1000.0, 5.0
 FACTS = MeterFacts(name="steady", kind=Kind.COUNTER, scope=Scope.PACKAGE, source="test", refresh_s=0.05, resolution=1e-6, poll_s=0.001)

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from optimum.commands.export.base import ExportCommand
 
-from edge_export.optimum_command import EdgeExportCommand
+from edge_export.cli.optimum import EdgeExportCommand
 
 REGISTER_COMMANDS = [(EdgeExportCommand, ExportCommand)]

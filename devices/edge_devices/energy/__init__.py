@@ -1,0 +1,1 @@
+"""From meter readings to joules per token: recording, windows, statistics, protocol, report, live figures."""

@@ -1,0 +1,105 @@
+"""What a meter does here, measured: how often its value is new, how late a load shows, how often it answers nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+from edge_devices.errors import MeasurementError
+from edge_devices.meters.base import Kind, MeterFacts
+from edge_devices.meters.trace import Trace
+
+LEAST_CHANGES = 8
+SETTLED_SHARE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Characteristics:
+    """Seconds: median and longest time between new values; from a load step until 90 % of it shows. `zero_rate`: reads that meant nothing."""
+
+    refresh_s: float
+    longest_gap_s: float
+    lag_s: float
+    zero_rate: float
+    read_s: float
+
+    @property
+    def lead_in_s(self) -> float:
+        """Seconds at the start of a window in which the meter still shows what was before: 1.5 × the lag and one refresh."""
+        return 1.5 * self.lag_s + self.refresh_s
+
+    @property
+    def shortest_window_s(self) -> float:
+        """Shortest window that gives a figure: 10 s, or 50 refreshes; after the lead-in."""
+        return max(10.0, 50 * self.refresh_s) + self.lead_in_s
+
+    @property
+    def shortest_idle_s(self) -> float:
+        """Shortest idle window: 30 s, or 30 refreshes; after the lead-in."""
+        return max(30.0, 30 * self.refresh_s) + self.lead_in_s
+
+    @staticmethod
+    def expected(facts: MeterFacts) -> Characteristics:
+        """Returns what a meter's facts promise, for where there is no time to measure it."""
+        return Characteristics(refresh_s=facts.refresh_s, longest_gap_s=3 * facts.refresh_s, lag_s=facts.lag_s, zero_rate=0.0, read_s=0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return asdict(self)
+
+
+def characterise(trace: Trace, steps: Sequence[float], *, reads: int, read_s: float) -> Characteristics:
+    """Reads the characteristics off a trace that was polled as fast as the meter allows while a light load toggled at `steps` (seconds).
+
+    `reads`: how many reads were tried (those without an answer are not in the trace); `read_s`: what one costs.
+    Raises MeasurementError when the meter showed fewer than 8 new values.
+    """
+    changes = change_times(trace)
+    if len(changes) < LEAST_CHANGES:
+        seconds = trace.times[-1] - trace.times[0] if trace.times else 0.0
+        raise MeasurementError(
+            f"{trace.facts.name} showed {len(changes)} new values in {seconds:.3g} s; toggle the load longer, or use another meter."
+        )
+    gaps = [b - a for a, b in pairwise(changes)]
+    lags = [lag for a, b, c in _triples(trace, steps) if (lag := _lag(trace, a, b, c)) is not None]
+    return Characteristics(
+        refresh_s=median(gaps), longest_gap_s=max(gaps), lag_s=max(lags, default=trace.facts.lag_s),
+        zero_rate=1 - len(trace.times) / reads if reads else 0.0, read_s=read_s,
+    )  # fmt: skip
+
+
+def change_times(trace: Trace) -> list[float]:
+    """Returns the times at which a value was seen that differs from the one before."""
+    return [trace.times[i] for i in range(1, len(trace.times)) if trace.values[i] != trace.values[i - 1]]
+
+
+def _triples(trace: Trace, steps: Sequence[float]) -> list[tuple[float, float, float]]:
+    edges = [trace.times[0], *steps, trace.times[-1]]
+    return list(zip(edges, edges[1:], edges[2:], strict=False))
+
+
+def _lag(trace: Trace, before: float, step: float, after: float) -> float | None:
+    """Seconds from a step until 90 % of it shows; a counter shows it at once. None where the step does not stand out."""
+    if trace.facts.kind is Kind.COUNTER:
+        return 0.0
+    old = [trace.values[i] for i in trace.span((before + step) / 2, step)]
+    new = [trace.values[i] for i in trace.span((step + after) / 2, after)]
+    if len(old) < 2 or len(new) < 2:
+        return None
+    noise = math.sqrt((_variance(old) + _variance(new)) / 2)
+    height = fmean(new) - fmean(old)
+    if abs(height) < 4 * noise or not height:
+        return None
+    for i in trace.span(step, after):
+        if (trace.values[i] - fmean(old)) / height >= SETTLED_SHARE:
+            return trace.times[i] - step
+    return after - step
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return fmean((v - mean) ** 2 for v in values)

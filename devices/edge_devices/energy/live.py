@@ -1,0 +1,116 @@
+"""Energy of one run, without the full protocol: what `edge-run` shows beside its speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from edge_devices.energy.characteristics import Characteristics
+from edge_devices.energy.intervals import Interval, of_error
+from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.text import NO_METER, figure_text
+from edge_devices.energy.validity import LEAST_NEWS
+from edge_devices.energy.windows import measure_window
+from edge_devices.errors import DeviceError, MeasurementError
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Kind, Meter, MeterFacts
+from edge_devices.meters.trace import Trace
+
+LEAST_REFRESHES = 50
+FAST_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnergy:
+    """Gross energy of one run of `seconds`: joules and joules per emitted token, or why there is no figure.
+
+    `shared_with`: how many other requests ran meanwhile; the joules are then those of all together, and none are told per token.
+    """
+
+    facts: MeterFacts | None
+    joules: Interval | None = None
+    joules_per_token: Interval | None = None
+    seconds: float = 0.0
+    reason: str = ""
+    shared_with: int = 0
+
+    @property
+    def watts(self) -> float | None:
+        """Mean power of the run; None where there is no figure."""
+        return self.joules.value / self.seconds if self.joules and self.seconds > 0 else None
+
+    def sentence(self) -> str:
+        """Returns the one line to show."""
+        if self.facts is None:
+            return NO_METER
+        label = "ESTIMATE, nothing was measured: " if self.facts.is_estimate else ""
+        if self.joules_per_token is None:
+            return f"{label}no energy figure from {self.facts.name}: {self.reason}"
+        return f"{label}{figure_text(self.joules_per_token)} J/token, scope {self.facts.scope}, idle power included ({self.facts.name})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return {
+            "meter": self.facts.to_json() if self.facts else None, "joules": self.joules.to_json() if self.joules else None,
+            "joules_per_token": self.joules_per_token.to_json() if self.joules_per_token else None,
+            "reason": self.reason or (None if self.facts else NO_METER),
+        }  # fmt: skip
+
+
+class EnergyWatch:
+    """Reads a meter while a with block runs; `energy(tokens)` after it. Without a meter it does nothing. Never disturbs the work itself."""
+
+    def __init__(self, system: System, meter: Meter | None) -> None:
+        self._recorder = Recorder(system, meter, interval_s=watch_interval(meter.facts)) if meter else None
+        self._window = (0.0, 0.0)
+
+    def __enter__(self) -> EnergyWatch:
+        if self._recorder:
+            self._recorder.__enter__()
+            self._window = (self._recorder.mark(), 0.0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._recorder:
+            self._window = (self._window[0], self._recorder.mark())
+            self._recorder.__exit__(kind, error, traceback)
+
+    def energy(self, tokens: int) -> RunEnergy:
+        """Returns the energy of the block, and that per emitted token; a reason instead where the run was too short for the meter."""
+        if self._recorder is None:
+            return RunEnergy(facts=None)
+        return run_energy(self._recorder.trace, self._recorder.faults, *self._window, tokens)
+
+
+def watch_interval(facts: MeterFacts) -> float:
+    """Returns seconds between readings of one run: a counter that is new often costs little to read and is read often, so that short runs have figures."""
+    fast = facts.kind is Kind.COUNTER and facts.refresh_s <= FAST_S
+    return min(facts.poll_s, FAST_S) if fast else facts.poll_s
+
+
+def run_energy(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float, tokens: int) -> RunEnergy:
+    """Returns the energy of a window of readings, and that per emitted token; a reason instead where it cannot be told."""
+    facts, seconds = trace.facts, end_s - start_s
+    try:
+        joules = _joules(trace, faults, start_s, end_s)
+    except DeviceError as error:
+        return RunEnergy(facts=facts, reason=str(error))
+    if tokens <= 0:
+        return RunEnergy(facts=facts, joules=joules, seconds=seconds, reason="no token was emitted")
+    per_token = of_error(joules.value / tokens, joules.error / tokens, joules.freedom, 1)
+    return RunEnergy(facts=facts, joules=joules, joules_per_token=per_token, seconds=seconds)
+
+
+def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float) -> Interval:
+    facts, expected = trace.facts, Characteristics.expected(trace.facts)
+    need = LEAST_REFRESHES * expected.refresh_s + expected.lead_in_s
+    if end_s - start_s < need:
+        raise MeasurementError(f"the run of {end_s - start_s:.3g} s is too short, this meter needs {need:.3g} s")
+    if faults:
+        raise MeasurementError(f"the meter failed: {faults[0][1]}")
+    window = measure_window(trace, start_s, end_s, expected)
+    if facts.kind is Kind.SAMPLER and window.news < LEAST_NEWS:
+        raise MeasurementError(f"the meter showed {window.news} new values; {LEAST_NEWS} are needed")
+    return of_error(window.joules, window.error_watts * window.seconds, window.freedom, 1)

@@ -1,0 +1,160 @@
+"""A measurement from start to end: preflight, meter characterisation, idle, warm-up, interleaved repeats, idle again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from edge_devices.energy.characteristics import Characteristics, characterise
+from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.run_log import Run, RunLog
+from edge_devices.energy.windows import measure_window
+from edge_devices.errors import MeasurementError
+from edge_devices.machine.detection import environment
+from edge_devices.machine.state import read_state, refusals, warnings
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Kind, Meter, Scope
+from edge_devices.meters.trace import Trace
+
+TOGGLES = 3
+ROOM = 1.2  # planned window / shortest one: an external meter, or this one measured again, may need a little longer
+SOAK_WINDOWS, SOAK_WATTS, SOAK_SPEED, SOAK_CELSIUS = 3, 0.03, 0.02, 1.0
+LONGEST_SOAK_S = 600.0
+LOAD_STEPS_S = ((3.0, 4.0), (5.0, 2.0), (8.0, 6.0))  # load and rest after it; all lengths differ, so that they fit at one place only
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one call of a workload did: tokens, requests, and seconds per phase."""
+
+    emitted_tokens: int
+    prompt_tokens: int = 0
+    requests: int = 1
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+
+Workload = Callable[[], Work]
+Load = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to measure. `window_s` None: a fifth more than the meter needs. `soak`: run until power, speed and temperature stand still."""
+
+    repeats: int = 10
+    window_s: float | None = None
+    warm_ups: int = 2
+    rest_s: float = 5.0
+    soak: bool = True
+
+
+def characterise_meter(system: System, meter: Meter, load: Load) -> Characteristics:
+    """Polls a meter as fast as it allows while a light load goes on and off; takes a few seconds, with a slow gauge one to two minutes."""
+    facts = meter.facts
+    half_s = max(0.5 if facts.kind is Kind.COUNTER else 3.0, 5 * facts.refresh_s, 2 * facts.lag_s)
+    interval_s = facts.refresh_s / 8
+    trace, steps, reads, reading_s = Trace(facts=facts), [], 0, 0.0
+    for half in range(2 * TOGGLES):
+        begin = system.clock()
+        if half:
+            steps.append(begin)
+        with load() if half % 2 else nullcontext():
+            while system.clock() < begin + half_s:
+                before = system.clock()
+                sample = meter.read()
+                reading_s += system.clock() - before
+                reads += 1
+                if sample:
+                    trace.add(sample)
+                if interval_s > 1e-3:
+                    system.sleep(interval_s)
+    return characterise(trace, steps, reads=reads, read_s=reading_s / reads)
+
+
+def measure(
+    system: System, recorder: Recorder, workloads: Mapping[str, Workload], characteristics: Characteristics, plan: Plan = Plan(),
+    load_step: Load | None = None,
+) -> RunLog:  # fmt: skip
+    """Measures every workload `plan.repeats` times, in turn and every other time backwards, between two idle windows.
+
+    The recorder must be running. `load_step`, where an external meter records too: a plain load to find its clock by. Raises MeasurementError when the machine's state forbids it.
+    """
+    facts = recorder.trace.facts
+    state = read_state(system)
+    against = refusals(state, at_battery=facts.scope is Scope.DEVICE)
+    if against:
+        raise MeasurementError(" ".join(against))
+    window_s = plan.window_s or ROOM * characteristics.shortest_window_s
+    log = RunLog(
+        facts=facts, characteristics=characteristics, trace=recorder.trace, environment=environment(system), faults=recorder.faults,
+        warnings=warnings(state),
+    )  # fmt: skip
+    if load_step:
+        system.sleep(LOAD_STEPS_S[0][1])
+        for load_s, rest_s in LOAD_STEPS_S:
+            log.loads.append(_load(system, load_step, load_s))
+            system.sleep(rest_s)
+    log.idles.append(_idle(system, recorder, characteristics))
+    for workload in workloads.values():
+        for _ in range(plan.warm_ups):
+            workload()
+    if plan.soak and workloads and not _soak(system, recorder, next(iter(workloads.values())), log, window_s):
+        log.warnings.append(f"power, speed and temperature did not come to rest within {LONGEST_SOAK_S:g} s")
+    for repeat in range(plan.repeats):
+        names = list(workloads)
+        for name in names if repeat % 2 == 0 else reversed(names):
+            log.runs.append(_run(system, recorder, name, repeat, workloads[name], window_s, log))
+            system.sleep(plan.rest_s)
+    log.idles.append(_idle(system, recorder, characteristics))
+    return log
+
+
+def _load(system: System, load_step: Load, seconds: float) -> tuple[float, float]:
+    begin = system.clock()
+    with load_step():
+        system.sleep(seconds)
+        return begin, system.clock()
+
+
+def _idle(system: System, recorder: Recorder, characteristics: Characteristics) -> tuple[float, float]:
+    begin = recorder.mark()
+    system.sleep(characteristics.shortest_idle_s)
+    return begin, recorder.mark()
+
+
+def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: Workload, window_s: float, log: RunLog) -> Run:
+    """Repeats one workload until the window is full; its expected time comes from the speed of the variant's earlier runs."""
+    before = read_state(system)
+    start_s, done = recorder.mark(), [workload()]
+    while system.clock() - start_s < window_s:
+        done.append(workload())
+    end_s = recorder.mark()
+    earlier = [r.seconds / r.requests for r in log.runs if r.variant == name and r.requests]
+    requests = sum(w.requests for w in done)
+    phases: dict[str, float] = {}
+    for work in done:
+        for phase, seconds in work.phases.items():
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    return Run(
+        variant=name, repeat=repeat, start_s=start_s, end_s=end_s, emitted_tokens=sum(w.emitted_tokens for w in done),
+        prompt_tokens=sum(w.prompt_tokens for w in done), requests=requests, phases=phases,
+        expected_s=fmean(earlier) * requests if earlier else None, before=before, after=read_state(system),
+    )  # fmt: skip
+
+
+def _soak(system: System, recorder: Recorder, workload: Workload, log: RunLog, window_s: float) -> bool:
+    """Runs a workload until three windows in a row agree in watts (3 %), tokens per second (2 %) and temperature (1 °C)."""
+    begin = system.clock()
+    seen: list[tuple[float, float, float]] = []
+    while system.clock() - begin < LONGEST_SOAK_S:
+        run = _run(system, recorder, "soak", len(seen), workload, window_s, log)
+        # An external meter's readings come later: speed and temperature tell alone.
+        watts = measure_window(recorder.trace, run.start_s, run.end_s, log.characteristics).watts if recorder.trace.times else 0.0
+        seen.append((watts, run.emitted_tokens / run.seconds, run.after.temperature_c or 0.0))
+        watts_seen, speeds, degrees = zip(*seen[-SOAK_WINDOWS:], strict=True)
+        still = max(watts_seen) - min(watts_seen) <= SOAK_WATTS * max(watts_seen) and max(speeds) - min(speeds) <= SOAK_SPEED * max(speeds)
+        if len(seen) >= SOAK_WINDOWS and still and max(degrees) - min(degrees) <= SOAK_CELSIUS:
+            return True
+    return False

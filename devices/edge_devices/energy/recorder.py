@@ -1,0 +1,89 @@
+"""Reads a meter again and again while something else works."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import TracebackType
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Kind, Meter
+from edge_devices.meters.trace import Trace
+
+JITTER = 0.3  # share of the interval; without it the readings could run in step with draft and verify and always see the same one
+
+
+class Recorder:
+    """Collects a trace, from a thread of its own between `start` and `stop`, or by `poll` from the caller's.
+
+    A counter is only watched for its wrap and read at the marks, since reading costs; a sampler is read at its own pace.
+    """
+
+    def __init__(self, system: System, meter: Meter, *, interval_s: float | None = None) -> None:
+        self._system, self._meter = system, meter
+        self.interval_s = interval_s or meter.facts.poll_s
+        self.trace = Trace(facts=meter.facts)
+        self.raw: list[str] = []
+        self.reads = 0
+        self.faults: list[tuple[float, str]] = []
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._random = random.Random(1)
+
+    def poll(self) -> None:
+        """Reads once. A meter that fails is a fault of the recording at this time, not an end of the work."""
+        with self._lock:
+            self.reads += 1
+            try:
+                sample = self._meter.read()
+            except MeterError as error:
+                self.faults.append((self._system.clock(), str(error)))
+                return
+            if sample is not None:
+                self.trace.add(sample)
+                self.raw.append(sample.raw)
+
+    def mark(self) -> float:
+        """Returns the time now; a counter is read at this very moment."""
+        if self._meter.facts.kind is Kind.COUNTER:
+            failed = len(self.faults)
+            self.poll()
+            if len(self.faults) == failed:
+                return self.trace.times[-1]
+        return self._system.clock()
+
+    def snapshot(self, start_s: float) -> tuple[Trace, list[tuple[float, str]]]:
+        """Returns the readings from the last one before a time on, and all faults."""
+        with self._lock:
+            first = self.trace.index_at(start_s) if self.trace.times and self.trace.times[0] <= start_s else 0
+            return Trace(facts=self.trace.facts, times=self.trace.times[first:], values=self.trace.values[first:]), list(self.faults)
+
+    def forget(self, before_s: float) -> None:
+        """Drops what was read before a time, but for the last reading there."""
+        with self._lock:
+            if self.trace.times and self.trace.times[0] <= before_s:
+                first = self.trace.index_at(before_s)
+                del self.trace.times[:first], self.trace.values[:first], self.raw[:first]
+            self.faults = [fault for fault in self.faults if fault[0] >= before_s]
+
+    def next_interval(self) -> float:
+        """Returns the seconds until the next reading."""
+        return self.interval_s * (1 + self._random.uniform(-JITTER, JITTER))
+
+    def __enter__(self) -> Recorder:
+        self.poll()
+        self._thread = threading.Thread(target=self._read_on, name="energy-recorder", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._ended.set()
+        if self._thread:
+            self._thread.join()
+        self.poll()
+
+    def _read_on(self) -> None:
+        while not self._ended.wait(self.next_interval()):
+            self.poll()

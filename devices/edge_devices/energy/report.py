@@ -1,0 +1,248 @@
+"""Figures from a run log: joules per token with intervals, gross and above idle, and paired ratios. Reads nothing but the log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any
+
+from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, ratio_interval
+from edge_devices.energy.phases import PhaseShares, share_out
+from edge_devices.energy.run_log import Run, RunLog
+from edge_devices.energy.validity import objections
+from edge_devices.energy.windows import WindowEnergy, measure_window
+from edge_devices.errors import MeasurementError
+
+CALIBRATION = "calibrate:"  # a variant of this name and a phase runs that phase alone
+PREFILL = "prefill"
+LEAST_SIGNAL = 3.0  # standard errors: less energy above idle than that is not told from none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idle:
+    """Power without work: watts before and after the runs, and the standard error with half of their difference in it."""
+
+    watts: float
+    error: float
+    freedom: float
+    drift_watts: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What one variant took. Joules gross unless `net` is said; None: not known, or not told from noise.
+
+    `phase_joules`: joules per request by phase, told apart by `phase_method`; `closure`: (sum of calibrated phases - measured) / measured, the
+    worst repeat's, None where there was nothing to test.
+    """
+
+    name: str
+    n: int
+    refused: list[str]
+    joules_per_output_token: Interval | None = None
+    net_joules_per_output_token: Interval | None = None
+    joules_per_prompt_token: Interval | None = None
+    joules_per_request: Interval | None = None
+    watts: Interval | None = None
+    tokens_per_second: float | None = None
+    phase_method: str = "measured"
+    phase_joules: dict[str, Interval] = field(default_factory=dict)
+    closure: float | None = None
+    closes: bool = True
+    ratio_to_baseline: Interval | None = None
+    saves_energy: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All figures of one measurement, with the meter they came from. `phase_watts`: mean watts of the phases that have calibration loops."""
+
+    meter: str
+    scope: str
+    estimate: bool
+    refresh_s: float
+    systematic: str
+    idle: Idle | None
+    variants: list[Variant]
+    warnings: list[str] = field(default_factory=list)
+    phase_watts: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys; null for what has no bound, such as the degrees of freedom of an error that is known."""
+        record: dict[str, Any] = _finite(asdict(self))
+        return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """A run that counts, its window, and its energy by phase."""
+
+    run: Run
+    window: WindowEnergy
+    shares: PhaseShares
+
+    @property
+    def decode_joules(self) -> float:
+        """Joules of everything but the prefill."""
+        return sum(j for phase, j in self.shares.joules.items() if phase != PREFILL) if self.run.phases else self.window.joules
+
+    @property
+    def middle_s(self) -> float:
+        """The window's middle."""
+        return (self.run.start_s + self.run.end_s) / 2
+
+
+def _finite(value: Any) -> Any:
+    """The value with null in place of every infinite figure, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
+    """Computes the report; raises MeasurementError when no run of any variant counts, or the log waits for an external meter's table."""
+    if not log.trace.times:
+        raise MeasurementError("the log holds no readings, its meter is an external one; give that meter's table with --external TABLE.")
+    powers = _phase_powers(log)
+    counted: dict[str, list[Counted]] = {}
+    refused: dict[str, list[str]] = {}
+    for run in log.runs:
+        if run.variant.startswith(CALIBRATION):
+            continue
+        counted.setdefault(run.variant, [])
+        entry, reasons = _count(log, run, powers)
+        if entry is None:
+            refused.setdefault(run.variant, []).append(f"repeat {run.repeat}: {'; '.join(reasons)}")
+        else:
+            counted[run.variant].append(entry)
+    if not any(counted.values()):
+        first = next((r[0] for r in refused.values()), "the log holds no runs")
+        raise MeasurementError(f"no run counts: {first}")
+    if baseline is not None and baseline not in counted:
+        raise MeasurementError(f"the log has no variant {baseline!r} to compare with; it has {', '.join(counted)}.")
+    idle = _idle(log)
+    base = counted[baseline] if baseline else None
+    variants = [_variant(name, runs, refused.get(name, []), idle, base if name != baseline else None) for name, runs in counted.items()]
+    return Report(
+        meter=log.facts.name, scope=log.facts.scope, estimate=log.facts.is_estimate, refresh_s=log.characteristics.refresh_s,
+        systematic=log.facts.systematic, idle=idle, variants=variants, warnings=log.warnings,
+        phase_watts={phase: watts for phase, (watts, _) in powers.items()},
+    )  # fmt: skip
+
+
+def reasons_against(log: RunLog, run: Run) -> list[str]:
+    """Returns why a run does not count; none: it counts."""
+    return _count(log, run, {})[1]
+
+
+def _count(log: RunLog, run: Run, powers: dict[str, tuple[float, float]]) -> tuple[Counted | None, list[str]]:
+    try:
+        window = measure_window(log.trace, run.start_s, run.end_s, log.characteristics)
+    except MeasurementError as error:
+        return None, [str(error)]
+    reasons = objections(log, run, window)
+    if reasons:
+        return None, reasons
+    shares = share_out(window.joules, run.phases, powers, error_joules=window.error_watts * window.seconds)
+    return Counted(run=run, window=window, shares=shares), []
+
+
+def _phase_powers(log: RunLog) -> dict[str, tuple[float, float]]:
+    """Mean power and its standard error of each phase that has calibration runs."""
+    windows: dict[str, list[WindowEnergy]] = {}
+    for run in log.runs:
+        if run.variant.startswith(CALIBRATION):
+            entry, _ = _count(log, run, {})
+            if entry:
+                windows.setdefault(run.variant.removeprefix(CALIBRATION), []).append(entry.window)
+    powers = {}
+    for phase, found in windows.items():
+        if len(found) >= 2:
+            mean = mean_interval([w.watts for w in found], [w.start_s for w in found])
+            powers[phase] = (mean.value, mean.error)
+        else:
+            powers[phase] = (found[0].watts, found[0].error_watts)
+    return powers
+
+
+def _idle(log: RunLog) -> Idle | None:
+    windows = [measure_window(log.trace, start, end, log.characteristics) for start, end in log.idles]
+    if not windows:
+        return None
+    drift = windows[-1].watts - windows[0].watts
+    # Between the two looks idle power may have taken any path: uniform over their difference.
+    parts = [(w.error_watts / len(windows), w.freedom) for w in windows]
+    error, freedom = combined([*parts, (abs(drift) / 12**0.5, float("inf"))])
+    return Idle(watts=fmean(w.watts for w in windows), error=error, freedom=freedom, drift_watts=drift)
+
+
+def _variant(name: str, runs: Sequence[Counted], refused: list[str], idle: Idle | None, baseline: Sequence[Counted] | None) -> Variant:
+    if not runs:
+        return Variant(name=name, n=0, refused=refused)
+    ratio = _ratio(runs, baseline) if baseline is not None else None
+    decode_s = sum(s for r in runs for phase, s in r.run.phases.items() if phase != PREFILL) or sum(r.run.seconds for r in runs)
+    return Variant(
+        name=name, n=len(runs), refused=refused,
+        joules_per_output_token=_per(runs, lambda r: r.decode_joules, lambda r: r.run.emitted_tokens),
+        net_joules_per_output_token=_net(runs, idle) if idle else None,
+        joules_per_prompt_token=_per(runs, lambda r: r.shares.joules.get(PREFILL, 0.0), lambda r: r.run.prompt_tokens if PREFILL in r.run.phases else 0),
+        joules_per_request=_per(runs, lambda r: r.window.joules, lambda r: r.run.requests),
+        watts=_per(runs, lambda r: r.window.watts, lambda _: 1),
+        tokens_per_second=sum(r.run.emitted_tokens for r in runs) / decode_s,
+        phase_method=runs[0].shares.method, phase_joules=_by_phase(runs), closes=all(r.shares.closes for r in runs),
+        closure=max((r.shares.closure for r in runs if r.shares.closure is not None), key=abs, default=None),
+        ratio_to_baseline=ratio, saves_energy=ratio.high < 1 if ratio else None,
+    )  # fmt: skip
+
+
+def _per(runs: Sequence[Counted], joules: Callable[[Counted], float], count: Callable[[Counted], int]) -> Interval | None:
+    """Joules per unit: the mean of the repeats; of a single run the error is the one within its window."""
+    if any(count(r) <= 0 for r in runs):
+        return None
+    values = [joules(r) / count(r) for r in runs]
+    resolution = fmean(r.window.resolution_watts / r.window.watts * v if r.window.watts else 0.0 for r, v in zip(runs, values, strict=True))
+    if len(runs) > 1:
+        return mean_interval(values, [r.middle_s for r in runs], resolution=resolution)
+    window = runs[0].window
+    relative = max(window.error_watts, window.resolution_watts) / window.watts if window.watts else 0.0
+    return of_error(values[0], values[0] * relative, window.freedom, 1)
+
+
+def _by_phase(runs: Sequence[Counted]) -> dict[str, Interval]:
+    found = {}
+    for phase in dict.fromkeys(p for r in runs for p in r.shares.joules):
+        joules = _per(runs, lambda r, phase=phase: r.shares.joules.get(phase, 0.0), lambda r: r.run.requests)  # type: ignore[misc]
+        if joules is not None:
+            found[phase] = joules
+    return found
+
+
+def _net(runs: Sequence[Counted], idle: Idle) -> Interval | None:
+    """Joules above idle per emitted token: idle power × the decode's time taken off, its error added. None when lost in the error."""
+
+    def decode_s(r: Counted) -> float:
+        return sum(s for phase, s in r.run.phases.items() if phase != PREFILL) or r.run.seconds
+
+    inner = _per(runs, lambda r: r.decode_joules - idle.watts * decode_s(r), lambda r: r.run.emitted_tokens)
+    if inner is None:
+        return None
+    seconds_per_token = sum(map(decode_s, runs)) / sum(r.run.emitted_tokens for r in runs)
+    error, freedom = combined([(inner.error, inner.freedom), (seconds_per_token * idle.error, idle.freedom)])
+    return of_error(inner.value, error, freedom, inner.n) if inner.value >= LEAST_SIGNAL * error else None
+
+
+def _ratio(runs: Sequence[Counted], baseline: Sequence[Counted]) -> Interval | None:
+    """Joules per token of this variant / of the baseline, of the repeats that count on both sides."""
+    theirs = {r.run.repeat: r for r in baseline}
+    pairs = [
+        (r, theirs[r.run.repeat])
+        for r in runs
+        if r.run.repeat in theirs and r.run.emitted_tokens and theirs[r.run.repeat].run.emitted_tokens
+    ]
+    if len(pairs) < 2:
+        return None
+    return ratio_interval(*([side.decode_joules / side.run.emitted_tokens for side in column] for column in zip(*pairs, strict=True)))

@@ -1,0 +1,125 @@
+"""Energy of a window of time: a difference of a counter, or the integral of a sampler.
+
+Only the steady inside of a window is read. What a counter or gauge shows at the window's edges still belongs in part to the time outside, so the lead-in
+is left out, the mean power of the rest is taken, and the window's energy is that power times the window's whole length.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, stdev
+
+from edge_devices.energy.characteristics import Characteristics
+from edge_devices.errors import MeasurementError
+from edge_devices.meters.base import Kind
+from edge_devices.meters.trace import Trace
+
+FAST = 1000  # a counter that is new so many times per window needs no lead-in and no look at when it changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowEnergy:
+    """One window. `error_watts`: standard error of the power within this window, with `freedom` degrees of freedom; `resolution_watts`: what the
+    meter cannot resolve; `news`: new values seen; `longest_gap_s`: longest time without one; `observed_s`: seconds the figure rests on.
+    """
+
+    start_s: float
+    end_s: float
+    watts: float
+    error_watts: float
+    freedom: float
+    resolution_watts: float
+    news: int
+    longest_gap_s: float
+    observed_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The window's length."""
+        return self.end_s - self.start_s
+
+    @property
+    def joules(self) -> float:
+        """Mean power × length."""
+        return self.watts * self.seconds
+
+
+def measure_window(trace: Trace, start_s: float, end_s: float, meter: Characteristics) -> WindowEnergy:
+    """Returns the energy of [start_s, end_s]; raises MeasurementError when the trace does not cover it."""
+    if not start_s < end_s:
+        raise MeasurementError(f"the window from {start_s} to {end_s} s has no length.")
+    if trace.facts.kind is Kind.COUNTER:
+        return _difference(trace, start_s, end_s, meter)
+    return _integral(trace, start_s, end_s, meter)
+
+
+def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristics) -> WindowEnergy:
+    """ΔE / Δt between the first and the last new value inside.
+
+    Error of one edge: uniform over the time it may be late (variance t²/12). The rest of the window is taken to be like the inside, within its scatter.
+    """
+    fast = meter.refresh_s * FAST <= end_s - start_s
+    inside = trace.span(start_s if fast else start_s + meter.refresh_s, end_s)
+    fresh = [i for i in inside if (fast and i == 0) or (i > 0 and trace.values[i] != trace.values[i - 1])]
+    if len(fresh) < 2:
+        raise MeasurementError(
+            f"{trace.facts.name} showed {len(fresh)} new values in {end_s - start_s:.3g} s: the window is too short for this meter."
+        )
+    first, last = fresh[0], fresh[-1]
+    seconds = trace.times[last] - trace.times[first]
+    watts = (trace.values[last] - trace.values[first]) / seconds
+    late = [meter.refresh_s if fast or i == 0 else min(meter.refresh_s, trace.times[i] - trace.times[i - 1]) for i in (first, last)]
+    edge = abs(watts) * math.hypot(*late) / math.sqrt(12)
+    resolution = math.hypot(edge, trace.facts.resolution / math.sqrt(6)) / seconds
+    powers = [
+        (trace.values[b] - trace.values[a]) / (trace.times[b] - trace.times[a])
+        for a, b in pairwise(fresh)
+        if trace.times[b] > trace.times[a]
+    ]
+    unseen = (stdev(powers) if len(powers) > 1 else 0.0) * (1 - seconds / (end_s - start_s))
+    return WindowEnergy(
+        start_s=start_s, end_s=end_s, watts=watts, error_watts=math.hypot(resolution, unseen), freedom=math.inf, resolution_watts=resolution,
+        news=len(fresh), longest_gap_s=_longest_gap([trace.times[i] for i in fresh], start_s, end_s), observed_s=seconds,
+    )  # fmt: skip
+
+
+def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics) -> WindowEnergy:
+    """Mean of the values, each held until the next reading; error from the number of independent new values (AR(1): N(1-r)/(1+r))."""
+    begin = start_s + meter.lead_in_s
+    if begin >= end_s:
+        raise MeasurementError(f"the window of {end_s - start_s:.3g} s ends within the meter's lead-in of {meter.lead_in_s:.3g} s.")
+    inside = trace.span(begin, end_s)
+    if not inside or trace.times[inside[0]] >= end_s:
+        raise MeasurementError(f"the recording holds no reading between {begin:.3f} and {end_s:.3f} s; let the meter run during the work.")
+    begin = trace.times[inside[0]]  # what was read before may still be what was before the window
+    times = [*(trace.times[i] for i in inside), end_s]
+    joules = sum(trace.values[i] * (b - a) for i, (a, b) in zip(inside, pairwise(times), strict=True))
+    watts = joules / (end_s - begin)
+    fresh = [i for i in inside if i > 0 and trace.values[i] != trace.values[i - 1]]
+    error, freedom = _sampling_error([trace.values[i] for i in fresh])
+    return WindowEnergy(
+        start_s=start_s, end_s=end_s, watts=watts, error_watts=error, freedom=freedom, resolution_watts=trace.facts.resolution / math.sqrt(12),
+        news=len(fresh), longest_gap_s=_longest_gap([trace.times[i] for i in inside], begin, end_s), observed_s=end_s - begin,
+    )  # fmt: skip
+
+
+def _sampling_error(values: list[float]) -> tuple[float, float]:
+    """Standard error of a mean of correlated values, and its degrees of freedom; infinite for fewer than 3 values."""
+    if len(values) < 3:
+        return math.inf, 1.0
+    mean = fmean(values)
+    deviations = [v - mean for v in values]
+    squares = sum(d * d for d in deviations)
+    if not squares:
+        return 0.0, len(values) - 1.0
+    correlation = sum(a * b for a, b in pairwise(deviations)) / squares
+    correlation = min(max(correlation, 0.0), 0.95)
+    independent = max(2.0, len(values) * (1 - correlation) / (1 + correlation))
+    return math.sqrt(squares / (len(values) - 1) / independent), independent - 1
+
+
+def _longest_gap(times: list[float], start_s: float, end_s: float) -> float:
+    edges = [start_s, *times, end_s]
+    return max(b - a for a, b in pairwise(edges))

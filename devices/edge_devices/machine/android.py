@@ -1,0 +1,66 @@
+"""What Android's own services say of battery and heat, to the shell user too: most builds keep the files below /sys from it.
+
+Facts: `dumpsys battery` (BatteryService) and `dumpsys thermalservice` (PowerManager.THERMAL_STATUS_*) of AOSP.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
+
+THERMAL_NAMES = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
+MODERATE = 2
+SECTION = "Current Battery Service state:"
+FROZEN = "UPDATES STOPPED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhoneState:
+    """None where the services do not say; `frozen`: somebody ran `dumpsys battery unplug` or `set`, and the figures are made up."""
+
+    charger: str | None = None
+    charge_percent: int | None = None
+    battery_c: float | None = None
+    thermal_status: int | None = None
+    frozen: bool = False
+
+
+def thermal_name(status: int | None) -> str:
+    """Returns Android's name of a thermal status."""
+    return THERMAL_NAMES[status] if status is not None and 0 <= status < len(THERMAL_NAMES) else str(status)
+
+
+def read_phone(system: System) -> PhoneState:
+    """Asks both services; never raises."""
+    thermal = re.search(r"Thermal Status: (\d)\b", system.run(["dumpsys", "thermalservice"]).text)
+    status = int(thermal[1]) if thermal else None
+    try:
+        fields = parse_dumpsys(system.run(["dumpsys", "battery"]).text)
+    except MeterError as error:
+        return PhoneState(thermal_status=status, frozen="frozen" in str(error))
+    powered = sorted(key.removesuffix(" powered") for key, value in fields.items() if key.endswith(" powered") and value == "true")
+    level, tenths = fields.get("level", ""), fields.get("temperature", "")
+    return PhoneState(
+        charger=powered[0] if powered else None, charge_percent=int(level) if re.fullmatch(r"\d{1,3}", level) else None,
+        battery_c=int(tenths) / 10 if re.fullmatch(r"-?\d{1,4}", tenths) else None, thermal_status=status,
+    )  # fmt: skip
+
+
+def parse_dumpsys(text: str) -> dict[str, str]:
+    """Reads the battery service's own section of `dumpsys battery`; a maker's section before it and event logs after it are left out."""
+    _, found, section = text.partition(SECTION)
+    if not found:
+        raise MeterError(f"`dumpsys battery` has no section {SECTION!r}; this is no Android this meter knows.")
+    if FROZEN in section:
+        raise MeterError("the battery service is frozen (UPDATES STOPPED) and answers made-up values; run `dumpsys battery reset` first.")
+    fields: dict[str, str] = {}
+    for line in section.splitlines():
+        if line.startswith("[EventLogBuffer]"):
+            break
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip(), value.strip())
+    return fields

@@ -1,0 +1,109 @@
+"""The kernel's power_supply class: laptop batteries, and what a phone shows of its own.
+
+Facts: Documentation/ABI/testing/sysfs-class-power of Linux. The ABI says that a negative current discharges, real ACPI batteries say the
+opposite: only `status` tells the direction, the figure is taken without its sign.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
+
+SUPPLIES = "sys/class/power_supply"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supply:
+    """One battery's fields as the kernel prints them: micro units, or a maker's own."""
+
+    name: str
+    fields: dict[str, str]
+
+    @property
+    def status(self) -> str:
+        """Discharging, Charging, Full, Not charging, or Unknown."""
+        return self.fields.get("STATUS", "Unknown")
+
+    def number(self, key: str) -> int | None:
+        """Returns a whole number of the fields, None where it is not there."""
+        try:
+            return int(self.fields[key])
+        except (KeyError, ValueError):
+            return None
+
+
+def parse_uevent(text: str) -> dict[str, str]:
+    """Reads `POWER_SUPPLY_KEY=value` lines; a repeated key keeps its first value."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals and key.startswith("POWER_SUPPLY_"):
+            fields.setdefault(key.removeprefix("POWER_SUPPLY_"), value.strip())
+    return fields
+
+
+def batteries(system: System) -> list[Supply]:
+    """Returns the batteries that feed this machine; those of mice and headsets (scope Device) are not among them."""
+    found = []
+    for folder in system.paths(f"{SUPPLIES}/*"):
+        fields = read_fields(system, folder)
+        if fields.get("TYPE") == "Battery" and fields.get("SCOPE") != "Device" and fields.get("PRESENT") != "0":
+            found.append(Supply(name=folder.rpartition("/")[2], fields=fields))
+    return found
+
+
+def read_fields(system: System, folder: str) -> dict[str, str]:
+    """Reads one supply: its uevent, or its single files where that is kept back; raises PermissionError when all are denied."""
+    denied: PermissionError | None = None
+    try:
+        fields = parse_uevent(system.text(f"{folder}/uevent"))
+    except OSError:
+        fields = {}
+    for key in ("type", "scope", "status", "present", "online", "power_now", "current_now", "voltage_now"):
+        if key.upper() in fields:
+            continue
+        try:
+            fields[key.upper()] = system.text(f"{folder}/{key}")
+        except PermissionError as error:
+            denied = error
+        except OSError:
+            continue
+    if denied and not fields.keys() & {"TYPE", "STATUS", "POWER_NOW", "CURRENT_NOW"}:
+        raise denied
+    return fields
+
+
+def external_power(system: System) -> str | None:
+    """Returns the name of a charger that is on line, None on battery. USB ports of the machine's own (scope Device) do not count."""
+    for folder in system.paths(f"{SUPPLIES}/*"):
+        try:
+            fields = read_fields(system, folder)
+        except PermissionError:
+            continue
+        if fields.get("TYPE") not in (None, "Battery") and fields.get("SCOPE") != "Device" and fields.get("ONLINE") not in (None, "0"):
+            return folder.rpartition("/")[2]
+    return None
+
+
+def watts_of(supply: Supply) -> float | None:
+    """Returns the power in watts from POWER_NOW (µW) or CURRENT_NOW (µA) × VOLTAGE_NOW (µV); None where neither is there."""
+    power = supply.number("POWER_NOW")
+    if power is not None:
+        return abs(power) * 1e-6
+    current, voltage = supply.number("CURRENT_NOW"), supply.number("VOLTAGE_NOW")
+    if current is None or voltage is None:
+        return None
+    return abs(current) * 1e-6 * voltage * 1e-6
+
+
+def require_discharging(system: System, supplies: list[Supply]) -> None:
+    """Raises MeterError unless the machine runs from its batteries alone."""
+    charger = external_power(system)
+    if charger:
+        raise MeterError(f"{charger} supplies power: a battery's figures mean the load only while unplugged. Unplug the charger.")
+    wrong = [s for s in supplies if s.status in ("Charging", "Full", "Not charging")]
+    if wrong or not any(s.status == "Discharging" for s in supplies):
+        said = ", ".join(f"{s.name} is {s.status}" for s in wrong or supplies)
+        raise MeterError(f"{said}; energy is read from a battery that discharges. Unplug the charger.")

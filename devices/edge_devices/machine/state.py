@@ -1,0 +1,123 @@
+"""The state a machine must be in, and stay in, for its energy figures to mean anything."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edge_devices.machine.android import MODERATE, read_phone, thermal_name
+from edge_devices.machine.power_supply import batteries, external_power
+from edge_devices.machine.system import System
+
+THROTTLED_NOW, THROTTLED_EVER = 0xF, 0xF0000  # bits 0-3 and 16-19 of `vcgencmd get_throttled`
+CHARGE_LIMITS = (30, 95)  # percent: below, the voltage sags; above, charging circuits interfere
+_MOST_DIGITS = 18  # more than any real file holds
+HOTTEST = 120_000  # thousandths of a degree; some thermal zones are no temperatures at all
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceState:
+    """One look at the machine; None where it does not say. Frequencies in kHz, temperature in °C, swap in bytes; `thermal_status` is Android's, 0 to 6."""
+
+    throttled: int | None = None
+    charger: str | None = None
+    charge_percent: int | None = None
+    swap_used: int | None = None
+    thermal_status: int | None = None
+    governors: tuple[str, ...] = ()
+    frequency_caps: tuple[int, ...] = ()
+    temperature_c: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(record: dict[str, Any]) -> DeviceState:
+        """Reads what `to_json` wrote; raises TypeError or ValueError for anything else."""
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+        state = DeviceState(**fields)
+        numbers = (state.throttled, state.charge_percent, state.swap_used, state.thermal_status, *state.frequency_caps)
+        if not all(n is None or isinstance(n, int) for n in numbers):
+            raise ValueError(f"a device state of {numbers}")
+        return state
+
+
+def read_state(system: System) -> DeviceState:
+    """Looks at the machine; costs a few file reads, one command on a Raspberry Pi, two on Android (about 0.1 s)."""
+    phone = read_phone(system) if system.is_android else None
+    try:
+        supplies, charger = batteries(system), external_power(system)
+    except PermissionError:
+        supplies, charger = [], None
+    policies = system.paths("sys/devices/system/cpu/cpufreq/policy*")
+    caps = [system.text_or(f"{p}/scaling_max_freq") for p in policies]
+    return DeviceState(
+        throttled=_throttled(system), charger=charger or (phone.charger if phone else None),
+        charge_percent=next((s.number("CAPACITY") for s in supplies if s.number("CAPACITY") is not None), phone.charge_percent if phone else None),
+        thermal_status=phone.thermal_status if phone else None,
+        swap_used=_swap_used(system), governors=tuple(sorted({g for p in policies if (g := system.text_or(f"{p}/scaling_governor"))})),
+        frequency_caps=tuple(int(c) for c in caps if c.isdecimal() and len(c) <= _MOST_DIGITS),
+        temperature_c=max((t for t in (_temperature(system), phone.battery_c if phone else None) if t is not None), default=None),
+    )  # fmt: skip
+
+
+def refusals(state: DeviceState, *, at_battery: bool) -> list[str]:
+    """Returns why nothing should be measured in this state; each a sentence."""
+    found = []
+    if state.throttled is not None and state.throttled & THROTTLED_NOW:
+        found.append(f"the board is throttled now (get_throttled {state.throttled:#x}): cool it, or give it a stronger supply.")
+    if state.thermal_status is not None and state.thermal_status >= MODERATE:
+        found.append(f"Android throttles because of heat (thermal status {thermal_name(state.thermal_status)}): let it cool.")
+    if at_battery and state.charger:
+        found.append(f"{state.charger} supplies power: unplug it to measure at the battery.")
+    if at_battery and state.charge_percent is not None and not CHARGE_LIMITS[0] <= state.charge_percent <= CHARGE_LIMITS[1]:
+        found.append(f"the battery is at {state.charge_percent} %: measure between {CHARGE_LIMITS[0]} and {CHARGE_LIMITS[1]} %.")
+    return found
+
+
+def warnings(state: DeviceState) -> list[str]:
+    """Returns what a reader of the figures should know about this state."""
+    found = []
+    if state.swap_used:
+        found.append(f"{state.swap_used / 1e6:.0f} MB of swap are in use")
+    if not state.governors:
+        found.append("the frequency governor is not known")
+    elif state.governors != ("performance",):
+        found.append(f"the frequency governor is {', '.join(state.governors)}: clocks follow the load")
+    return found
+
+
+def disturbances(before: DeviceState, after: DeviceState) -> list[str]:
+    """Returns what changed between two looks in a way that makes the run between them worthless."""
+    found = []
+    if after.throttled is not None and (after.throttled & THROTTLED_NOW or after.throttled & ~(before.throttled or 0) & THROTTLED_EVER):
+        found.append(f"the board throttled (get_throttled {after.throttled:#x})")
+    if (after.thermal_status or 0) >= MODERATE and after.thermal_status != before.thermal_status:
+        found.append(f"Android throttled because of heat (thermal status {thermal_name(after.thermal_status)})")
+    if before.charger != after.charger:
+        found.append(f"the power source changed from {before.charger or 'battery'} to {after.charger or 'battery'}")
+    if before.frequency_caps != after.frequency_caps:
+        found.append("the processor's frequency cap changed")
+    if before.swap_used is not None and after.swap_used is not None and after.swap_used > before.swap_used:
+        found.append(f"{(after.swap_used - before.swap_used) / 1e6:.1f} MB were swapped out")
+    return found
+
+
+def _throttled(system: System) -> int | None:
+    if not system.text_or("proc/device-tree/model").startswith("Raspberry Pi"):
+        return None
+    found = re.search(r"throttled=0x([0-9a-fA-F]{1,8})\b", system.run(["vcgencmd", "get_throttled"]).text)
+    return int(found[1], 16) if found else None
+
+
+def _swap_used(system: System) -> int | None:
+    sizes = dict(re.findall(r"^(SwapTotal|SwapFree):\s+(\d{1,18}) kB", system.text_or("proc/meminfo"), re.MULTILINE))
+    return (int(sizes["SwapTotal"]) - int(sizes["SwapFree"])) * 1024 if len(sizes) == 2 else None
+
+
+def _temperature(system: System) -> float | None:
+    texts = [system.text_or(p) for p in system.paths("sys/class/thermal/thermal_zone*/temp")]
+    degrees = [int(t) for t in texts if re.fullmatch(r"\d{4,6}", t) and int(t) <= HOTTEST]
+    return max(degrees) / 1000 if degrees else None

@@ -1,0 +1,1 @@
+"""Meters of Android devices."""

@@ -1,0 +1,144 @@
+"""The battery gauge of an Android device: through the battery service (works for the shell user), or through its sysfs files.
+
+The specification says microamperes, positive while charging; makers disagree about both. The sign is dropped and the state of charge tells the
+direction; the unit is the one that makes an idle device take between 0.1 and 15 W, which only one can.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.android import parse_dumpsys
+from edge_devices.machine.power_supply import SUPPLIES, Supply, external_power, read_fields
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
+
+PLAUSIBLE_WATTS = (0.1, 15.0)
+AMPERES = {"µA": 1e-6, "mA": 1e-3}
+UNSUPPORTED = -(1 << 31)
+DISCHARGING = "3"  # BatteryManager.BATTERY_STATUS_DISCHARGING
+SERVICE, SYSFS = "android:battery", "android:battery-sysfs"
+SYSFS_NAMES = ("battery", "bms", "main")
+UNPLUG = "Unplug the cable and measure on the device alone; never use `dumpsys battery unplug`, which only fakes it."
+
+
+class Gauge(NamedTuple):
+    """What a gauge says at one moment: current in its own unit and sign, and volts. None: it did not answer (a false zero)."""
+
+    current: int | None
+    volts: float
+
+
+def volts_of(text: str) -> float:
+    """Reads the voltage: millivolts, on old systems volts."""
+    if not re.fullmatch(r"\d{1,6}", text):
+        raise MeterError(f"the battery's voltage reads {text!r}, which is no voltage; use another meter.")
+    return int(text) / 1000 if int(text) >= 100 else float(text)
+
+
+def require_unplugged(fields: dict[str, str]) -> None:
+    """Raises MeterError unless the service says: discharging, and nothing powers the device."""
+    powered = sorted(k for k, v in fields.items() if k.endswith(" powered") and v == "true")
+    if powered:
+        raise MeterError(f"{powered[0]}: a battery's figures mean the load only while unplugged. {UNPLUG}")
+    if fields.get("status") != DISCHARGING:
+        raise MeterError(f"the battery's status is {fields.get('status')}, not {DISCHARGING} (discharging). {UNPLUG}")
+
+
+def current_unit(current: int, volts: float) -> str:
+    """Returns the one unit in which this current is a plausible power for an idle device; raises MeterError when none is."""
+    for unit, amperes in AMPERES.items():
+        if PLAUSIBLE_WATTS[0] <= abs(current) * amperes * volts <= PLAUSIBLE_WATTS[1]:
+            return unit
+    raise MeterError(
+        f"a current of {current} at {volts:g} V is no idle power in microamperes or milliamperes (0.1 to 15 W); "
+        "turn the screen on, stop other work, and try again."
+    )
+
+
+class GaugeMeter:
+    """Current × voltage of the gauge, in watts; the unit is settled by the first current that is not 0."""
+
+    def __init__(self, system: System, name: str, source: str, read_gauge: Callable[[System], Gauge]) -> None:
+        self._system = system
+        self._read_gauge = read_gauge
+        self._unit = _first_unit(system, read_gauge)
+        self.facts = MeterFacts(
+            name=name, kind=Kind.SAMPLER, scope=Scope.DEVICE, source=source,
+            # Seen on one phone: new values every 2.0 s in the median, 7 s at most; a load shows after up to 7 s. Both are measured.
+            refresh_s=2.0, resolution=AMPERES[self._unit] * 4.0, poll_s=0.5, lag_s=7.0, needs="the cable unplugged",
+            systematic="gauge gain 1-5 %", notes=(f"current taken as {self._unit}, sign dropped", "whole device: display and radios included"),
+        )  # fmt: skip
+
+    def read(self) -> Sample | None:
+        """Reads the gauge; watts, None for a false zero."""
+        gauge = self._read_gauge(self._system)
+        if not gauge.current:
+            return None
+        raw = f"current={gauge.current} volts={gauge.volts:g}"
+        return Sample(self._system.clock(), abs(gauge.current) * AMPERES[self._unit] * gauge.volts, raw)
+
+
+def _first_unit(system: System, read_gauge: Callable[[System], Gauge], attempts: int = 8) -> str:
+    for _ in range(attempts):
+        gauge = read_gauge(system)
+        if gauge.current:
+            return current_unit(gauge.current, gauge.volts)
+        system.sleep(0.5)
+    raise MeterError(f"the gauge answered no current {attempts} times; it may not measure one. Use a meter in the supply line.")
+
+
+def read_service(system: System) -> Gauge:
+    """Asks the battery service; raises MeterError when it is frozen, plugged in, or cannot tell."""
+    state = system.run(["dumpsys", "battery"])
+    if state.code != 0:
+        raise MeterError(f"`dumpsys battery` failed: {state.errors.strip() or state.code}.")
+    fields = parse_dumpsys(state.text)
+    require_unplugged(fields)
+    answer = system.run(["cmd", "battery", "get", "-f", "current_now"])
+    text = answer.text.strip()
+    if not re.fullmatch(r"-?\d{1,12}", text):
+        said = text.splitlines()[0] if text else answer.errors.strip()
+        raise MeterError(f"`cmd battery get -f current_now` answered {said!r}; this Android is too old for it. Use another meter.")
+    if int(text) == UNSUPPORTED:
+        raise MeterError("the battery service says that it cannot measure the current. Use a meter in the supply line.")
+    return Gauge(int(text) or None, volts_of(fields.get("voltage", "")))
+
+
+def read_sysfs(system: System, folder: str) -> Gauge:
+    """Reads the gauge's files; raises MeterError when denied, plugged in, or silent."""
+    try:
+        supply = Supply(name=folder.rpartition("/")[2], fields=read_fields(system, folder))
+    except PermissionError as error:
+        raise MeterError(f"/{folder} is denied to this user.") from error
+    charger = external_power(system)
+    if charger:
+        raise MeterError(f"{charger} supplies power. {UNPLUG}")
+    if supply.status not in ("Discharging", "Unknown"):
+        raise MeterError(f"/{folder} says {supply.status}. {UNPLUG}")
+    current, microvolts = supply.number("CURRENT_NOW"), supply.number("VOLTAGE_NOW")
+    if current is None or not microvolts:
+        raise MeterError(f"/{folder} tells no current_now with voltage_now. Use another meter.")
+    return Gauge(current or None, microvolts * 1e-6)
+
+
+def find(system: System) -> list[Finding]:
+    """Returns the findings of both ways to the gauge; nothing on a machine that is no phone."""
+    if not system.is_android:
+        return []
+    findings = [_finding(system, SERVICE, "cmd battery get -f current_now, dumpsys battery", read_service)]
+    folders = [f"{SUPPLIES}/{n}" for n in SYSFS_NAMES if system.exists(f"{SUPPLIES}/{n}")]
+    if not folders:
+        return [*findings, absent(SYSFS, f"none of {', '.join(SYSFS_NAMES)} below /{SUPPLIES}")]
+    return [*findings, _finding(system, SYSFS, f"/{folders[0]}", lambda s: read_sysfs(s, folders[0]))]
+
+
+def _finding(system: System, name: str, source: str, read_gauge: Callable[[System], Gauge]) -> Finding:
+    try:
+        return usable(GaugeMeter(system, name, source, read_gauge))
+    except MeterError as error:
+        denied = isinstance(error.__cause__, PermissionError)
+        return present(name, str(error), "use android:battery, which the shell user may read; or root" if denied else "")

@@ -1,0 +1,71 @@
+"""On-device power rail monitors of Pixel 6 and later, through the kernel's iio files.
+
+Format (kernel driver s2mpg1x odpm, as quoted in Android's own power scripts): `t=<ms>`, then one line per channel
+`CH3(T=<ms>)[S2M_VDD_CPUCL2], <µW·s since start>`. Channels can be set to other rails, so a rail is known by its name. Rails sit behind the
+battery: their figures hold while charging too.
+"""
+
+from __future__ import annotations
+
+import re
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
+from edge_devices.meters.counter_wrap import Unwrapped
+
+PATTERN = "sys/bus/iio/devices/iio:device*/energy_value"
+LINE = re.compile(r"CH\d+(?:\(T=\d+\))?\[([^\]]+)\],\s*(\d{1,18})\b")
+NAME = "android:rails"
+
+
+def parse_rails(text: str) -> dict[str, int]:
+    """Reads one energy_value file: rail name -> microjoules."""
+    return {name: int(microjoules) for name, microjoules in LINE.findall(text)}
+
+
+class RailsMeter:
+    """The sum of all monitored rails of all monitors, in joules; `raw` has each rail in microjoules."""
+
+    def __init__(self, system: System, paths: list[str]) -> None:
+        self._system = system
+        self._paths = paths
+        self._registers: dict[str, Unwrapped] = {}
+        self.facts = MeterFacts(
+            name=NAME, kind=Kind.COUNTER, scope=Scope.RAILS, source=", ".join(f"/{p}" for p in paths),
+            refresh_s=0.125, resolution=1e-6, poll_s=0.25, needs="read access to energy_value (root on some builds)",
+            notes=("only the monitored rails, about 16 of them; not what the battery gives",),
+        )  # fmt: skip
+
+    def read(self) -> Sample:
+        """Reads all monitors; joules."""
+        rails: dict[str, int] = {}
+        for path in self._paths:
+            try:
+                for name, microjoules in parse_rails(self._system.text(path)).items():
+                    rails[f"{path.split('/')[-2]}/{name}"] = microjoules
+            except OSError as error:
+                raise MeterError(f"/{path} is no longer readable: {error.strerror}; measure again.") from error
+        if not rails:
+            raise MeterError(f"/{self._paths[0]} lists no rails; the monitor may be off (see enabled_rails beside it).")
+        if self._registers and self._registers.keys() != rails.keys():
+            raise MeterError("the monitored rails changed while measuring; leave enabled_rails alone and measure again.")
+        for name in rails:
+            self._registers.setdefault(name, Unwrapped(name, None))
+        total = sum(self._registers[name].total(value) for name, value in rails.items())
+        return Sample(self._system.clock(), total * 1e-6, " ".join(f"{n.partition('/')[2]}={v}" for n, v in rails.items()))
+
+
+def find(system: System) -> list[Finding]:
+    """Returns the finding of the rail monitors; nothing on a machine that is no phone."""
+    paths = system.paths(PATTERN)
+    if not paths:
+        return [absent(NAME, "no rail monitor (Pixel 6 and later have one)")] if system.is_android else []
+    meter = RailsMeter(system, paths)
+    try:
+        meter.read()
+    except MeterError as error:
+        if isinstance(error.__cause__, PermissionError):
+            return [present(NAME, f"/{paths[0]} is denied to this user", "adb root, where the build allows it; or use android:powerstats")]
+        return [present(NAME, str(error))]
+    return [usable(meter)]

@@ -1,0 +1,64 @@
+"""Apple silicon: the `powermetrics` command. It estimates processor, graphics and neural engine; the display is not among them."""
+
+from __future__ import annotations
+
+import re
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import CommandResult, System
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
+
+NAME = "apple:powermetrics"
+LINE = re.compile(r"^(CPU|GPU|ANE|DRAM|Package|Combined)( Power)(?: \(CPU \+ GPU \+ ANE\))?: (\d{1,18}) mW\s*$", re.MULTILINE)
+PERIOD_S = 1.0
+REMEDY = "powermetrics answers root only: run edge-bench and edge-devices with sudo"
+
+
+def parse_powermetrics(text: str) -> dict[str, float]:
+    """Reads the text of one sample: part -> watts."""
+    return {part: int(milliwatts) / 1000 for part, _, milliwatts in LINE.findall(text)}
+
+
+def package_watts(parts: dict[str, float]) -> float | None:
+    """Returns the package's power: as printed, else the sum of its parts; None where nothing is printed."""
+    for whole in ("Package", "Combined"):
+        if whole in parts:
+            return parts[whole]
+    return sum(parts.values()) if parts else None
+
+
+class PowermetricsMeter:
+    """Mean package power over the second that a read takes, in watts."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self.facts = MeterFacts(
+            name=NAME, kind=Kind.SAMPLER, scope=Scope.PACKAGE, source="powermetrics --samplers cpu_power",
+            refresh_s=PERIOD_S, resolution=0.001, poll_s=PERIOD_S, lag_s=PERIOD_S, needs="root",
+            systematic="Apple's own model, not a sensor at the battery", notes=("without the display; without memory on newer systems",),
+        )  # fmt: skip
+
+    def read(self) -> Sample:
+        """Samples for one second; watts."""
+        done = _run(self._system)
+        watts = package_watts(parse_powermetrics(done.text))
+        if watts is None:
+            said = (done.errors.strip() or done.text.strip() or str(done.code)).splitlines()[0]
+            raise MeterError(f"powermetrics told no power: {said}. {REMEDY}.")
+        return Sample(self._system.clock(), watts, f"package={watts}")
+
+
+def find(system: System) -> list[Finding]:
+    """Returns the finding of powermetrics; nothing on a machine that is no Mac."""
+    if system.platform != "darwin":
+        return []
+    done = _run(system)
+    if parse_powermetrics(done.text):
+        return [usable(PowermetricsMeter(system))]
+    if done.code == 127:
+        return [absent(NAME, "no powermetrics command on this Mac")]
+    return [present(NAME, "denied to this user", REMEDY)]
+
+
+def _run(system: System) -> CommandResult:
+    return system.run(["powermetrics", "-n", "1", "-i", f"{PERIOD_S * 1000:.0f}", "--samplers", "cpu_power"])

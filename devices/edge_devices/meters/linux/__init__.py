@@ -1,0 +1,1 @@
+"""Meters read from Linux kernel files."""

@@ -1,0 +1,102 @@
+"""Power monitor chips of Texas Instruments behind Linux hwmon: INA219/226/230/231/260, INA228/237/238, INA3221.
+
+Files (Documentation/hwmon/ina2xx.rst, ina238.rst, ina3221.rst of Linux): energy1_input µJ where the chip counts, power1_input µW, in1_input mV with
+curr1_input mA; INA3221 has three channels and no power file. Chips are known by their `name`: numbers change with every start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
+from edge_devices.meters.counter_wrap import Unwrapped
+
+PATTERN = "sys/class/hwmon/hwmon*"
+CHIPS = ("ina219", "ina220", "ina226", "ina230", "ina231", "ina260", "ina228", "ina237", "ina238", "ina700", "ina780", "sq52206", "ina3221")
+BOARD_LABELS = ("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC", "POM_5V_IN")  # a Jetson's own rails: jetson.py reads those
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """One channel of a chip: the files its figure comes from, and how."""
+
+    chip: str
+    label: str
+    kind: Kind
+    paths: tuple[str, ...]
+
+
+def channels(system: System) -> list[Channel]:
+    """Returns every channel of every chip, the best file first: energy, power, then voltage × current."""
+    found = []
+    for folder in system.paths(PATTERN):
+        chip = system.text_or(f"{folder}/name")
+        if chip not in CHIPS:
+            continue
+        if system.exists(f"{folder}/energy1_input"):
+            found.append(Channel(chip=chip, label="1", kind=Kind.COUNTER, paths=(f"{folder}/energy1_input",)))
+        elif system.exists(f"{folder}/power1_input"):
+            found.append(Channel(chip=chip, label="1", kind=Kind.SAMPLER, paths=(f"{folder}/power1_input",)))
+        else:
+            found += _multiplied(system, folder, chip)
+    return found
+
+
+def _multiplied(system: System, folder: str, chip: str) -> list[Channel]:
+    found = []
+    for n in (1, 2, 3):
+        paths = (f"{folder}/in{n}_input", f"{folder}/curr{n}_input")
+        label = system.text_or(f"{folder}/in{n}_label", str(n))
+        if all(system.exists(p) for p in paths) and label != "NC" and label not in BOARD_LABELS:
+            found.append(Channel(chip=chip, label=label, kind=Kind.SAMPLER, paths=paths))
+    return found
+
+
+class ChipMeter:
+    """One channel: joules of a chip that counts, else watts."""
+
+    def __init__(self, system: System, channel: Channel) -> None:
+        self._system = system
+        self._channel = channel
+        folder = channel.paths[0].rpartition("/")[0]
+        self._register = Unwrapped(channel.paths[0], None)
+        interval_ms = system.number(f"{folder}/update_interval")
+        refresh = interval_ms / 1000 if interval_ms and interval_ms > 0 else 0.1
+        self.facts = MeterFacts(
+            name=f"hwmon:{channel.chip}:{channel.label}", kind=channel.kind, scope=Scope.EXTERNAL, source=", ".join(f"/{p}" for p in channel.paths),
+            refresh_s=refresh, resolution=1e-6 if channel.kind is Kind.COUNTER else 0.001, poll_s=max(refresh, 0.1),
+            systematic="chip 0.1-0.5 %, and its shunt resistor's tolerance, often 1 %", notes=("covers the line the shunt sits in: check the wiring",),
+        )  # fmt: skip
+
+    def read(self) -> Sample:
+        """Reads the channel; joules or watts."""
+        numbers = []
+        for path in self._channel.paths:
+            try:
+                number = self._system.number(path)
+            except PermissionError as error:
+                raise MeterError(f"/{path} is denied to this user; make it readable with a udev rule.") from error
+            if number is None:
+                raise MeterError(f"/{path} holds no number; the chip may not answer on its bus.")
+            numbers.append(number)
+        raw = " ".join(map(str, numbers))
+        if self._channel.kind is Kind.COUNTER:
+            return Sample(self._system.clock(), self._register.total(numbers[0]) * 1e-6, raw)
+        # One file: µW. Two: mV × mA = µW.
+        return Sample(self._system.clock(), abs(numbers[0] * (numbers[1] if len(numbers) == 2 else 1)) * 1e-6, raw)
+
+
+def find(system: System) -> list[Finding]:
+    """Returns one finding per channel."""
+    found = []
+    for channel in channels(system):
+        meter = ChipMeter(system, channel)
+        try:
+            meter.read()
+        except MeterError as error:
+            found.append(present(meter.facts.name, str(error)))
+        else:
+            found.append(usable(meter))
+    return found or [absent("hwmon", "no INA2xx or INA3221 chip below /sys/class/hwmon")]

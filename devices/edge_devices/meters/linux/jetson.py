@@ -1,0 +1,90 @@
+"""NVIDIA Jetson: the module's INA3221 rails.
+
+Files: in{n}_label, in{n}_input (mV), curr{n}_input (mA) of the ina3221 driver; before JetPack 5 rail_name_{n}, in_power{n}_input (mW) under iio.
+The rails behind VDD_IN are parts of it: only the module's input is read. On Orin the processor and the graphics share one rail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
+
+HWMON = "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*"
+IIO = "sys/bus/i2c/drivers/ina3221x/*/iio:device*"
+INPUTS = ("VDD_IN", "POM_5V_IN")
+NOT_RAILS = ("NC", "sum of shunt voltages")
+NAME = "jetson"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rail:
+    """One rail: the files whose product (mV × mA) or only content (mW × 1000) is microwatts."""
+
+    label: str
+    paths: tuple[str, ...]
+    scale: float
+
+
+def rails(system: System) -> list[Rail]:
+    """Returns the rails this module senses."""
+    found = []
+    for folder in system.paths(HWMON):
+        for n in range(1, 7):
+            label = system.text_or(f"{folder}/in{n}_label")
+            if label and label not in NOT_RAILS and system.exists(f"{folder}/curr{n}_input"):
+                found.append(Rail(label=label, paths=(f"{folder}/in{n}_input", f"{folder}/curr{n}_input"), scale=1e-6))
+    for folder in system.paths(IIO):
+        for n in range(3):
+            label = system.text_or(f"{folder}/rail_name_{n}")
+            if label and label not in NOT_RAILS:
+                found.append(Rail(label=label, paths=(f"{folder}/in_power{n}_input",), scale=1e-3))
+    return found
+
+
+class JetsonMeter:
+    """The module's input, in watts; where a board senses none, the sum of its rails."""
+
+    def __init__(self, system: System, sensed: list[Rail]) -> None:
+        self._system = system
+        inputs = [r for r in sensed if r.label in INPUTS]
+        self._rails = inputs or sensed
+        self.facts = MeterFacts(
+            name=NAME, kind=Kind.SAMPLER, scope=Scope.MODULE if inputs else Scope.RAILS, source=", ".join(r.label for r in self._rails),
+            refresh_s=0.1, resolution=0.001, poll_s=0.1, systematic="chip 0.1-0.5 %, and the shunts' tolerance",
+        )  # fmt: skip
+
+    def read(self) -> Sample:
+        """Reads the rails; watts."""
+        total, raw = 0.0, []
+        for rail in self._rails:
+            watts = rail.scale
+            for path in rail.paths:
+                try:
+                    number = self._system.number(path)
+                except PermissionError as error:
+                    raise MeterError(f"/{path} is denied to this user; make it readable with a udev rule.") from error
+                if number is None:
+                    raise MeterError(f"/{path} holds no number; the chip may not answer on its bus.")
+                watts *= number
+            total += watts
+            raw.append(f"{rail.label}={watts:.6f}")
+        return Sample(self._system.clock(), total, " ".join(raw))
+
+
+def find(system: System) -> list[Finding]:
+    """Returns the finding of the module's sensors; nothing on a machine that is no Jetson."""
+    sensed = rails(system)
+    model = system.text_or("proc/device-tree/model")
+    if not sensed:
+        return [absent(NAME, "no ina3221 rails on this Jetson")] if "Jetson" in model else []
+    if not any(r.label in INPUTS or "VDD" in r.label for r in sensed):
+        return []
+    meter = JetsonMeter(system, sensed)
+    try:
+        meter.read()
+    except MeterError as error:
+        return [present(NAME, str(error))]
+    return [usable(meter)]

@@ -1,0 +1,95 @@
+"""RAPL counters of Intel and AMD processors through Linux powercap.
+
+Facts: Documentation/power/powercap/powercap.rst and drivers/powercap/intel_rapl_common.c of Linux. Zones are known by their name, never by
+their number; the control type intel-rapl-mmio repeats package-0 and is skipped; core and uncore are parts of the package and not added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
+from edge_devices.meters.counter_wrap import Unwrapped
+
+POWERCAP = "sys/class/powercap"
+REMEDY = (
+    "energy_uj has been readable by root only since Linux 5.10 (CVE-2020-8694). Until the next start: "
+    "sudo chmod a+r /sys/class/powercap/intel-rapl:*/energy_uj /sys/class/powercap/intel-rapl:*:*/energy_uj"
+)
+SCOPES = {"package": Scope.PACKAGE, "dram": Scope.DRAM, "psys": Scope.PLATFORM}
+PSYS_PROBE_S = 0.05
+
+
+class RaplMeter:
+    """The sum of all zones of one kind (one package per socket), in joules."""
+
+    def __init__(self, system: System, scope: Scope, zones: Mapping[str, str]) -> None:
+        """`zones`: the name of each zone's folder below the root."""
+        self._system = system
+        self._registers = {folder: Unwrapped(name, _span(system, folder)) for folder, name in zones.items()}
+        notes = ("maker's own scale, not checked against the package",) if scope is Scope.PLATFORM else ()
+        self.facts = MeterFacts(
+            name=f"rapl:{scope}", kind=Kind.COUNTER, scope=scope, source=", ".join(f"/{f}/energy_uj" for f in zones),
+            refresh_s=0.001, resolution=61e-6, poll_s=1.0, needs="read access to energy_uj",
+            systematic="a few percent; modelled, not sensed, on processors before Haswell-EP", notes=notes,
+        )  # fmt: skip
+
+    def read(self) -> Sample:
+        """Reads all zones; joules."""
+        total, raw = 0, []
+        for folder, register in self._registers.items():
+            try:
+                microjoules = self._system.number(f"{folder}/energy_uj")
+            except PermissionError as error:
+                raise MeterError(f"/{folder}/energy_uj is no longer readable; {REMEDY}") from error
+            if microjoules is None:
+                raise MeterError(f"/{folder}/energy_uj holds no number; the powercap driver may have been unloaded.")
+            total += register.total(microjoules)
+            raw.append(str(microjoules))
+        return Sample(self._system.clock(), total * 1e-6, " ".join(raw))
+
+
+def find(system: System) -> list[Finding]:
+    """Returns one finding per kind of zone (package, dram, psys)."""
+    groups: dict[str, dict[str, str]] = {}
+    for folder in system.paths(f"{POWERCAP}/intel-rapl:*"):
+        name = system.text_or(f"{folder}/name")
+        kind = name.partition("-")[0]
+        if kind in SCOPES:
+            groups.setdefault(kind, {})[folder] = name
+    if not groups:
+        return [absent("rapl", f"no intel-rapl zones below /{POWERCAP} (virtual machines and containers have none)")]
+    findings = [_finding(system, SCOPES[kind], zones) for kind, zones in groups.items()]
+    return _without_broken_psys(system, findings)
+
+
+def _finding(system: System, scope: Scope, zones: dict[str, str]) -> Finding:
+    meter = RaplMeter(system, scope, zones)
+    try:
+        meter.read()
+    except MeterError as error:
+        denied = isinstance(error.__cause__, PermissionError)
+        return present(f"rapl:{scope}", "denied to this user" if denied else str(error), REMEDY if denied else "")
+    return usable(meter)
+
+
+def _without_broken_psys(system: System, findings: list[Finding]) -> list[Finding]:
+    """A platform holds its package: where psys counts less, it is unscaled or not wired."""
+    meters = {f.name: f.meter for f in findings if f.meter}
+    package, psys = meters.get(f"rapl:{Scope.PACKAGE}"), meters.get(f"rapl:{Scope.PLATFORM}")
+    if package is None or psys is None:
+        return findings
+    before = package.read(), psys.read()
+    system.sleep(PSYS_PROBE_S)
+    after = package.read(), psys.read()
+    joules = [a.value - b.value for a, b in zip(after, before, strict=True) if a and b]
+    if joules[1] >= joules[0]:
+        return findings
+    reason = f"counts {joules[1]:.3g} J while the package counts {joules[0]:.3g} J: not wired or not scaled on this board"
+    return [present(f.name, reason) if f.meter is psys else f for f in findings]
+
+
+def _span(system: System, folder: str) -> int | None:
+    return system.number(f"{folder}/max_energy_range_uj") or None

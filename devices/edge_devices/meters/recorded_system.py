@@ -1,0 +1,190 @@
+"""What meters see of a machine, kept in one file: so that a reader can be tested with devices nobody here owns.
+
+Only the files and commands below are captured, all of them about power, clocks and temperatures. Serial numbers are left out; names of
+users, networks, files or programs are in none of them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from edge_devices.errors import DeviceError, MeterError
+from edge_devices.files.whole_file import write_whole
+from edge_devices.machine.system import CommandResult, System
+from edge_devices.meters.android.power_stats import COMMAND, only_rails, record_trace
+
+SCHEMA = 1
+NAME = "recording.json"
+LARGEST = 16 << 20
+_PIECE = 1 << 16
+FILES = (
+    "sys/class/powercap/intel-rapl*/name", "sys/class/powercap/intel-rapl*/energy_uj", "sys/class/powercap/intel-rapl*/max_energy_range_uj",
+    "sys/class/power_supply/*/uevent", "sys/class/power_supply/*/type", "sys/class/power_supply/*/status", "sys/class/power_supply/*/online",
+    "sys/class/power_supply/*/*_now", "sys/class/power_supply/*/charge_counter",
+    "sys/bus/iio/devices/iio:device*/energy_value", "sys/bus/iio/devices/iio:device*/enabled_rails", "sys/bus/iio/devices/iio:device*/sampling_rate",
+    "sys/class/hwmon/hwmon*/name", "sys/class/hwmon/hwmon*/*_input", "sys/class/hwmon/hwmon*/*_label", "sys/class/hwmon/hwmon*/update_interval",
+    "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*/*_input", "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*/*_label",
+    "sys/bus/i2c/drivers/ina3221x/*/iio:device*/rail_name_*", "sys/bus/i2c/drivers/ina3221x/*/iio:device*/in_power*_input",
+    "sys/devices/system/cpu/cpufreq/policy*/*_max_freq", "sys/devices/system/cpu/cpufreq/policy*/scaling_governor",
+    "sys/devices/system/cpu/cpufreq/policy*/related_cpus", "sys/class/thermal/thermal_zone*/type", "sys/class/thermal/thermal_zone*/temp",
+    "proc/device-tree/model", "proc/cpuinfo", "proc/meminfo",
+)  # fmt: skip
+COMMANDS = {
+    "android": (
+        ("dumpsys", "battery"),
+        ("cmd", "battery", "get", "-f", "current_now"),
+        ("dumpsys", "powerstats"),
+        ("getprop", "ro.soc.model"),
+    ),
+    "raspberry": (("vcgencmd", "pmic_read_adc"), ("vcgencmd", "get_throttled"), ("vcgencmd", "measure_temp")),
+    "darwin": (("powermetrics", "-n", "1", "-i", "1000", "--samplers", "cpu_power"),),
+}
+PRIVATE = re.compile(r"serial|uuid|address|owner", re.IGNORECASE)
+POWERSTATS_LINE = re.compile(r"ChannelId:|PowerStats")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Texts of files and answers of commands; `denied`: files that are there and may not be read; `traces`: answers that are no text."""
+
+    platform: str = "linux"
+    files: dict[str, str] = field(default_factory=dict)
+    denied: tuple[str, ...] = ()
+    commands: dict[str, tuple[int, str]] = field(default_factory=dict)
+    traces: dict[str, bytes] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        commands = [{"command": c, "code": code, "output": text} for c, (code, text) in self.commands.items()]
+        traces = {command: base64.b64encode(trace).decode() for command, trace in self.traces.items()}
+        record = {"schema": SCHEMA, "platform": self.platform, "files": self.files, "denied": list(self.denied), "commands": commands}
+        return record | ({"traces": traces} if traces else {})
+
+
+class RecordedSystem(System):
+    """A machine that is only a recording; every command not in it is unknown."""
+
+    def __init__(self, recording: Recording, **fields: Any) -> None:
+        """`fields`: clock and sleep, where a test needs its own."""
+        answers = recording.commands
+
+        def run(arguments: Sequence[str], answer: bytes = b"", seconds: float = 10.0) -> CommandResult:  # noqa: ARG001
+            command = " ".join(arguments)
+            if command in recording.traces:
+                return CommandResult(code=0, output=recording.traces[command])
+            code, text = answers.get(command, (127, ""))
+            return CommandResult(code=code, output=text.encode("utf-8", "replace"))
+
+        super().__init__(platform=recording.platform, run=run, **fields)
+        object.__setattr__(self, "_recording", recording)
+        object.__setattr__(self, "_paths", sorted({*recording.files, *recording.denied}))
+
+    def text(self, path: str) -> str:
+        """Returns a recorded file; raises as the device did."""
+        recording: Recording = vars(self)["_recording"]
+        if path in recording.denied:
+            raise PermissionError(13, "Permission denied", path)
+        if path not in recording.files:
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return recording.files[path].strip()
+
+    def paths(self, pattern: str) -> list[str]:
+        """Returns the recorded files and their folders that match, sorted."""
+        parts = pattern.split("/")
+        heads = {tuple(p.split("/")[: len(parts)]) for p in vars(self)["_paths"]}
+        return sorted("/".join(h) for h in heads if len(h) == len(parts) and all(map(fnmatchcase, h, parts)))
+
+    def exists(self, path: str) -> bool:
+        """Returns whether a file or folder was there."""
+        return any(p == path or p.startswith(path + "/") for p in vars(self)["_paths"])
+
+
+def record(system: System) -> Recording:
+    """Captures what the meters would read on this machine."""
+    files: dict[str, str] = {}
+    denied = []
+    for pattern in FILES:
+        for path in system.paths(pattern):
+            try:
+                files[path] = _without_private(system.text(path))
+            except PermissionError:
+                denied.append(path)
+            except OSError:
+                continue  # a sensor without an answer: nothing to keep
+    if system.is_android:
+        files["system/build.prop"] = ""  # that there is one is all that counts
+    commands = {}
+    for arguments in _commands(system, files):
+        done = system.run(arguments)
+        if done.code != 127:
+            commands[" ".join(arguments)] = (done.code, _answer(arguments, done.text))
+    traces = _power_trace(system) if system.is_android else {}
+    return Recording(platform=system.platform, files=files, denied=tuple(sorted(denied)), commands=commands, traces=traces)
+
+
+def _power_trace(system: System) -> dict[str, bytes]:
+    """The rails of the power-stats service, where there are any."""
+    try:
+        rails = only_rails(record_trace(system).output)
+    except MeterError:
+        rails = b""
+    return {" ".join(COMMAND): rails} if rails else {}
+
+
+def _commands(system: System, files: dict[str, str]) -> list[tuple[str, ...]]:
+    kinds = []
+    if system.is_android:
+        kinds.append("android")
+    if files.get("proc/device-tree/model", "").startswith("Raspberry Pi"):
+        kinds.append("raspberry")
+    if system.platform == "darwin":
+        kinds.append("darwin")
+    return [c for kind in kinds for c in COMMANDS[kind]]
+
+
+def _without_private(text: str) -> str:
+    return "\n".join(line for line in text.replace("\0", "").splitlines() if not PRIVATE.search(line))
+
+
+def _answer(arguments: Sequence[str], text: str) -> str:
+    """The rest of `dumpsys powerstats` lists what ran on the device: only its channels are kept."""
+    if "powerstats" in arguments:
+        return "\n".join(line for line in text.splitlines() if POWERSTATS_LINE.search(line))
+    return _without_private(text)
+
+
+def write_recording(folder: Path, recording: Recording) -> Path:
+    """Writes `recording.json` into a folder, whole or not at all; returns its path."""
+    path = folder / NAME
+    write_whole(path, [json.dumps(recording.to_json(), indent=1, ensure_ascii=False)])
+    return path
+
+
+def read_recording(path: Path) -> Recording:
+    """Reads what `write_recording` wrote; raises DeviceError for anything else."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            # In pieces: of a pipe nobody knows the size, and the whole limit asked for at once is memory for the whole limit.
+            text = "".join(islice(iter(lambda: file.read(_PIECE), ""), LARGEST // _PIECE + 1))
+        if len(text) > LARGEST:
+            raise DeviceError(f"{path} has more than {LARGEST} characters; make a recording with `edge-devices probe --record DIR`.")
+        fields = json.loads(text)
+        if fields["schema"] != SCHEMA:
+            raise DeviceError(f"{path} has schema {fields['schema']}; this reader knows {SCHEMA}.")
+        return Recording(
+            platform=str(fields["platform"]), files={str(k): str(v) for k, v in fields["files"].items()}, denied=tuple(map(str, fields["denied"])),
+            commands={str(c["command"]): (int(c["code"]), str(c["output"])) for c in fields["commands"]},
+            traces={str(k): base64.b64decode(v, validate=True) for k, v in fields.get("traces", {}).items()},
+        )  # fmt: skip
+    except OSError as error:
+        raise DeviceError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DeviceError(f"{path} is no recording of a device ({error!r}); make one with `edge-devices probe --record DIR`.") from error

@@ -1,0 +1,107 @@
+"""Windows' Energy Meter Interface: counters of boards that expose one (RAPL through the processor driver, or a sensing chip).
+
+Structures and control codes: emi.h of the Windows SDK. Energy is in picowatt-hours (3.6e-9 J), time in 100 ns.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
+from edge_devices.meters.counter_wrap import Unwrapped
+from edge_devices.meters.emi_ports import open_ports
+
+NAME = "windows:emi"
+JOULES_PER_PICOWATT_HOUR = 3.6e-9
+# CTL_CODE(FILE_DEVICE_UNKNOWN, n, METHOD_BUFFERED, FILE_READ_ACCESS)
+GET_VERSION, GET_METADATA_SIZE, GET_METADATA, GET_MEASUREMENT = 0x224000, 0x224004, 0x224008, 0x22400C
+LARGEST_METADATA, MOST_CHANNELS = 1 << 16, 256
+NAME_BYTES = 32  # EMI_NAME_MAX characters of two bytes
+
+
+class Port(Protocol):
+    """An open device that answers control codes."""
+
+    def control(self, code: int, size: int) -> bytes:
+        """Returns at most `size` bytes; raises MeterError when the device refuses."""
+        ...
+
+
+def parse_metadata(version: int, metadata: bytes) -> list[str]:
+    """Reads EMI_METADATA_V1 or _V2: the channels' names. Raises MeterError for anything cut off or of another unit."""
+    try:
+        if version == 1:
+            unit, size = struct.unpack_from("<I", metadata)[0], struct.unpack_from("<H", metadata, 4 + 2 * NAME_BYTES + 2)[0]
+            return [_name(unit, metadata, 4 + 2 * NAME_BYTES + 4, size)]
+        count = struct.unpack_from("<H", metadata, 2 * NAME_BYTES + 2)[0]
+        if version != 2 or not 0 < count <= MOST_CHANNELS:
+            raise MeterError(f"the energy meter has interface version {version} and {count} channels; versions 1 and 2 are known.")
+        names, at = [], 2 * NAME_BYTES + 4
+        for _ in range(count):
+            unit, size = struct.unpack_from("<IH", metadata, at)
+            names.append(_name(unit, metadata, at + 6, size))
+            at += 6 + size
+    except struct.error as error:
+        raise MeterError(f"the energy meter's description is cut off after {len(metadata)} bytes.") from error
+    return names
+
+
+def _name(unit: int, metadata: bytes, at: int, size: int) -> str:
+    if unit != 0:
+        raise MeterError(f"the energy meter counts in unit {unit}; only picowatt-hours (0) are known.")
+    if size > len(metadata) - at:
+        raise MeterError(f"the energy meter's description is cut off: a name of {size} bytes at byte {at} of {len(metadata)}.")
+    return metadata[at : at + size].decode("utf-16-le", "replace").rstrip("\0")
+
+
+def parse_measurement(measurement: bytes, channels: int) -> list[int]:
+    """Reads EMI_CHANNEL_MEASUREMENT_DATA of each channel: picowatt-hours."""
+    if len(measurement) < 16 * channels:
+        raise MeterError(f"the energy meter answered {len(measurement)} bytes for {channels} channels.")
+    return [struct.unpack_from("<Q", measurement, 16 * i)[0] for i in range(channels)]
+
+
+class EmiMeter:
+    """One channel, in joules."""
+
+    def __init__(self, system: System, port: Port, channels: Sequence[str], index: int) -> None:
+        self._system, self._port = system, port
+        self._count, self._index = len(channels), index
+        self._register = Unwrapped(channels[index], None)
+        package = channels[index].startswith("RAPL_Package")
+        self.facts = MeterFacts(
+            name=f"{NAME}:{channels[index]}", kind=Kind.COUNTER, scope=Scope.PACKAGE if package else Scope.RAILS, source="IOCTL_EMI_GET_MEASUREMENT",
+            refresh_s=0.01, resolution=61e-6, poll_s=1.0, systematic="a few percent",
+        )  # fmt: skip
+
+    def read(self) -> Sample:
+        """Reads the channel; joules."""
+        picowatt_hours = parse_measurement(self._port.control(GET_MEASUREMENT, 16 * self._count), self._count)[self._index]
+        joules = self._register.total(picowatt_hours) * JOULES_PER_PICOWATT_HOUR
+        return Sample(self._system.clock(), joules, str(picowatt_hours))
+
+
+def find(system: System, ports: Callable[[], Sequence[Port]] = open_ports) -> list[Finding]:
+    """Returns one finding per channel; nothing on a machine without Windows."""
+    if system.platform != "win32":
+        return []
+    found = []
+    for number, port in enumerate(ports()):
+        try:
+            version = struct.unpack("<H", port.control(GET_VERSION, 2)[:2])[0]
+            size = struct.unpack("<I", port.control(GET_METADATA_SIZE, 4)[:4])[0]
+            if size > LARGEST_METADATA:
+                raise MeterError(f"the energy meter announces a description of {size} bytes.")
+            channels = parse_metadata(version, port.control(GET_METADATA, size))
+            meters = [EmiMeter(system, port, channels, i) for i in range(len(channels))]
+            for meter in meters:
+                meter.read()
+        except (MeterError, struct.error) as error:
+            found.append(present(f"{NAME}:{number}", str(error)))
+        else:
+            found += [usable(meter) for meter in meters]
+    return found or [absent(NAME, "no device offers the energy meter interface; few Windows laptops do")]

@@ -1,0 +1,1 @@
+"""A job on another device: snapshot, preflight, monitor, what happened."""

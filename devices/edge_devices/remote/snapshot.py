@@ -1,0 +1,80 @@
+"""One look at a device from afar: what its meters and its state are read from, fetched with a single command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_devices.machine.android import read_phone
+from edge_devices.machine.memory import available_memory_bytes_of
+from edge_devices.machine.state import DeviceState, read_state
+from edge_devices.meters.recorded_system import COMMANDS, FILES, RecordedSystem, Recording
+from edge_devices.transports.base import Transport, shell
+from edge_devices.transports.file_sync import free_bytes
+
+ASKED = (
+    *COMMANDS["android"], *COMMANDS["raspberry"], ("dumpsys", "thermalservice"), ("dumpsys", "deviceidle", "enabled", "all"),
+    ("getprop", "ro.product.model"), ("uname", "-m"),
+)  # fmt: skip
+MARK = "\x01"  # begins what is known of one file or command; no sensor prints it
+# Of `dumpsys power`, which is long and tells what else runs, one word is fetched.
+SCRIPT = f"""
+cd / || exit 1
+for f in {" ".join(FILES)} system/build.prop; do
+  test -f "$f" || continue
+  if test -r "$f"; then printf '{MARK}file %s\\n' "$f"; test "$f" = system/build.prop || head -c 65536 "$f" 2>/dev/null; else printf '{MARK}denied %s\\n' "$f"; fi
+done
+for c in "$@"; do
+  command -v "${{c%% *}}" > /dev/null || continue
+  said="$($c 2>/dev/null)"; code=$?
+  printf '{MARK}command %s %s\\n%s' "$code" "$c" "$said"
+done
+printf '{MARK}screen\\n'; dumpsys power 2>/dev/null | grep -m 1 -o 'mWakefulness=[A-Za-z]*'
+exit 0
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """A device at one moment. None: it does not say. `screen` is Android's word (Awake, Asleep, Dozing), `frozen` its battery service's state."""
+
+    model: str
+    architecture: str
+    android: bool
+    state: DeviceState
+    free_bytes: int | None
+    memory_available: int | None
+    screen: str | None
+    doze: bool | None
+    frozen: bool
+    system: RecordedSystem
+
+
+def look(transport: Transport) -> Look:
+    """Looks at a device; raises LinkError when it cannot be reached. Changes nothing on it."""
+    recording, screen = _parse(shell(transport, SCRIPT, *(" ".join(c) for c in ASKED)))
+    system = RecordedSystem(recording, sleep=lambda _seconds: None)  # asking a recording again gives the same answer at once
+    android = "system/build.prop" in recording.files
+    doze = system.run(["dumpsys", "deviceidle", "enabled", "all"]).text.strip()
+    model = system.run(["getprop", "ro.product.model"]).text.strip() if android else system.text_or("proc/device-tree/model").rstrip("\0")
+    return Look(
+        model=model, architecture=system.run(["uname", "-m"]).text.strip(), android=android, state=read_state(system),
+        free_bytes=free_bytes(transport, transport.folder), memory_available=available_memory_bytes_of(system.text_or("proc/meminfo")),
+        screen=screen, doze={"1": True, "0": False}.get(doze), frozen=android and read_phone(system).frozen, system=system,
+    )  # fmt: skip
+
+
+def _parse(text: str) -> tuple[Recording, str | None]:
+    files, denied, commands, screen = {}, [], {}, None
+    for part in text.split(MARK)[1:]:
+        head, _, body = part.partition("\n")
+        kind, _, name = head.partition(" ")
+        if kind == "file":
+            files[name] = body.replace("\0", "")
+        elif kind == "denied":
+            denied.append(name)
+        elif kind == "command":
+            code, _, command = name.partition(" ")
+            commands[command] = (int(code) if code.isdigit() else 1, body)
+        elif kind == "screen" and "=" in body:
+            screen = body.strip().partition("=")[2]
+    return Recording(platform="linux", files=files, denied=tuple(denied), commands=commands), screen

@@ -1,0 +1,1 @@
+"""Reading sources: hub ids, folders, safetensors, GGUF, tokenizer, all untrusted."""

@@ -1,0 +1,185 @@
+"""Opens a Gemma 4 checkpoint or its assistant: config and tensor headers, all checked before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from edge_export.checkpoint.architecture import ASSISTANT_TYPES, FULL, SLIDING, AssistantArchitecture, TextArchitecture, parse_architecture
+from edge_export.checkpoint.json_file import read_json_object
+from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, stored_tensors
+from edge_export.checkpoint.tensor_shapes import TOKEN_ORDERING, Shapes, allowed_shapes, needed_shapes
+from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, read_pieces
+from edge_export.errors import CheckpointError
+
+MAX_CONFIG_BYTES = 8 << 20
+TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """An opened checkpoint. `tensors` are those of the text model under their text-only names (model.layers.0....), in file order.
+
+    `left_out` says in words what the checkpoint holds that a GGUF of it does not carry.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    model_type: str
+    architecture: TextArchitecture
+    tensors: dict[str, StoredTensor]
+    left_out: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of the text model; a stored copy of a tied head and the integer token order do not count."""
+        skipped = {TOKEN_ORDERING} | ({"lm_head.weight"} if self.architecture.tied else set())
+        return sum(prod(tensor.shape) for name, tensor in self.tensors.items() if name not in skipped)
+
+    @property
+    def assistant(self) -> AssistantArchitecture:
+        """The architecture of a drafter; raises CheckpointError if this is a target."""
+        if isinstance(self.architecture, AssistantArchitecture):
+            return self.architecture
+        raise CheckpointError(f"{self.folder} is a {self.model_type} checkpoint, not an assistant; give its MTP assistant as the drafter")
+
+
+def open_checkpoint(folder: Path | str) -> Checkpoint:
+    """Reads config.json and the safetensors headers of a folder, no weights.
+
+    Raises CheckpointError if it is not a Gemma 4 member, a file is missing or broken, or a tensor is missing or misshapen.
+    """
+    folder = Path(folder)
+    config_path = folder / "config.json"
+    config = read_json_object(config_path, MAX_CONFIG_BYTES)
+    architecture = parse_architecture(config, config_path)
+    _check_shared_layers(architecture, config_path)
+    model_type = str(config["model_type"])
+    tensors, others = _text_tensors(stored_tensors(folder), model_type)
+    left_out = _groups(others)
+    if model_type in ASSISTANT_TYPES:
+        left_out += _groups({name: tensors[name] for name in tensors if name.startswith("masked_embedding.")})
+    _check_tensors(folder, tensors, needed_shapes(architecture), allowed_shapes(architecture))
+    return Checkpoint(
+        folder=folder, config=config, model_type=model_type, architecture=architecture, tensors=tensors, left_out=left_out
+    )  # fmt: skip
+
+
+def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
+    """Raises CheckpointError unless `drafter` can read the hidden rows and K/V rows of `target` and speaks its vocabulary."""
+    reads, model = drafter.assistant, target.architecture
+    if isinstance(model, AssistantArchitecture):
+        raise CheckpointError(f"{target.folder} is an assistant; give the full model as the target")
+    facts: list[tuple[str, float, str, float]] = [
+        ("backbone_hidden_size", reads.target_hidden_size, "hidden_size", model.hidden_size),
+        ("vocab_size", reads.vocab_size, "vocab_size", model.vocab_size),
+    ]
+    for kind in sorted(set(reads.layer_types)):
+        own, theirs = reads.layer_types.index(kind), _layer_read(target, kind)
+        facts += [
+            (f"{kind} head_dim", reads.head_dim_of(own), "head_dim", model.head_dim_of(theirs)),
+            (f"{kind} K/V heads", reads.kv_heads_of(own), "K/V heads", model.kv_heads_of(theirs)),
+        ]
+    facts += [
+        ("full-attention rope_theta", reads.full_rope_base, "rope_theta", model.full_rope_base),
+        ("sliding-attention rope_theta", reads.sliding_rope_base, "rope_theta", model.sliding_rope_base),
+        ("partial_rotary_factor", reads.full_rotary_share, "partial_rotary_factor", model.full_rotary_share),
+    ]
+    for name, found, wanted_name, wanted in facts:
+        if found != wanted:
+            raise _mismatch(target, drafter, f"its {name} is {found}, the target's {wanted_name} is {wanted}")
+    if SLIDING in reads.layer_types and reads.window > model.window:
+        raise _mismatch(target, drafter, f"its window of {reads.window} rows is longer than the target's {model.window}")
+    if reads.hidden_size == model.hidden_size:
+        raise _mismatch(target, drafter, f"both have hidden_size {model.hidden_size}, which llama.cpp refuses")
+    _check_vocabularies(target, drafter)
+
+
+def _layer_read(target: Checkpoint, kind: str) -> int:
+    """The target layer that drafter layers of this kind read: the last, or the one before it (llama.cpp, gemma4-assistant)."""
+    model = target.architecture
+    layer = model.layers - (1 if kind == FULL else 2)
+    if layer < 0 or model.layer_types[layer] != kind:
+        raise CheckpointError(f"{target.folder}: layer {layer} is not {kind}, so no drafter can read it; use an unmodified Gemma 4 target")
+    return layer
+
+
+def _mismatch(target: Checkpoint, drafter: Checkpoint, why: str) -> CheckpointError:
+    return CheckpointError(f"{drafter.folder} is not the assistant of {target.folder}: {why}; give the two halves of one release")
+
+
+def _check_vocabularies(target: Checkpoint, drafter: Checkpoint) -> None:
+    paths = [checkpoint.folder / TOKENIZER_NAME for checkpoint in (target, drafter)]
+    if not all(path.is_file() for path in paths):
+        return
+    theirs, own = (read_pieces(path) for path in paths)
+    if theirs != own:
+        differing = next(piece for piece in (*theirs, *own) if theirs.get(piece) != own.get(piece))
+        ids = f"{own.get(differing)} against {theirs.get(differing)}"
+        raise _mismatch(target, drafter, f"their tokenizers differ, first in the piece {differing!r} (id {ids})")
+
+
+def _check_shared_layers(model: TextArchitecture, path: Path) -> None:
+    """llama.cpp lets K/V-shared layers read the last two owning layers; transformers the last owner of each kind. Both must agree."""
+    if isinstance(model, AssistantArchitecture) or not model.kv_shared_layers:
+        return
+    if model.layer_types[max(model.owning_layers - 2, 0) : model.owning_layers] != (SLIDING, FULL):
+        raise CheckpointError(f"{path}: the last layers that own K/V are not one sliding and one full; use an unmodified Gemma 4 config")
+
+
+def _text_tensors(stored: dict[str, StoredTensor], model_type: str) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    text: dict[str, StoredTensor] = {}
+    others: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        short = _text_name(name, model_type)
+        if short is None:
+            others[name] = tensor
+        elif short in text:
+            raise CheckpointError(f"{tensor.path}: {name!r} and {text[short].name!r} are the same tensor; download the checkpoint again")
+        else:
+            text[short] = tensor
+    return text, others
+
+
+def _text_name(name: str, model_type: str) -> str | None:
+    """The tensor's name in a text-only checkpoint; None if it is not part of what is exported."""
+    if name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and model_type in ASSISTANT_TYPES):
+        return None
+    if model_type not in MULTIMODAL_TYPES or name == "lm_head.weight":
+        return name
+    for prefix, short in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return short + name[len(prefix) :]
+    return None
+
+
+def _groups(tensors: dict[str, StoredTensor]) -> tuple[str, ...]:
+    counts: dict[str, list[int]] = {}
+    for name, tensor in tensors.items():
+        group = name.removeprefix("model.").split(".")[0]
+        counts.setdefault(group, []).append(tensor.bytes)
+    return tuple(f"{group}: {len(sizes)} tensors, {sum(sizes)} bytes" for group, sizes in sorted(counts.items()))
+
+
+def _check_tensors(folder: Path, tensors: dict[str, StoredTensor], needed: Shapes, allowed: Shapes) -> None:
+    for name, shape in needed.items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder} lacks the tensor {name!r} {list(shape)} that its config asks for; download all its shards")
+    for name, tensor in tensors.items():
+        wanted = needed.get(name, allowed.get(name))
+        if name.startswith("masked_embedding.") and wanted is None:
+            continue
+        if wanted is None:
+            raise CheckpointError(f"{tensor.path}: {tensor.name!r} is no tensor of the model in its config; use an unmodified checkpoint")
+        if tensor.shape != wanted:
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.name!r} has shape {list(tensor.shape)}, its config asks for {list(wanted)};"
+                " config.json and weights do not belong together"
+            )
+        types = ("I64", "I32") if name == TOKEN_ORDERING else tuple(SOURCE_TYPE)
+        if tensor.dtype not in types:
+            wanted_types = " or ".join(types)
+            raise CheckpointError(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not {wanted_types}; use an unquantized checkpoint")

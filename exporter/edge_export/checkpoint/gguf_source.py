@@ -1,0 +1,173 @@
+"""An existing GGUF seen as the checkpoint it was made from: its architecture out of its keys, so that pairs are checked and planned alike.
+
+Key names: llama.cpp, gguf-py/gguf/constants.py; what they mean for Gemma 4: conversion/gemma.py and src/models/gemma4*.cpp.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_export.checkpoint.architecture import FULL, MAX_LAYERS, MAX_SIZE, SLIDING, AssistantArchitecture, TextArchitecture
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.checkpoint.safetensors import StoredTensor
+from edge_export.errors import CheckpointError
+from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, TensorInfo
+
+TARGET_ARCHITECTURE, DRAFTER_ARCHITECTURE = "gemma4", "gemma4-assistant"
+# enum llama_ftype in llama.cpp's include/llama.h
+FILE_TYPES = {
+    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 7: "q8_0", 8: "q5_0", 9: "q5_1", 10: "q2_k", 11: "q3_k_s", 12: "q3_k_m", 13: "q3_k_l",
+    14: "q4_k_s", 15: "q4_k_m", 16: "q5_k_s", 17: "q5_k_m", 18: "q6_k", 25: "iq4_nl", 30: "iq4_xs", 32: "bf16",
+}  # fmt: skip
+_F32 = 0
+# Larger factors stop a rotary pair from turning (proportional RoPE).
+_TURNS_BELOW = 1e20
+
+
+def open_gguf(path: Path) -> tuple[Checkpoint, GgufHeader]:
+    """Reads a GGUF's header, no weights, into a Checkpoint whose folder is the file itself.
+
+    Raises CheckpointError if the file is corrupt, split, or neither a gemma4 nor a gemma4-assistant model.
+    """
+    header = read_gguf_header(path)
+    name = header.architecture
+    _check_architecture(path, name)
+    keys = _Keys(header, name)
+    if "split.count" in header.keys and keys.plain_integer("split.count") > 1:
+        raise CheckpointError(f"{path} is one part of a split GGUF; join the parts first with llama-gguf-split --merge")
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    fields = _fields(keys, tensors)
+    made: TextArchitecture
+    if name == TARGET_ARCHITECTURE:
+        made = TextArchitecture(**fields)
+    else:
+        ordered = any(tensor.startswith("masked_embd") for tensor in tensors)
+        made = AssistantArchitecture(
+            **fields | {"kv_shared_layers": len(fields["layer_types"])}, target_hidden_size=keys.integer("embedding_length_out"),
+            ordered_embeddings=ordered, centroids=0, top_centroids=0,
+        )  # fmt: skip
+    stored = {
+        tensor.name: StoredTensor(
+            name=tensor.name, path=path, dtype=f"ggml type {tensor.type}", shape=tensor.shape, offset=tensor.offset, bytes=tensor.bytes
+        )
+        for tensor in header.tensors
+        if tensor.name != "rope_freqs.weight"
+    }
+    kind = "gemma4" if name == TARGET_ARCHITECTURE else "gemma4_assistant"
+    checkpoint = Checkpoint(folder=path, config={}, model_type=kind, architecture=made, tensors=stored, left_out=())
+    return checkpoint, header
+
+
+def quantization_of(header: GgufHeader) -> str:
+    """Returns the quantization's name as `general.file_type` has it, "mixed" if it has none that is known."""
+    return FILE_TYPES.get(header.keys.get("general.file_type", -1), "mixed")
+
+
+def _check_architecture(path: Path, name: str) -> None:
+    if name == DRAFTER_ARCHITECTURE.replace("-", "_"):
+        raise CheckpointError(
+            f"{path} has the architecture {name!r}, an early spelling that llama.cpp refuses (it wants {DRAFTER_ARCHITECTURE!r});"
+            " give the assistant's checkpoint folder instead, or convert it again"
+        )
+    if name not in (TARGET_ARCHITECTURE, DRAFTER_ARCHITECTURE):
+        raise CheckpointError(
+            f"{path} has the architecture {name!r}, not {TARGET_ARCHITECTURE!r} or {DRAFTER_ARCHITECTURE!r}; give a Gemma 4 pair"
+        )
+
+
+def _fields(keys: _Keys, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
+    layers = keys.integer("block_count", most=MAX_LAYERS)
+    sliding = keys.array("attention.sliding_window_pattern", layers)
+    kinds = tuple(SLIDING if flag else FULL for flag in sliding)
+    if kinds[-1] != FULL:
+        raise keys.wrong("attention.sliding_window_pattern", "a pattern that ends in a full-attention layer")
+    kv_heads = keys.per_layer("attention.head_count_kv", layers)
+    feed_forward = keys.per_layer("feed_forward_length", layers)
+    last_full, first_sliding = layers - 1, kinds.index(SLIDING) if SLIDING in kinds else layers - 1
+    full_head_dim = keys.integer("attention.key_length")
+    experts = keys.integer("expert_count", least=0, default=0)
+    vocabulary = keys.vocabulary_size()
+    per_layer_size = keys.integer("embedding_length_per_layer_input", least=0, default=0)
+    return {
+        "hidden_size": keys.integer("embedding_length"), "layer_types": kinds, "heads": keys.per_layer("attention.head_count", layers)[0],
+        "kv_heads": kv_heads[first_sliding], "full_kv_heads": kv_heads[last_full], "full_kv_heads_differ": len(set(kv_heads)) > 1,
+        "head_dim": keys.integer("attention.key_length_swa"), "full_head_dim": full_head_dim,
+        "intermediate_size": feed_forward[0], "double_wide": len(set(feed_forward)) > 1,
+        "kv_shared_layers": keys.integer("attention.shared_kv_layers", least=0, most=layers, default=0),
+        "k_eq_v": any(f"blk.{i}.attn_k.weight" in tensors and f"blk.{i}.attn_v.weight" not in tensors for i in range(layers)),
+        "window": keys.integer("attention.sliding_window"), "context": keys.integer("context_length"), "vocab_size": vocabulary,
+        "per_layer_size": per_layer_size, "per_layer_vocab_size": vocabulary if per_layer_size else 0, "experts": experts,
+        "experts_used": keys.integer("expert_used_count") if experts else 0,
+        "expert_size": keys.integer("expert_feed_forward_length") if experts else 0,
+        "norm_epsilon": keys.number("attention.layer_norm_rms_epsilon"),
+        "logit_softcap": keys.number("final_logit_softcapping") if keys.has("final_logit_softcapping") else None,
+        "full_rope_base": keys.number("rope.freq_base"), "sliding_rope_base": keys.number("rope.freq_base_swa"),
+        "full_rotary_share": _rotary_share(keys, tensors.get("rope_freqs.weight"), full_head_dim),
+        "tied": "output.weight" not in tensors,
+    }  # fmt: skip
+
+
+def _rotary_share(keys: _Keys, factors: TensorInfo | None, head_dim: int) -> float:
+    """Which share of a full layer's head turns: the frequency factors [head_dim / 2] that are not huge."""
+    if factors is None or factors.type != _F32 or factors.shape != (head_dim // 2,):
+        raise CheckpointError(f"{keys.path} has no float32 tensor rope_freqs.weight [{head_dim // 2}]; convert the checkpoint again")
+    with keys.path.open("rb") as file:
+        file.seek(factors.offset)
+        values = np.frombuffer(file.read(factors.bytes), dtype="<f4")
+    return float((values < _TURNS_BELOW).sum()) * 2 / head_dim
+
+
+class _Keys:
+    """Takes checked values out of a header and names the file and key when one does not fit."""
+
+    def __init__(self, header: GgufHeader, prefix: str) -> None:
+        self.path = header.path
+        self._keys = header.keys
+        self._prefix = prefix
+
+    def has(self, key: str) -> bool:
+        return f"{self._prefix}.{key}" in self._keys
+
+    def wrong(self, key: str, wanted: str) -> CheckpointError:
+        value = self._keys.get(f"{self._prefix}.{key}")
+        return CheckpointError(f"{self.path}: {self._prefix}.{key} is {value!r}, not {wanted}; convert the checkpoint again")
+
+    def plain_integer(self, key: str) -> int:
+        value = self._keys[key]
+        return value if type(value) is int else 0
+
+    def integer(self, key: str, *, least: int = 1, most: int = MAX_SIZE, default: int | None = None) -> int:
+        value = self._keys.get(f"{self._prefix}.{key}", default)
+        if type(value) is not int or not least <= value <= most:
+            raise self.wrong(key, f"an integer from {least} to {most}")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self._keys.get(f"{self._prefix}.{key}")
+        if not isinstance(value, float) or not 0 < value < float("inf"):
+            raise self.wrong(key, "a positive number")
+        return value
+
+    def array(self, key: str, length: int) -> list[Any]:
+        value = self._keys.get(f"{self._prefix}.{key}")
+        if not isinstance(value, list) or len(value) != length:
+            raise self.wrong(key, f"an array of {length} values")
+        return value
+
+    def per_layer(self, key: str, layers: int) -> list[int]:
+        if type(self._keys.get(f"{self._prefix}.{key}")) is int:
+            return [self.integer(key)] * layers
+        values = self.array(key, layers)
+        if not all(type(value) is int and 1 <= value <= MAX_SIZE for value in values):
+            raise self.wrong(key, f"an integer from 1 to {MAX_SIZE} per layer")
+        return values
+
+    def vocabulary_size(self) -> int:
+        tokens = self._keys.get("tokenizer.ggml.tokens")
+        if not isinstance(tokens, LongArray):
+            raise CheckpointError(f"{self.path} holds no vocabulary (tokenizer.ggml.tokens); convert the checkpoint again")
+        return tokens.length

@@ -1,0 +1,206 @@
+"""A reader of safetensors checkpoints that trusts no header and never holds more than one piece of one tensor.
+
+Format: 8 bytes of little-endian header length, a JSON header, then the data (github.com/huggingface/safetensors, README).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from reprlib import repr as brief
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_export.checkpoint.json_file import read_json_object
+from edge_export.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_LONGEST_NAME = 200
+# No tensor has more; the product of hostile sizes would take minutes.
+_MOST_DIMENSIONS = 8
+_LARGEST_SIZE = 1 << 40
+_LARGEST_OFFSET = 1 << 60
+# Elements per piece: 16 MiB once they are float32.
+CHUNK_ELEMENTS = 4 << 20
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+    "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+# What this package can read; bfloat16 comes as its bits.
+READABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
+FloatType = Literal["f32", "f16", "bf16"]
+FLOAT_BYTES: dict[FloatType, int] = {"f32": 4, "f16": 2, "bf16": 2}
+SOURCE_TYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor lies: `bytes` bytes of `dtype` (safetensors' name) from `offset` in `path`."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Returns all tensors of a checkpoint folder by name: shards in order of their names, names sorted inside each.
+
+    Reads headers only. Raises CheckpointError for a missing, truncated or malformed shard, or names that occur twice.
+    """
+    index_path = folder / INDEX_NAME
+    if not index_path.is_file():
+        if not (folder / SINGLE_NAME).is_file():
+            raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a folder with safetensors weights")
+        return {tensor.name: tensor for tensor in read_header(folder / SINGLE_NAME)}
+    shard_of = _weight_map(index_path)
+    found: dict[str, StoredTensor] = {}
+    for shard in sorted(set(shard_of.values())):
+        for tensor in read_header(_shard_path(folder, shard)):
+            if tensor.name in found:
+                raise CheckpointError(f"{folder / shard}: tensor {tensor.name!r} is in two shards; download the checkpoint again")
+            if shard_of.get(tensor.name) != shard:
+                raise CheckpointError(f"{folder / shard}: {INDEX_NAME} does not place {tensor.name!r} here; download the checkpoint again")
+            found[tensor.name] = tensor
+    for name, shard in shard_of.items():
+        if name not in found:
+            raise CheckpointError(f"{folder / shard} lacks the tensor {name!r} that {INDEX_NAME} places in it; download this file again")
+    return found
+
+
+def _weight_map(index_path: Path) -> dict[str, str]:
+    shard_of = read_json_object(index_path, MAX_HEADER_BYTES).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(shard, str) for shard in shard_of.values()):
+        raise CheckpointError(f"{index_path} has no weight_map from tensor names to file names; download it again")
+    return shard_of
+
+
+def _shard_path(folder: Path, shard: str) -> Path:
+    # Links are followed: the Hub's cache stores every shard as one.
+    sound = Path(shard).name == shard and "\\" not in shard and shard.isprintable() and len(shard) <= _LONGEST_NAME
+    if not sound or not shard.endswith(".safetensors"):
+        raise CheckpointError(f"{folder / INDEX_NAME} names the shard {shard[:80]!r}, not a safetensors file of this folder; do not use it")
+    path = folder / shard
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, though {INDEX_NAME} names it; download this file")
+    return path
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """Returns the tensors of one file, sorted by name; every range is inside the file and fits its dtype and shape."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{path} is no safetensors file or is cut short ({size} bytes, header {length}); download it again")
+        text = file.read(length)
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a header that is not sound JSON ({error}); download it again") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} has a header that is no JSON object; download it again")
+    start = 8 + length
+    entries = sorted((name, entry) for name, entry in header.items() if name != "__metadata__")
+    return [_stored(path, name, entry, start, size) for name, entry in entries]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return made
+
+
+def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> StoredTensor:
+    entry = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; download the file again")
+    if not _naturals(shape, _MOST_DIMENSIONS, _LARGEST_SIZE) or not _naturals(offsets, 2, _LARGEST_OFFSET) or len(offsets) != 2:
+        raise CheckpointError(f"{path}: tensor {name!r} has shape {brief(shape)} and offsets {brief(offsets)}; download the file again")
+    begin, end = offsets
+    if begin > end or start + end > size:
+        raise CheckpointError(f"{path} is cut short: {name!r} ends at byte {start + end}, the file has {size}; download this file again")
+    if end - begin != prod(shape) * ITEM_BYTES[dtype]:
+        raise CheckpointError(f"{path}: tensor {name!r} has {end - begin} bytes, not those of {dtype} {shape}; download the file again")
+    return StoredTensor(name=name, path=path, dtype=dtype, shape=tuple(shape), offset=start + begin, bytes=end - begin)
+
+
+def _naturals(value: Any, most: int, largest: int) -> bool:
+    return isinstance(value, list) and len(value) <= most and all(type(item) is int and 0 <= item <= largest for item in value)
+
+
+def read_chunks(tensor: StoredTensor) -> Iterator[NDArray[Any]]:
+    """Yields the flat values in order, at most CHUNK_ELEMENTS at a time; bfloat16 as uint16 bits.
+
+    Each array is a view that the next one overwrites. Raises CheckpointError if the file got shorter or the dtype is not READABLE.
+    """
+    if tensor.dtype not in READABLE:
+        raise CheckpointError(f"{tensor.path}: tensor {tensor.name!r} is {tensor.dtype}; only {', '.join(READABLE)} checkpoints are read")
+    dtype = np.dtype(READABLE[tensor.dtype])
+    left = tensor.bytes // dtype.itemsize
+    buffer = np.empty(min(left, CHUNK_ELEMENTS), dtype)
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        while left:
+            piece = buffer[: min(left, len(buffer))]
+            if file.readinto(piece.data.cast("B")) != piece.nbytes:
+                raise CheckpointError(f"{tensor.path} ended inside {tensor.name!r} while it was read; keep the checkpoint unchanged")
+            left -= len(piece)
+            yield piece
+
+
+def read_float_chunks(tensor: StoredTensor, wanted: FloatType) -> Iterator[NDArray[Any]]:
+    """Yields the flat values as float32, float16 or bfloat16 bits (uint16); values of that type already are passed through.
+
+    Raises CheckpointError if the tensor is not floating point, or holds a finite value that float16 cannot.
+    """
+    if tensor.dtype not in SOURCE_TYPE:
+        raise CheckpointError(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not F32, F16 or BF16; use an unquantized checkpoint")
+    for piece in read_chunks(tensor):
+        if SOURCE_TYPE[tensor.dtype] == wanted:
+            yield piece
+            continue
+        values = widen(piece, tensor.dtype)
+        if wanted == "f32":
+            yield values
+        elif wanted == "bf16":
+            yield to_bfloat16(values)
+        else:
+            yield _to_float16(values, tensor)
+
+
+def widen(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """F32, F16 or BF16 (bits) values as float32, exactly."""
+    if dtype == "BF16":
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32)
+
+
+def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Bits of the nearest bfloat16, ties to even; NaNs stay NaNs."""
+    bits = values.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    nan = np.isnan(values)
+    if nan.any():
+        rounded[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(64)
+    return rounded.astype(np.uint16)
+
+
+def _to_float16(values: NDArray[np.float32], tensor: StoredTensor) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16)
+    if np.isinf(halves).any() and not np.isinf(values).any():
+        largest = float(np.abs(values).max())
+        raise CheckpointError(f"{tensor.path}: tensor {tensor.name!r} holds {largest:g}, beyond float16; export with bf16 or f32 weights")
+    return halves

@@ -1,0 +1,183 @@
+"""From what the user names (a folder, a hub id, a GGUF) to an opened, checked pair. The only module that imports huggingface_hub."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_export.checkpoint.checkpoint import Checkpoint, check_pair, open_checkpoint
+from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
+from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
+from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, read_pieces
+from edge_export.errors import CheckpointError
+from edge_runtime.bundle.bundle import Source, SourceFile
+from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, string_array
+
+# What an export reads of a hub repository.
+PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")
+# Beside the weights, what of a checkpoint folder ends up in the bundle.
+_SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    INDEX_NAME,
+    TOKENIZER_NAME,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "README.md",
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSource:
+    """One half of the pair. `origin` is what the user named; `gguf` is the header if it is an existing GGUF, taken as it is.
+
+    `tokenizer_folder` is where tokenizer.json lies (the checkpoint's own folder, or the target's for a drafter without one).
+    """
+
+    role: str
+    origin: str
+    checkpoint: Checkpoint
+    gguf: GgufHeader | None = None
+    tokenizer_folder: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint folder, or the GGUF file."""
+        return self.checkpoint.folder
+
+    @property
+    def quantization(self) -> str | None:
+        """The quantization of an existing GGUF; None for a checkpoint."""
+        return None if self.gguf is None else quantization_of(self.gguf)
+
+    @property
+    def stored_type(self) -> FloatType:
+        """The type most of a checkpoint's weights have, in which nothing is lost."""
+        sizes: dict[str, int] = {}
+        for tensor in self.checkpoint.tensors.values():
+            if tensor.dtype in SOURCE_TYPE:
+                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.bytes
+        largest = max(sizes, key=lambda dtype: sizes[dtype], default="F32")
+        return "bf16" if largest == "BF16" else "f16" if largest == "F16" else "f32"
+
+
+def resolve_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
+    """Opens both halves and checks that they belong together. Reads headers only, but may download from the hub.
+
+    Raises CheckpointError with one sentence if one cannot be read or is not what its place asks for, or if they are no pair.
+    """
+    try:
+        return _resolved(target, drafter)
+    except OSError as error:
+        where = error.filename or f"{target} or {drafter}"
+        raise CheckpointError(f"{where} cannot be read ({error.strerror or error}); check the checkpoint") from error
+
+
+def _resolved(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
+    first, second = _open("target", target), _open("drafter", drafter)
+    if first.checkpoint.model_type.endswith("_assistant"):
+        raise CheckpointError(f"{target} is an assistant, not a target; give the full model first, its assistant second")
+    if not second.checkpoint.model_type.endswith("_assistant"):
+        raise CheckpointError(
+            f"{drafter} is a {second.checkpoint.model_type} model, not an MTP assistant; give its assistant as the drafter"
+        )
+    check_pair(first.checkpoint, second.checkpoint)
+    first, second = _with_tokenizer(first, None), _with_tokenizer(second, first.path)
+    _check_vocabularies(first, second)
+    return first, second
+
+
+def manifest_source(source: ResolvedSource, progress: Callable[[int], None] = lambda _: None) -> Source:
+    """Hashes the files the export read; `progress` gets the bytes read since its last call."""
+    files = tuple(_hashed(path, progress) for path in source_files(source))
+    return Source(origin=source.origin, model_type=source.checkpoint.model_type, files=files)
+
+
+def source_files(source: ResolvedSource) -> list[Path]:
+    """Returns the files an export reads of this half, weights first."""
+    if source.gguf is not None:
+        return [source.path]
+    weights = sorted({tensor.path for tensor in source.checkpoint.tensors.values()})
+    return weights + [source.path / name for name in _SIDE_FILES if (source.path / name).is_file()]
+
+
+def hub_folder(repository: str) -> Path:
+    """Downloads what an export needs of a hub repository and returns its folder; what was downloaded before is taken from the cache.
+
+    Raises CheckpointError if huggingface_hub is missing, the hub cannot be reached, or the repository is not there or gated.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ImportError as error:
+        raise CheckpointError(
+            f"{repository} is no folder here, and huggingface_hub, which would fetch it, is not installed; pip install 'edge-mtp[export]'"
+        ) from error
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(PATTERNS)))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{repository} is no folder here and could not be fetched from the Hugging Face hub ({reason});"
+            " give a local folder, or check the name, the network, and your access to the repository"
+        ) from error
+
+
+def _open(role: str, origin: str) -> ResolvedSource:
+    path = Path(origin)
+    with contextlib.suppress(RuntimeError):  # ~name of nobody is a name like others
+        path = path.expanduser()
+    if path.is_file():
+        checkpoint, header = open_gguf(path)
+        return ResolvedSource(role=role, origin=origin, checkpoint=checkpoint, gguf=header)
+    if path.is_dir():
+        return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(path))
+    if not _HUB_ID.fullmatch(origin):
+        raise CheckpointError(f"the {role} {origin} does not exist; give a checkpoint folder, a GGUF file or a hub id like google/name")
+    return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(hub_folder(origin)))
+
+
+def _with_tokenizer(source: ResolvedSource, other: Path | None) -> ResolvedSource:
+    if source.gguf is not None:
+        return source
+    for folder in (source.path, other):
+        if folder is not None and (folder / TOKENIZER_NAME).is_file():
+            return ResolvedSource(role=source.role, origin=source.origin, checkpoint=source.checkpoint, tokenizer_folder=folder)
+    raise CheckpointError(f"{source.path} has no {TOKENIZER_NAME}; download the checkpoint again, with all its files")
+
+
+def _check_vocabularies(target: ResolvedSource, drafter: ResolvedSource) -> None:
+    """Compares pieces when a GGUF is involved; for two folders `check_pair` did."""
+    if (target.gguf or drafter.gguf) and _pieces(target) != _pieces(drafter):
+        raise CheckpointError(
+            f"{drafter.origin} is not the assistant of {target.origin}: their vocabularies differ; give the halves of one release"
+        )
+
+
+def _pieces(source: ResolvedSource) -> LongArray:
+    if source.gguf is not None:
+        found = source.gguf.keys["tokenizer.ggml.tokens"]
+        assert isinstance(found, LongArray)  # open_gguf refuses a file without
+        return found
+    assert source.tokenizer_folder is not None
+    ids = read_pieces(source.tokenizer_folder / TOKENIZER_NAME)
+    return string_array(sorted(ids, key=lambda piece: ids[piece]))
+
+
+def _hashed(path: Path, progress: Callable[[int], None]) -> SourceFile:
+    digest, size = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+                size += len(piece)
+                progress(len(piece))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); check the checkpoint") from error
+    return SourceFile(name=path.name, bytes=size, sha256=digest.hexdigest())

@@ -1,0 +1,216 @@
+"""tokenizer.json and its neighbours -> the vocabulary llama.cpp's converter writes for Gemma 4. No tokenizer library is run.
+
+What is special and what counts as what follows transformers' loading of tokenizer_config.json and gguf-py's SpecialVocab.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_export.checkpoint.json_file import read_json_object, read_optional_json_object
+from edge_export.errors import CheckpointError
+
+TOKENIZER_NAME = "tokenizer.json"
+# The runtime reads no longer one.
+MAX_TEMPLATE_BYTES = 1 << 20
+NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
+SCORE = -1000.0
+SPECIAL_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Pieces a chat parser must see in the output text.
+VISIBLE = frozenset(
+    ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'],
+)
+GEMMA_DEFAULTS = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Pieces by id, their GGUF types (llama.cpp's llama_token_type), merges as "left right", and special token ids by kind."""
+
+    pieces: tuple[str, ...]
+    types: tuple[int, ...]
+    merges: tuple[str, ...]
+    special_ids: dict[str, int]
+    added_at_ends: dict[str, bool]
+    chat_template: str | None
+
+
+def read_pieces(path: Path) -> dict[str, int]:
+    """Returns piece -> id of a tokenizer.json, added tokens included."""
+    return _pieces(read_json_object(path), path)
+
+
+def read_vocabulary(folder: Path) -> Vocabulary:
+    """Reads the tokenizer of a checkpoint folder. Raises CheckpointError if it is not a Gemma-style BPE tokenizer or has holes."""
+    path = folder / TOKENIZER_NAME
+    tokenizer = read_json_object(path)
+    settings = _settings(folder)
+    ids = _pieces(tokenizer, path)
+    pieces = _by_id(ids, path)
+    base = len(tokenizer["model"]["vocab"])
+    special = _special_pieces(folder, settings)
+    return Vocabulary(
+        pieces=pieces,
+        types=tuple(_type_of(piece, index, base, special) for index, piece in enumerate(pieces)),
+        merges=_merges(tokenizer["model"].get("merges"), path),
+        special_ids=_special_ids(folder, settings, tokenizer),
+        added_at_ends=_added_at_ends(tokenizer.get("post_processor"), settings),
+        chat_template=_chat_template(folder, settings),
+    )
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return read_optional_json_object(folder / "tokenizer_config.json")
+
+
+def _pieces(tokenizer: dict[str, Any], path: Path) -> dict[str, int]:
+    model = tokenizer.get("model")
+    if not isinstance(model, dict) or model.get("type") != "BPE" or model.get("byte_fallback") is not True:
+        raise CheckpointError(f"{path} is not a BPE tokenizer with byte fallback, as Gemma 4's is; use the checkpoint's own tokenizer")
+    vocabulary = model.get("vocab")
+    if not isinstance(vocabulary, dict) or not all(type(index) is int and index >= 0 for index in vocabulary.values()):
+        raise CheckpointError(f"{path} has no vocabulary of pieces and ids; download it again")
+    return vocabulary | {token["content"]: token["id"] for token in _added(tokenizer, path)}
+
+
+def _added(tokenizer: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    added = tokenizer.get("added_tokens") or []
+    sound = isinstance(added, list) and all(
+        isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int and token["id"] >= 0
+        for token in added
+    )
+    if not sound:
+        raise CheckpointError(f"{path} has added tokens without a text or an id; download it again")
+    return added
+
+
+def _by_id(ids: dict[str, int], path: Path) -> tuple[str, ...]:
+    pieces: list[str | None] = [None] * len(ids)
+    for piece, index in ids.items():
+        if index >= len(pieces) or pieces[index] is not None:
+            raise CheckpointError(f"{path}: piece {piece!r} has id {index}, which leaves a hole or is taken; download it again")
+        pieces[index] = piece
+    return tuple(piece for piece in pieces if piece is not None)
+
+
+def _type_of(piece: str, index: int, base: int, special: set[str]) -> int:
+    if piece in VISIBLE:
+        return USER_DEFINED
+    if index < base and _BYTE_PIECE.fullmatch(piece):
+        return BYTE
+    if piece in special:
+        return CONTROL
+    return NORMAL if index < base else USER_DEFINED
+
+
+def _content(entry: Any) -> str | None:
+    """The text of a special token entry: a string, or an AddedToken object."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def _special_pieces(folder: Path, settings: dict[str, Any]) -> set[str]:
+    """The pieces transformers 5 holds to be special: named tokens, model-specific `*_token` entries and extra special tokens."""
+    entries = dict(settings)
+    if "added_tokens_decoder" not in settings:
+        entries |= read_optional_json_object(folder / "special_tokens_map.json")
+    if str(settings.get("tokenizer_class", "")).startswith("Gemma"):
+        entries = GEMMA_DEFAULTS | entries
+    named = [entry for key, entry in entries.items() if key.endswith("_token")]
+    for key in ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"):
+        more = entries.get(key) or []
+        named += list(more.values()) if isinstance(more, dict) else more if isinstance(more, list) else []
+    return {text for text in map(_content, named) if text is not None}
+
+
+def _merges(merges: Any, path: Path) -> tuple[str, ...]:
+    """Merges in order of rank; a space inside a piece is written as U+0120, as llama.cpp reads it back."""
+    if not isinstance(merges, list) or not merges:
+        raise CheckpointError(f"{path} has no merges; use the checkpoint's own tokenizer.json")
+    if all(isinstance(merge, str) for merge in merges):
+        return tuple(merges)
+    if not all(isinstance(merge, list) and len(merge) == 2 and all(isinstance(part, str) for part in merge) for merge in merges):
+        raise CheckpointError(f"{path} has a merge that is not a pair of pieces; download it again")
+    return tuple(" ".join(part.replace(" ", "Ġ") for part in merge) for merge in merges)
+
+
+def _special_ids(folder: Path, settings: dict[str, Any], tokenizer: dict[str, Any]) -> dict[str, int]:
+    """bos, eos, ... -> id: from tokenizer_config.json where the text is an added token, else from config.json. Lists are not ids."""
+    ids_by_text: dict[str, int] = {}
+    for token in _added(tokenizer, folder / TOKENIZER_NAME):
+        ids_by_text.setdefault(token["content"], token["id"])
+    found: dict[str, int] = {}
+    for kind in SPECIAL_KINDS:
+        text = _content(settings.get(f"{kind}_token"))
+        if text is not None and text in ids_by_text:
+            found[kind] = ids_by_text[text]
+    config = read_optional_json_object(folder / "config.json")
+    inner = config.get("text_config")
+    for kind in SPECIAL_KINDS:
+        value = config.get(f"{kind}_token_id")
+        if value is None and isinstance(inner, dict):
+            value = inner.get(f"{kind}_token_id")
+        if type(value) is int and value >= 0:
+            found.setdefault(kind, value)
+    return found
+
+
+def _added_at_ends(post_processor: Any, settings: dict[str, Any]) -> dict[str, bool]:
+    """bos, eos, sep -> whether the tokenizer adds it, from its template, else from tokenizer_config.json."""
+    added: dict[str, bool] = {}
+    parts = post_processor.get("processors", [post_processor]) if isinstance(post_processor, dict) else []
+    for part in parts if isinstance(parts, list) else []:
+        if isinstance(part, dict) and part.get("type") == "TemplateProcessing":
+            _read_template(part, settings, added)
+    for kind in SPECIAL_KINDS:
+        flag = settings.get(f"add_{kind}_token")
+        if isinstance(flag, bool):
+            added.setdefault(kind, flag)
+    return {kind: flag for kind, flag in added.items() if kind in ("bos", "eos", "sep")}
+
+
+def _read_template(part: dict[str, Any], settings: dict[str, Any], added: dict[str, bool]) -> None:
+    single, pair = _template_tokens(part.get("single")), _template_tokens(part.get("pair"))
+    first, last = (single[0], single[-1]) if len(single) > 1 else (None, None)
+    eos, sep = _content(settings.get("eos_token")), _content(settings.get("sep_token"))
+    if first is not None:
+        added["bos"] = first in (_content(settings.get("bos_token")), _content(settings.get("cls_token")))
+    if last is not None:
+        added["eos"] = last == eos
+    start = 1 if pair and first is not None and pair[0] == first else 0
+    middle = pair[start : len(pair) - (1 if pair and last is not None and pair[-1] == last else 0)][1:-1]
+    if middle:
+        ends_text = {token for token in (eos, sep) if token is not None}
+        added["sep"] = (middle[0] in ends_text and last is None) or (len(middle) == 2 and middle[1] in ends_text)
+
+
+def _template_tokens(entries: Any) -> list[str | None]:
+    return [_template_token(entry) for entry in entries] if isinstance(entries, list) else []
+
+
+def _template_token(entry: Any) -> str | None:
+    """The special token of one template entry; None for the text itself."""
+    token = entry.get("SpecialToken") if isinstance(entry, dict) else None
+    return _content({"content": token.get("id")}) if isinstance(token, dict) else None
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    template = settings.get("chat_template")
+    path = folder / "chat_template.jinja"
+    if template is None and path.is_file():
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any chat template; check where it came from")
+        try:
+            template = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is not UTF-8 text ({error}); download it again") from error
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{folder}: the chat template is a {type(template).__name__}, not text; keep only the default template")
+    if template is not None and len(template.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"{folder}: the chat template is longer than {MAX_TEMPLATE_BYTES} bytes; check where it came from")
+    return template

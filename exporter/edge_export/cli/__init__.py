@@ -1,0 +1,1 @@
+"""edge-export: start, command, progress display, Optimum's subcommand."""

@@ -1,0 +1,61 @@
+"""Making a package: every part into a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from edge_devices.files.user_cache import cache_folder
+from edge_export.device_package.debian import add_python
+from edge_export.device_package.inventory import PACKAGE_NAME, Inventory, take_inventory
+from edge_export.device_package.launchers import write_launchers
+from edge_export.device_package.llama_build import add_llama, add_tools, open_toolchain
+from edge_export.device_package.platforms import PLATFORMS
+from edge_export.device_package.project_code import add_own_code
+from edge_export.device_package.wheels import DISTRIBUTION, add_wheels
+from edge_export.output.atomic_folder import check_output, partial_folder
+from edge_export.output.replaceable_folder import FolderKind
+
+BACKENDS = ("llama", "onnx")
+# Many other folders have a package.json: only ours says which platform and backends it is for.
+PACKAGE = FolderKind(
+    name="package", list_name=PACKAGE_NAME, unlisted=frozenset((PACKAGE_NAME,)),
+    is_ours=lambda listed: str(listed.get("platform")) in PLATFORMS and isinstance(listed.get("backends"), list),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageRequest:
+    """What to make: `platform` is a key of PLATFORMS, `backends` are some of BACKENDS, `tools` adds llama.cpp's own, which need no Python."""
+
+    platform: str
+    output: Path
+    backends: tuple[str, ...] = BACKENDS
+    tools: bool = False
+    force: bool = False
+
+
+def make_package(request: PackageRequest, step: Callable[[str], None]) -> Inventory:
+    """Makes the folder and returns what is in it; `step` is told what is being done. Raises ExportError; then nothing is left."""
+    platform = PLATFORMS[request.platform]
+    check_output(request.output, request.force, PACKAGE)
+    cache = cache_folder() / "packages"
+    with partial_folder(request.output, request.force, PACKAGE) as folder, tempfile.TemporaryDirectory(prefix="edge-package-") as name:
+        scratch = Path(name)
+        toolchain = open_toolchain(cache) if "llama" in request.backends or request.tools else None
+        step("Python and the C library from Debian")
+        components = add_python(folder, platform, cache, scratch)
+        step("wheels")
+        components += add_wheels(folder, platform, request.backends, scratch)
+        if toolchain is not None and "llama" in request.backends:
+            components.append(add_llama(folder, platform, toolchain, step))
+        if toolchain is not None and request.tools:
+            components += add_tools(folder, platform, toolchain, step)
+        step("own code and launchers")
+        components.append(add_own_code(folder))
+        write_launchers(folder, platform, request.backends)
+        step("hashing")
+        return take_inventory(folder, platform.name, version(DISTRIBUTION), request.backends, components)

@@ -1,0 +1,1 @@
+"""Writing GGUF files, the split drafter included."""

@@ -1,0 +1,73 @@
+"""The split drafter's body: the four blocks of a finished drafter GGUF, with their very bytes, in a file llama.cpp still takes for a drafter.
+
+In place of the pre-projection there is a selector, which passes the first values of the embedding input to the first block: the target's
+own embedding, which llama.cpp adds for every token (src/models/gemma4-assistant.cpp), meets zeros. In place of the vocabulary there is
+an identity, so that the logits are the last block's normed output; the post-projection, which nobody reads then, is zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.errors import ExportError
+from edge_export.gguf.metadata import Entry, architecture_entries, architecture_name
+from edge_export.gguf.writer import RawTensor, raw_tensor, write_raw_gguf
+from edge_runtime.bundle.gguf_header import TensorInfo
+
+# ggml's numbers of f32, f16 and bf16
+_UNQUANTIZED = (0, 1, 30)
+_PIECE_BYTES = 4 << 20
+_PRE, _POST = "nextn.pre_projection.weight", "nextn.post_projection.weight"
+_REPLACED = ("token_embd.weight", _PRE, _POST)
+
+
+def write_body(drafter: Checkpoint, finished: Path, path: Path, progress: Callable[[int], None] = lambda _: None) -> None:
+    """Writes `path` from `finished`, the drafter's GGUF as it goes into the bundle; `progress` gets the bytes written since its last call.
+
+    Raises ExportError if `finished` does not hold what the checkpoint promises.
+    """
+    header = read_gguf_header(finished)
+    model = drafter.assistant
+    hidden, target = model.hidden_size, model.target_hidden_size
+    types = {tensor.name: tensor.type for tensor in header.tensors}
+    missing = set(_REPLACED) - set(types)
+    if missing:
+        raise ExportError(f"{finished} lacks {', '.join(sorted(missing))}; export it again")
+    # float16, whose products with ones are exact, for the output: llama.cpp rounds what it multiplies to the weights' type. Beside
+    # quantized blocks, which round all they are given, the input may be rounded like that too, and has a quarter of the bytes to read.
+    tensors = [
+        raw_tensor("token_embd.weight", np.eye(hidden, dtype=np.float32), "f16"),
+        raw_tensor(_PRE, np.eye(hidden, 2 * target, k=target, dtype=np.float32), _small(types[_PRE])),
+        raw_tensor(_POST, np.zeros((target, hidden), np.float32), _small(types[_POST])),
+    ]
+    tensors += [_copied(finished, tensor) for tensor in header.tensors if tensor.name not in _REPLACED]
+    name = architecture_name(model)
+    entries: list[Entry] = architecture_entries(drafter, int(header.keys.get("general.file_type", 0)))
+    entries += [(f"{name}.vocab_size", "uint32", hidden), ("tokenizer.ggml.model", "string", "none")]
+    write_raw_gguf(path, name, entries, tensors, progress)
+
+
+def _small(replaced: int) -> Literal["f16", "q4_0"]:
+    """The type that stands for a matrix of the type `replaced`: q4_0, which holds ones and zeros exactly, where that is quantized."""
+    return "f16" if replaced in _UNQUANTIZED else "q4_0"
+
+
+def _copied(source: Path, tensor: TensorInfo) -> RawTensor:
+    def pieces() -> Iterator[Any]:
+        with source.open("rb") as file:
+            file.seek(tensor.offset)
+            left = tensor.bytes
+            while left:
+                piece = file.read(min(left, _PIECE_BYTES))
+                if not piece:
+                    raise ExportError(f"{source} became shorter while it was read; export it again")
+                left -= len(piece)
+                yield piece
+
+    return RawTensor(name=tensor.name, shape=tuple(reversed(tensor.shape)), type=tensor.type, bytes=tensor.bytes, pieces=pieces)

@@ -1,0 +1,117 @@
+"""The split drafter's head file: what the host computes while llama.cpp runs the four blocks alone. See docs/bundle.md.
+
+Everything before and after the blocks is linear, so it may leave the model: z = W_x x + W_h h goes in, and the centroid head
+(transformers, Gemma4AssistantMaskedEmbedder) works on what comes out. Output rows are the finished drafter's very bytes in cluster
+order, each cluster in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_export.checkpoint.architecture import AssistantArchitecture
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.checkpoint.safetensors import StoredTensor, read_chunks, read_float_chunks
+from edge_export.checkpoint.tensor_shapes import CENTROIDS, TOKEN_ORDERING
+from edge_export.errors import CheckpointError, ExportError
+from edge_export.gguf.metadata import Entry
+from edge_export.gguf.writer import RawTensor, raw_tensor, write_raw_gguf
+from edge_runtime.bundle.gguf_header import TensorInfo
+
+HEAD_ARCHITECTURE, HEAD_FORMAT = "edge-mtp-drafter-head", 2
+_ROWS = "token_embd.weight"
+_CENTROIDS_PER_PIECE = 64
+_MOST = float(np.finfo(np.float16).max)
+
+
+def can_split(target_hidden_size: int, drafter: Checkpoint) -> bool:
+    """Whether this drafter gives a split one: it has a centroid head, and its rows fit into the target-wide input that carries them."""
+    return drafter.assistant.ordered_embeddings and drafter.assistant.hidden_size < target_hidden_size
+
+
+def head_bytes(drafter: Checkpoint, row_bytes: int) -> int:
+    """Returns how many bytes write_head writes where a row of the finished drafter has `row_bytes`, to within a few thousand."""
+    model = drafter.assistant
+    hidden = model.hidden_size
+    matrices = hidden * (model.centroids + 2 * model.target_hidden_size + hidden)
+    return model.vocab_size * (row_bytes + 4) + 2 * matrices + 1024
+
+
+def write_head(drafter: Checkpoint, finished: Path, path: Path, progress: Callable[[int], None] = lambda _: None) -> None:
+    """Writes `path` from the checkpoint and `finished`, the drafter's GGUF as it goes into the bundle.
+
+    `progress` gets the bytes written since its last call. Raises CheckpointError if the token order is no permutation, the sizes do not
+    divide, or a value is beyond float16; ExportError if `finished` has no output rows.
+    """
+    ordering, model, stored = token_order(drafter), drafter.assistant, drafter.tensors
+    clusters = ordering.reshape(model.centroids, -1)
+    pre, post = _matrix(stored["pre_projection.weight"]), _matrix(stored["post_projection.weight"])
+    halves = pre[:, : model.target_hidden_size], pre[:, model.target_hidden_size :]
+    # In float64, so that the product is the number nearest to the two steps it replaces.
+    feedback = halves[1].astype(np.float64) @ post.astype(np.float64)
+    tensors = [
+        _clustered(output_rows(finished), finished, clusters),
+        raw_tensor("token_ordering", clusters, "i32"),
+        _half("centroids", _matrix(stored[CENTROIDS]), drafter),
+        _half("embedding_projection", halves[0], drafter),
+        _half("hidden_projection", halves[1], drafter),
+        _half("feedback", feedback, drafter),
+    ]
+    entries: list[Entry] = [("drafter_head.format", "uint32", HEAD_FORMAT), ("drafter_head.top_centroids", "uint32", model.top_centroids)]
+    write_raw_gguf(path, HEAD_ARCHITECTURE, entries, tensors, progress)
+
+
+def output_rows(finished: Path) -> TensorInfo:
+    """The finished drafter's output rows. Raises ExportError if it has none."""
+    for tensor in read_gguf_header(finished).tensors:
+        if tensor.name == _ROWS:
+            return tensor
+    raise ExportError(f"{finished} lacks {_ROWS}; export it again")
+
+
+def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) -> RawTensor:
+    """Output rows in cluster order, a few clusters at a time: `ordering` is [centroids, tokens of each]."""
+    hidden, count = rows.shape
+    centroids, per_centroid = ordering.shape
+
+    def pieces() -> Iterator[Any]:
+        # Mapped, because rows are wanted in another order than they lie: the page cache holds what memory has room for.
+        table = np.memmap(finished, np.uint8, "r", rows.offset, (count, rows.bytes // count))
+        for first in range(0, centroids, _CENTROIDS_PER_PIECE):
+            yield np.ascontiguousarray(table[ordering[first : first + _CENTROIDS_PER_PIECE].reshape(-1)]).data.cast("B")
+
+    return RawTensor(name="rows", shape=(centroids, per_centroid, hidden), type=rows.type, bytes=rows.bytes, pieces=pieces)
+
+
+def _half(name: str, values: NDArray[Any], drafter: Checkpoint) -> RawTensor:
+    """A matrix as float16, which holds bfloat16's digits: only numbers below 2^-14 lose some."""
+    if not np.abs(values).max() <= _MOST:
+        raise CheckpointError(f"{drafter.folder}: {name} holds values beyond float16's {_MOST:.0f}; download the checkpoint again")
+    return raw_tensor(name, values, "f16")
+
+
+def token_order(drafter: Checkpoint) -> NDArray[np.int32]:
+    """Returns the tokens [vocabulary] in cluster order. Raises CheckpointError if that is no permutation, or the sizes do not divide."""
+    model, stored = drafter.assistant, drafter.tensors[TOKEN_ORDERING]
+    _check_sizes(drafter, model)
+    order = np.concatenate([np.array(piece) for piece in read_chunks(stored)])
+    if not np.array_equal(np.sort(order), np.arange(model.vocab_size)):
+        raise CheckpointError(f"{stored.path}: {stored.name!r} does not name every token once; download the checkpoint again")
+    return order.astype(np.int32)
+
+
+def _check_sizes(drafter: Checkpoint, model: AssistantArchitecture) -> None:
+    if model.vocab_size % model.centroids or model.top_centroids > model.centroids:
+        sizes = f"{model.vocab_size} tokens, {model.centroids} centroids and the best {model.top_centroids} of them"
+        raise CheckpointError(f"{drafter.folder}: {sizes} do not fit together; use an unmodified config")
+
+
+def _matrix(stored: StoredTensor) -> NDArray[np.float32]:
+    values = [np.array(piece) for piece in read_float_chunks(stored, "f32")]
+    return np.concatenate(values).reshape(stored.shape)

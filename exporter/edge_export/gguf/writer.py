@@ -1,0 +1,226 @@
+"""Writes a checkpoint as GGUF, tensor by tensor in small pieces."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_export.checkpoint.architecture import TextArchitecture
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.safetensors import FLOAT_BYTES, FloatType, StoredTensor, read_float_chunks
+from edge_export.checkpoint.tokenizer_vocabulary import Vocabulary, read_vocabulary
+from edge_export.errors import CheckpointError
+from edge_export.gguf.metadata import Entry, architecture_entries, architecture_name, read_generation, vocabulary_entries
+from edge_export.gguf.model_card import name_or_path, read_card, unfit_values
+from edge_export.gguf.tensor_names import ROPE_FREQUENCIES, gguf_name, stays_float32
+
+GGML_TYPES = {
+    "f32": gguf.GGMLQuantizationType.F32,
+    "f16": gguf.GGMLQuantizationType.F16,
+    "bf16": gguf.GGMLQuantizationType.BF16,
+}
+FILE_TYPES = {
+    "f32": gguf.LlamaFileType.ALL_F32,
+    "f16": gguf.LlamaFileType.MOSTLY_F16,
+    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
+}
+# Fields of gguf.Metadata that bear another name in generation_config.json.
+_GENERATION_KEYS = {
+    "sampling_sequence": "sequence", "sampling_top_k": "top_k", "sampling_top_p": "top_p", "sampling_min_p": "min_p",
+    "sampling_xtc_probability": "xtc_probability", "sampling_xtc_threshold": "xtc_threshold", "sampling_temp": "temperature",
+    "sampling_penalty_last_n": "penalty_last_n", "sampling_penalty_repeat": "penalty_repeat", "sampling_mirostat": "mirostat",
+    "sampling_mirostat_tau": "mirostat_tau", "sampling_mirostat_eta": "mirostat_eta",
+}  # fmt: skip
+ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
+# A frequency factor this large stops a rotary pair from turning: full layers rotate only the first pairs (proportional RoPE).
+UNROTATED = 1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTensor:
+    """A tensor of the file to be: its GGUF name, shape (rows first), type, and where its values come from."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: FloatType
+    source: StoredTensor | NDArray[np.float32]
+
+    @property
+    def bytes(self) -> int:
+        """Size of its data without padding."""
+        return prod(self.shape) * FLOAT_BYTES[self.type]
+
+    def chunks(self) -> Iterable[NDArray[Any]]:
+        """Its values in order, in pieces that the next piece may overwrite."""
+        return read_float_chunks(self.source, self.type) if isinstance(self.source, StoredTensor) else [self.source]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawTensor:
+    """A tensor whose bytes are there already, quantized or not: shape rows first, ggml type number, and its bytes in pieces."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    bytes: int
+    pieces: Callable[[], Iterator[Any]]
+
+
+def raw_tensor(name: str, values: NDArray[Any], type_name: Literal["f16", "q4_0", "i32"]) -> RawTensor:
+    """A tensor of `values` [rows first] in this ggml type, rounded to it where they are floats."""
+    kind = gguf.GGMLQuantizationType[type_name.upper()]
+    data = np.ascontiguousarray(values if type_name == "i32" else gguf.quants.quantize(values, kind))
+    return RawTensor(name=name, shape=values.shape, type=int(kind), bytes=data.nbytes, pieces=lambda: iter([data.data.cast("B")]))
+
+
+def gguf_bytes(checkpoint: Checkpoint, weight_type: FloatType, *, tokenizer_folder: Path | None = None) -> int:
+    """Size in bytes of the file write_gguf would write, exactly. Writes the header (a few MB) to the temporary folder and removes it."""
+    vocabulary, plan = _vocabulary(checkpoint, tokenizer_folder), list(_planned(checkpoint, weight_type))
+    with tempfile.TemporaryDirectory() as folder:
+        header = Path(folder) / "header"
+        _write_header(checkpoint, header, weight_type, vocabulary, plan)
+        sizes = [header.stat().st_size, *(tensor.bytes for tensor in plan)]
+        return sum(_padded(size) for size in sizes)
+
+
+def write_gguf(
+    checkpoint: Checkpoint, path: Path, weight_type: FloatType, progress: Callable[[int], None], *, tokenizer_folder: Path | None = None
+) -> None:  # fmt: skip
+    """Writes `path` as llama.cpp's own converter would; `progress` gets the bytes written since its last call, gguf_bytes in all.
+
+    Matrices get `weight_type`, vectors, norms, scales and routers float32. The tokenizer is the checkpoint's own, or that of
+    `tokenizer_folder`. Raises CheckpointError; a file that was not finished is removed.
+    """
+    vocabulary, plan = _vocabulary(checkpoint, tokenizer_folder), list(_planned(checkpoint, weight_type))
+    part = path.with_name(path.name + ".part")
+    try:
+        _write_header(checkpoint, part, weight_type, vocabulary, plan)
+        with part.open("r+b") as file:
+            start = file.seek(0, 2)
+            progress(start + _pad(file, start))
+            for tensor in plan:
+                for piece in tensor.chunks():
+                    progress(file.write(piece.data.cast("B")))
+                progress(_pad(file, tensor.bytes))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_raw_gguf(
+    path: Path, architecture: str, entries: list[Entry], tensors: list[RawTensor], progress: Callable[[int], None]
+) -> None:  # fmt: skip
+    """Writes tensors as they are, with no keys but the architecture and `entries`; a file that was not finished is removed."""
+    writer = gguf.GGUFWriter(path=None, arch=architecture)
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType(tensor.type)
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=kind)
+    _add_entries(writer, entries)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    part = path.with_name(path.name + ".part")
+    try:
+        _write_parts(writer, part)
+        with part.open("r+b") as file:
+            start = file.seek(0, 2)
+            progress(start + _pad(file, start))
+            for tensor in tensors:
+                for piece in tensor.pieces():
+                    progress(file.write(piece))
+                progress(_pad(file, tensor.bytes))
+        part.replace(path)
+    finally:
+        writer.close()
+        part.unlink(missing_ok=True)
+
+
+def _vocabulary(checkpoint: Checkpoint, tokenizer_folder: Path | None) -> Vocabulary:
+    folder = tokenizer_folder or checkpoint.folder
+    vocabulary, rows = read_vocabulary(folder), checkpoint.architecture.vocab_size
+    if len(vocabulary.pieces) != rows:
+        pieces = len(vocabulary.pieces)
+        raise CheckpointError(f"{folder}: the tokenizer has {pieces} pieces, the model {rows} rows; give the model's own tokenizer")
+    return vocabulary
+
+
+def _padded(size: int) -> int:
+    return size + -size % ALIGNMENT
+
+
+def _pad(file: BinaryIO, size: int) -> int:
+    """Pads what is `size` bytes long to the alignment; returns how many bytes that took."""
+    return file.write(bytes(_padded(size) - size))
+
+
+def _planned(checkpoint: Checkpoint, weight_type: FloatType) -> Iterator[PlannedTensor]:
+    factors = rope_factors(checkpoint.architecture)
+    yield PlannedTensor(name=ROPE_FREQUENCIES, shape=factors.shape, type="f32", source=factors)
+    for name, tensor in checkpoint.tensors.items():
+        short = gguf_name(name)
+        if short is not None:
+            kind: FloatType = "f32" if stays_float32(short, len(tensor.shape)) else weight_type
+            yield PlannedTensor(name=short, shape=tensor.shape, type=kind, source=tensor)
+
+
+def rope_factors(model: TextArchitecture) -> NDArray[np.float32]:
+    """Frequency factors [full_head_dim / 2] of full layers: 1 for pairs that turn, UNROTATED for the rest."""
+    pairs = model.full_head_dim // 2
+    factors = np.full(pairs, UNROTATED, dtype=np.float32)
+    factors[: int(model.full_head_dim * model.full_rotary_share / 2)] = 1.0
+    return factors
+
+
+def _write_header(
+    checkpoint: Checkpoint, path: Path, weight_type: FloatType, vocabulary: Vocabulary, plan: list[PlannedTensor]
+) -> None:  # fmt: skip
+    writer = gguf.GGUFWriter(path=None, arch=architecture_name(checkpoint.architecture))
+    for tensor in plan:
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=GGML_TYPES[tensor.type])
+    try:
+        with unfit_values(checkpoint.folder):
+            add_general(writer, checkpoint.folder, checkpoint.config)
+            _add_entries(writer, architecture_entries(checkpoint, int(FILE_TYPES[weight_type])))
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            _add_entries(writer, vocabulary_entries(vocabulary))
+            _write_parts(writer, path)
+    finally:
+        writer.close()
+
+
+def _write_parts(writer: Any, path: Path) -> None:
+    writer.write_header_to_file(path=path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+
+def add_general(writer: Any, folder: Path, config: dict[str, Any]) -> None:
+    """Adds the general.* keys, as llama.cpp's converter writes them for a sound checkpoint; `config` is its config.json.
+
+    Raises CheckpointError for a file beyond the limits; values that no key can hold show while the header is written (`unfit_values`).
+    """
+    total, shared, expert, experts = writer.get_total_parameter_count()
+    named = {"_name_or_path": name_or_path(config, folder)}
+    metadata = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), read_card(folder), named, folder, total)
+    generation = read_generation(folder)
+    for field, key in _GENERATION_KEYS.items():
+        setattr(metadata, field, generation.get(key))
+    if metadata.sampling_penalty_repeat is None:
+        # gguf 0.19 does not know this spelling yet; llama.cpp's own copy of it does.
+        metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
+    metadata.name = metadata.name if metadata.name is not None else folder.name
+    if metadata.size_label is None and total > 0:
+        metadata.size_label = gguf.size_label(total, shared, expert, experts)
+    writer.add_type(gguf.GGUFType.MODEL)
+    metadata.set_gguf_meta_model(writer)
+
+
+def _add_entries(writer: Any, entries: list[Entry]) -> None:
+    for key, kind, value in entries:
+        getattr(writer, f"add_{kind}")(key, value)

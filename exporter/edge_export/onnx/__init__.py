@@ -1,0 +1,1 @@
+"""ONNX graphs: request, weights, graph builder, export, parity."""

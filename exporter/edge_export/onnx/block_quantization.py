@@ -1,0 +1,165 @@
+"""Matrices in 4 or 8 bits, as ONNX Runtime's MatMulNBits and GatherBlockQuantized take them.
+
+Layout (onnxruntime, docs/ContribOperators.md, com.microsoft.MatMulNBits): each row of [N, K] is cut into blocks of K, the last one
+filled up; two 4-bit levels share a byte, the first in the low half; zero points are packed the same way, each row on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_export.errors import ExportError
+from edge_export.onnx.block_search import Levels, round_to_nearest, search
+
+Method = Literal["rtn", "search"]
+BITS, BLOCKS, METHODS = (4, 8), (32, 64, 128), get_args(Method)
+# Weights per piece of work: what stays in a core's cache with all its intermediates is several times faster.
+_PIECE = 1 << 16
+# Channels that the calibration text never used still count a little, or nothing would hold their weights.
+_LEAST_IMPORTANCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSpec:
+    """How to quantize: 4 or 8 bits, blocks of 32, 64 or 128, round to nearest or search; symmetric ones have no zero points."""
+
+    bits: int
+    block: int
+    method: Method = "search"
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS or self.block not in BLOCKS or self.method not in METHODS:
+            raise ExportError(
+                f"{self.bits} bits in blocks of {self.block} by {self.method!r} is no weight format;"
+                f" bits are {_either(BITS)}, blocks {_either(BLOCKS)}, methods {_either(METHODS)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedMatrix:
+    """A quantized matrix [N, K]; `columns` is K.
+
+    packed uint8 [N, blocks, block * bits / 8], scales float32 [N, blocks], zero_points uint8 [N, ceil(blocks * bits / 8)] or None, which
+    means 2^(bits - 1) everywhere, as it does to MatMulNBits.
+    """
+
+    packed: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    zero_points: NDArray[np.uint8] | None
+    spec: WeightSpec
+    columns: int
+
+
+def quantize_matrix(
+    weight: NDArray[np.float32], spec: WeightSpec, importance: NDArray[np.float32] | None = None
+) -> PackedMatrix:  # fmt: skip
+    """Quantizes weight [N, K]; `importance` [K] says how much an error in each column counts (the mean square of its input).
+
+    Rows do not depend on each other, so a large matrix may come in pieces. Round to nearest takes no account of importance.
+    Raises ExportError if a weight is not finite, or an importance is negative, not finite, or not one per column.
+    """
+    if weight.ndim != 2 or not weight.size:
+        raise ExportError(f"a weight of shape {list(weight.shape)} is no matrix; quantize matrices of rows and columns only")
+    rows, columns = weight.shape
+    blocks = -(-columns // spec.block)
+    step = max(1, _PIECE // (blocks * spec.block))
+    counts = np.tile(_block_importance(importance, columns, spec.block), min(step, rows))
+    packed = np.empty((rows, blocks, spec.block * spec.bits // 8), np.uint8)
+    scales = np.empty((rows, blocks), np.float32)
+    zeros = np.empty((rows, blocks), np.uint8)
+    for first in range(0, rows, step):
+        piece = np.zeros((min(step, rows - first), blocks * spec.block), np.float32)
+        piece[:, :columns] = weight[first : first + step]
+        _check_finite(piece, first)
+        found = _quantized(piece, spec, counts)
+        here = slice(first, first + len(piece))
+        packed[here] = _pack(found.levels.T, spec.bits).reshape(len(piece), blocks, -1)
+        scales[here], zeros[here] = found.scales.reshape(-1, blocks), found.zeros.reshape(-1, blocks)
+    zero_points = None if spec.symmetric else _pack(_even(zeros, spec.bits), spec.bits)
+    return PackedMatrix(packed=packed, scales=scales, zero_points=zero_points, spec=spec, columns=columns)
+
+
+def dequantize(matrix: PackedMatrix) -> NDArray[np.float32]:
+    """Returns the weights [N, K] that the packed ones stand for."""
+    bits, (rows, blocks) = matrix.spec.bits, matrix.scales.shape
+    zeros: NDArray[np.float32] | np.float32 = np.float32(1 << (bits - 1))
+    if matrix.zero_points is not None:
+        zeros = _unpack(matrix.zero_points, bits)[:, :blocks, None].astype(np.float32)
+    weights = _unpack(matrix.packed, bits).astype(np.float32)
+    weights -= zeros
+    weights *= matrix.scales[:, :, None]
+    return np.ascontiguousarray(weights.reshape(rows, -1)[:, : matrix.columns])
+
+
+def round_rows(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Rounds rows [N, K] to signed levels int8 [N, K] from -127 to 127, symmetric, with one scale for each row, float32 [N].
+
+    Raises ExportError if a weight is not finite.
+    """
+    _check_finite(weight, 0)
+    scales = np.abs(weight).max(axis=1) / np.float32(127)
+    return np.rint(weight / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8), scales
+
+
+def unpacked_levels(matrix: PackedMatrix) -> NDArray[np.uint8]:
+    """Returns the levels [N, K], one to a byte."""
+    return np.ascontiguousarray(_unpack(matrix.packed, matrix.spec.bits).reshape(len(matrix.packed), -1)[:, : matrix.columns])
+
+
+def _quantized(piece: NDArray[np.float32], spec: WeightSpec, counts: NDArray[np.float32]) -> Levels:
+    """Quantizes rows of whole blocks; `counts` is their importance, [block, blocks] as block_search has it, or more blocks than these."""
+    weights = np.ascontiguousarray(piece.reshape(-1, spec.block).T)
+    if spec.method == "rtn":
+        return round_to_nearest(weights, spec.bits, spec.symmetric)
+    importance = counts[:, : weights.shape[1]]
+    return search(weights, importance, spec.bits, spec.symmetric)
+
+
+def _block_importance(importance: NDArray[np.float32] | None, columns: int, block: int) -> NDArray[np.float32]:
+    """Importance of one row's blocks [block, blocks], 1 on average in each; what only fills up the last block counts nothing."""
+    flat = np.zeros(-(-columns // block) * block)
+    flat[:columns] = 1.0
+    used = (flat > 0).reshape(-1, block)
+    if importance is not None:
+        if importance.shape != (columns,):
+            raise ExportError(f"importance has shape {list(importance.shape)}, the matrix {columns} columns; give one number per column")
+        if not np.isfinite(importance).all() or (importance < 0).any():
+            raise ExportError("importance holds numbers that are negative or not finite; make it again from other text")
+        flat[:columns] = importance
+    counts = flat.reshape(-1, block)
+    means = counts.sum(axis=1, keepdims=True) / used.sum(axis=1, keepdims=True)
+    counts = np.where(means > 0, counts / np.where(means > 0, means, 1), 1.0)
+    result: NDArray[np.float32] = (np.maximum(counts, _LEAST_IMPORTANCE) * used).T.astype(np.float32)
+    return result
+
+
+def _check_finite(piece: NDArray[np.float32], first: int) -> None:
+    finite = np.isfinite(piece)
+    if not finite.all():
+        row, column = np.argwhere(~finite)[0]
+        raise ExportError(f"row {first + row}, column {column} of a matrix is {piece[row, column]}; such weights cannot be quantized")
+
+
+def _even(zeros: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    return np.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2))) if bits == 4 else zeros
+
+
+def _pack(levels: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    if bits == 8:
+        return levels
+    return np.bitwise_or(levels[..., 0::2], np.left_shift(levels[..., 1::2], np.uint8(4)), dtype=np.uint8)
+
+
+def _unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    if bits == 8:
+        return packed
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def _either(values: tuple[object, ...]) -> str:
+    return " or ".join(map(str, values))

@@ -1,0 +1,155 @@
+"""The ONNX half of an export: graphs, their external data, and what the manifest says of them. See docs/bundle.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
+from edge_export.checkpoint.sources import ResolvedSource
+from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, TOKENIZER_NAME, read_vocabulary
+from edge_export.onnx.graph_builder import OPSET
+from edge_export.onnx.graphs.attention import reads_rows
+from edge_export.onnx.graphs.drafter import write_drafter
+from edge_export.onnx.graphs.kv import KvForm, fit_scales, store_kv
+from edge_export.onnx.graphs.target import TargetForms, write_target
+from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, measure_onnx_parity, measure_rows, onnx_why_not
+from edge_export.onnx.request import OnnxPart, OnnxRequest, check_onnx_sources
+from edge_export.onnx.weight_formats import head_form, quantization_name, table_form, weight_form
+from edge_export.onnx.weights import WeightFile
+from edge_export.parity.gguf import ReferenceRequest
+from edge_export.quantization.importance import Importance
+from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
+
+# Rows a sliding buffer has beyond those it must keep: the longest forward, and how rarely rows are moved to its front.
+SPARE_ROWS = 256
+# llama.cpp ends a generation at these too (src/llama-vocab.cpp).
+_END_PIECES = ("<eos>", "<turn|>", "<|tool_response>")
+
+
+def write_onnx(
+    target: ResolvedSource, drafter: ResolvedSource, layout: CacheLayout, request: OnnxRequest,
+    importance: Mapping[str, Importance], folder: Path, progress: Callable[[int], None],
+) -> tuple[list[OnnxPart], OnnxGraphs, CacheLayout]:  # fmt: skip
+    """Writes graphs and data files into `folder`; `progress` gets the bytes written since its last call.
+
+    Returns the files, the manifest's facts of the graphs, and the layout with its buffers. Raises ExportError, CheckpointError.
+    """
+    check_onnx_sources(target, drafter)
+    first, second = target.checkpoint, drafter.checkpoint
+    forms = TargetForms(layers=weight_form(request.target, request), embedding=table_form(request))
+    paths = {
+        role: folder / f"{role.replace('_', '-')}-{quantization_name(role, request)}.onnx" for role in ("target", "target_head", "drafter")
+    }
+    data = {role: paths[role].with_suffix(".onnx_data") for role in ("target", "drafter")}
+    with WeightFile(data["target"], progress, importance.get("target")) as weights:
+        forms = dataclasses.replace(forms, kv=store_kv(request.kv, first, weights))
+        table, contrib_ops = write_target(first, weights, paths["target"], paths["target_head"], forms)
+    with WeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
+        contrib_ops |= write_drafter(
+            first.architecture, layout.drafter_sources, second, weights, paths["drafter"], table=table,
+            form=weight_form(request.drafter, request), head_form=head_form(request), kv=forms.kv,
+        )  # fmt: skip
+    parts: list[OnnxPart] = [(role, path, "onnx", quantization_name(role, request)) for role, path in paths.items()]
+    parts += [(f"{role}_data", path, "onnx_data", quantization_name(role, request)) for role, path in data.items()]
+    facts, named = onnx_facts(target, contrib_ops), dataclasses.replace(layout, buffers=_buffers(first.architecture, layout, forms.kv))
+    if request.kv == "int8":
+        pair = _pair(target, parts, facts, named)
+        fit_scales(forms.kv, data["target"], named.buffers, facts.rotations, measure_rows(pair))
+    return parts, facts, named
+
+
+def _pair(target: ResolvedSource, parts: list[OnnxPart], graphs: OnnxGraphs, layout: CacheLayout) -> OnnxPair:
+    assert target.tokenizer_folder is not None
+    model = target.checkpoint.architecture
+    return OnnxPair(
+        files=paths_of(parts), layout=layout, graphs=graphs, static=None, tokenizer=target.tokenizer_folder / TOKENIZER_NAME,
+        hidden_size=model.hidden_size, vocab_size=model.vocab_size,
+    )  # fmt: skip
+
+
+def compare(
+    target: ResolvedSource, drafter: ResolvedSource, parts: list[OnnxPart], layout: CacheLayout, request: OnnxRequest, folder: Path, threads: int
+) -> dict[str, Any]:  # fmt: skip
+    """Compares written graphs with the reference; for other than float32 weights, float32 graphs are written, compared and removed.
+
+    Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
+    """
+    model, reference = target.checkpoint.architecture, onnx_reference(target, drafter, threads)
+    plain_request = OnnxRequest(target="f32", drafter="f32")
+    reason = onnx_why_not(reference)
+    if reason is None and request != plain_request:
+        free, needed = shutil.disk_usage(folder).free, 4 * reference.parameters
+        reason = f"the float32 graphs need {needed} bytes of disk, {free} are free" if needed > free else None
+    if reason is not None:
+        return {"skipped": reason}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        plain, plain_layout, facts = parts, layout, onnx_facts(target, set())
+        if request != plain_request:
+            plain, _, plain_layout = write_onnx(target, drafter, layout, plain_request, {}, Path(scratch), lambda _: None)
+        return measure_onnx_parity(
+            OnnxParityRequest(
+                **vars(reference), plain=paths_of(plain), exported=paths_of(parts), layout=layout, plain_layout=plain_layout, graphs=facts,
+                hidden_size=model.hidden_size, vocab_size=model.vocab_size, weights=request.target, kv=request.kv,
+            )
+        )  # fmt: skip
+
+
+def paths_of(parts: list[OnnxPart]) -> dict[str, Path]:
+    """Paths of written files by their roles."""
+    return {role: path for role, path, _, _ in parts}
+
+
+def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int) -> ReferenceRequest:
+    """What the graphs of a pair are compared with."""
+    model = target.checkpoint.architecture
+    assert target.tokenizer_folder is not None
+    return ReferenceRequest(
+        target_folder=target.path, drafter_folder=drafter.path, tokenizer_folder=target.tokenizer_folder,
+        parameters=target.checkpoint.parameters + drafter.checkpoint.parameters, window=model.window, context=model.context, threads=threads,
+    )  # fmt: skip
+
+
+def onnx_facts(target: ResolvedSource, contrib_ops: set[str]) -> OnnxGraphs:
+    """What the manifest says of a pair's graphs."""
+    assert target.tokenizer_folder is not None  # a checkpoint without one is refused when it is opened
+    model, vocabulary = target.checkpoint.architecture, read_vocabulary(target.tokenizer_folder)
+    ends = {vocabulary.pieces.index(piece) for piece in _END_PIECES if piece in vocabulary.pieces}
+    if "eos" in vocabulary.special_ids:
+        ends.add(vocabulary.special_ids["eos"])
+    return OnnxGraphs(
+        opset=OPSET, contrib_ops=tuple(sorted(contrib_ops)), rotations=_rotations(model), context=model.context,
+        bos_token=vocabulary.special_ids.get("bos"), eos_token=vocabulary.special_ids.get("eos"), eog_tokens=tuple(sorted(ends)),
+        control_tokens=tuple(sorted(ends | {token for token, kind in enumerate(vocabulary.types) if kind == CONTROL})),
+    )  # fmt: skip
+
+
+def _rotations(model: TextArchitecture) -> tuple[Rotation, ...]:
+    """Full layers turn the first pairs only (transformers, modeling_rope_utils.py, proportional)."""
+    full = model.full_head_dim
+    rotated = int(model.full_rotary_share * full // 2)
+    found = [Rotation(kind="full", base=model.full_rope_base, head_dim=full, rotated_pairs=rotated)]
+    if SLIDING in model.layer_types:
+        found.append(Rotation(kind="sliding", base=model.sliding_rope_base, head_dim=model.head_dim, rotated_pairs=model.head_dim // 2))
+    return tuple(found)
+
+
+def _buffers(model: TextArchitecture, layout: CacheLayout, kv: KvForm) -> tuple[CacheBuffer, ...]:
+    sliding = model.window + 1 + layout.rewind_slack + SPARE_ROWS
+    rows = {SLIDING: sliding, FULL: layout.full.capacity + MAX_DRAFT_LENGTH + 1}
+    return tuple(
+        CacheBuffer(
+            layer=layer, kind="sliding" if model.is_sliding(layer) else "full", key=f"key.{layer}", value=f"value.{layer}",
+            kv_heads=model.kv_heads_of(layer), head_dim=model.head_dim_of(layer), dtype=kv.type, rows=rows[model.layer_types[layer]],
+            read=_read(reads_rows(model, layer)), drafter_read=_read(reads_rows(model, layer, drafter=True)),
+        )
+        for layer in range(model.owning_layers)
+    )  # fmt: skip
+
+
+def _read(by_rows: bool) -> str:
+    return "rows" if by_rows else "buffer"

@@ -1,0 +1,159 @@
+"""Builds ONNX graphs node by node. The only module that imports onnx."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from edge_export.errors import ExportError
+from edge_export.onnx.weights import Matrix, Stored
+
+# RMSNormalization came with 23 (onnx 1.18, IR 11).
+OPSET, IR_VERSION = 23, 11
+CONTRIB = "com.microsoft"
+_TYPES = {
+    "f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "u8": TensorProto.UINT8, "i32": TensorProto.INT32, "i64": TensorProto.INT64,
+    "bool": TensorProto.BOOL, "i4": TensorProto.INT4, "i8": TensorProto.INT8,
+}  # fmt: skip
+Shape = Sequence[int | str]
+# The activations of block-quantized products are rounded to int8 (MatMulNBits, accuracy_level).
+_INT8_ACTIVATIONS = 4
+
+
+class Graph:
+    """A graph being built. Values are their names. A subgraph sees the values of the graph it lies in, and its weights lie there."""
+
+    opset, ir_version = OPSET, IR_VERSION
+
+    def __init__(self, name: str, parent: Graph | None = None) -> None:
+        self.name = name
+        self.contrib_ops: set[str] = parent.contrib_ops if parent else set()
+        self._parent = parent
+        self._root: Graph = parent._root if parent else self
+        self._nodes: list[Any] = []
+        self._inputs: list[Any] = []
+        self._outputs: list[Any] = []
+        self._initializers: dict[str, Any] = {}
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+        self._count = 0
+
+    def subgraph(self, name: str) -> Graph:
+        """Begins the body of a Loop or a branch of an If."""
+        return Graph(name, self)
+
+    def input(self, name: str, kind: str, shape: Shape) -> str:
+        """Declares an input; strings in `shape` are sizes known at run time only."""
+        self._inputs.append(helper.make_tensor_value_info(name, _TYPES[kind], list(shape)))
+        return name
+
+    def output(self, value: str, kind: str, shape: Shape) -> str:
+        """Declares a value as an output."""
+        self._outputs.append(helper.make_tensor_value_info(value, _TYPES[kind], list(shape)))
+        return value
+
+    def ops(self, kind: str, inputs: Sequence[str], outputs: int | Sequence[str], *, domain: str = "", **attributes: Any) -> list[str]:
+        """Appends a node with several outputs, given by number or by name."""
+        names = [self.fresh(kind) for _ in range(outputs)] if isinstance(outputs, int) else list(outputs)
+        if domain == CONTRIB:
+            self.contrib_ops.add(kind)
+        bodies = {key: value._proto() if isinstance(value, Graph) else value for key, value in attributes.items()}
+        self._nodes.append(helper.make_node(kind, list(inputs), names, name=self.fresh(f"node_{kind}"), domain=domain, **bodies))
+        return names
+
+    def op(self, kind: str, *inputs: str, domain: str = "", name: str | None = None, **attributes: Any) -> str:
+        """Appends a node with one output and returns it."""
+        return self.ops(kind, inputs, [name] if name else 1, domain=domain, **attributes)[0]
+
+    def integers(self, values: Sequence[int] | NDArray[np.integer]) -> str:
+        """A small int64 constant, kept in the graph itself (shapes must be)."""
+        return self._constant(np.asarray(values, np.int64))
+
+    def floats(self, values: float | Sequence[float] | NDArray[np.float32]) -> str:
+        """A small float32 constant."""
+        return self._constant(np.asarray(values, np.float32))
+
+    def no_rows(self, *shape: int) -> str:
+        """A float32 array [0, *shape]."""
+        return self._constant(np.empty((0, *shape), np.float32))
+
+    def weight(self, stored: Stored) -> str:
+        """A weight in an external data file; the same bytes under the same shape are one."""
+        name = f"{Path(stored.location).stem}@{stored.offset}x{'x'.join(map(str, stored.shape))}"
+        if name not in self._root._initializers:
+            tensor = TensorProto(name=name, data_type=_TYPES[stored.type], dims=stored.shape, data_location=TensorProto.EXTERNAL)
+            for key, value in (("location", stored.location), ("offset", stored.offset), ("length", stored.length)):
+                tensor.external_data.add(key=key, value=str(value))
+            self._root._initializers[name] = tensor
+        return name
+
+    def linear(self, value: str, matrix: Matrix) -> str:
+        """value [..., columns] times the transposed matrix: [..., rows]."""
+        spec = matrix.form.spec
+        if spec is None:
+            return self.op("FusedMatMul", value, self._float(matrix), domain=CONTRIB, transB=1)
+        inputs = [value, self.weight(matrix.values), *self._scaling(matrix)]
+        return self.op(
+            "MatMulNBits", *inputs, domain=CONTRIB, K=matrix.columns, N=matrix.rows, bits=spec.bits, block_size=spec.block,
+            accuracy_level=_INT8_ACTIVATIONS,
+        )  # fmt: skip
+
+    def gather(self, matrix: Matrix, indices: str) -> str:
+        """Rows of the matrix as float32 [*indices, columns]; only these are read."""
+        spec = matrix.form.spec
+        if spec is None:
+            rows = self.op("Gather", self.weight(matrix.values), indices, axis=0)
+            return self.op("Cast", rows, to=TensorProto.FLOAT) if matrix.form.kind == "f16" else rows
+        data = self.weight(matrix.values.shaped(matrix.rows, matrix.columns * spec.bits // 8))
+        return self.op(
+            "GatherBlockQuantized", data, indices, *self._scaling(matrix), domain=CONTRIB, bits=spec.bits, block_size=spec.block,
+            gather_axis=0, quantize_axis=1,
+        )  # fmt: skip
+
+    def equal_parts(self, value: str, parts: int, each: int) -> list[str]:
+        """Cuts the last axis, `parts` times `each`, into parts. No sizes are read, so that they may be as many as there are layers."""
+        del each
+        return self.ops("Split", [value], parts, axis=-1, num_outputs=parts)
+
+    def fresh(self, stem: str) -> str:
+        """A name that is not taken in the model."""
+        self._root._count += 1
+        return f"{stem}_{self._root._count}"
+
+    def save(self, path: Path) -> None:
+        """Writes the model and has onnx's checker read it. Raises ExportError if that objects."""
+        opsets = [helper.make_opsetid("", self.opset)] + [helper.make_opsetid(CONTRIB, 1)] * bool(self.contrib_ops or self.opset == OPSET)
+        model = helper.make_model(self._proto(), opset_imports=opsets, ir_version=self.ir_version, producer_name="edge-mtp")
+        path.write_bytes(model.SerializeToString())
+        try:
+            onnx.checker.check_model(str(path))
+        except onnx.checker.ValidationError as error:
+            raise ExportError(
+                f"{path.name} is not sound ONNX ({str(error).splitlines()[0]}); report this with the checkpoint's config"
+            ) from error
+
+    def _constant(self, array: NDArray[Any]) -> str:
+        """Equal constants are one, and lie in the outermost graph."""
+        key = (array.dtype.str, array.shape, array.tobytes())
+        root = self._root
+        if key not in root._constants:
+            name = root._constants[key] = self.fresh("constant")
+            root._initializers[name] = numpy_helper.from_array(array, name)
+        return root._constants[key]
+
+    def _float(self, matrix: Matrix) -> str:
+        weight = self.weight(matrix.values)
+        # The cast of a constant is done once, when the model is loaded.
+        return self.op("Cast", weight, to=TensorProto.FLOAT) if matrix.form.kind == "f16" else weight
+
+    def _scaling(self, matrix: Matrix) -> list[str]:
+        assert matrix.scales is not None
+        return [self.weight(stored) for stored in (matrix.scales, matrix.zero_points) if stored is not None]
+
+    def _proto(self) -> Any:
+        return helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, list(self._initializers.values()))

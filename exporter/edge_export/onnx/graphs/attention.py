@@ -1,0 +1,205 @@
+"""Attention of the open-shaped graphs, in two forms.
+
+On *buffers*: com.microsoft GroupQueryAttention with one buffer per owning layer, bound as past and as present, so that rows are written in
+place. Layers without K/V of their own give it no new rows and the owner's buffer.
+
+On *rows*: plain products with exactly the rows that are seen, for one K/V head: in the target on full layers, in the drafter on all.
+All query heads are rows of one product, so that keys are read once; GroupQueryAttention reads them once for each head, which long contexts
+pay for. The target gives the new rows, and the host binds the place behind the others for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
+from edge_export.onnx.graph_builder import CONTRIB, Graph
+from edge_export.onnx.graphs.kv import KvForm
+
+_WORDS = {SLIDING: "sliding", FULL: "full"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionInputs:
+    """What attention of one kind of layer takes besides Q, K and V: the rows' count in its buffers, and the table of rotations.
+
+    `last_row` int32 [1] is the index of the newest row, `rows` int32 [] how many there are, `cosine` and `sine` [context, head_dim/2].
+    Both counts are empty for attention on rows.
+    """
+
+    last_row: str
+    rows: str
+    cosine: str
+    sine: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheNames:
+    """The buffers of layer `owner` [1, kv_heads, rows, head_dim], before or after the new rows are written.
+
+    With `on_rows` they are the rows there are, or the new rows alone.
+    """
+
+    key: str
+    value: str
+    owner: int
+    on_rows: bool = False
+
+
+def reads_rows(target: TextArchitecture, layer: int, *, drafter: bool = False) -> bool:
+    """Whether attention to this layer of the target is on rows: one head's rows lie in one piece, those of several do not."""
+    return (drafter or not target.is_sliding(layer)) and target.kv_heads_of(layer) == 1
+
+
+def declare_attention(
+    graph: Graph, model: TextArchitecture, positions: str | int, counted: set[str], form: KvForm
+) -> dict[str, AttentionInputs]:  # fmt: skip
+    """Declares `position_ids` and, per kind of layer there is, the inputs of its attention; the counts are those of `counted` kinds.
+
+    These attend to buffers, where float16 rows are computed with in float16, rotations too.
+    """
+    graph.input("position_ids", "i64", (1, positions))
+    declared = {}
+    for kind, word in _WORDS.items():
+        if kind not in model.layer_types:
+            continue
+        table = ("context", model.head_dim_of(model.layer_types.index(kind)) // 2)
+        halved = kind in counted and form.kind == "f16"
+        type_, ending = ("f16", f"{word}_f16") if halved else ("f32", word)
+        declared[kind] = AttentionInputs(
+            last_row=graph.input(f"last_row_{word}", "i32", (1,)) if kind in counted else "",
+            rows=graph.input(f"rows_{word}", "i32", ()) if kind in counted else "",
+            cosine=graph.input(f"cosine_{ending}", type_, table), sine=graph.input(f"sine_{ending}", type_, table),
+        )  # fmt: skip
+    return declared
+
+
+def declare_caches(
+    graph: Graph, target: TextArchitecture, layers: Iterable[int], form: KvForm, *, drafter: bool = False
+) -> dict[int, CacheNames]:  # fmt: skip
+    """Declares the buffers of owning layers of the target, or their rows, which are float32 from here on whatever they are kept in."""
+    declared = {}
+    for layer in layers:
+        on_rows = reads_rows(target, layer, drafter=drafter)
+        shape = cache_shape(target, layer, f"rows_of_{_WORDS[target.layer_types[layer]]}" if on_rows else None)
+        names = [graph.input(f"{word}.{layer}", form.type, shape) for word in ("key", "value")]
+        key, value = [form.widened(graph, name, layer, part) for part, name in enumerate(names)] if on_rows else names
+        declared[layer] = CacheNames(key=key, value=value, owner=layer, on_rows=on_rows)
+    return declared
+
+
+def counted_kinds(target: TextArchitecture, caches: Mapping[int, CacheNames]) -> set[str]:
+    """The kinds of layers that attend to buffers."""
+    return {target.layer_types[layer] for layer, names in caches.items() if not names.on_rows}
+
+
+def cache_shape(model: TextArchitecture, layer: int, rows: str | None) -> tuple[int | str, ...]:
+    """The shape of `rows` of an owning layer, or of its whole buffers."""
+    return (1, model.kv_heads_of(layer), rows or f"{_WORDS[model.layer_types[layer]]}_rows", model.head_dim_of(layer))
+
+
+class Attention:
+    """Emits attention of one model's layers. Queries, keys and values come normed: [1, T, heads x head_dim], [1, T, kv_heads x head_dim]."""
+
+    def __init__(self, graph: Graph, model: TextArchitecture, inputs: dict[str, AttentionInputs], form: KvForm) -> None:
+        self._graph = graph
+        self._model = model
+        self._inputs = inputs
+        self._form = form
+        self._made: dict[str, str] = {}
+        self._own: dict[str, CacheNames] = {}
+        # Buffers under the names that layers give them which only read them; see on_buffers.
+        self.again: dict[str, int] = {}
+
+    def on_buffers(
+        self, query: str, new: tuple[str, str] | None, layer: int, cache: CacheNames, present: CacheNames | None, window: int
+    ) -> str:  # fmt: skip
+        """Attention to the buffers of the layer `cache.owner`, into which `new` keys and values are written first, if there are any;
+        they are called `present` then."""
+        graph, model, form = self._graph, self._model, self._form
+        inputs, kv_heads = self._inputs[model.layer_types[layer]], model.kv_heads_of(layer)
+        key, value = new or (graph.floats(np.empty((1, 0, kv_heads * model.head_dim_of(layer)), np.float32)),) * 2
+        rows = [query, key, value]
+        if form.kind == "f16":
+            rows = [graph.op("Cast", part, to=10) for part in rows]
+        attended, outputs = graph.fresh("attended"), [present.key, present.value] if present else []
+        extra: dict[str, Any] = {}
+        scales: list[str] = []
+        if form.kind == "int8":
+            extra = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+            shape = (1, kv_heads, 1, model.head_dim_of(layer))
+            scales = ["", "", *(graph.weight(stored.shaped(*shape)) for stored in form.scales[cache.owner])]
+            if not outputs:
+                # The kernel asks for them, also where nothing is written.
+                outputs = [f"present_{word}.{cache.owner}@{layer}" for word in ("key", "value")]
+                self.again |= dict.fromkeys(outputs, cache.owner)
+        graph.ops(
+            "GroupQueryAttention",
+            [*rows, cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine, "position_ids", *scales],
+            [attended, *outputs], domain=CONTRIB, num_heads=model.heads, kv_num_heads=kv_heads, scale=1.0, local_window_size=window,
+            do_rotary=1, **extra,
+        )  # fmt: skip
+        return graph.op("Cast", attended, to=1) if form.kind == "f16" else attended
+
+    def keep(self, new: tuple[str, str], layer: int, present: CacheNames) -> None:
+        """Gives a layer's own keys and values away as the new rows `present`."""
+        named = self._form.kind == "f32"
+        rows = (
+            self.turned(new[0], layer, 1, present.key if named else None),
+            self._as_rows(new[1], layer, present.value if named else None),
+        )
+        if not named:
+            key, value = (
+                self._form.kept(self._graph, one, layer, part, name)
+                for part, (one, name) in enumerate(zip(rows, (present.key, present.value), strict=True))
+            )
+            self._own[present.key] = CacheNames(key=key, value=value, owner=layer, on_rows=True)
+
+    def turned(self, value: str, layer: int, heads: int, name: str | None = None) -> str:
+        """Rotary embedding of [1, T, heads x head_dim]; returns [1, 1, T x heads, head_dim]."""
+        graph, model = self._graph, self._model
+        inputs = self._inputs[model.layer_types[layer]]
+        turned = graph.op("RotaryEmbedding", value, "position_ids", inputs.cosine, inputs.sine, domain=CONTRIB, num_heads=heads)
+        return graph.op("Reshape", turned, graph.integers([1, 1, -1, model.head_dim_of(layer)]), name=name)
+
+    def _as_rows(self, value: str, layer: int, name: str | None) -> str:
+        """[1, T, head_dim] as [1, 1, T, head_dim]."""
+        return self._graph.op("Reshape", value, self._graph.integers([1, 1, -1, self._model.head_dim_of(layer)]), name=name)
+
+    def on_rows(self, query: str, layer: int, past: CacheNames, new: CacheNames | None) -> str:
+        """Attention to the rows of `past` and, up to each query's own place, to those of `new`."""
+        graph, model = self._graph, self._model
+        turned = self.turned(query, layer, model.heads)
+        scores = graph.op("FusedMatMul", turned, past.key, domain=CONTRIB, transB=1)
+        if new is None:
+            attended = graph.op("MatMul", graph.op("Softmax", scores, axis=-1), past.value)
+        else:
+            new = self._own.get(new.key, new)
+            own = graph.op("Add", graph.op("FusedMatMul", turned, new.key, domain=CONTRIB, transB=1), self._causal())
+            shares = graph.op("Softmax", graph.op("Concat", scores, own, axis=-1), axis=-1)
+            before, behind = graph.ops("Split", [shares, self._sizes(past, new)], 2, axis=-1)
+            attended = graph.op("Add", graph.op("MatMul", before, past.value), graph.op("MatMul", behind, new.value))
+        return graph.op("Reshape", attended, graph.integers([1, -1, model.heads * model.head_dim_of(layer)]))
+
+    def _causal(self) -> str:
+        """What is added to the scores [1, 1, T x heads, T] of a forward's own rows."""
+        if "causal" not in self._made:
+            graph, heads = self._graph, self._model.heads
+            queries = graph.op("Reshape", "position_ids", graph.integers([-1, 1, 1]))
+            seen = graph.op("GreaterOrEqual", queries, graph.op("Reshape", "position_ids", graph.integers([1, 1, -1])))
+            mask = graph.op("Where", seen, graph.floats(0.0), graph.floats(float(np.finfo(np.float32).min)))
+            apart = graph.op("Expand", mask, graph.integers([1, heads, 1]))
+            self._made["causal"] = graph.op("Flatten", apart, axis=2)
+        return self._made["causal"]
+
+    def _sizes(self, past: CacheNames, new: CacheNames) -> str:
+        """How many rows come from the cache and from the forward itself; the same for all full layers."""
+        if "sizes" not in self._made:
+            graph = self._graph
+            counts = [graph.op("Shape", names.key, start=2, end=3) for names in (past, new)]
+            self._made["sizes"] = graph.op("Concat", *counts, axis=0)
+        return self._made["sizes"]

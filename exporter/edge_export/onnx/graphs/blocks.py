@@ -1,0 +1,181 @@
+"""Gemma 4's decoder block as ONNX nodes, for targets and drafters. Math: transformers, models/gemma4/modeling_gemma4.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from edge_export.checkpoint.architecture import TextArchitecture
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graphs.attention import Attention, AttentionInputs, CacheNames
+from edge_export.onnx.graphs.experts import ExpertWeights, add_experts, store_experts
+from edge_export.onnx.graphs.kv import KvForm
+from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightForm
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockWeights:
+    """Everything a layer multiplies with, stored.
+
+    `key_value` is whether it has K and V of its own; their rows are below those of Q in `projection`. V, or K that is V too, may be
+    the `value` beside it.
+    """
+
+    norms: dict[str, Stored]
+    projection: Matrix
+    value: Matrix | None
+    key_value: bool
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
+    layer_scalar: Stored
+    per_layer: tuple[Matrix, Matrix] | None
+    experts: ExpertWeights | None
+
+
+_NORMS = (
+    "input_layernorm", "self_attn.q_norm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
+
+
+def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, form: WeightForm) -> BlockWeights:
+    """Writes a layer's weights to the data file."""
+    model, prefix = checkpoint.architecture, f"model.layers.{layer}."
+    owns = layer < model.owning_layers
+    norms = [*_NORMS, *(["self_attn.k_norm"] if owns else []), *(["post_per_layer_input_norm"] if model.per_layer_size else [])]
+    projections = ["q_proj", *(["k_proj"] if owns else [])]
+    if owns and not (model.k_eq_v and not model.is_sliding(layer)):
+        projections.append("v_proj")
+    sensitive = form.sensitive or form
+    apart = projections.pop() if owns and form.sensitive else None
+
+    def matrix(*names: str, form: WeightForm = form) -> Matrix:
+        return weights.matrix(checkpoint, [f"{prefix}{name}.weight" for name in names], form)
+
+    return BlockWeights(
+        norms={name: weights.vector(checkpoint, f"{prefix}{name}.weight") for name in norms},
+        projection=matrix(*(f"self_attn.{name}" for name in projections)), key_value=owns,
+        value=matrix(f"self_attn.{apart}", form=sensitive) if apart else None,
+        output=matrix("self_attn.o_proj"), gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"),
+        layer_scalar=weights.vector(checkpoint, f"{prefix}layer_scalar"),
+        per_layer=(matrix("per_layer_input_gate"), matrix("per_layer_projection", form=sensitive)) if model.per_layer_size else None,
+        experts=store_experts(weights, checkpoint, prefix, form) if model.experts else None,
+    )  # fmt: skip
+
+
+class Blocks:
+    """Emits the layers of one model into a graph."""
+
+    def __init__(self, graph: Graph, model: TextArchitecture, attention: dict[str, AttentionInputs], form: KvForm) -> None:
+        self._graph = graph
+        self._model = model
+        self.attends = Attention(graph, model, attention, form)
+
+    def norm(self, value: str, weight: str, epsilon_factor: float = 1.0) -> str:
+        """Root-mean-square norm over the last axis."""
+        return self._graph.op("RMSNormalization", value, weight, axis=-1, epsilon=self._model.norm_epsilon * epsilon_factor)
+
+    def block(
+        self, value: str, layer: int, weights: BlockWeights, *, cache: CacheNames, present: CacheNames | None = None, per_layer: str = ""
+    ) -> str:  # fmt: skip
+        """One decoder layer over value [1, T, hidden_size], which attends to `cache`.
+
+        A layer with K/V of its own adds them and calls them, or the buffers with them, `present`. On rows `present` are a forward's own
+        rows also for layers that share them.
+        """
+        graph = self._graph
+
+        def weight(name: str) -> str:
+            return graph.weight(weights.norms[name])
+
+        attended = self._attention(self.norm(value, weight("input_layernorm")), layer, weights, cache, present)
+        value = graph.op("Add", value, self.norm(graph.linear(attended, weights.output), weight("post_attention_layernorm")))
+        fed = self._gated(graph, self.norm(value, weight("pre_feedforward_layernorm")), weights.gate_up, weights.down)
+        if weights.experts is not None:
+            fed = self._with_experts(value, fed, weights.experts)
+        value = graph.op("Add", value, self.norm(fed, weight("post_feedforward_layernorm")))
+        if weights.per_layer is not None:
+            into, back = weights.per_layer
+            gated = graph.op("Mul", self._gelu(graph, graph.linear(value, into)), per_layer)
+            value = graph.op("Add", value, self.norm(graph.linear(gated, back), weight("post_per_layer_input_norm")))
+        return graph.op("Mul", value, graph.weight(weights.layer_scalar))
+
+    def _attention(self, value: str, layer: int, weights: BlockWeights, cache: CacheNames, present: CacheNames | None) -> str:
+        attention, head_dim = self.attends, self._model.head_dim_of(layer)
+        query, new = self._projected(value, layer, weights)
+        query = self._head_norm(query, self._graph.weight(weights.norms["self_attn.q_norm"]), self._model.heads, head_dim)
+        if not cache.on_rows:
+            return attention.on_buffers(query, new, layer, cache, present, self.window_of(layer))
+        if new is not None:
+            assert present is not None
+            attention.keep(new, layer, present)
+        return attention.on_rows(query, layer, cache, present)
+
+    def _projected(self, value: str, layer: int, weights: BlockWeights) -> tuple[str, tuple[str, str] | None]:
+        """Queries, and normed keys and values where the layer has its own."""
+        graph, model = self._graph, self._model
+        heads, kv_heads, head_dim = model.heads, model.kv_heads_of(layer), model.head_dim_of(layer)
+        projected = graph.linear(value, weights.projection)
+        if not weights.key_value:
+            return projected, None
+        rows = kv_heads * head_dim
+        together = (weights.projection.rows - heads * head_dim) // rows
+        parts = self._split(graph, projected, [heads * head_dim, *[rows] * together]) if together else [projected]
+        if weights.value is not None:
+            parts.append(graph.linear(value, weights.value))
+        key = self._head_norm(parts[1], graph.weight(weights.norms["self_attn.k_norm"]), kv_heads, head_dim)
+        return parts[0], (key, self._head_norm(parts[-1], graph.floats([1.0] * head_dim), kv_heads, head_dim))
+
+    def window_of(self, layer: int) -> int:
+        """How many keys a query of this layer sees, its own among them; -1 for all."""
+        return self._model.window if self._model.is_sliding(layer) else -1
+
+    def _head_norm(self, value: str, weight: str, heads: int, head_dim: int) -> str:
+        graph = self._graph
+        apart = graph.op("Reshape", value, graph.integers([0, 0, heads, head_dim]))
+        return graph.op("Reshape", self.norm(apart, weight), graph.integers([0, 0, heads * head_dim]))
+
+    def _with_experts(self, value: str, fed: str, weights: ExpertWeights) -> str:
+        graph, model = self._graph, self._model
+        mixed = add_experts(graph, model, weights, value, norm=self.norm, gated=self._gated)
+        dense = self.norm(fed, graph.weight(weights.norms["post_feedforward_layernorm_1"]))
+        return graph.op("Add", dense, self.norm(mixed, graph.weight(weights.norms["post_feedforward_layernorm_2"])))
+
+    def _gated(self, graph: Graph, value: str, gate_up: Matrix, down: Matrix) -> str:
+        """The gated feed-forward; its nodes go into `graph`, which may be a branch."""
+        gate, up = self._split(graph, graph.linear(value, gate_up), [down.columns] * 2)
+        return graph.linear(graph.op("Mul", self._gelu(graph, gate), up), down)
+
+    def _gelu(self, graph: Graph, value: str) -> str:
+        return graph.op("Gelu", value, approximate="tanh")
+
+    def _split(self, graph: Graph, value: str, sizes: list[int]) -> list[str]:
+        return graph.ops("Split", [value, graph.integers(sizes)], len(sizes), axis=-1)
+
+
+class DrafterBlocks(Blocks):
+    """A drafter's layers: every one reads the target's rows, up to `window` + 1 of them on sliding layers.
+
+    The query stands behind the newest row, and transformers admits distances up to `window`
+    (masking_utils.py, sliding_window_bidirectional_overlay).
+    """
+
+    def window_of(self, layer: int) -> int:
+        """How many of the target's rows a query of this layer sees."""
+        return self._model.window + 1 if self._model.is_sliding(layer) else -1
+
+
+def per_layer_inputs(
+    graph: Graph, norm: Callable[[str, str, float], str], model: TextArchitecture, embedded: str, identity: str,
+    projection: Matrix, weight: Stored,
+) -> list[str]:  # fmt: skip
+    """Splits the per-layer embeddings [1, T, per_layer_size] of every layer out of `identity` plus the projection of `embedded`.
+
+    `weight` is the projection norm's, times 1/sqrt(2); `identity` is scaled alike. The projection's own scale 1/sqrt(hidden_size) is in
+    the norm's epsilon: a norm does not change when its input and the square root of its epsilon are scaled together.
+    """
+    apart = graph.op("Reshape", graph.linear(embedded, projection), graph.integers([0, 0, model.layers, model.per_layer_size]))
+    normed = norm(apart, graph.weight(weight), float(model.hidden_size))
+    together = graph.op("Add", graph.op("Reshape", normed, graph.integers([0, 0, model.layers * model.per_layer_size])), identity)
+    return graph.equal_parts(together, model.layers, model.per_layer_size)

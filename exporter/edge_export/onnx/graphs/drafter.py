@@ -1,0 +1,134 @@
+"""The drafter as one ONNX graph: a Loop over draft steps with a run-time length, and an early end where it is unsure of itself.
+
+A step: embedding of the newest token and a hidden row in, four or so layers on the target's K/V rows, a head, the next hidden row out.
+All steps stand at the position of the first (transformers, Gemma4AssistantForCausalLM and its candidate generator).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+
+from edge_export.checkpoint.architecture import AssistantArchitecture, TextArchitecture
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graphs.attention import CacheNames, counted_kinds, declare_attention, declare_caches
+from edge_export.onnx.graphs.blocks import BlockWeights, DrafterBlocks, store_block
+from edge_export.onnx.graphs.kv import KvForm
+from edge_export.onnx.graphs.sparse_head import Head, sparse_head
+from edge_export.onnx.graphs.target import embed
+from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightForm
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    table: Matrix
+    before: Matrix
+    after: Matrix
+    layers: list[BlockWeights]
+    norm: Stored
+    head: Head
+
+
+def write_drafter(
+    target: TextArchitecture, sources: tuple[int, ...], checkpoint: Checkpoint, weights: WeightFile, path: Path, *,
+    table: Matrix, form: WeightForm, head_form: WeightForm, kv: KvForm,
+) -> set[str]:  # fmt: skip
+    """Writes the drafter's graph; `sources[i]` is the target layer whose rows layer i reads, `table` the target's token embedding.
+
+    Returns the contrib ops in use. Outputs: `drafts` int64 [n], `probabilities` float32 [n] (1 unless `least_probability` is above 0),
+    `scores` float32 [n, candidates] and `candidates` int64 [n, candidates] (both without columns unless `with_scores`), `hidden_out`.
+    """
+    model = checkpoint.assistant
+    stored = _stored(checkpoint, weights, table, form, head_form)
+    graph = Graph("drafter")
+    caches = declare_caches(graph, target, sorted(set(sources)), kv, drafter=True)
+    attention = declare_attention(graph, model, 1, counted_kinds(target, caches), kv)
+    token, hidden = graph.input("token", "i64", (1, 1)), graph.input("hidden", "f32", (1, 1, model.target_hidden_size))
+    length, least = graph.input("draft_length", "i64", ()), graph.input("least_probability", "f32", ())
+    graph.input("with_scores", "bool", ())
+    body = graph.subgraph("step")
+    body.input("step_index", "i64", ())
+    body.input("step_condition", "bool", ())
+    inner = body.input("step_token", "i64", (1, 1)), body.input("step_hidden", "f32", (1, 1, model.target_hidden_size))
+    blocks = DrafterBlocks(body, model, attention, kv)
+    _step(body, blocks, model, stored, [caches[layer] for layer in sources], inner, least)
+    names = ["token_out", "hidden_out", "drafts", "probabilities", "scores", "candidates"]
+    graph.ops("Loop", [length, "", token, hidden], names, body=body)
+    graph.output("drafts", "i64", ("drafted",))
+    graph.output("probabilities", "f32", ("drafted",))
+    graph.output("scores", "f32", ("drafted", "scored"))
+    graph.output("candidates", "i64", ("drafted", "listed"))
+    graph.output("hidden_out", "f32", (1, 1, model.target_hidden_size))
+    graph.save(path)
+    return graph.contrib_ops
+
+
+def _stored(checkpoint: Checkpoint, weights: WeightFile, table: Matrix, form: WeightForm, head_form: WeightForm) -> _Weights:
+    model = checkpoint.assistant
+    return _Weights(
+        table=table,
+        before=weights.matrix(checkpoint, ["pre_projection.weight"], form),
+        after=weights.matrix(checkpoint, ["post_projection.weight"], form),
+        layers=[store_block(weights, checkpoint, layer, form) for layer in range(model.layers)],
+        norm=weights.vector(checkpoint, "model.norm.weight"),
+        head=sparse_head(checkpoint, weights, head_form) if model.ordered_embeddings else _dense_head(checkpoint, weights, head_form),
+    )  # fmt: skip
+
+
+def _step(
+    graph: Graph, blocks: DrafterBlocks, model: AssistantArchitecture, weights: _Weights, caches: list[CacheNames],
+    inner: tuple[str, str], least: str,
+) -> None:  # fmt: skip
+    token, hidden = inner
+    embedded = embed(graph, weights.table, token, sqrt(model.target_hidden_size))
+    value = graph.linear(graph.op("Concat", embedded, hidden, axis=-1), weights.before)
+    for layer, cache in enumerate(caches):
+        value = blocks.block(value, layer, weights.layers[layer], cache=cache)
+    value = blocks.norm(value, graph.weight(weights.norm))
+    following = graph.linear(value, weights.after)
+    scores, candidates = weights.head(graph, value)
+    best = graph.op("ArgMax", scores, axis=0, keepdims=1)
+    drafted = graph.op("Gather", candidates, best, axis=0) if candidates else best
+    probability = _probability(graph, scores, least)
+    going_on = graph.op("GreaterOrEqual", probability, least)
+    graph.output(going_on, "bool", ())
+    graph.output(graph.op("Reshape", drafted, graph.integers([1, 1])), "i64", (1, 1))
+    graph.output(following, "f32", (1, 1, model.target_hidden_size))
+    graph.output(graph.op("Squeeze", drafted, graph.integers([0])), "i64", ())
+    graph.output(probability, "f32", ())
+    graph.output(_if_wanted(graph, scores, "f32"), "f32", ("scored",))
+    graph.output(_if_wanted(graph, candidates, "i64"), "i64", ("listed",))
+
+
+def _probability(graph: Graph, scores: str, least: str) -> str:
+    """The likeliest token's share among the scored ones, computed where a least probability is asked for, else 1."""
+    asked = graph.op("Greater", least, graph.floats(0))
+    share, one = graph.subgraph("share"), graph.subgraph("certain")
+    top = share.op("ReduceMax", scores, keepdims=1)
+    weights = share.op("ReduceSum", share.op("Exp", share.op("Sub", scores, top)), keepdims=0)
+    share.output(share.op("Reciprocal", weights), "f32", ())
+    one.output(one.op("Identity", graph.floats(1)), "f32", ())
+    return graph.op("If", asked, then_branch=share, else_branch=one)
+
+
+def _if_wanted(graph: Graph, values: str | None, kind: str) -> str:
+    """`values` [n] where `with_scores` says that somebody reads them, else an empty array."""
+    none = graph.floats([]) if kind == "f32" else graph.integers([])
+    if values is None:
+        return graph.op("Identity", none)
+    wanted, unwanted = graph.subgraph("wanted"), graph.subgraph("unwanted")
+    wanted.output(wanted.op("Identity", values), kind, ("n",))
+    unwanted.output(unwanted.op("Identity", none), kind, ("n",))
+    return graph.op("If", "with_scores", then_branch=wanted, else_branch=unwanted)
+
+
+def _dense_head(checkpoint: Checkpoint, weights: WeightFile, form: WeightForm) -> Head:
+    """All tokens are candidates."""
+    table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], form)
+
+    def head(graph: Graph, value: str) -> tuple[str, str | None]:
+        return graph.op("Reshape", graph.linear(value, table), graph.integers([table.rows])), None
+
+    return head

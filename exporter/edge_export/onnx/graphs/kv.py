@@ -1,0 +1,100 @@
+"""The types K/V rows are kept in: float32, float16, or int8 with one scale for each channel of each head, fixed when the graphs are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.safetensors import read_float_chunks
+from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.request import KvKind
+from edge_export.onnx.weights import Stored, ValueType, WeightFile
+from edge_runtime.bundle.bundle import CacheBuffer, Rotation
+
+_TYPES: dict[KvKind, ValueType] = {"f32": "f32", "f16": "f16", "int8": "i8"}
+_LEVELS = 127
+# Other text reaches further than the text that scales are measured on.
+_HEADROOM = 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvForm:
+    """How rows are kept. `scales`, of int8 only, are those of each owning layer's keys and values, float32 [kv_heads x head_dim]."""
+
+    kind: KvKind
+    scales: Mapping[int, tuple[Stored, Stored]] = field(default_factory=dict)
+
+    @property
+    def type(self) -> ValueType:
+        """The type of the buffers."""
+        return _TYPES[self.kind]
+
+    def widened(self, graph: Graph, rows: str, layer: int, part: int) -> str:
+        """Float32 of kept rows [1, 1, n, head_dim] of an owning layer; `part` is 0 for keys, 1 for values."""
+        if self.kind == "f32":
+            return rows
+        if self.kind == "f16":
+            return graph.op("Cast", rows, to=1)
+        return graph.op("DequantizeLinear", rows, graph.weight(self.scales[layer][part]), axis=3)
+
+    def kept(self, graph: Graph, rows: str, layer: int, part: int, name: str) -> str:
+        """Names `rows` [1, 1, n, head_dim], float32, as they are kept in a smaller type; returns them as they will be read, float32 again."""
+        if self.kind == "f16":
+            graph.op("Cast", rows, name=name, to=10)
+        else:
+            graph.op("QuantizeLinear", rows, graph.weight(self.scales[layer][part]), name=name, axis=3, output_dtype=3)
+        return self.widened(graph, name, layer, part)
+
+
+FLOAT_ROWS = KvForm(kind="f32")
+
+
+def store_kv(kind: KvKind, checkpoint: Checkpoint, weights: WeightFile) -> KvForm:
+    """Returns the form of the rows; scales of int8 are the largest that norms allow, until `fit_scales` knows better."""
+    model = checkpoint.architecture
+    if kind != "int8":
+        return KvForm(kind=kind)
+    scales = {}
+    for layer in range(model.owning_layers):
+        channels, bound = model.kv_heads_of(layer) * model.head_dim_of(layer), sqrt(model.head_dim_of(layer)) / _LEVELS
+        norm = np.concatenate(list(read_float_chunks(checkpoint.tensors[f"model.layers.{layer}.self_attn.k_norm.weight"], "f32")))
+        scales[layer] = tuple(
+            weights.array(np.full(channels, bound * most, np.float32), "f32") for most in (max(float(np.abs(norm).max()), 1e-6), 1.0)
+        )
+    return KvForm(kind=kind, scales=scales)  # type: ignore[arg-type]
+
+
+def fit_scales(
+    form: KvForm, data: Path, buffers: Sequence[CacheBuffer], rotations: Sequence[Rotation], seen: Mapping[str, NDArray[Any]]
+) -> None:  # fmt: skip
+    """Puts the scales that `seen` needs into the data file: `seen` are rows int8 [kv_heads, n, head_dim] by buffer, kept with the first scales."""
+    turned = {rotation.kind: rotation.rotated_pairs for rotation in rotations}
+    with data.open("r+b") as file:
+        for buffer in buffers:
+            for part, name in enumerate((buffer.key, buffer.value)):
+                stored = form.scales[buffer.layer][part]
+                file.seek(stored.offset)
+                old = np.frombuffer(file.read(stored.length), np.float32).reshape(buffer.kv_heads, 1, buffer.head_dim)
+                rows = seen[name].astype(np.float32) * old
+                most = _amplitudes(rows, turned[buffer.kind]) if part == 0 else np.abs(rows).max(axis=1)
+                # Never below a level of the first scales, in whose steps it was seen.
+                scales = np.maximum(most * _HEADROOM, old[:, 0]) / _LEVELS
+                file.seek(stored.offset)
+                file.write(scales.astype("<f4").tobytes())
+
+
+def _amplitudes(keys: NDArray[np.float32], pairs: int) -> NDArray[np.float32]:
+    """How far each channel of turned keys [kv_heads, n, head_dim] can go at any position: [kv_heads, head_dim]."""
+    half = keys.shape[2] // 2
+    first, second = keys[:, :, :pairs], keys[:, :, half : half + pairs]
+    lengths = np.sqrt(first**2 + second**2).max(axis=1)
+    found: NDArray[np.float32] = np.abs(keys).max(axis=1)
+    found[:, :pairs] = found[:, half : half + pairs] = lengths
+    return found

@@ -1,0 +1,97 @@
+"""The sparse head of a drafter's graph: only the tokens of the best centroids are scored (transformers, Gemma4AssistantMaskedEmbedder).
+
+A centroid's output rows lie in one piece. In whole numbers they lie transposed, [hidden_size, tokens of a centroid], which is the right
+operand of MatMulInteger as it is: what is gathered is multiplied with, and never widened to float32 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_export.checkpoint.centroid_rows import cluster_rows
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.tensor_shapes import CENTROIDS
+from edge_export.gguf.split_head import token_order
+from edge_export.onnx.block_quantization import round_rows
+from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.weights import WeightFile, WeightForm
+
+# Emits a head over a hidden row [1, 1, hidden_size]: scores float32 [n] and the tokens int64 [n] they belong to, None for all tokens.
+Head = Callable[[Graph, str], tuple[str, str | None]]
+# Emits the scores [n] of a hidden row over the clusters [k] that are named.
+_Scores = Callable[[Graph, str, str], str]
+
+
+def sparse_head(checkpoint: Checkpoint, weights: WeightFile, form: WeightForm) -> Head:
+    """Stores centroids and output rows; those in blocks of whole numbers get 8 bits, and the output rows one scale for each row."""
+    model = checkpoint.assistant
+    order = token_order(checkpoint)
+    tokens = weights.array(order.astype("<i4").reshape(model.centroids, -1), "i32")
+    rounded = form.kind == "blocks"
+    centroids = weights.matrix(checkpoint, [CENTROIDS], form if rounded else WeightForm(kind="f32"))
+    scores = _rounded_scores(checkpoint, weights, order) if rounded else _float_scores(checkpoint, weights, order, form)
+
+    def head(graph: Graph, value: str) -> tuple[str, str | None]:
+        shares = graph.op("Reshape", graph.linear(value, centroids), graph.integers([model.centroids]))
+        _, best = graph.ops("TopK", [shares, graph.integers([model.top_centroids])], 2, sorted=0)
+        ids = graph.op("Reshape", graph.op("Gather", graph.weight(tokens), best, axis=0), graph.integers([-1]))
+        return scores(graph, value, best), graph.op("Cast", ids, to=7)
+
+    return head
+
+
+def _float_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np.int32], form: WeightForm) -> _Scores:
+    model = checkpoint.assistant
+    rows = weights.matrix_of(
+        cluster_rows(checkpoint, order), "model.embed_tokens.weight", model.vocab_size, model.hidden_size, form
+    ).regrouped(model.centroids)
+
+    def scores(graph: Graph, value: str, best: str) -> str:
+        near = graph.op("Reshape", graph.gather(rows, best), graph.integers([-1, model.hidden_size]))
+        column = graph.op("Reshape", value, graph.integers([model.hidden_size, 1]))
+        return graph.op("Reshape", graph.op("MatMul", near, column), graph.integers([-1]))
+
+    return scores
+
+
+def _rounded_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np.int32]) -> _Scores:
+    """Products of the row with rounded output rows. The row goes in as two of 8 bits, itself and what rounding left of it.
+
+    One alone would leave few levels to most channels where a few are large. A rounded row is scale * (level - zero). The sums of a row of weights, which `zero` is multiplied with, are stored beside its scale:
+    without zero points MatMulInteger takes a kernel for a single row.
+    """
+    model = checkpoint.assistant
+    per_centroid, hidden = model.vocab_size // model.centroids, model.hidden_size
+    scaling: list[NDArray[np.float32]] = []
+
+    def pieces() -> Iterator[NDArray[Any]]:
+        for rows in cluster_rows(checkpoint, order):
+            levels, scales = round_rows(rows)
+            scaling.append(np.stack([scales, scales * levels.sum(axis=1, dtype=np.int32)], axis=1))
+            yield np.ascontiguousarray(levels.reshape(-1, per_centroid, hidden).transpose(0, 2, 1))
+
+    stored = weights.pieces(pieces(), "i8", (model.centroids, hidden, per_centroid))
+    both = np.concatenate(scaling).reshape(model.centroids, per_centroid, 2).transpose(0, 2, 1)
+    factors = weights.array(np.ascontiguousarray(both, np.float32), "f32")
+
+    def scores(graph: Graph, value: str, best: str) -> str:
+        near = graph.op("Gather", graph.weight(stored), best, axis=0)
+        of_rows, of_zero = graph.ops("Split", [graph.op("Gather", graph.weight(factors), best, axis=0)], 2, axis=1, num_outputs=2)
+        coarse, rest = _product(graph, value, near, of_rows, of_zero)
+        fine, _ = _product(graph, rest, near, of_rows, of_zero)
+        return graph.op("Reshape", graph.op("Add", coarse, fine), graph.integers([-1]))
+
+    return scores
+
+
+def _product(graph: Graph, value: str, near: str, of_rows: str, of_zero: str) -> tuple[str, str]:
+    """The product of a row rounded to 8 bits with the weights, and what rounding left of the row."""
+    levels, scale, zero = graph.ops("DynamicQuantizeLinear", [value], 3)
+    products = graph.op("Cast", graph.op("MatMulInteger", levels, near), to=1)
+    taken = graph.op("Mul", of_zero, graph.op("Cast", zero, to=1))
+    found = graph.op("Mul", graph.op("Sub", graph.op("Mul", products, of_rows), taken), scale)
+    return found, graph.op("Sub", value, graph.op("DequantizeLinear", levels, scale, zero))

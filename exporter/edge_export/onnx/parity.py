@@ -1,0 +1,196 @@
+"""Do the ONNX graphs compute what the checkpoint computes? As `parity`, with the runtime's onnxruntime backend.
+
+The reference's assistant runs as it is here: with its sparse head, if it has one, and its own attention window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
+from edge_export.errors import ParityError
+from edge_export.onnx.request import KvKind, OnnxWeights
+from edge_export.parity.divergence import Divergence, divergence
+from edge_export.parity.drafter_confidence import ROOM
+from edge_export.parity.gguf import (
+    DRAFT_LENGTH,
+    MIN_CONTEXT,
+    ROWS,
+    TEXT,
+    Limits,
+    ReferenceRequest,
+    Rowset,
+    check_tokenizer,
+    demand,
+    export_rowset,
+    installed,
+    parity_tokens,
+    reference_rows,
+    why_not,
+)
+from edge_runtime.bundle.bundle import CacheLayout, OnnxGraphs, StaticGraphs
+from edge_runtime.errors import EdgeRuntimeError
+
+_RANGE = "range."
+# Both sides compute in float32; what is left is the order of summation. On the reference pair the logits are within 1e-4.
+LIMITS = Limits(max_abs_difference=0.01, mean_kl=1e-4, greedy_agreement=0.99, draft_agreement=0.99)
+# Mean KL of quantized graphs in nats, as parity.QUANTIZED_KL_LIMITS.
+QUANTIZED_KL_LIMITS: dict[OnnxWeights, float] = {"f32": LIMITS.mean_kl, "f16": 0.02, "int8": 0.1, "int4": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxParityRequest(ReferenceRequest):
+    """What is compared: `exported` are the bundle's files by role, `plain` the same with float32 weights (or the same files)."""
+
+    plain: dict[str, Path]
+    exported: dict[str, Path]
+    layout: CacheLayout
+    plain_layout: CacheLayout
+    graphs: OnnxGraphs
+    static: StaticGraphs | None = None
+    hidden_size: int
+    vocab_size: int
+    weights: OnnxWeights
+    kv: KvKind = "f32"
+
+
+def onnx_why_not(request: ReferenceRequest) -> str | None:
+    """Returns the reason why parity cannot be measured here, or None if it can."""
+    if request.context < MIN_CONTEXT:
+        return f"the comparison takes {MIN_CONTEXT} tokens, the target's context is {request.context}"
+    return why_not(request.parameters, "onnxruntime", "onnx")
+
+
+def measure_onnx_parity(request: OnnxParityRequest) -> dict[str, Any]:
+    """Returns the figures for the manifest.
+
+    Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond its limit, or if the graphs do not run.
+    """
+    tokens = parity_tokens(request)
+    try:
+        plain = _rows(request, request.plain, request.plain_layout, tokens)
+        final = plain if request.plain == request.exported else _rows(request, request.exported, request.layout, tokens)
+    except EdgeRuntimeError as error:
+        raise ParityError(f"the export does not run in onnxruntime: {error}; correct that, or export with --no-verify") from error
+    logits, agreements = reference_rows(request, tokens, [plain, final], as_llama=False)
+    figures = _judged(request, len(tokens), divergence(logits, plain.logits), divergence(logits, final.logits), agreements)
+    figures["drafts"]["confidence"] = final.confidence
+    return figures
+
+
+def _judged(request: OnnxParityRequest, length: int, plain: Divergence, final: Divergence, agreements: list[float]) -> dict[str, Any]:
+    kl_limit = max(QUANTIZED_KL_LIMITS[request.weights], QUANTIZED_KL_LIMITS[request.kv])
+    demand("largest logit difference of the f32 graph", plain.max_abs_difference, most=LIMITS.max_abs_difference)
+    demand("mean KL of the f32 graph", plain.mean_kl, most=LIMITS.mean_kl)
+    demand("greedy agreement of the f32 graph", plain.greedy_agreement, least=LIMITS.greedy_agreement)
+    demand("share of the f32 graph's drafts that are the reference assistant's", agreements[0], least=LIMITS.draft_agreement)
+    demand(f"mean KL of the {request.weights} graph", final.mean_kl, most=kl_limit)
+    return {
+        "reference": "transformers in float32",
+        "versions": {name: installed(name) for name in ("torch", "transformers", "onnxruntime")},
+        "tokens": length,
+        "rows": ROWS,
+        "unquantized": {"weight_type": "f32", **asdict(plain)},
+        "quantized": {"quantization": request.weights, **asdict(final)},
+        "drafts": {"draft_length": DRAFT_LENGTH, "unquantized_agreement": agreements[0], "quantized_agreement": agreements[1]},
+        "limits": {"unquantized": asdict(LIMITS), "quantized": {"mean_kl": kl_limit}},
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxPair:
+    """Written graphs, by role, and what a reader must know of them."""
+
+    files: dict[str, Path]
+    layout: CacheLayout
+    graphs: OnnxGraphs
+    static: StaticGraphs | None
+    tokenizer: Path
+    hidden_size: int
+    vocab_size: int
+
+
+def measure_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
+    """Runs watched static graphs over the test text; per matrix the least and greatest value in and out, [4]. Raises ParityError."""
+    try:
+        return _seen_ranges(pair)
+    except EdgeRuntimeError as error:
+        raise ParityError(f"the graphs to calibrate with do not run in onnxruntime: {error}; choose another --device") from error
+
+
+def measure_rows(pair: OnnxPair) -> dict[str, NDArray[Any]]:
+    """Runs the target over the test text, as much of it as a window holds; returns its K/V rows [kv_heads, n, head_dim] by buffer.
+
+    Raises ParityError.
+    """
+    window = pair.layout.sliding.window if pair.layout.sliding else None
+    context = min(pair.layout.full.capacity, window or pair.layout.full.capacity)
+    try:
+        target, _ = _opened(pair, context, 1)
+        with target:
+            tokens = target.vocabulary.encode(TEXT)[:context]
+            target.prefill(tokens)
+            return {name: target.cache.array(name)[0, :, : len(tokens)].copy() for name in target.cache.names}
+    except EdgeRuntimeError as error:
+        raise ParityError(f"the graphs to calibrate with do not run in onnxruntime: {error}; choose another --onnx-kv") from error
+
+
+def _seen_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
+    from edge_runtime.backends.onnx.static_target import StaticOrtTarget
+
+    context = pair.layout.full.capacity
+    target, drafter = _opened(pair, context, 1)
+    seen: dict[str, NDArray[np.float32]] = {}
+    assert isinstance(target, StaticOrtTarget)
+    assert pair.static is not None
+    assert drafter is not None
+    rows = pair.static.verify_rows
+    with target:
+        tokens = target.vocabulary.encode(TEXT)[:context]
+        for end in range(rows, len(tokens), rows):
+            target.verify(tokens[end - rows : end])
+            _widen(seen, target.outputs(rows))
+            for length in (1, 2, 3):
+                drafter.draft(tokens[end], length)
+                _widen(seen, drafter.outputs)
+    return seen
+
+
+def _widen(seen: dict[str, NDArray[np.float32]], outputs: dict[str, NDArray[Any]]) -> None:
+    for name, ends in outputs.items():
+        if name.startswith(_RANGE):
+            known = seen.setdefault(name.removeprefix(_RANGE), ends.copy())
+            known[0::2] = np.minimum(known[0::2], ends[0::2])
+            known[1::2] = np.maximum(known[1::2], ends[1::2])
+
+
+def _opened(pair: OnnxPair, context: int, threads: int) -> tuple[Any, Any]:
+    from edge_runtime.backends.onnx.open import OrtOptions, PairFiles, StaticParts, open_pair
+
+    static, files = None, pair.files
+    if pair.static is not None:
+        static = StaticParts(
+            facts=pair.static, prefill=files["target_prefill"], row=files["target_row"], embedding=files["embedding"],
+            per_layer_embedding=files.get("per_layer_embedding"),
+        )  # fmt: skip
+    opened = PairFiles(
+        target=files["target"], target_head=files.get("target_head"), drafter=files["drafter"], tokenizer=pair.tokenizer,
+        layout=pair.layout, graphs=pair.graphs, hidden_size=pair.hidden_size, vocab_size=pair.vocab_size, static=static,
+    )  # fmt: skip
+    return open_pair(opened, OrtOptions(context=context, threads=threads))
+
+
+def _rows(request: OnnxParityRequest, files: dict[str, Path], layout: CacheLayout, tokens: list[int]) -> Rowset:
+    pair = OnnxPair(
+        files=files, layout=layout, graphs=request.graphs, static=request.static, hidden_size=request.hidden_size,
+        vocab_size=request.vocab_size, tokenizer=request.tokenizer_folder / TOKENIZER_NAME,
+    )  # fmt: skip
+    target, drafter = _opened(pair, min(len(tokens) + ROOM, layout.full.capacity), request.threads)
+    with target:
+        check_tokenizer(request, target.vocabulary.encode(TEXT, add_bos=False), "the runtime")
+        return export_rowset(target, drafter, tokens)

@@ -1,0 +1,1 @@
+"""The same with static shapes, for NPUs."""

@@ -1,0 +1,139 @@
+"""Gemma 4's decoder block in plain operators of opset 21 with fixed shapes, as NPUs take it. Math: as in onnx_blocks.
+
+Attention reads a buffer of past rows and the rows it makes itself, and gives the latter away: the host writes those that count into the
+buffer, so rolling back costs nothing. What a query sees, a mask from the host says, so a sliding buffer may be a ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import pi, sqrt
+
+import numpy as np
+
+from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
+from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graphs.attention import CacheNames
+from edge_export.onnx.graphs.blocks import Blocks, BlockWeights
+from edge_export.onnx.graphs.kv import FLOAT_ROWS
+
+_WORDS = {SLIDING: "sliding", FULL: "full"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Fixed sizes of a graph: the rows of a forward, and those of the buffers by kind of layer."""
+
+    rows: int
+    buffers: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticInputs:
+    """A kind of layer's `cosine` and `sine` [1, rows, 1, head_dim/2] and additive `mask` [1, 1, rows, buffer rows + new rows]."""
+
+    cosine: str
+    sine: str
+    mask: str
+
+
+def declare_static(graph: Graph, model: TextArchitecture, shape: Shape, new_rows: int) -> dict[str, StaticInputs]:
+    """Declares, per kind of layer there is, the inputs of its attention."""
+    declared = {}
+    for kind, word in _WORDS.items():
+        if kind not in model.layer_types:
+            continue
+        half = model.head_dim_of(model.layer_types.index(kind)) // 2
+        turning = (1, shape.rows, 1, half)
+        declared[kind] = StaticInputs(
+            cosine=graph.input(f"cosine_{word}", "f32", turning), sine=graph.input(f"sine_{word}", "f32", turning),
+            mask=graph.input(f"mask_{word}", "f32", (1, 1, shape.rows, shape.buffers[kind] + new_rows)),
+        )  # fmt: skip
+    return declared
+
+
+def declare_buffer(graph: Graph, model: TextArchitecture, shape: Shape, layer: int) -> CacheNames:
+    """Declares the buffers of an owning layer of the target, which the graph reads only."""
+    size = (1, model.kv_heads_of(layer), shape.buffers[model.layer_types[layer]], model.head_dim_of(layer))
+    return CacheNames(key=graph.input(f"key.{layer}", "f32", size), value=graph.input(f"value.{layer}", "f32", size), owner=layer)
+
+
+class StaticBlocks(Blocks):
+    """Emits the layers of one model with fixed shapes."""
+
+    def __init__(self, graph: Graph, model: TextArchitecture, shape: Shape, inputs: dict[str, StaticInputs]) -> None:
+        super().__init__(graph, model, {}, FLOAT_ROWS)
+        self._shape = shape
+        self._static_inputs = inputs
+        self._new_rows: dict[str, CacheNames] = {}
+
+    def norm(self, value: str, weight: str, epsilon_factor: float = 1.0) -> str:
+        """Root-mean-square norm over the last axis."""
+        return self._graph.op("Mul", self._unweighted_norm(value, epsilon_factor), weight)
+
+    def _unweighted_norm(self, value: str, epsilon_factor: float = 1.0) -> str:
+        graph = self._graph
+        mean = graph.op("ReduceMean", graph.op("Mul", value, value), graph.integers([-1]), keepdims=1)
+        return graph.op("Div", value, graph.op("Sqrt", graph.op("Add", mean, graph.floats(self._model.norm_epsilon * epsilon_factor))))
+
+    def _gelu(self, graph: Graph, value: str) -> str:
+        """GELU by its tanh formula."""
+        cubed = graph.op("Mul", graph.op("Mul", value, value), value)
+        inner = graph.op("Add", value, graph.op("Mul", cubed, graph.floats(0.044715)))
+        turned = graph.op("Tanh", graph.op("Mul", inner, graph.floats(sqrt(2 / pi))))
+        return graph.op("Mul", graph.op("Mul", value, graph.floats(0.5)), graph.op("Add", turned, graph.floats(1)))
+
+    def _attention(self, value: str, layer: int, weights: BlockWeights, cache: CacheNames, present: CacheNames | None) -> str:
+        graph, model = self._graph, self._model
+        heads, kv_heads, head_dim = model.heads, model.kv_heads_of(layer), model.head_dim_of(layer)
+        query = graph.linear(value, weights.projection)
+        if weights.key_value:
+            assert present is not None
+            rows = kv_heads * head_dim
+            key_is_value = weights.projection.rows == heads * head_dim + rows
+            parts = self._split(graph, query, [heads * head_dim, *[rows] * (1 if key_is_value else 2)])
+            query = parts[0]
+            key = self.norm(self._apart(parts[1], kv_heads, head_dim), graph.weight(weights.norms["self_attn.k_norm"]))
+            own = self._unweighted_norm(self._apart(parts[-1], kv_heads, head_dim))
+            graph.op("Transpose", self._turned(key, layer), perm=[0, 2, 1, 3], name=present.key)
+            graph.op("Transpose", own, perm=[0, 2, 1, 3], name=present.value)
+            self._new_rows[cache.key] = present
+        query = self.norm(self._apart(query, heads, head_dim), graph.weight(weights.norms["self_attn.q_norm"]))
+        return self._attended(self._turned(query, layer), layer, cache, self._new_rows.get(cache.key))
+
+    def _apart(self, value: str, heads: int, head_dim: int) -> str:
+        return self._graph.op("Reshape", value, self._graph.integers([1, self._shape.rows, heads, head_dim]))
+
+    def _turned(self, value: str, layer: int) -> str:
+        """Rotary embedding of value [1, rows, heads, head_dim]."""
+        graph, inputs = self._graph, self._static_inputs[self._model.layer_types[layer]]
+        half = self._model.head_dim_of(layer) // 2
+        first, second = self._split(graph, value, [half, half])
+        left = graph.op("Sub", graph.op("Mul", first, inputs.cosine), graph.op("Mul", second, inputs.sine))
+        right = graph.op("Add", graph.op("Mul", second, inputs.cosine), graph.op("Mul", first, inputs.sine))
+        return graph.op("Concat", left, right, axis=-1)
+
+    def _attended(self, query: str, layer: int, cache: CacheNames, new: CacheNames | None) -> str:
+        """Attention of query [1, rows, heads, head_dim], the heads of one K/V head one below the other."""
+        graph, model, rows = self._graph, self._model, self._shape.rows
+        kind, heads, kv_heads, head_dim = model.layer_types[layer], model.heads, model.kv_heads_of(layer), model.head_dim_of(layer)
+        group, held = heads // kv_heads, self._shape.buffers[kind]
+        sizes = [held, rows] if new else [held]
+
+        def shaped(value: str, *shape: int) -> str:
+            return graph.op("Reshape", value, graph.integers(np.array(shape)))
+
+        stacked = shaped(graph.op("Transpose", query, perm=[0, 2, 1, 3]), 1, kv_heads, group * rows, head_dim)
+        scores = [
+            graph.op("MatMul", stacked, graph.op("Transpose", key, perm=[0, 1, 3, 2])) for key in [cache.key, *([new.key] if new else [])]
+        ]
+        together = graph.op("Concat", *scores, axis=-1) if new else scores[0]
+        masked = graph.op("Add", shaped(together, kv_heads, group, rows, sum(sizes)), self._static_inputs[kind].mask)
+        shares = shaped(graph.op("Softmax", masked, axis=-1), 1, kv_heads, group * rows, sum(sizes))
+        if new:
+            past, own = self._split(graph, shares, sizes)
+            mixed = graph.op("Add", graph.op("MatMul", past, cache.value), graph.op("MatMul", own, new.value))
+        else:
+            mixed = graph.op("MatMul", shares, cache.value)
+        apart = graph.op("Transpose", shaped(mixed, 1, heads, rows, head_dim), perm=[0, 2, 1, 3])
+        return shaped(apart, 1, rows, heads * head_dim)

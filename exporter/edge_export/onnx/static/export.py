@@ -1,0 +1,185 @@
+"""The static half of an ONNX export: graphs of fixed shapes for NPUs, embeddings for the host. See docs/npu.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.safetensors import read_float_chunks
+from edge_export.checkpoint.sources import ResolvedSource
+from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
+from edge_export.errors import ExportError
+from edge_export.onnx.block_quantization import WeightSpec
+from edge_export.onnx.export import onnx_facts, onnx_reference, paths_of
+from edge_export.onnx.graphs.target import TargetForms
+from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, measure_onnx_parity, measure_ranges, onnx_why_not
+from edge_export.onnx.request import OnnxPart, OnnxRequest, OnnxWeights, check_onnx_sources
+from edge_export.onnx.static.blocks import Shape
+from edge_export.onnx.static.models import store_drafter, store_target, write_drafter_graph, write_target_graph
+from edge_export.onnx.static.weights import ChannelForm, PlainGraph, PlainWeightFile, Range
+from edge_export.onnx.weight_formats import quantization_name
+from edge_export.onnx.weights import WeightForm, row_pieces
+from edge_export.quantization.importance import Importance
+from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, RuntimeSettings, StaticGraphs
+
+if TYPE_CHECKING:
+    from edge_export.onnx.request import Made
+
+PREFILL_ROWS = 64
+# The recommended draft and the token before it.
+VERIFY_ROWS = RuntimeSettings().draft_length + 1
+_ROWS = {"target_prefill": PREFILL_ROWS, "target": VERIFY_ROWS, "target_row": 1}
+_TABLES = {"embedding": "model.embed_tokens.weight", "per_layer_embedding": "model.embed_tokens_per_layer.weight"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StaticFiles:
+    """What was written, and what the manifest says of it."""
+
+    parts: list[OnnxPart]
+    layout: CacheLayout
+    graphs: OnnxGraphs
+    static: StaticGraphs
+
+
+def write_static(
+    target: ResolvedSource, drafter: ResolvedSource, layout: CacheLayout, request: OnnxRequest,
+    importance: Mapping[str, Importance], folder: Path, progress: Callable[[int], None],
+) -> StaticFiles:  # fmt: skip
+    """Writes graphs, data files and embeddings into `folder`; `progress` gets the bytes written since its last call. Raises ExportError."""
+    check_onnx_sources(target, drafter)
+    first, model = target.checkpoint, target.checkpoint.architecture
+    if model.experts:
+        raise ExportError(f"{target.origin} picks its experts while it runs, which graphs of fixed shapes cannot; leave --device out")
+    if request.device == "qnn" and "int4" in (request.target, request.drafter, request.embedding):
+        raise ExportError("QNN computes wrong products with int4 weights of one scale per channel; take f16 or int8 for --device qnn")
+    if request.device == "qnn" and model.per_layer_size and "int8" in (request.target, request.embedding):
+        raise ExportError(
+            f"QNN's compiler fails on whole numbers beside per-layer embeddings, which {target.origin} has; take f16 for --onnx-target"
+        )
+    named = dataclasses.replace(layout, buffers=_buffers(model, layout))
+    sizes = {SLIDING if buffer.kind == "sliding" else FULL: buffer.rows for buffer in named.buffers}
+    label, drafter_label = _label("target", request), _label("drafter", request)
+    paths = {role: folder / f"{role.replace('_', '-')}-{label}.onnx" for role in _ROWS}
+    paths["drafter"] = folder / f"drafter-{drafter_label}.onnx"
+    data = {role: folder / f"{role}-{name}.onnx_data" for role, name in (("target", label), ("drafter", drafter_label))}
+    forms = TargetForms(layers=_form(request.target, request), embedding=_form(request.embedding or request.target, request))
+    with PlainWeightFile(data["target"], progress, importance.get("target")) as weights:
+        stored = store_target(first, weights, forms)
+    with PlainWeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
+        form = _form(request.drafter, request)
+        drafting = store_drafter(drafter.checkpoint, weights, form, _form("int8", request) if request.drafter == "int4" else form)
+    parts: list[OnnxPart] = [(role, path, "onnx", drafter_label if role == "drafter" else label) for role, path in paths.items()]
+    parts += [(f"{role}_data", path, "onnx_data", drafter_label if role == "drafter" else label) for role, path in data.items()]
+    parts += _write_tables(first, request, folder, progress)
+    written = StaticFiles(
+        parts=parts, layout=named, graphs=dataclasses.replace(onnx_facts(target, set()), opset=PlainGraph.opset),
+        static=StaticGraphs(
+            device=request.device or "static", prefill_rows=PREFILL_ROWS, verify_rows=VERIFY_ROWS,
+            embedding_scale=sqrt(model.hidden_size), per_layer_scale=sqrt(model.per_layer_size / 2) if model.per_layer_size else None,
+        ),
+    )  # fmt: skip
+
+    def write_graphs(ranges: Mapping[str, tuple[Range, Range]], *, watched: bool = False) -> None:
+        for role, count in _ROWS.items():
+            graph, shape = PlainGraph(role, ranges=ranges, watched=watched), Shape(rows=count, buffers=sizes)
+            write_target_graph(stored, shape, graph, paths[role], logits=role != "target_prefill")
+        graph = PlainGraph("drafter", ranges=ranges, watched=watched)
+        write_drafter_graph(model, layout.drafter_sources, drafting, Shape(rows=1, buffers=sizes), graph, paths["drafter"])
+
+    if request.device == "qnn" and request.weighed:
+        write_graphs({}, watched=True)
+        write_graphs(_ranges(target, written))
+    else:
+        write_graphs({})
+    return written
+
+
+def _ranges(target: ResolvedSource, watched: StaticFiles) -> dict[str, tuple[Range, Range]]:
+    """What goes into and comes out of each matrix of graphs that say so, by its name."""
+    assert target.tokenizer_folder is not None
+    model = target.checkpoint.architecture
+    found = measure_ranges(
+        OnnxPair(
+            files=paths_of(watched.parts), layout=watched.layout, graphs=watched.graphs, static=watched.static,
+            tokenizer=target.tokenizer_folder / TOKENIZER_NAME, hidden_size=model.hidden_size, vocab_size=model.vocab_size,
+        )
+    )  # fmt: skip
+    return {
+        name: (Range(least=ends[0], greatest=ends[1]), Range(least=ends[2], greatest=ends[3])) for name, ends in found.items()
+    }  # fmt: skip
+
+
+def compare_static(
+    target: ResolvedSource, drafter: ResolvedSource, made: Made, request: OnnxRequest, folder: Path, threads: int
+) -> dict[str, Any]:  # fmt: skip
+    """Compares written graphs with the reference on the CPU's execution provider, as `onnx_export.compare` does."""
+    reference, plain_request = onnx_reference(target, drafter, threads), OnnxRequest(target="f32", drafter="f32", device="static")
+    reason = onnx_why_not(reference)
+    if reason is not None:
+        return {"skipped": reason}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        plain = made.parts
+        if (request.target, request.drafter, request.embedding) != ("f32", "f32", None):
+            plain = write_static(target, drafter, made.layout, plain_request, {}, Path(scratch), lambda _: None).parts
+        assert made.graphs is not None
+        model = target.checkpoint.architecture
+        return measure_onnx_parity(
+            OnnxParityRequest(
+                **vars(reference), plain=paths_of(plain), exported=paths_of(made.parts),
+                layout=made.layout, plain_layout=made.layout, graphs=made.graphs, static=made.static, hidden_size=model.hidden_size, vocab_size=model.vocab_size,
+                weights=request.target,
+            )
+        )  # fmt: skip
+
+
+def _form(weights: OnnxWeights, request: OnnxRequest) -> WeightForm:
+    if weights == "f32" or weights == "f16":
+        return WeightForm(kind=weights)
+    if request.device == "qnn":
+        return ChannelForm(kind="blocks")
+    return WeightForm(kind="blocks", spec=WeightSpec(bits=8 if weights == "int8" else 4, block=request.block_size))
+
+
+def _label(role: str, request: OnnxRequest) -> str:
+    weights = request.drafter if role == "drafter" else request.target
+    return f"{weights}-channel" if request.device == "qnn" and weights in ("int8", "int4") else quantization_name(role, request)
+
+
+def _write_tables(checkpoint: Checkpoint, request: OnnxRequest, folder: Path, progress: Callable[[int], None]) -> list[OnnxPart]:
+    """Writes the embeddings as NumPy arrays, whose rows a host maps and looks up."""
+    word = "f32" if (request.embedding or request.target) == "f32" else "f16"
+    kind = np.float32 if word == "f32" else np.float16
+    parts: list[OnnxPart] = []
+    for role, name in _TABLES.items():
+        if role == "per_layer_embedding" and not checkpoint.architecture.per_layer_size:
+            continue
+        tensor, path, at = checkpoint.tensors[name], folder / f"{role.replace('_', '-')}-{word}.npy", 0
+        table = np.lib.format.open_memmap(path, "w+", kind, (tensor.shape[0], tensor.shape[1]))
+        for piece in row_pieces(read_float_chunks(tensor, "f32"), tensor.shape[1]):
+            table[at : at + len(piece)] = piece
+            at += len(piece)
+            progress(len(piece) * table.strides[0])
+        table.flush()
+        parts.append((role, path, "npy", word))
+    return parts
+
+
+def _buffers(model: TextArchitecture, layout: CacheLayout) -> tuple[CacheBuffer, ...]:
+    """Sliding buffers are rings: the window the drafter sees, what may be rolled back, and a verify."""
+    rows = {SLIDING: model.window + 1 + layout.rewind_slack + MAX_DRAFT_LENGTH + 1, FULL: layout.full.capacity}
+    return tuple(
+        CacheBuffer(
+            layer=layer, kind="sliding" if model.is_sliding(layer) else "full", key=f"key.{layer}", value=f"value.{layer}",
+            kv_heads=model.kv_heads_of(layer), head_dim=model.head_dim_of(layer), dtype="f32", rows=rows[model.layer_types[layer]],
+        )
+        for layer in range(model.owning_layers)
+    )  # fmt: skip

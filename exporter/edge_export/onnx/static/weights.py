@@ -1,0 +1,181 @@
+"""Weights of static graphs: matrices lie transposed, [columns, rows], so that plain MatMul multiplies with them as they are.
+
+In whole numbers they are what DequantizeLinear of opset 21 reads: signed and symmetric, with a scale for each block of a column, or for
+each column. 4-bit levels lie two in a byte, the first in the low half (ONNX, onnx.in.proto, INT4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_export.errors import ExportError
+from edge_export.onnx.block_quantization import quantize_matrix, round_rows, unpacked_levels
+from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.weights import Matrix, Stored, ValueType, WeightFile, WeightForm
+
+_Piece = tuple[NDArray[np.float32], NDArray[np.float32] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelForm(WeightForm):
+    """8 bits with one scale for each row of the matrix, which is a channel of the product."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The least and the greatest value of an activation in a calibration text."""
+
+    least: float
+    greatest: float
+
+    @property
+    def scale(self) -> np.float32:
+        """The step of 16 bits over this range, widened by half for what the text did not show; zero is in it."""
+        return np.float32(max(1.5 * (max(self.greatest, 0.0) - min(self.least, 0.0)) / 65535, 1e-9))
+
+    @property
+    def zero_point(self) -> np.uint16:
+        """The level that is zero."""
+        return np.uint16(min(round(-1.5 * min(self.least, 0.0) / float(self.scale)), 65535))
+
+
+class PlainGraph(Graph):
+    """A graph of operators of ONNX opset 21 alone.
+
+    With `watched`, a graph to calibrate with: it gives for each matrix the ranges of its input and output, in `range.` and its name [4].
+    With `ranges` by matrix, inputs and outputs of matrices in whole numbers are rounded to 16 bits.
+    """
+
+    opset, ir_version = 21, 10
+
+    def __init__(self, name: str, *, ranges: Mapping[str, tuple[Range, Range]] | None = None, watched: bool = False) -> None:
+        super().__init__(name)
+        self._ranges = ranges or {}
+        self._watched = watched
+
+    def linear(self, value: str, matrix: Matrix) -> str:
+        """value [..., columns] times the matrix: [..., rows]."""
+        name = self.weight(matrix.values)
+        if name not in self._ranges:
+            product = self.op("MatMul", value, self._dense(matrix))
+            if self._watched and matrix.scales is not None:
+                self._watch(name, value, product)
+            return product
+        before, after = self._ranges[name]
+        return self._rounded(self.op("MatMul", self._rounded(value, before), self._dense(matrix)), after)
+
+    def equal_parts(self, value: str, parts: int, each: int) -> list[str]:
+        """The same with sizes, as NPU compilers were seen to take it."""
+        return self.ops("Split", [value, self.integers([each] * parts)], parts, axis=-1)
+
+    def _rounded(self, value: str, seen: Range) -> str:
+        scaling = self.floats(float(seen.scale)), self._constant(np.asarray(seen.zero_point))
+        return self.op("DequantizeLinear", self.op("QuantizeLinear", value, *scaling), *scaling)
+
+    def _watch(self, name: str, *values: str) -> None:
+        ends = [self.op(kind, value, keepdims=0) for value in values for kind in ("ReduceMin", "ReduceMax")]
+        apart = [self.op("Reshape", end, self.integers([1])) for end in ends]
+        self.output(self.op("Concat", *apart, axis=0, name=f"range.{name}"), "f32", (4,))
+
+    def _dense(self, matrix: Matrix) -> str:
+        weight = self.weight(matrix.values)
+        if matrix.scales is None:
+            return self.op("Cast", weight, to=1) if matrix.form.kind == "f16" else weight
+        if matrix.form.spec is None:
+            return self.op("DequantizeLinear", weight, self.weight(matrix.scales), axis=1)
+        return self.op("DequantizeLinear", weight, self.weight(matrix.scales), axis=0, block_size=matrix.form.spec.block)
+
+
+class PlainWeightFile(WeightFile):
+    """External data whose matrices lie transposed. `rows_matrix` stores one as it is."""
+
+    def rows_matrix(self, pieces: Iterable[NDArray[np.float32]], rows: int, columns: int, form: WeightForm) -> Stored:
+        """Stores float rows that a graph gathers: float32 if `form` is that, else float16."""
+        kind: ValueType = "f32" if form.kind == "f32" else "f16"
+        stored = self._reserve(kind, (rows, columns))
+        written = 0
+        for piece in pieces:
+            written += self._write(stored, written, piece.astype(np.float32 if kind == "f32" else np.float16, copy=False))
+        return stored
+
+    def _plain(self, pieces: Iterable[NDArray[Any]], rows: int, columns: int, form: WeightForm) -> Matrix:
+        values = self._reserve("f16" if form.kind == "f16" else "f32", (columns, rows))
+        columnwise = self._mapped(values, np.dtype(np.float16 if form.kind == "f16" else np.float32), (columns, rows))
+        at = 0
+        for piece in _whole_rows(pieces, columns):
+            columnwise[:, at : at + len(piece)] = piece.T
+            at += len(piece)
+            self._progress(piece.nbytes)
+        return Matrix(rows=rows, columns=columns, form=form, values=values)
+
+    def _blocks(self, pieces: Iterable[_Piece], rows: int, columns: int, form: WeightForm) -> Matrix:
+        bits = form.spec.bits if form.spec else 8
+        if bits == 4 and rows % 2:
+            raise ExportError(f"a matrix of {rows} rows cannot be stored in 4 bits, two to a byte; take int8")
+        groups = columns // form.spec.block if form.spec else 1
+        scales = self._reserve("f32", (groups, rows) if form.spec else (rows,))
+        values = self._reserve("i4" if bits == 4 else "i8", (columns, rows))
+        scale_view = self._mapped(scales, np.dtype(np.float32), (groups, rows))
+        bytes_of = self._mapped(values, np.dtype(np.uint8), (columns, rows * bits // 8))
+        at = 0
+        for piece, importance in _even_rows(pieces):
+            levels, factors = _quantized(piece, form, importance)
+            scale_view[:, at : at + len(piece)] = factors.T
+            packed: NDArray[np.uint8] = levels.T.astype(np.int8).view(np.uint8)
+            if bits == 4:
+                packed = np.bitwise_or(packed[:, 0::2] & 15, np.left_shift(packed[:, 1::2], np.uint8(4)), dtype=np.uint8)
+            begin = at * bits // 8
+            bytes_of[:, begin : begin + packed.shape[1]] = packed
+            at += len(piece)
+            self._progress(packed.size)
+        return Matrix(rows=rows, columns=columns, form=form, values=values, scales=scales)
+
+    def _mapped(self, stored: Stored, kind: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        """The place of a tensor in the file as an array: columns are written as rows come, which may be far apart."""
+        self._file.truncate(self._end)
+        self._file.flush()
+        return np.memmap(self.path, kind, "r+", stored.offset, shape)
+
+
+def _quantized(
+    piece: NDArray[np.float32], form: WeightForm, importance: NDArray[np.float32] | None
+) -> tuple[NDArray[np.int16], NDArray[np.float32]]:  # fmt: skip
+    """Signed levels [n, columns] and their scales [n, groups]."""
+    if form.spec is not None:
+        packed = quantize_matrix(piece, form.spec, importance)
+        return unpacked_levels(packed).astype(np.int16) - (1 << (form.spec.bits - 1)), packed.scales
+    levels, scales = round_rows(piece)
+    return levels.astype(np.int16), scales[:, None]
+
+
+def _whole_rows(chunks: Iterable[NDArray[Any]], columns: int) -> Iterator[NDArray[Any]]:
+    """Flat chunks, which end anywhere, or rows, as whole rows [n, columns]."""
+    left: NDArray[Any] | None = None
+    for chunk in chunks:
+        flat = chunk.reshape(-1)
+        left = flat if left is None or not len(left) else np.concatenate([left, flat])
+        whole = len(left) // columns * columns
+        yield left[:whole].reshape(-1, columns)
+        left = left[whole:]
+
+
+def _even_rows(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
+    """The same rows in pieces of an even number of them; the matrices in one have even numbers of rows, but the pieces may not."""
+    left: _Piece | None = None
+    for piece, importance in pieces:
+        if left is not None:
+            if left[1] is not importance:
+                raise ExportError("matrices of an odd number of rows cannot be stored together in 4 bits; take int8")
+            piece, left = np.concatenate([left[0], piece]), None
+        even = len(piece) // 2 * 2
+        if even < len(piece):
+            left = piece[even:], importance
+        if even:
+            yield piece[:even], importance
+    if left is not None:
+        yield left

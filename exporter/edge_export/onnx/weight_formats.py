@@ -1,0 +1,46 @@
+"""Which form each of a pair's matrices is stored in, for graphs of open shapes.
+
+int4 is mixed unless a block is asked for: most weights are in blocks of 128, which a processor multiplies with quickest, and what that loses is won
+back where it takes few bytes. Figures: docs/onnx.md, made by scripts/benchmarks/bench_quantizers.py.
+"""
+
+from __future__ import annotations
+
+from edge_export.onnx.block_quantization import WeightSpec
+from edge_export.onnx.request import OnnxRequest, OnnxWeights
+from edge_export.onnx.weights import WeightForm
+
+# The token embedding, which is the head too, loses more than any other matrix.
+_MIXED_TABLE_BLOCK = 64
+
+
+def weight_form(weights: OnnxWeights, request: OnnxRequest) -> WeightForm:
+    """The form of a model's layers."""
+    if weights == "f32" or weights == "f16":
+        return WeightForm(kind=weights)
+    block = request.block_size
+    form = WeightForm(kind="blocks", spec=WeightSpec(bits=8 if weights == "int8" else 4, block=block))
+    if not request.mixed(weights):
+        return form
+    return WeightForm(kind="blocks", spec=form.spec, sensitive=WeightForm(kind="blocks", spec=WeightSpec(bits=8, block=block)))
+
+
+def table_form(request: OnnxRequest) -> WeightForm:
+    """The form of the target's token embedding."""
+    weights = request.embedding or request.target
+    if request.mixed(weights):
+        return WeightForm(kind="blocks", spec=WeightSpec(bits=4, block=_MIXED_TABLE_BLOCK))
+    return weight_form(weights, request)
+
+
+def head_form(request: OnnxRequest) -> WeightForm:
+    """The drafter's output rows have 8 bits at least: they are few, and a wrong row is a wrong draft."""
+    return weight_form("int8" if request.drafter == "int4" else request.drafter, request)
+
+
+def quantization_name(role: str, request: OnnxRequest) -> str:
+    """What the manifest calls a file's weights."""
+    weights = request.drafter if role == "drafter" else request.target
+    if request.mixed(weights):
+        return f"{weights}-mixed"
+    return f"{weights}-b{request.block_size}" if weights in ("int8", "int4") else weights

@@ -1,0 +1,207 @@
+"""Weights of ONNX graphs in one external data file, written piece by piece as the graphs that name them are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.safetensors import StoredTensor, read_float_chunks
+from edge_export.errors import ExportError
+from edge_export.onnx.block_quantization import WeightSpec, quantize_matrix
+from edge_export.quantization.importance import Importance
+
+ValueType = Literal["f32", "f16", "u8", "i32", "i8", "i4"]
+VALUE_BITS: dict[ValueType, int] = {"f32": 32, "f16": 16, "u8": 8, "i32": 32, "i8": 8, "i4": 4}
+# Large tensors begin on a page, so that they can be mapped.
+_PAGE, _LINE = 4096, 64
+# Rows are quantized in pieces of about this many weights.
+_PIECE_WEIGHTS = 2 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightForm:
+    """How matrices are stored: as "f32", as "f16", or in blocks of whole numbers by `spec`.
+
+    `sensitive` is the form of a layer's few weights whose rounding costs most, where that is another.
+    """
+
+    kind: Literal["f32", "f16", "blocks"]
+    spec: WeightSpec | None = None
+    sensitive: WeightForm | None = None
+
+    def for_columns(self, columns: int) -> WeightForm:
+        """The form of a matrix with so many columns: float32 where they make no whole blocks."""
+        if self.spec is None or columns % self.spec.block == 0:
+            return self
+        if columns % 32 == 0:
+            return WeightForm(kind="blocks", spec=WeightSpec(bits=self.spec.bits, block=32, method=self.spec.method))
+        return WeightForm(kind="f32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A tensor in an external data file; `location` is the file's name."""
+
+    type: ValueType
+    shape: tuple[int, ...]
+    location: str
+    offset: int
+    length: int
+
+    def shaped(self, *shape: int) -> Stored:
+        """The same bytes under another shape."""
+        return Stored(type=self.type, shape=shape, location=self.location, offset=self.offset, length=self.length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A stored matrix [rows, columns]. In blocks: `values` uint8 [rows, columns/block, block*bits/8] with `scales` [rows, columns/block]."""
+
+    rows: int
+    columns: int
+    form: WeightForm
+    values: Stored
+    scales: Stored | None = None
+    zero_points: Stored | None = None
+
+    def regrouped(self, rows: int) -> Matrix:
+        """The same bytes as a matrix of `rows` longer rows, each of several old ones."""
+        columns = self.rows * self.columns // rows
+        blocks = columns // self.form.spec.block if self.form.spec else 0
+        return Matrix(
+            rows=rows, columns=columns, form=self.form, values=self.values.shaped(rows, columns) if not self.form.spec else self.values,
+            scales=self.scales.shaped(rows, blocks) if self.scales else None, zero_points=self.zero_points,
+        )  # fmt: skip
+
+
+class WeightFile:
+    """The external data of one or more graphs. Use it as a context manager; `progress` gets the bytes written since its last call."""
+
+    def __init__(self, path: Path, progress: Callable[[int], None] = lambda _: None, importance: Importance | None = None) -> None:
+        self.path = path
+        self._progress = progress
+        self._importance = importance
+        self._end = 0
+        self._file = path.open("wb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.truncate(self._end)
+        self._file.close()
+
+    def array(self, values: NDArray[Any], kind: ValueType) -> Stored:
+        """Stores a small array."""
+        stored = self._reserve(kind, values.shape)
+        self._write(stored, 0, values)
+        return stored
+
+    def pieces(self, pieces: Iterable[NDArray[Any]], kind: ValueType, shape: tuple[int, ...]) -> Stored:
+        """Stores an array of this shape that comes piece by piece."""
+        stored = self._reserve(kind, shape)
+        written = 0
+        for piece in pieces:
+            written += self._write(stored, written, piece)
+        return stored
+
+    def vector(self, checkpoint: Checkpoint, name: str, factor: float = 1.0) -> Stored:
+        """Stores a tensor of the checkpoint as float32, multiplied by `factor`."""
+        pieces = [np.array(piece) for piece in read_float_chunks(checkpoint.tensors[name], "f32")]
+        values: NDArray[np.float32] = np.concatenate(pieces).reshape(checkpoint.tensors[name].shape) * np.float32(factor)
+        return self.array(values, "f32")
+
+    def matrix(self, checkpoint: Checkpoint, names: Sequence[str], form: WeightForm) -> Matrix:
+        """Stores tensors [n, columns] of the checkpoint, one below the other, as one matrix."""
+        tensors = [checkpoint.tensors[name] for name in names]
+        rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
+        form = form.for_columns(columns)
+        if form.kind != "blocks":
+            wanted: Literal["f32", "f16"] = "f16" if form.kind == "f16" else "f32"
+            return self._plain((piece for tensor in tensors for piece in read_float_chunks(tensor, wanted)), rows, columns, form)
+        pieces = (
+            (piece, self._weight_of(name))
+            for name, tensor in zip(names, tensors, strict=True) for piece in row_pieces(read_float_chunks(tensor, "f32"), columns)
+        )  # fmt: skip
+        return self._blocks(pieces, rows, columns, form)
+
+    def matrix_in(self, tensor: StoredTensor, name: str, index: int, form: WeightForm) -> Matrix:
+        """Stores one matrix [rows, columns] out of a tensor that holds several: that number `index` of the tensor `name`."""
+        rows, columns = tensor.shape
+        pieces = row_pieces(read_float_chunks(tensor, "f32"), columns)
+        return self.matrix_of(pieces, name, rows, columns, form, index)
+
+    def matrix_of(
+        self, pieces: Iterable[NDArray[np.float32]], name: str, rows: int, columns: int, form: WeightForm, index: int = 0
+    ) -> Matrix:
+        """Stores a matrix that comes as float32 pieces of whole rows, those of the tensor `name` in some order."""
+        form = form.for_columns(columns)
+        if form.kind != "blocks":
+            kind = np.float16 if form.kind == "f16" else np.float32
+            return self._plain((piece.astype(kind, copy=False) for piece in pieces), rows, columns, form)
+        return self._blocks(((piece, self._weight_of(name, index)) for piece in pieces), rows, columns, form)
+
+    def _weight_of(self, name: str, index: int = 0) -> NDArray[np.float32] | None:
+        found = self._importance.of(name) if self._importance is not None else None
+        return None if found is None else found[index]
+
+    def _plain(self, pieces: Iterator[NDArray[Any]], rows: int, columns: int, form: WeightForm) -> Matrix:
+        stored = self.pieces(pieces, "f16" if form.kind == "f16" else "f32", (rows, columns))
+        return Matrix(rows=rows, columns=columns, form=form, values=stored)
+
+    def _blocks(
+        self, pieces: Iterable[tuple[NDArray[np.float32], NDArray[np.float32] | None]], rows: int, columns: int, form: WeightForm
+    ) -> Matrix:
+        spec = form.spec
+        assert spec is not None
+        blocks = columns // spec.block
+        scales = self._reserve("f32", (rows, blocks))
+        values = self._reserve("u8", (rows, blocks, spec.block * spec.bits // 8))
+        zero_points: Stored | None = None
+        at = [0, 0, 0]
+        for piece, importance in pieces:
+            packed = quantize_matrix(piece, spec, importance)
+            at[0] += self._write(scales, at[0], packed.scales)
+            at[1] += self._write(values, at[1], packed.packed)
+            if packed.zero_points is not None:
+                # Whether a method moves zero is known once it was asked.
+                zero_points = zero_points or self._reserve("u8", (rows, -(-blocks * spec.bits // 8)))
+                at[2] += self._write(zero_points, at[2], packed.zero_points)
+        return Matrix(rows=rows, columns=columns, form=form, values=values, scales=scales, zero_points=zero_points)
+
+    def _reserve(self, kind: ValueType, shape: tuple[int, ...]) -> Stored:
+        length = -(-int(np.prod(shape, dtype=np.int64)) * VALUE_BITS[kind] // 8)
+        step = _PAGE if length >= _PAGE else _LINE
+        offset = -(-self._end // step) * step
+        self._end = offset + length
+        return Stored(type=kind, shape=shape, location=self.path.name, offset=offset, length=length)
+
+    def _write(self, stored: Stored, at: int, values: NDArray[Any]) -> int:
+        data = np.ascontiguousarray(values).data.cast("B")
+        if at + len(data) > stored.length:
+            raise ExportError(
+                f"{self.path.name}: {at + len(data)} bytes for a tensor of {stored.length}; the checkpoint changed while it was read"
+            )
+        self._file.seek(stored.offset + at)
+        self._file.write(data)
+        self._progress(len(data))
+        return len(data)
+
+
+def row_pieces(chunks: Iterable[NDArray[np.float32]], columns: int) -> Iterator[NDArray[np.float32]]:
+    """Cuts flat chunks, which end anywhere, into pieces of whole rows [n, columns]."""
+    rows = max(1, _PIECE_WEIGHTS // columns)
+    left = np.empty(0, np.float32)
+    for chunk in chunks:
+        left = np.concatenate([left, chunk])
+        whole = len(left) // columns * columns
+        for begin in range(0, whole, rows * columns):
+            yield left[begin : min(begin + rows * columns, whole)].reshape(-1, columns)
+        left = left[whole:]

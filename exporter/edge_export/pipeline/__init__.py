@@ -1,0 +1,1 @@
+"""The export step by step, and the dry run."""

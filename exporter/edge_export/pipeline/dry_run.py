@@ -1,0 +1,56 @@
+"""The manifest that an export would write, as far as a plan needs it: from the checkpoints' headers alone; nothing is made or hashed."""
+
+from __future__ import annotations
+
+from edge_export.checkpoint.sources import ResolvedSource, resolve_pair
+from edge_export.errors import ExportError
+from edge_export.gguf.split_head import can_split, head_bytes
+from edge_export.pipeline.cache_layout import architecture, cache_layout
+from edge_export.pipeline.export import DEFAULT_CONTEXT, DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
+from edge_export.quantization.llama_quantize import check_quantization, expected_bytes
+from edge_runtime.bundle.bundle import SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings
+
+# Bits per weight of the layers' matrices, and of the tables with a row per token, where llama.cpp's mix makes them differ.
+_MATRIX_BITS = {"q4_0": 4.5, "q4_k_m": 4.9, "q5_k_m": 5.7}
+_TABLE_BITS = 6.6
+
+
+def planned_manifest(
+    target: str, drafter: str, *, target_quantization: str | None = None, drafter_quantization: str | None = None, context: int | None = None
+) -> Manifest:  # fmt: skip
+    """Returns a manifest with the facts, the cache layout and about the sizes of the GGUF files. Raises ExportError (CheckpointError).
+
+    A hub id is fetched first, as for an export.
+    """
+    first, second = resolve_pair(target, drafter)
+    context = context or min(DEFAULT_CONTEXT, first.checkpoint.architecture.context)
+    facts = architecture(first.checkpoint, second.checkpoint, context)
+    rows = facts.vocab_size * (facts.hidden_size + facts.layers * (facts.per_layer_size or 0))
+    files = [_file(first, target_quantization or TARGET_QUANTIZATION, rows)]
+    quantization = drafter_quantization or DRAFTER_QUANTIZATION
+    files.append(_file(second, quantization, facts.vocab_size * facts.drafter_hidden_size))
+    if second.gguf is None and can_split(facts.hidden_size, second.checkpoint):
+        body = max(0, facts.drafter_parameters - facts.vocab_size * facts.drafter_hidden_size)
+        head = head_bytes(second.checkpoint, expected_bytes(facts.drafter_hidden_size, quantization))
+        files += [_entry("drafter_body", quantization, expected_bytes(body, quantization)), _entry("drafter_head", quantization, head)]
+    return Manifest(
+        schema_version=SCHEMA_VERSION, created_by="plan", created_at="", sources={}, architecture=facts,
+        cache_layout=cache_layout(first.checkpoint, second.checkpoint, context), files=tuple(files), runtime=RuntimeSettings(context=context),
+    )  # fmt: skip
+
+
+def _file(source: ResolvedSource, quantization: str, table: int) -> BundleFile:
+    """`table`: weights of the tables with a row per token."""
+    if source.quantization is not None:
+        return _entry(source.role, source.quantization, source.path.stat().st_size)
+    check_quantization(quantization)
+    weights = source.checkpoint.parameters
+    if quantization not in _MATRIX_BITS:
+        return _entry(source.role, quantization, expected_bytes(weights, quantization))
+    if table > weights:
+        raise ExportError(f"{source.origin} has {weights} weights, fewer than its tables of {table}; check its config.json")
+    return _entry(source.role, quantization, int(((weights - table) * _MATRIX_BITS[quantization] + table * _TABLE_BITS) / 8))
+
+
+def _entry(role: str, quantization: str, size: int) -> BundleFile:
+    return BundleFile(path=f"{role}.gguf", role=role, format="gguf", bytes=size, sha256="", quantization=quantization)

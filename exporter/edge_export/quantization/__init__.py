@@ -1,0 +1,1 @@
+"""Importance matrices, calibration and llama.cpp's quantizer."""

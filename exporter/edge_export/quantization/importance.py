@@ -1,0 +1,108 @@
+"""How much each input channel of a model's matrices matters: the mean square of what it is multiplied with on some text.
+
+The square of a quantization error in column j of a matrix is multiplied by the square of input j (llama.cpp's importance matrix says
+the same). Names are GGUF's, so that files of llama.cpp and our own calibration mean the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_export.checkpoint.architecture import TextArchitecture
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.safetensors import StoredTensor
+from edge_export.errors import ExportError
+from edge_export.gguf.tensor_names import gguf_name, stays_float32
+from edge_runtime.bundle.bundle import ImportanceSource
+
+# Channels the text never used still count a little, or nothing would hold their weights.
+LEAST = 1e-6
+_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelSums:
+    """Squares of a matrix's inputs, summed over `counts` rows: sums float64, all experts' channels in a row; counts of each, or one for all."""
+
+    sums: NDArray[np.float64]
+    counts: NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Importance:
+    """Importance of one model's input channels: by GGUF tensor name float32 [matrices, K], one matrix or one per expert; all above 0."""
+
+    source: ImportanceSource
+    values: dict[str, NDArray[np.float32]]
+
+    def of(self, name: str) -> NDArray[np.float32] | None:
+        """Importance [matrices, K] of the tensor with this checkpoint name (model.layers.0...), None if there is none."""
+        return self.values.get(gguf_name(name) or "")
+
+
+def fitted(entries: Mapping[str, ChannelSums], checkpoint: Checkpoint, source: ImportanceSource) -> Importance:
+    """Brings what a file or a calibration holds into the shape of the checkpoint's tensors.
+
+    Raises ExportError, naming the tensor, if it holds one that the model has not, of another size, or values that are no mean squares,
+    or if it lacks a matrix of the model's blocks.
+    """
+    tensors = {gguf_name(name): tensor for name, tensor in checkpoint.tensors.items()}
+    values: dict[str, NDArray[np.float32]] = {}
+    for name, entry in entries.items():
+        tensor = tensors.get(name)
+        if tensor is None or len(tensor.shape) < 2:
+            raise ExportError(
+                f"{source.name} has importance for {name}, which {checkpoint.folder} does not have; give the one of this model"
+            )
+        values[name] = _means(name, entry, tensor, source)
+    lacking = [name for name in _block_matrices(checkpoint) if name not in values]
+    if lacking:
+        more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+        raise ExportError(
+            f"{source.name} has no importance for {', '.join(lacking[:_NAMED])}{more} of {checkpoint.folder};"
+            " give the one of this very model, made from text that uses all of it"
+        )
+    return Importance(source=source, values=values)
+
+
+def _block_matrices(checkpoint: Checkpoint) -> list[str]:
+    """GGUF names of the matrices in the model's blocks that are multiplied with and quantized."""
+    found = []
+    for name, tensor in checkpoint.tensors.items():
+        short = gguf_name(name)
+        if short is None or not short.startswith("blk.") or stays_float32(short, len(tensor.shape)):
+            continue
+        if not _unused(short, checkpoint.architecture):
+            found.append(short)
+    return found
+
+
+def _unused(name: str, model: TextArchitecture) -> bool:
+    """Whether it is a K or V matrix of a layer that reads another's rows."""
+    _, layer, matrix = name.split(".", 2)
+    return int(layer) >= model.owning_layers and matrix in ("attn_k.weight", "attn_v.weight")
+
+
+def _means(name: str, entry: ChannelSums, tensor: StoredTensor, source: ImportanceSource) -> NDArray[np.float32]:
+    matrices, width = prod(tensor.shape[:-2]), tensor.shape[-1]
+    if entry.sums.size != matrices * width or entry.counts.size not in (1, matrices):
+        raise ExportError(
+            f"{source.name} has {entry.sums.size} values for {name}, its shape {list(tensor.shape)} asks for {matrices * width};"
+            " give the importance of this model"
+        )
+    if not (np.isfinite(entry.sums).all() and np.isfinite(entry.counts).all()) or (entry.sums < 0).any() or (entry.counts < 0).any():
+        raise ExportError(f"{source.name} has values for {name} that are negative or not finite; make the file again")
+    counts = np.broadcast_to(entry.counts.reshape(-1, 1), (matrices, 1))
+    means = entry.sums.reshape(matrices, width) / np.maximum(counts, 1)
+    floor = LEAST * means.mean(axis=1, keepdims=True)
+    # An expert that no token came to, or that only zeros came to, has no unequal channels.
+    with np.errstate(over="ignore"):
+        result = np.where((counts > 0) & (floor > np.finfo(np.float32).tiny), np.maximum(means, floor), 1.0).astype(np.float32)
+    if not np.isfinite(result).all():
+        raise ExportError(f"{source.name} has values for {name} beyond float32; make the file again")
+    return result

@@ -1,0 +1,167 @@
+"""Quantization by llama.cpp itself, in a child process: the only module of the exporter that imports llama-cpp-python.
+
+llama.cpp ends the process on a failed assertion, so the call runs in a child, where that becomes an ExportError like any other.
+The child is this very module: `python -m edge_export.quantization.llama_quantize SOURCE DESTINATION FTYPE THREADS [IMPORTANCE]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_export.checkpoint.safetensors import FloatType
+from edge_export.errors import ExportError
+from edge_export.quantization.importance import Importance
+
+# enum llama_ftype in llama.cpp's include/llama.h
+_FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+# Types in which llama.cpp chooses scales by importance; it rounds to q8_0 whatever the importance says.
+WEIGHED = ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
+# Written by our own converter, without llama.cpp.
+DIRECT: dict[str, FloatType] = {"f16": "f16", "bf16": "bf16"}
+QUANTIZATIONS = ("q4_0", "q4_k_m", "q5_k_m", "q6_k", "q8_0", "f16", "bf16")
+# Bits per weight of a whole file, for progress and the space check: what the mix of types comes to, with a tied embedding at q6_K.
+_BITS = {"q4_0": 5.2, "q4_k_m": 5.5, "q5_k_m": 6.0, "q6_k": 6.7, "q8_0": 8.6, "f16": 16.1, "bf16": 16.1}
+# llama.cpp's own default is 8 GiB of rows at once; an export is to stay below its largest tensor + 500 MB.
+MAX_BUFFER_BYTES = 192 << 20
+_POLL_SECONDS = 0.2
+# enum ggml_log_level in ggml/include/ggml.h
+_LOG_ERROR, _LOG_CONTINUED = 4, 5
+_PR_SET_PDEATHSIG = 1
+
+
+def check_quantization(quantization: str) -> None:
+    """Raises ExportError unless the name is one of QUANTIZATIONS."""
+    if quantization not in QUANTIZATIONS:
+        raise ExportError(f"quantization {quantization!r} is unknown; choose one of {', '.join(QUANTIZATIONS)}")
+
+
+def expected_bytes(weight_count: int, quantization: str) -> int:
+    """Returns about how many bytes a file with this many weights will have."""
+    return int(weight_count * _BITS[quantization] / 8)
+
+
+def quantize_gguf(
+    source: Path, destination: Path, quantization: str, threads: int, progress: Callable[[int], None] = lambda _: None,
+    importance: Importance | None = None,
+) -> None:  # fmt: skip
+    """Writes `source` (an unquantized GGUF) to `destination`; `progress` gets the bytes written since its last call.
+
+    With `importance` llama.cpp chooses scales that keep the important channels (matrices without one are quantized as ever).
+    Raises ExportError with llama.cpp's own words if it fails or dies; `destination` may then be there in part.
+    """
+    check_quantization(quantization)
+    if quantization not in _FILE_TYPES:
+        raise ExportError(f"{quantization} is not made by quantizing; write the GGUF with this weight type instead")
+    command = [sys.executable, "-m", "edge_export.quantization.llama_quantize", str(source), str(destination), str(_FILE_TYPES[quantization]), str(threads)]
+    # The child imports what this process imports, also when the packages are not installed; no debugger is to be started on an abort.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GGML_NO_BACKTRACE": "1"}
+    if not destination.parent.is_dir():
+        raise ExportError(f"llama.cpp could not quantize {source.name}: there is no folder {destination.parent}; make it first")
+    with tempfile.TemporaryDirectory(dir=destination.parent) as folder, tempfile.TemporaryFile() as log:
+        if importance is not None:
+            command.append(str(Path(folder) / "importance.npz"))
+            np.savez(command[-1], **cast(Any, importance.values))
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, env=environment) as child:
+            try:
+                _follow(child, destination, progress)
+            finally:
+                child.kill()
+        if child.returncode != 0:
+            raise ExportError(f"llama.cpp could not quantize {source.name} to {quantization}{_reason(child.returncode, log)}")
+
+
+def library_version() -> str:
+    """Returns the version of llama-cpp-python; raises ExportError if it is not installed. Loads no library."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("llama-cpp-python")
+    except PackageNotFoundError as error:
+        message = "quantizing needs llama-cpp-python, which is not installed; pip install 'edge-mtp[export]', or choose f16 or bf16"
+        raise ExportError(message) from error
+
+
+def _follow(child: subprocess.Popen[bytes], destination: Path, progress: Callable[[int], None]) -> None:
+    seen = 0
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_POLL_SECONDS)
+        size = destination.stat().st_size if destination.exists() else 0
+        progress(size - seen)
+        seen = size
+        if child.returncode is not None:
+            return
+
+
+def _reason(code: int, log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = [line.strip() for line in log.read(1 << 20).decode("utf-8", "replace").splitlines() if line.strip()]
+    words = next((line for line in lines if "GGML_ASSERT" in line), lines[0] if lines else "")
+    died = f" (it died by signal {-code})" if code < 0 else ""
+    return f"{died}: {words[:500]}" if words else died or f" (exit code {code}, nothing said)"
+
+
+def _quantize_here(source: str, destination: str, file_type: int, threads: int, importance: str | None = None) -> int:
+    """Runs in the child: prints what llama.cpp logs as errors, returns the exit code."""
+    import ctypes
+
+    _die_with_parent()
+    try:
+        import llama_cpp.llama_cpp as api
+    except (ImportError, OSError, RuntimeError) as error:
+        print(f"llama-cpp-python does not load ({error}); pip install 'edge-mtp[export]'", file=sys.stderr)
+        return 1
+    failing = False
+
+    def keep_errors(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+        nonlocal failing
+        failing = level == _LOG_ERROR or (failing and level == _LOG_CONTINUED)
+        if failing:
+            os.write(2, text)
+
+    callback = api.llama_log_callback(keep_errors)
+    api.llama_log_set(callback, ctypes.c_void_p(0))
+    api.llama_backend_init()
+    parameters = api.llama_model_quantize_default_params()
+    parameters.ftype, parameters.nthread, parameters.max_buf_size = file_type, threads, MAX_BUFFER_BYTES
+    if importance is not None:
+        with np.load(importance, allow_pickle=False) as file:
+            arrays = {name: np.ascontiguousarray(file[name], np.float32) for name in file.files}
+        matrix = _imatrix(api, arrays)
+        parameters.imatrix = ctypes.cast(matrix, ctypes.POINTER(api.llama_model_imatrix_data))
+    return 1 if api.llama_model_quantize(os.fsencode(source), os.fsencode(destination), ctypes.byref(parameters)) else 0
+
+
+def _die_with_parent() -> None:
+    """Where the system can: an export that is killed leaves no quantization running (prctl(2), PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def _imatrix(api: Any, arrays: dict[str, NDArray[np.float32]]) -> Any:
+    """Importance as llama.cpp wants it: an array of structures, the last without a name. It points into `arrays`, which must outlive it."""
+    import ctypes
+
+    matrix = (api.llama_model_imatrix_data * (len(arrays) + 1))()
+    for index, (name, values) in enumerate(arrays.items()):
+        matrix[index] = api.llama_model_imatrix_data(
+            name=name.encode(), data=values.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), size=values.size
+        )
+    return matrix
+
+
+if __name__ == "__main__":
+    sys.exit(_quantize_here(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:6]))

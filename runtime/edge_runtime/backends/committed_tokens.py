@@ -1,0 +1,95 @@
+"""What every target keeps beside its K/V rows: the committed tokens, the hidden rows of the newest of them, and who may do what with them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.errors import RequestError
+from edge_runtime.interfaces import Vocabulary
+
+_NO_ROWS = np.empty((0, 0), dtype=np.float32)
+
+
+class TokenRange(Vocabulary, Protocol):
+    """A vocabulary that knows its ids: 0 up to `size`."""
+
+    size: int
+
+    def check(self, token: int) -> None:
+        """Raises RequestError for an id that is not in the vocabulary."""
+
+
+class CommittedText(ABC):
+    """The text whose rows are in a target's cache: `length` tokens of at most `context`."""
+
+    def __init__(self, context: int, vocabulary: TokenRange) -> None:
+        self.context = context
+        self.vocabulary = vocabulary
+        self.length = 0
+        self._tokens = np.zeros(context, np.int32)
+        self.forget_hidden()
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The committed tokens [length]. A view: what it shows changes with the next forward after a rollback."""
+        return self._tokens[: self.length]
+
+    @property
+    def hidden_row(self) -> NDArray[np.float32] | None:
+        """The hidden row [hidden_size] of the last committed token, or None if it is not known. A view: valid until the next forward."""
+        index = self.length - 1 - self._hidden_start
+        return self._hidden[index] if 0 <= index < len(self._hidden) else None
+
+    def checked(self, tokens: Sequence[int]) -> NDArray[np.int64]:
+        """Returns the ids as an array; raises RequestError unless they fit the context and the vocabulary."""
+        self.require_open()
+        if not tokens:
+            raise RequestError("there is no token to decode; give at least one")
+        if self.length + len(tokens) > self.context:
+            raise RequestError(f"{self.length} + {len(tokens)} tokens exceed the context of {self.context}; shorten the text or raise it")
+        ids = np.asarray(tokens, dtype=np.int64)
+        if ids.min() < 0 or ids.max() >= self.vocabulary.size:
+            self.vocabulary.check(int(ids.min() if ids.min() < 0 else ids.max()))
+        return ids
+
+    def check_rows(self, count: int, most: int) -> None:
+        """Raises RequestError for a verify of more than `most` rows."""
+        if count > most:
+            raise RequestError(f"{count} rows are too many for one verify; the target was opened for at most {most}")
+
+    def check_rollback(self, length: int) -> None:
+        """Raises RequestError unless the cache can go back to `length` rows."""
+        self.require_open()
+        if not 0 <= length <= self.length:
+            raise RequestError(f"cannot roll back to {length}: the cache holds {self.length} rows")
+        if 0 < length < self.rollback_floor:
+            raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
+
+    def append(self, ids: NDArray[np.int64]) -> None:
+        """Counts rows that are in the cache."""
+        self._tokens[self.length : self.length + len(ids)] = ids
+        self.length += len(ids)
+
+    def take_hidden(self, rows: NDArray[np.float32]) -> None:
+        """Takes the hidden rows [n, hidden_size] of the newest n tokens, a view."""
+        self._hidden_start = self.length - len(rows)
+        self._hidden = rows
+
+    def forget_hidden(self) -> None:
+        """Lets go of the hidden rows."""
+        self._hidden_start = 0
+        self._hidden = _NO_ROWS
+
+    @property
+    @abstractmethod
+    def rollback_floor(self) -> int:
+        """The smallest length above 0 that a rollback can go to."""
+
+    @abstractmethod
+    def require_open(self) -> None:
+        """Raises RequestError once it is closed."""

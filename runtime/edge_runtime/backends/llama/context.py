@@ -1,0 +1,191 @@
+"""The plain pieces under the llama.cpp backend: load a model, open a context, fill a batch, look at an array that C owns."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.llama.library import LlamaLibrary
+from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
+from edge_runtime.errors import BackendError, RequestError
+
+# See `rewind_slack`: with fewer rows per batch the sliding cache could not always be rewound by the longest draft.
+MIN_BATCH = 32
+BATCH = 512
+# llama.cpp pads contexts to this (src/llama-context.cpp, n_ctx); asking for the padded size keeps n_batch from being cut to less.
+_CONTEXT_STEP = 256
+# More could not share a batch of the default size.
+MAX_SEQUENCES = 32
+# include/llama.h, llama_decode
+_DECODE_CODES = {
+    1: "no room in the KV cache for the batch",
+    2: "the computation was aborted",
+    -1: "the batch was refused as invalid",
+    -2: "out of memory",
+    -3: "the computation failed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaOptions:
+    """How to open a pair. Raises RequestError if a number is out of its range.
+
+    `context` and `batch` are in tokens; `sequences` texts of `context` tokens each share the opened context; `use_extra_bufts` lets
+    llama.cpp repack weights for the CPU; `draft` keeps the target's hidden rows, which only a drafter needs; `max_draft_length` bounds a
+    draft, and a verify to one row more; `max_candidates` bounds the tokens that the split drafter's head looks at, None leaves the
+    head's own number; `kv_type` is the type of the K/V rows.
+    """
+
+    context: int
+    threads: int
+    batch: int = BATCH
+    use_extra_bufts: bool = True
+    draft: bool = True
+    max_draft_length: int = MAX_DRAFT_LENGTH
+    sequences: int = 1
+    max_candidates: int | None = None
+    kv_type: KvType = DEFAULT_KV_TYPE
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise RequestError(f"context {self.context} holds no token; ask for at least 1")
+        if self.threads < 1:
+            raise RequestError(f"{self.threads} threads cannot work; ask for at least 1")
+        if self.kv_type not in KV_TYPES:
+            raise RequestError(f"KV type {self.kv_type!r} is unknown; choose one of {', '.join(KV_TYPES)}")
+        if not 1 <= self.sequences <= MAX_SEQUENCES:
+            raise RequestError(f"{self.sequences} sequences are not in 1..{MAX_SEQUENCES}; choose a number in that range")
+        if self.batch < self.sequences * (self.max_draft_length + 1):
+            raise RequestError(
+                f"batch {self.batch} cannot hold a verify of {self.sequences} sequences; ask for at least {self.sequences * (self.max_draft_length + 1)}"
+            )
+        if self.batch < MIN_BATCH:
+            raise RequestError(f"batch {self.batch} is too small to rewind the sliding cache; ask for at least {MIN_BATCH}")
+        if not 0 <= self.max_draft_length <= MAX_DRAFT_LENGTH:
+            raise RequestError(f"draft length {self.max_draft_length} is not in 0..{MAX_DRAFT_LENGTH}; choose one in that range")
+
+
+class Batch:
+    """A llama_batch over arrays of our own, filled again and again. With `width` each row carries an embedding beside its token."""
+
+    def __init__(self, api: Any, rows: int, width: int = 0, *, sequences: int = 1) -> None:
+        self._tokens = np.zeros(rows, dtype=np.int32)
+        self._positions = np.zeros(rows, dtype=np.int32)
+        self._flags = np.zeros(rows, dtype=np.int8)
+        self._sequences = np.zeros(rows, dtype=np.int32)
+        self._embeddings = np.zeros((rows, width), dtype=np.float32)
+        self.structure = api.llama_batch(
+            n_tokens=0,
+            token=self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            embd=self._embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) if width else None,
+            pos=self._positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            logits=self._flags.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+        # Null sequence ids mean sequence 0 (src/llama-batch.cpp, llama_batch_compat).
+        if sequences > 1:
+            self._counts = np.ones(rows, dtype=np.int32)
+            addresses = self._sequences.ctypes.data + np.arange(rows, dtype=np.uintp) * self._sequences.itemsize
+            self._addresses = addresses.astype(np.uintp)
+            self.structure.n_seq_id = self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+            self.structure.seq_id = self._addresses.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)))
+
+    def clear(self) -> None:
+        """Takes all rows out."""
+        self.structure.n_tokens = 0
+
+    def add(self, tokens: NDArray[np.int64], position: int, flagged: int, sequence: int = 0) -> None:
+        """Adds `tokens` of a sequence at the positions from `position` on; the last `flagged` rows are computed to the end."""
+        start = self.structure.n_tokens
+        end = start + len(tokens)
+        self._tokens[start:end] = tokens
+        self._positions[start:end] = np.arange(position, position + len(tokens))
+        self._sequences[start:end] = sequence
+        self._flags[start : end - flagged] = 0
+        self._flags[end - flagged : end] = 1
+        self.structure.n_tokens = end
+
+    def add_step(self, token: int, embedding: NDArray[np.float32], position: int, sequence: int = 0) -> None:
+        """Adds one flagged row with a token and an embedding [width]."""
+        row = self.structure.n_tokens
+        self._tokens[row], self._positions[row], self._sequences[row], self._flags[row] = token, position, sequence, 1
+        self._embeddings[row] = embedding
+        self.structure.n_tokens = row + 1
+
+
+def floats(pointer: Any, rows: int, width: int) -> NDArray[np.float32]:
+    """Returns a view [rows, width] of floats that llama.cpp owns; raises BackendError if it has none."""
+    if not pointer:
+        raise BackendError("llama.cpp computed no rows to read; this build does not fit edge-mtp, install a release")
+    # ctypes.cast would leave a cycle of references at each forward for the garbage collector.
+    return _view(ctypes.addressof(pointer.contents), rows, width)
+
+
+@lru_cache(maxsize=128)
+def _view(address: int, rows: int, width: int) -> NDArray[np.float32]:
+    # llama.cpp writes each forward's rows to the same place: making the view anew would be a fifth of the host's work in a draft step.
+    array = (ctypes.c_float * (rows * width)).from_address(address)
+    return np.frombuffer(memoryview(array), dtype=np.float32).reshape(rows, width)
+
+
+def load_model(library: LlamaLibrary, path: Path, options: LlamaOptions) -> Any:
+    """Returns the model's pointer. Raises BackendError, with llama.cpp's reason, if the file, which was checked before, does not load."""
+    params = library.api.llama_model_default_params()
+    params.use_extra_bufts = options.use_extra_bufts
+    library.log.clear()
+    model = library.api.llama_model_load_from_file(str(path).encode(), params)
+    if not model:
+        error = library.quoted_error()
+        raise BackendError(f"llama.cpp could not load {path}{error}; {'free some memory' if 'allocate' in error else 'export it again'}")
+    return model
+
+
+def context_params(library: LlamaLibrary, options: LlamaOptions, max_rows: int) -> Any:
+    """Returns llama_context_params in which at most `max_rows` rows per forward are computed to the end."""
+    params = library.api.llama_context_default_params()
+    params.n_ctx = -(-options.context // _CONTEXT_STEP) * _CONTEXT_STEP * options.sequences
+    params.n_seq_max = options.sequences
+    # One memory for all: only then may sequences bring different numbers of rows to one forward (src/llama-kv-cache-iswa.cpp, init_batch).
+    params.kv_unified = options.sequences > 1
+    params.n_batch = params.n_ubatch = options.batch
+    # The default, n_batch, would reserve a logits row of the whole vocabulary for each row of a prefill.
+    params.n_outputs_max = max_rows
+    params.n_threads = params.n_threads_batch = options.threads
+    params.swa_full = False
+    # The drafter's context views its target's rows, so both are opened alike. A quantized V wants flash attention, which the default,
+    # auto, turns into a demand (src/llama-context.cpp, llama_init_from_model).
+    kinds = {"f16": library.api.GGML_TYPE_F16, "q8_0": library.api.GGML_TYPE_Q8_0, "q4_0": library.api.GGML_TYPE_Q4_0}
+    params.type_k = params.type_v = kinds[options.kv_type]
+    return params
+
+
+def open_context(library: LlamaLibrary, model: Any, params: Any, path: Path) -> Any:
+    """Returns the context's pointer. Raises BackendError with llama.cpp's reason if it cannot be made."""
+    library.log.clear()
+    context = library.api.llama_init_from_model(model, params)
+    if not context:
+        raise BackendError(f"llama.cpp could not open {path.name} with a context of {params.n_ctx}{library.quoted_error()}; try less")
+    return context
+
+
+def rewind_slack(context: int, window: int, ubatch: int) -> int:
+    """Returns how many rows below the greatest length so far can always be gone back to, with any forwards in between.
+
+    src/llama-kv-cache-iswa.cpp keeps at least window + ubatch cells (all, if the context is smaller) though swa_full is off.
+    src/llama-kv-cache.cpp (find_slot) writes over a cell only when it lies outside the window of the row after the newest, so the
+    rows of the newest batch can always be dropped; and it takes the oldest cell first. Dropping r rows that straddle the ring's end
+    moves the head to its start and leaves up to r cells empty for one turn, which is why only half of ubatch is promised.
+    """
+    return context if window == 0 else min(context, ubatch // 2)
+
+
+def decode_error(library: LlamaLibrary, role: str, code: int, rows: int) -> BackendError:
+    """Returns the error for a llama_decode that did not return 0."""
+    meaning = _DECODE_CODES.get(code, "an unknown failure")
+    return BackendError(f"llama.cpp failed on {rows} {role} rows with code {code}, {meaning}{library.quoted_error()}; try again")

@@ -1,0 +1,158 @@
+"""Gemma 4's MTP drafter in llama.cpp: an MTP context that shares its target's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.llama.context import (
+    MAX_SEQUENCES,
+    Batch,
+    LlamaOptions,
+    context_params,
+    decode_error,
+    floats,
+    open_context,
+)
+from edge_runtime.backends.llama.model import LlamaModel
+from edge_runtime.backends.llama.target import LlamaSequence, LlamaTarget
+from edge_runtime.bundle.gguf_gemma4 import DRAFTER, rows_read
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.interfaces import Choose, DraftAsk, GoOn
+
+Row = NDArray[np.float32]
+# A drafted token or none, the drafter's probability of its likeliest token, and what the next step takes over.
+Step = tuple[int | None, float, Row]
+
+
+class LlamaDrafter(LlamaModel):
+    """The drafter on its target's memory, with the dense head that llama.cpp computes. Implements `interfaces.Drafter`.
+
+    `draft` follows the target's first sequence; `draft_all` drafts for several sequences, step by step with one forward for all.
+    """
+
+    stepwise = True
+
+    def __init__(self, path: Path, target: LlamaTarget, options: LlamaOptions) -> None:
+        super().__init__(path, DRAFTER, options)
+        self._target = target
+        self._max_draft_length = options.max_draft_length
+        try:
+            self._open(path, options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path, options: LlamaOptions) -> None:
+        api, target_context = self._api, self._target.shared._pointer
+        self._check_fit(path)
+        params = context_params(self._library, options, options.sequences)
+        # It never sees a prompt: buffers for a whole batch of one would be most of what it takes.
+        params.n_batch = params.n_ubatch = MAX_SEQUENCES
+        params.ctx_type = api.LLAMA_CONTEXT_TYPE_MTP
+        params.ctx_other = target_context
+        self._pointer = open_context(self._library, self._model, params, path)
+        if self._library.staging.llama_get_ctx_other(self._pointer) != target_context:
+            raise BackendError(f"llama.cpp gave {path.name} a KV cache of its own; this build cannot run Gemma 4's drafter, update it")
+        self._library.staging.llama_set_embeddings_nextn(self._pointer, True, True)
+        self._batch = Batch(api, options.sequences, self._target.hidden_size, sequences=options.sequences)
+        self._target.shared.drafters.append(self)
+
+    def set_threads(self, threads: int) -> None:
+        """Sets the threads of a draft step."""
+        self._api.llama_set_n_threads(self._pointer, threads, threads)
+
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
+        """Returns `draft_length` tokens after `last`, fewer where `choose` or `go_on` ends them, none where the target has no hidden row
+        (see `rollback`)."""
+        return self.draft_all([DraftAsk(sequence=0, last=last, draft_length=draft_length, choose=choose, go_on=go_on)])[0]
+
+    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        """Returns the drafts of each ask, whose sequences are all different.
+
+        All steps stand at the same position, that of `last`, and write nothing to the cache (common/speculative.cpp, is_mem_shared).
+        """
+        if self._pointer is None:
+            raise RequestError("the drafter is closed; open the bundle again")
+        drafts: list[list[int]] = [[] for _ in asks]
+        carries: dict[int, Row] = {}
+        for i, ask in enumerate(asks):
+            if ask.draft_length > self._max_draft_length:
+                raise RequestError(
+                    f"a draft of {ask.draft_length} tokens is longer than the {self._max_draft_length} this pair was opened for"
+                )
+            hidden = self._sequence(ask).hidden_row
+            if hidden is not None and ask.draft_length > 0:
+                self._target.vocabulary.check(ask.last)
+                carries[i] = self._first_carry(hidden, ask.sequence)
+        while carries:
+            steps = [(asks[i], drafts[i][-1] if drafts[i] else asks[i].last, carries[i]) for i in carries]
+            for i, (token, confidence, carry) in zip(list(carries), self._step(steps), strict=True):
+                if token is not None:
+                    drafts[i].append(token)
+                carries[i] = carry
+                if token is None or _ends(asks[i], confidence, len(drafts[i])):
+                    del carries[i]
+        return drafts
+
+    def _sequence(self, ask: DraftAsk) -> LlamaSequence:
+        return self._target.shared.sequences[ask.sequence]
+
+    def _first_carry(self, hidden: Row, number: int) -> Row:  # noqa: ARG002
+        """What the first step takes over from the target's hidden row: with a dense drafter the row itself."""
+        return hidden
+
+    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[Step]:
+        """One draft step of each sequence, given the newest token and what the step before left for it; returns the likeliest token,
+        or what was chosen, its confidence if that is asked for, and what the next step takes over: here the drafter's hidden row."""
+        following = self._forward(steps)
+        logits = floats(self._api.llama_get_logits(self._pointer), len(steps), self._target.vocabulary.size)
+        return [
+            (ask.choose(row) if ask.choose else int(row.argmax()), top_probability(row) if ask.go_on else 0.0, carry)
+            for (ask, _, _), row, carry in zip(steps, logits, following, strict=True)
+        ]
+
+    def _forward(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> NDArray[np.float32]:
+        """As `_decode` does; returns the hidden rows, a view until the next forward."""
+        self._decode(steps)
+        pointer = self._library.staging.llama_get_embeddings_nextn(self._pointer)
+        return floats(pointer, len(steps), self._target.hidden_size)
+
+    def _decode(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> None:
+        """One forward with a token and an embedding [target's hidden_size] for each."""
+        self._batch.clear()
+        for ask, token, embedding in steps:
+            self._batch.add_step(token, embedding, self._sequence(ask).length, ask.sequence)
+        self._library.log.clear()
+        code: int = self._api.llama_decode(self._pointer, self._batch.structure)
+        if code != 0:
+            raise decode_error(self._library, "drafter", code, len(steps))
+
+    def _check_fit(self, path: Path) -> None:
+        """Raises BackendError if the drafter is not one of this target: llama.cpp itself would abort the process."""
+        self._compare("target hidden size", self._api.llama_model_n_embd_out(self._model), self._target.hidden_size, path)
+        self._check_vocabulary(path)
+        self._compare("K/V rows (heads, width) of its layers", *rows_read(self.header, self._target.shared.header), path)
+
+    def _check_vocabulary(self, path: Path) -> None:
+        own: int = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        self._compare("vocabulary size", own, self._target.vocabulary.size, path)
+
+    @staticmethod
+    def _compare(name: str, own: object, wanted: object, path: Path) -> None:
+        if own != wanted:
+            raise BackendError(f"{path.name} is no drafter of this target: {name} {own} against {wanted}; export the pair again")
+
+
+def top_probability(logits: Row) -> float:
+    """Returns the softmax probability of the largest of `logits` [n]."""
+    return float(1 / np.exp(logits - logits.max()).sum())
+
+
+def _ends(ask: DraftAsk, confidence: float, drafted: int) -> bool:
+    """Whether a draft is over. The policy hears of every draft, the last too."""
+    more = ask.go_on is None or ask.go_on(confidence)
+    return not more or drafted == ask.draft_length

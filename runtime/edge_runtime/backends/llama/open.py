@@ -1,0 +1,136 @@
+"""Opens a bundle's target in llama.cpp with the drafter that is asked for, or with the faster of those the bundle has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.drafter import LlamaDrafter
+from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
+from edge_runtime.backends.llama.target import LlamaTarget
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.drafting.drafter_kinds import STEPS, DrafterKind, draft_step_seconds
+from edge_runtime.drafting.prompt_lookup import LookupDrafter
+from edge_runtime.errors import BundleError
+from edge_runtime.interfaces import Choose, DraftAsk, Drafter, GoOn, Logits
+
+
+class SequenceDrafter:
+    """A model drafter for one sequence of its target. Implements `interfaces.Drafter`; the drafter itself is its target's to close."""
+
+    stepwise = True
+
+    def __init__(self, drafter: LlamaDrafter, number: int) -> None:
+        self._drafter = drafter
+        self._number = number
+
+    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
+        """Returns `draft_length` tokens after `last`, or none where the sequence has no hidden row."""
+        ask = DraftAsk(sequence=self._number, last=last, draft_length=draft_length, choose=choose, go_on=go_on)
+        return self._drafter.draft_all([ask])[0]
+
+    def close(self) -> None:
+        """There is nothing of its own to free."""
+
+
+class LlamaTogether:
+    """All sequences of a target with their drafters. Implements `interfaces.Together`."""
+
+    def __init__(self, target: LlamaTarget, drafter: Drafter | None) -> None:
+        """`drafter` is a model drafter, which serves all sequences, or a LookupDrafter, of which each gets its own, or None."""
+        self.targets = tuple(target.shared.sequences)
+        self.vocabulary = target.vocabulary
+        self._shared = target.shared
+        self._drafter = drafter if isinstance(drafter, LlamaDrafter) else None
+        self.drafters: tuple[Drafter | None, ...]
+        if self._drafter is not None:
+            self.drafters = (self._drafter, *(SequenceDrafter(self._drafter, number) for number in range(1, len(self.targets))))
+        else:
+            self.drafters = tuple(LookupDrafter(sequence) if drafter is not None else None for sequence in self.targets)
+
+    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        """One forward a step for all asks, where a model drafts."""
+        if self._drafter is not None:
+            return self._drafter.draft_all(asks)
+        own = [self.drafters[ask.sequence] for ask in asks]
+        return [drafter.draft(ask.last, ask.draft_length) if drafter else [] for drafter, ask in zip(own, asks, strict=True)]
+
+    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        """One forward for all asks."""
+        return self._shared.verify_all([(self.targets[number], tokens) for number, tokens in asks])
+
+    def set_threads(self, prefill: int, verify: int, draft: int) -> None:
+        """Sets how many threads each phase runs on."""
+        self._shared.set_threads(prefill, verify)
+        if self._drafter is not None:
+            self._drafter.set_threads(draft)
+
+    def close(self) -> None:
+        """Frees the models."""
+        self._shared.close()
+
+
+_BODY, _HEAD = "drafter_body", "drafter_head"
+
+
+def open_together(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaTogether, DrafterKind]:
+    """Opens all `options.sequences` sequences and says which kind of drafter they have. Raises as `open_with_drafter` does."""
+    target, drafter, kind = open_with_drafter(bundle, options, wanted)
+    return LlamaTogether(target, drafter), kind
+
+
+def open_with_drafter(
+    bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None
+) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:  # fmt: skip
+    """Returns the target, its drafter and which kind it is. Closing the target closes both. `wanted` None measures where there is a choice.
+
+    Raises BundleError if the bundle has no such drafter, BackendError if a file does not load; then nothing stays open.
+    """
+    target = LlamaTarget(bundle.path("target", "gguf"), options)
+    try:
+        if wanted == "none":
+            return target, None, "none"
+        if wanted == "lookup":
+            return target, LookupDrafter(target), "lookup"
+        if wanted == "split" or wanted == "dense":
+            return target, open_model_drafter(bundle, target, options, wanted), wanted
+        return target, *_faster(bundle, target, options)
+    except BaseException:
+        target.close()
+        raise
+
+
+def open_model_drafter(bundle: Bundle, target: LlamaTarget, options: LlamaOptions, kind: DrafterKind) -> LlamaDrafter:
+    """Opens the dense or the split drafter on an opened target."""
+    if kind == "dense":
+        return LlamaDrafter(bundle.path("drafter", "gguf"), target, options)
+    if not has_split(bundle):
+        raise BundleError(f"{bundle.folder} has no split drafter: only checkpoints with ordered embeddings give one; choose dense")
+    return LlamaSplitDrafter(bundle.path(_BODY, "gguf"), bundle.path(_HEAD), target, bundle.path("target", "gguf"), options)
+
+
+def has_split(bundle: Bundle) -> bool:
+    """Whether the bundle holds both files of the split drafter."""
+    return bundle.has(_BODY, "gguf") and bundle.has(_HEAD)
+
+
+def drafters_opened(bundle: Bundle, wanted: DrafterKind | None) -> tuple[DrafterKind, ...]:
+    """Returns which kinds are open at the same time, if only until one is chosen."""
+    if wanted is not None:
+        return (wanted,)
+    return ("dense", "split") if has_split(bundle) else ("dense",)
+
+
+def _faster(bundle: Bundle, target: LlamaTarget, options: LlamaOptions) -> tuple[LlamaDrafter, DrafterKind]:
+    dense = open_model_drafter(bundle, target, options, "dense")
+    if not has_split(bundle):
+        return dense, "dense"
+    split = open_model_drafter(bundle, target, options, "split")
+    seconds = draft_step_seconds(
+        target, {"dense": dense, "split": split}, max(target.vocabulary.bos, 0), steps=min(STEPS, options.max_draft_length)
+    )
+    if seconds["split"] < seconds["dense"]:
+        dense.close()
+        return split, "split"
+    split.close()
+    return dense, "dense"

@@ -1,0 +1,287 @@
+"""The target in llama.cpp: one context, in which one or several sequences have their K/V rows.
+
+How target and drafter work together is shown by llama.cpp's common/speculative.cpp (draft-mtp) and src/models/gemma4-assistant.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.committed_tokens import CommittedText
+from edge_runtime.backends.llama.context import (
+    Batch,
+    LlamaOptions,
+    context_params,
+    decode_error,
+    floats,
+    open_context,
+    rewind_slack,
+)
+from edge_runtime.backends.llama.model import LlamaModel
+from edge_runtime.backends.llama.state_check import check_state
+from edge_runtime.backends.llama.vocabulary import LlamaVocabulary
+from edge_runtime.bundle.gguf_gemma4 import TARGET
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.interfaces import Logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Tokens to append to a sequence; the last `flagged` of them are computed to the end."""
+
+    sequence: LlamaSequence
+    ids: NDArray[np.int64]
+    flagged: int
+
+
+class LlamaTargetContext(LlamaModel):
+    """The target's model, and a context whose memory `options.sequences` sequences share. Closing it closes the drafters first."""
+
+    def __init__(self, path: Path, options: LlamaOptions) -> None:
+        super().__init__(path, TARGET, options)
+        self.options = options
+        self.drafters: list[LlamaModel] = []
+        self.sequences: list[LlamaSequence] = []
+        try:
+            self._open(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path) -> None:
+        options, api = self.options, self._api
+        trained: int = api.llama_model_n_ctx_train(self._model)
+        if options.context > trained:
+            raise RequestError(f"context {options.context} is beyond the {trained} tokens of {path.name}; ask for at most that")
+        self.max_rows = options.max_draft_length + 1
+        params = context_params(self._library, options, self.max_rows * options.sequences)
+        self._pointer = open_context(self._library, self._model, params, path)
+        if options.draft:
+            # Masked: hidden rows exist for flagged rows only, in their order, so that the last layer may leave out
+            # the others (src/models/gemma4.cpp, inp_out_ids).
+            self._library.staging.llama_set_embeddings_nextn(self._pointer, True, True)
+        self.vocabulary = LlamaVocabulary(self._library, self._model)
+        self.hidden_size: int = api.llama_model_n_embd_out(self._model)
+        self.window: int = api.llama_model_n_swa(self._model)
+        self.chunk: int = api.llama_n_batch(self._pointer)
+        slack = rewind_slack(options.context, self.window, api.llama_n_ubatch(self._pointer))
+        # Beside others only what a sequence's newest forward wrote is sure to come off again (src/llama-kv-cache.cpp, find_slot).
+        self.rewind_slack = slack if options.sequences == 1 else min(slack, self.max_rows)
+        self._memory = api.llama_get_memory(self._pointer)
+        self._threads = (options.threads, options.threads)
+        self._set = options.threads
+        self._batch = Batch(api, self.chunk, sequences=options.sequences)
+
+    def verify_all(self, asks: Sequence[tuple[LlamaSequence, Sequence[int]]]) -> list[Logits]:
+        """Verifies the tokens of several different sequences with one forward; returns their views [len(tokens), vocabulary] in order.
+
+        The views are dead after the next forward of any sequence. Raises as `LlamaSequence.verify` does; then all caches are as they were.
+        """
+        rows = [Rows(sequence=sequence, ids=sequence.checked(tokens), flagged=len(tokens)) for sequence, tokens in asks]
+        for one in rows:
+            one.sequence.check_rows(len(one.ids), self.max_rows)
+        self.forward(rows)
+        total = sum(len(one.ids) for one in rows)
+        logits = floats(self._api.llama_get_logits(self._pointer), total, self.vocabulary.size)
+        ends = np.cumsum([len(one.ids) for one in rows]).tolist()
+        return [logits[end - len(one.ids) : end] for one, end in zip(rows, ends, strict=True)]
+
+    def set_threads(self, prefill: int, verify: int) -> None:
+        """Sets the threads of prefills, and of verifies, one row or several."""
+        self._threads = (prefill, verify)
+
+    def forward(self, rows: Sequence[Rows]) -> None:
+        """Appends rows to their sequences in one llama_decode. Raises BackendError if it fails; then nothing was appended."""
+        self.require_open()
+        for sequence in self.sequences:
+            sequence.keep_hidden(forget=any(sequence is one.sequence for one in rows))
+        self._batch.clear()
+        for one in rows:
+            self._batch.add(one.ids, one.sequence.length, one.flagged, one.sequence.number)
+        self._library.log.clear()
+        threads = self._threads[all(one.flagged == len(one.ids) for one in rows)]
+        if threads != self._set:
+            self._api.llama_set_n_threads(self._pointer, threads, threads)
+            self._set = threads
+        code: int = self._api.llama_decode(self._pointer, self._batch.structure)
+        if code != 0:
+            for one in rows:
+                self.truncate(one.sequence.number, one.sequence.length)
+            raise decode_error(self._library, "target", code, sum(len(one.ids) for one in rows))
+        for one in rows:
+            one.sequence.append(one.ids)
+        if self.options.draft and (flagged := sum(one.flagged for one in rows)):
+            self._hand_out_hidden(rows, flagged)
+
+    def _hand_out_hidden(self, rows: Sequence[Rows], flagged: int) -> None:
+        # No copy: drafting runs in another context, so these rows last until the target's next forward, which brings its own.
+        hidden = floats(self._library.staging.llama_get_embeddings_nextn(self._pointer), flagged, self.hidden_size)
+        first = 0
+        for one in rows:
+            one.sequence.take_hidden(hidden[first : first + one.flagged])
+            first += one.flagged
+
+    def truncate(self, number: int, length: int) -> None:
+        """Drops the K/V rows of a sequence from `length` on."""
+        self._api.llama_memory_seq_rm(self._memory, number, length, -1)
+
+    def oldest_row(self, number: int) -> int:
+        """Returns the position of the oldest row that all layers still have; -1 if there is none."""
+        lowest: int = self._api.llama_memory_seq_pos_min(self._memory, number)
+        return lowest
+
+    def state(self, number: int) -> bytes:
+        """Returns a sequence's rows in llama.cpp's form. Raises BackendError if it gives none."""
+        self.require_open()
+        size: int = self._api.llama_state_seq_get_size(self._pointer, number)
+        buffer = (ctypes.c_uint8 * size)()
+        self._library.log.clear()
+        if self._api.llama_state_seq_get_data(self._pointer, buffer, size, number) != size:
+            raise BackendError(f"llama.cpp gave no state of {size} bytes{self._library.quoted_error()}; try again")
+        return bytes(buffer)
+
+    def restore(self, number: int, state: bytes) -> None:
+        """Replaces a sequence's rows by checked ones in llama.cpp's form. Raises BackendError if it takes them not; then there are none."""
+        self.truncate(number, 0)
+        self._library.log.clear()
+        # ctypes.cast would leave a cycle of references that keeps the state until garbage is collected.
+        source = ctypes.byref(ctypes.c_uint8.from_address(np.frombuffer(state, np.uint8).ctypes.data))
+        if self._api.llama_state_seq_set_data(self._pointer, source, len(state), number) != len(state):
+            self.truncate(number, 0)
+            raise BackendError(f"llama.cpp did not take the state{self._library.quoted_error()}; prefill the text again")
+
+    def require_open(self) -> None:
+        """Raises RequestError once it is closed."""
+        if self._pointer is None:
+            raise RequestError("the target is closed; open the bundle again")
+
+    def close(self) -> None:
+        """Frees the drafters, which live on this context's memory, then the context and the model. Harmless when done twice."""
+        while self.drafters:
+            self.drafters.pop().close()
+        for sequence in self.sequences:
+            sequence.forget_hidden()
+        super().close()
+
+
+class LlamaSequence(CommittedText):
+    """One sequence of a target's context. Implements `interfaces.Target`; its life ends with the context's."""
+
+    def __init__(self, shared: LlamaTargetContext) -> None:
+        super().__init__(shared.options.context, shared.vocabulary)
+        self.shared = shared
+        self.number = len(shared.sequences)
+        self.rewind_slack = shared.rewind_slack
+        self.hidden_size = shared.hidden_size
+        self.max_rows = shared.max_rows
+        self.kv_type: str = shared.options.kv_type
+        shared.sequences.append(self)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Appends tokens, which may be none, in chunks of the batch size; only the last one's hidden row is computed, no logits are read.
+
+        Raises RequestError if they do not fit the context or the vocabulary, BackendError if llama.cpp fails: then the cache is as it was.
+        """
+        if not tokens:
+            return
+        ids = self.checked(tokens)
+        start, chunk = self.length, self.shared.chunk
+        try:
+            for first in range(0, len(ids), chunk):
+                last = first + chunk >= len(ids) and self.shared.options.draft
+                self.shared.forward([Rows(sequence=self, ids=ids[first : first + chunk], flagged=1 if last else 0)])
+        except BaseException:
+            self._truncate(start)
+            raise
+
+    def verify(self, tokens: Sequence[int]) -> Logits:
+        """One forward over at most `max_rows` tokens; returns a view of llama.cpp's float32 logits [len(tokens), vocabulary].
+
+        The view is dead after the next prefill, verify or close: copy what must last. Raises as `prefill` does.
+        """
+        return self.shared.verify_all([(self, tokens)])[0]
+
+    def rollback(self, length: int) -> None:
+        """Forgets all rows from `length` on. The drafter goes on from the hidden row of the last kept token.
+
+        Before the newest batch there is no such row: then drafts are empty until the next verify or prefill. Raises RequestError
+        if the sliding cache no longer holds what a forward at `length` would attend to: never within `rewind_slack` rows of
+        the greatest length so far. After such a refusal nothing has changed.
+        """
+        self.check_rollback(length)
+        self._truncate(length)
+
+    def state(self) -> bytes:
+        """Returns the K/V rows in llama.cpp's form; of the sliding layers those that the next token attends to."""
+        return self.shared.state(self.number)
+
+    def restore(self, tokens: Sequence[int], state: bytes) -> None:
+        """Replaces all rows by those of `state`, made of `tokens`. There are no drafts until the next forward.
+
+        Of the sliding layers it holds one window, so `rollback_floor` and not `rewind_slack` says how far it can be rolled back.
+        Raises RequestError if the state is damaged, then nothing has changed, and BackendError if llama.cpp refuses it, then it is empty.
+        """
+        self.shared.require_open()
+        if len(tokens) > self.context:
+            raise RequestError(f"a state of {len(tokens)} tokens exceeds the context of {self.context}; raise it")
+        check_state(state, len(tokens), self.shared.window)
+        self.forget_hidden()
+        self.length = 0
+        self.shared.restore(self.number, state)
+        self.append(np.asarray(tokens, np.int64))
+
+    @property
+    def rollback_floor(self) -> int:
+        """The smallest length above 0 whose next forward still finds all rows it attends to."""
+        # Rows vanish from the oldest on (src/llama-kv-cache.cpp, apply_ubatch), and a row attends to window - 1 before it.
+        oldest = self.shared.oldest_row(self.number)
+        return oldest + self.shared.window - 1 if self.shared.window and oldest > 0 else 0
+
+    def close(self) -> None:
+        """Gives the rows back to the context. Harmless when done twice, or after the context was closed."""
+        if self.length and self.shared.sequences:
+            self._truncate(0)
+
+    def keep_hidden(self, *, forget: bool) -> None:
+        """Before a forward overwrites the context's hidden rows: copies the one that a draft would need, or forgets all."""
+        row = None if forget else self.hidden_row
+        if row is None:
+            self.forget_hidden()
+        else:
+            self.take_hidden(row[None].copy())
+
+    def require_open(self) -> None:
+        """Raises RequestError once the context is closed."""
+        self.shared.require_open()
+
+    def _truncate(self, length: int) -> None:
+        self.shared.truncate(self.number, length)
+        self.length = length
+
+
+class LlamaTarget(LlamaSequence):
+    """The target of a pair: the first sequence of a context that it opens and closes. Close it, or use it as a context manager."""
+
+    def __init__(self, path: Path, options: LlamaOptions) -> None:
+        """Raises BackendError if the file does not load, RequestError if the context is too long for the model."""
+        super().__init__(LlamaTargetContext(path, options))
+        for _ in range(1, options.sequences):
+            LlamaSequence(self.shared)
+
+    def close(self) -> None:
+        """Closes the context with all its sequences and drafters. Harmless when done twice."""
+        self.shared.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

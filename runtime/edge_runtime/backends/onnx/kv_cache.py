@@ -1,0 +1,177 @@
+"""The K/V rows of the ONNX graphs: one buffer each for the keys and the values of an owner layer, and who has written how far."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.onnx.library import Call, scalar, value_over
+from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, Rotation
+from edge_runtime.errors import BundleError
+
+FULL, SLIDING = "full", "sliding"
+BUFFER, ROWS = "buffer", "rows"
+DTYPES: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "i8": np.int8}
+# A verify takes this many rows at most.
+MAX_ROWS = MAX_DRAFT_LENGTH + 1
+# Buffers larger than this are not laid out on a manifest's word.
+_MAX_HEADS, _MAX_HEAD_DIM = 1024, 8192
+
+
+class RowCount:
+    """How many rows a kind of layer's buffers hold, as values bound to the graphs."""
+
+    def __init__(self) -> None:
+        self._last_array, self.last = scalar(np.int32, 1)
+        self._rows_array, self.rows = scalar(np.int32)
+
+    def set(self, rows: int) -> None:
+        """Counts `rows`, those about to be written included."""
+        self._last_array[0] = rows - 1
+        self._rows_array[...] = rows
+
+
+class KeyValueCache:
+    """Buffers of all owner layers. Row r of a full buffer is position r; of a sliding one it is position `first` + r.
+
+    When a sliding buffer is full its newest rows move to its front, so its size does not grow with the context.
+    """
+
+    def __init__(self, layout: CacheLayout, context: int) -> None:
+        buffers = layout.buffers
+        check_buffers(layout)
+        window = layout.sliding.window if layout.sliding else None
+        # The drafter sees `window` + 1 rows (see onnx_blocks), also after a roll back by the slack.
+        self.kept = 0 if window is None else window + 1 + layout.rewind_slack
+        spare = context + MAX_ROWS
+        sliding = next((buffer.rows for buffer in buffers if buffer.kind == SLIDING), 0)
+        self.capacity = {FULL: spare, SLIDING: min(sliding, spare)}
+        self.first = 0
+        self.counts = {FULL: RowCount(), SLIDING: RowCount()}
+        self._window = window
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self.values: dict[str, Any] = {}
+        self._sliding: list[NDArray[Any]] = []
+        self.read_by_rows: list[str] = []
+        self._drafter_by_rows: dict[str, str] = {}
+        for buffer in buffers:
+            for name in (buffer.key, buffer.value):
+                shape = (1, buffer.kv_heads, self.capacity[buffer.kind], buffer.head_dim)
+                self._arrays[name] = np.zeros(shape, DTYPES[buffer.dtype])
+                if buffer.read == ROWS:
+                    self.read_by_rows.append(name)
+                else:
+                    self.values[name] = value_over(self._arrays[name])
+                if buffer.drafter_read == ROWS:
+                    self._drafter_by_rows[name] = buffer.kind
+                if buffer.kind == SLIDING:
+                    self._sliding.append(self._arrays[name])
+
+    def place_rows(self, call: Call, length: int, new: int) -> None:
+        """Gives the target's call the first `length` rows of buffers that it reads by rows, and the place of `new` ones behind them."""
+        for name in self.read_by_rows:
+            call.place_input(name, self._arrays[name][:, :, :length])
+            call.place_output(f"new_{name}", self._arrays[name][:, :, length : length + new])
+
+    def place_drafter_rows(self, call: Call, names: Container[str], length: int) -> None:
+        """Gives the drafter's call, of the buffers among `names` that it reads by rows, those that it sees behind `length` rows."""
+        for name, kind in self._drafter_by_rows.items():
+            if name in names:
+                end = length if kind == FULL else length - self.first
+                seen = end if kind == FULL or self._window is None else min(end, self._window + 1)
+                call.place_input(name, self._arrays[name][:, :, end - seen : end])
+
+    def array(self, name: str) -> NDArray[Any]:
+        """The memory of a buffer."""
+        return self._arrays[name]
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of all buffers."""
+        return self._arrays
+
+    @property
+    def chunk(self) -> int:
+        """How many rows one forward may write at any time."""
+        return self.capacity[SLIDING] - self.kept if self._sliding and self.capacity[SLIDING] < self.capacity[FULL] else self.capacity[FULL]
+
+    def make_room(self, length: int, rows: int) -> None:
+        """Gets ready for `rows` rows after the first `length`; sets the counts that the graphs read."""
+        if length - self.first + rows > self.capacity[SLIDING] and self._sliding:
+            self._move(length)
+        self.set_counts(length + rows)
+
+    def set_counts(self, length: int) -> None:
+        """Tells the graphs that `length` rows are there."""
+        self.counts[FULL].set(length)
+        self.counts[SLIDING].set(length - self.first)
+
+    @property
+    def rollback_floor(self) -> int:
+        """The smallest length above 0 at which all rows are there that the target and the drafter see."""
+        return 1 if self._window is None or self.first == 0 else self.first + self._window + 1
+
+    def restart(self) -> None:
+        """Forgets everything."""
+        self.first = 0
+
+    def _move(self, length: int) -> None:
+        held = length - self.first
+        kept = min(self.kept, held)
+        for array in self._sliding:
+            array[:, :, :kept] = array[:, :, held - kept : held]
+        self.first += held - kept
+
+
+class Rotations:
+    """Cosines and sines for each position and pair, float32 [context, head_dim/2], as values bound to the graphs; `halved` in float16 too."""
+
+    def __init__(self, rotations: Sequence[Rotation], context: int, *, halved: bool) -> None:
+        self.values: dict[str, Any] = {}
+        self._arrays: list[NDArray[np.floating]] = []
+        for rotation in rotations:
+            angles = rotation_angles(rotation, context)
+            for word, table in (("cosine", np.cos(angles)), ("sine", np.sin(angles))):
+                array = np.ascontiguousarray(table, np.float32)
+                self._arrays.append(array)
+                self.values[f"{word}_{rotation.kind}"] = value_over(array)
+                if halved:
+                    half = array.astype(np.float16)
+                    self._arrays.append(half)
+                    self.values[f"{word}_{rotation.kind}_f16"] = value_over(half)
+
+
+def rotation_angles(rotation: Rotation, context: int) -> NDArray[np.float64]:
+    """Angles [context, head_dim/2], rounded to float32 as the reference does; pairs that do not turn stay at 0."""
+    frequencies = np.zeros(rotation.head_dim // 2, np.float32)
+    exponents = np.arange(0, 2 * rotation.rotated_pairs, 2, dtype=np.float32) / np.float32(rotation.head_dim)
+    frequencies[: rotation.rotated_pairs] = np.float32(1) / np.float32(rotation.base) ** exponents
+    positions = np.arange(context, dtype=np.float32)
+    return (positions[:, None] * frequencies[None]).astype(np.float64)
+
+
+def check_buffers(layout: CacheLayout) -> None:
+    """Raises BundleError for buffers that cannot be laid out, or are too small for the window and the roll back."""
+    buffers = layout.buffers
+    owners = set(layout.full.owner_layers) | set(layout.sliding.owner_layers if layout.sliding else ())
+    if {buffer.layer for buffer in buffers} != owners or len({name for b in buffers for name in (b.key, b.value)}) != 2 * len(buffers):
+        raise BundleError("the cache layout does not name one pair of ONNX buffers for each owner layer; export the bundle again")
+    for buffer in buffers:
+        sound = 0 < buffer.kv_heads <= _MAX_HEADS and 0 < buffer.head_dim <= _MAX_HEAD_DIM and buffer.kind in (FULL, SLIDING)
+        # One head's rows lie in one piece.
+        known = {BUFFER, ROWS} if buffer.kv_heads == 1 else {BUFFER}
+        sound = sound and {buffer.read, buffer.drafter_read} <= known and (buffer.read == BUFFER or buffer.kind == FULL)
+        if not sound or buffer.dtype not in DTYPES:
+            raise BundleError(f"the cache layout's buffer {buffer.key!r} ({_words(buffer)}) is not one this reader knows; upgrade edge-mtp")
+        window = layout.sliding.window if layout.sliding else None
+        if buffer.kind == SLIDING and (window is None or buffer.rows < window + 1 + layout.rewind_slack + MAX_ROWS):
+            raise BundleError(
+                f"the sliding buffer {buffer.key!r} of {buffer.rows} rows is too short for a window of {window}; export again"
+            )
+
+
+def _words(buffer: CacheBuffer) -> str:
+    return f"{buffer.kind}, {buffer.kv_heads} heads of {buffer.head_dim}, {buffer.dtype}, read by {buffer.read} and {buffer.drafter_read}"

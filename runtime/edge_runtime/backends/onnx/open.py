@@ -1,0 +1,86 @@
+"""Opens a bundle's pair on onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edge_devices.files.user_cache import cache_folder
+from edge_runtime.backends.onnx.drafter import OrtDrafter
+from edge_runtime.backends.onnx.library import SessionOptions, check_version, provider_and_device
+from edge_runtime.backends.onnx.prepacked import PackingPlace
+from edge_runtime.backends.onnx.static_drafter import StaticOrtDrafter
+from edge_runtime.backends.onnx.static_target import StaticOrtTarget
+from edge_runtime.backends.onnx.target import OrtOptions, OrtTarget, PairFiles, StaticParts, pair_of
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.drafting.prompt_lookup import LookupDrafter
+from edge_runtime.errors import BundleError
+from edge_runtime.interfaces import Drafter
+
+__all__ = ["OrtOptions", "PairFiles", "StaticParts", "fallbacks", "open_onnx", "open_pair"]
+AnyOrtDrafter = OrtDrafter | StaticOrtDrafter
+
+
+def open_onnx(
+    bundle: Bundle, options: OrtOptions, wanted: DrafterKind | None, notify: Callable[[str], None] = lambda _: None
+) -> tuple[OrtTarget, Drafter | None, DrafterKind]:  # fmt: skip
+    """Returns the target, its drafter and which kind it is: split where the graph has the sparse head, else dense. Closing the target closes both.
+
+    `notify` hears of nodes that the execution provider does not run. Raises BundleError if the bundle has no such drafter, BackendError if
+    a graph does not open; then nothing stays open.
+    """
+    own: DrafterKind = "split" if bundle.manifest.architecture.ordered_embeddings else "dense"
+    if wanted not in (None, "none", "lookup", own):
+        raise BundleError(f"{bundle.folder}: the ONNX drafter's head is {own}, not {wanted}; leave --drafter out")
+    kind = wanted or own
+    target, drafter = open_pair(pair_of(bundle, drafter=kind == own), options, notify)
+    if kind == "lookup":
+        return target, LookupDrafter(target), kind
+    for sentence in fallbacks(provider_and_device(options.provider)[0], target, drafter):
+        notify(sentence)
+    return target, drafter, kind
+
+
+def open_pair(
+    files: PairFiles, options: OrtOptions, notify: Callable[[str], None] = lambda _: None
+) -> tuple[OrtTarget, AnyOrtDrafter | None]:  # fmt: skip
+    """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
+    packing = None
+    if options.keep_packed and files.identity is not None:
+        # One folder for each bundle: graphs of different ones have the same names.
+        packing = PackingPlace(folder=cache_folder() / "packed" / files.identity[:16], weights=files.identity, notify=notify)
+    check_version(static=files.static is not None)
+    provider, device = provider_and_device(options.provider)
+    session = SessionOptions(threads=options.threads, provider=provider, device=device, packing=packing)
+    if files.static is not None:
+        return _open_static(files, options, session)
+    target = OrtTarget(files, options, session)
+    try:
+        return target, OrtDrafter(files.drafter, target, session) if files.drafter else None
+    except BaseException:
+        target.close()
+        raise
+
+
+def _open_static(files: PairFiles, options: OrtOptions, session: SessionOptions) -> tuple[OrtTarget, AnyOrtDrafter | None]:
+    target = StaticOrtTarget(files, options, session)
+    try:
+        return target, StaticOrtDrafter(files.drafter, target, session) if files.drafter else None
+    except BaseException:
+        target.close()
+        raise
+
+
+def fallbacks(provider: str, target: OrtTarget, drafter: AnyOrtDrafter | None) -> list[str]:
+    """One sentence per graph of which nodes run elsewhere than on `provider`."""
+    graphs = target.assignments()
+    if drafter is not None:
+        graphs["drafter"] = drafter.assignments()
+    sentences = []
+    for name, providers in graphs.items():
+        total = sum(sum(counts.values()) for counts in providers.values())
+        for other, counts in providers.items():
+            if other != provider:
+                kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+                sentences.append(f"{name}: {sum(counts.values())} of {total} nodes fell back from {provider} to {other}: {kinds}.")
+    return sentences

@@ -1,0 +1,116 @@
+"""Graphs with their weights as this CPU's kernels want them, kept on the machine that packed them.
+
+onnxruntime packs quantized weights anew in memory each time it opens a graph. Saved once, the packed form is mapped: opening is
+quicker, and memory is shared and given back under pressure. It is right for one kind of CPU and one version of onnxruntime.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from edge_devices.files.temp_files import clear_leftovers, temporary_of
+from edge_devices.files.user_cache import CACHE_VARIABLE, cpu_identity
+from edge_runtime.errors import BackendError
+
+RECORD_NAME = "record.json"
+_MAX_RECORD_BYTES = 1 << 16
+# The file holds the weights as they were and packed.
+SIZE_FACTOR = 2.5
+# Where a graph's data file holds packed weights, as the graph says it (onnxruntime, core/framework/prepacked_weights_container.cc).
+_PLACE = re.compile(rb"MatMulNBits\+\d+\|(\d+);\d+;")
+# Kernels lay packed weights out by the address they are at: on another line of the processor's cache they are misread.
+_LINE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRecord:
+    """What a packed graph is good for: the weights' identity, the CPU, and onnxruntime's version; or that there is none, as it is not `usable`."""
+
+    weights: str
+    onnxruntime: str
+    system: str
+    cpu: list[str]
+    usable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingPlace:
+    """Where packed graphs are kept. `weights` identifies the pair's files (a hash); `notify` gets a sentence when something is packed."""
+
+    folder: Path
+    weights: str
+    notify: Callable[[str], None]
+
+
+def packed_graph(path: Path, data_bytes: int, place: PackingPlace, version: str, save: Callable[[Path, str], bool]) -> Path:
+    """Returns the packed form of the graph at `path`, made by `save(path, name of its data file)` if there is none that fits this machine.
+
+    One that was packed on another CPU, by another onnxruntime or of other weights is not used but replaced. Where it cannot be kept, or
+    `save` says that it would not be read right, `notify` hears why and `path` itself is returned. `data_bytes` is the most its weights
+    can have.
+    """
+    home = place.folder / path.stem
+    record = PackedRecord(weights=place.weights, onnxruntime=version, system=platform.machine(), cpu=cpu_identity())
+    found = _read(home / RECORD_NAME)
+    if found == asdict(record) and (home / path.name).is_file():
+        return home / path.name
+    if found == asdict(replace(record, usable=False)):
+        return path
+    if found is not None:
+        differing = ", ".join(key for key, value in asdict(record).items() if found.get(key) != value)
+        place.notify(f"The packed weights in {home} are not for this machine or bundle ({differing}); they are packed anew.")
+    try:
+        return _pack(path, home, data_bytes, record, place, save)
+    except (OSError, BackendError) as error:
+        place.notify(f"Packed weights could not be kept in {home} ({error}); set {CACHE_VARIABLE} to a folder with room.")
+        return path
+
+
+def _pack(
+    path: Path, home: Path, data_bytes: int, record: PackedRecord, place: PackingPlace, save: Callable[[Path, str], bool]
+) -> Path:  # fmt: skip
+    place.folder.mkdir(parents=True, exist_ok=True)
+    needed, free = int(data_bytes * SIZE_FACTOR), shutil.disk_usage(place.folder).free
+    if needed > free:
+        raise BackendError(f"{needed} bytes are needed, {free} are free")
+    place.notify(f"Packing the weights of {path.name} for this CPU, once.")
+    clear_leftovers(home)
+    scratch = temporary_of(home)
+    try:
+        partial = scratch / path.stem
+        partial.mkdir(parents=True)
+        if not save(partial / path.name, f"{path.stem}.packed"):
+            place.notify(f"onnxruntime would misread the packed weights of {path.name} from a file; they are packed anew each time.")
+            record = replace(record, usable=False)
+            for file in partial.iterdir():
+                file.unlink()
+        (partial / RECORD_NAME).write_text(json.dumps(asdict(record)), encoding="utf-8")
+        if home.exists():
+            home.rename(scratch / "replaced")
+        partial.rename(home)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return home / path.name if record.usable else path
+
+
+def well_placed(graph: bytes) -> bool:
+    """Whether a saved graph's packed weights lie where its kernels will find them."""
+    return all(int(place) % _LINE == 0 for place in _PLACE.findall(graph))
+
+
+def _read(path: Path) -> dict[str, object] | None:
+    try:
+        if path.stat().st_size > _MAX_RECORD_BYTES:
+            return {}
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}

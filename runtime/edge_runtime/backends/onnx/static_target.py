@@ -1,0 +1,191 @@
+"""The target as graphs of fixed shapes: one of a prefill's rows, one of a verify's, one of a single row; shorter forwards are filled up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, rotation_angles
+from edge_runtime.backends.onnx.library import Call, Graph, SessionOptions, value_over
+from edge_runtime.backends.onnx.static_cache import StaticRows
+from edge_runtime.backends.onnx.target import OrtOptions, OrtTarget, PairFiles, check_inputs
+from edge_runtime.bundle.bundle import Rotation
+from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.interfaces import Logits
+
+_MOST_PREFILL_ROWS = 4096
+# Of NumPy's format: numpy.save's for every table of ours.
+_NPY_VERSION = (1, 0)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+class Embedding:
+    """Rows of a table that is mapped, times a factor."""
+
+    def __init__(self, path: Path, rows: int, columns: int, factor: float) -> None:
+        try:
+            with path.open("rb") as file:
+                if (version := np.lib.format.read_magic(file)) != _NPY_VERSION:  # later ones say in 4 bytes how much NumPy reads at once
+                    raise ValueError(f"of version {version}")
+            table = np.load(path, mmap_mode="r", allow_pickle=False)
+        except Exception as error:  # a header is parsed like Python, and fails in as many ways
+            raise BundleError(f"{path} is no NumPy array ({_first_line(error)}); export the bundle again") from error
+        if table.ndim != 2 or table.shape[0] < rows or table.shape[1] != columns or table.dtype not in (np.float32, np.float16):
+            raise BundleError(f"{path} holds {table.dtype} {list(table.shape)}, not {rows} rows of {columns}; export the bundle again")
+        self._table, self._factor = table, np.float32(factor)
+
+    def look_up(self, tokens: NDArray[np.integer], out: NDArray[np.float32]) -> None:
+        """Writes the rows of `tokens` [n] to out [1, n or more, columns]."""
+        np.multiply(self._table[tokens], self._factor, out=out[0, : len(tokens)], dtype=np.float32)
+
+
+class Turns:
+    """Cosines and sines [context, head_dim/2] by kind of layer, of which a forward gets its rows."""
+
+    def __init__(self, rotations: Sequence[Rotation], context: int) -> None:
+        self._tables: dict[str, NDArray[np.float32]] = {}
+        for rotation in rotations:
+            angles = rotation_angles(rotation, context)
+            for word, table in (("cosine", np.cos(angles)), ("sine", np.sin(angles))):
+                self._tables[f"{word}_{rotation.kind}"] = np.ascontiguousarray(table, np.float32)
+
+    def fill(self, arrays: dict[str, NDArray[np.float32]], start: int) -> None:
+        """Writes the rows from position `start` on to those arrays [1, rows, 1, head_dim/2] that are cosines or sines."""
+        for name, table in self._tables.items():
+            if name in arrays:
+                arrays[name][0, :, 0] = table[start : start + arrays[name].shape[1]]
+
+
+class StaticOrtTarget(OrtTarget):
+    """The target. Implements `interfaces.Target`. Close it, or use it as a context manager."""
+
+    def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
+        assert files.static is not None
+        facts = files.static.facts
+        self.rows = StaticRows(files.layout)
+        self._begin(files, options.context, min(self.rows.rows[FULL], files.graphs.context))
+        if not 0 < facts.verify_rows <= MAX_ROWS or not facts.verify_rows <= facts.prefill_rows <= _MOST_PREFILL_ROWS:
+            raise BundleError(f"{facts.prefill_rows} and {facts.verify_rows} rows for a prefill and a verify are not sound; export again")
+        self.embedding = Embedding(files.static.embedding, files.vocab_size, files.hidden_size, facts.embedding_scale)
+        self.hidden_rows = np.zeros((1, max(facts.prefill_rows, MAX_ROWS), files.hidden_size), np.float32)
+        self._chunk = facts.prefill_rows
+        # Filled-up forwards reach past the context.
+        self.turns = Turns(files.graphs.rotations, options.context + facts.prefill_rows)
+        paths = {1: files.static.row, facts.verify_rows: files.target, facts.prefill_rows: files.static.prefill}
+        self._static = {rows: _StaticForward(Graph(path, session), path, self, rows) for rows, path in sorted(paths.items())}
+        self._verify_rows = [facts.verify_rows] if options.uniform_rows else sorted({1, facts.verify_rows})
+        self._per_layer: Embedding | None = None
+        if files.static.per_layer_embedding is not None and facts.per_layer_scale is not None:
+            width = self._static[1].arrays["per_layer"].shape[2]
+            self._per_layer = Embedding(files.static.per_layer_embedding, 1, width, facts.per_layer_scale)
+
+    def verify(self, tokens: Sequence[int]) -> Logits:
+        """At most `max_rows` tokens, in forwards of the verify graph's rows; otherwise as `OrtTarget.verify`."""
+        ids = self.checked(tokens)
+        self.check_rows(len(ids), self.max_rows)
+        self.forget_hidden()
+        start, most = self.length, self._verify_rows[-1]
+        try:
+            for first in range(0, len(ids), most):
+                piece = ids[first : first + most]
+                forward = self._run(piece, self._verify_rows)
+                self._logits[0, first : first + len(piece)] = forward.logits[0, : len(piece)]
+                self.hidden_rows[0, first : first + len(piece)] = forward.hidden[0, : len(piece)]
+        except BaseException:
+            self.length = start
+            raise
+        self.take_hidden(self.hidden_rows[0, : len(ids)])
+        logits: Logits = self._logits[0, : len(ids)]
+        return logits
+
+    @property
+    def rollback_floor(self) -> int:
+        """The smallest length above 0 that `rollback` can go back to now."""
+        return self.rows.rollback_floor
+
+    def rollback(self, length: int) -> None:
+        """As `OrtTarget.rollback`."""
+        self.check_rollback(length)
+        self.length = length
+        if length == 0:
+            self.rows.restart()
+
+    def assignments(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Per graph and execution provider how many nodes of each operator it runs."""
+        return {forward.graph.name: forward.graph.assignments() for forward in self._static.values()}
+
+    def outputs(self, rows: int) -> dict[str, NDArray[np.float32]]:
+        """All that the newest forward of the graph of so many rows gave. Views: valid until its next forward."""
+        return self._static[rows].outputs
+
+    def close(self) -> None:
+        """Frees the sessions. Harmless when done twice."""
+        while self._closers:
+            self._closers.pop().close()
+        self._static.clear()
+        self.forget_hidden()
+
+    def require_open(self) -> None:
+        """Raises RequestError once it is closed."""
+        if not self._static:
+            raise RequestError("the target is closed; open the bundle again")
+
+    def _forward(self, ids: NDArray[np.int64], keep: int | None = None) -> NDArray[np.int64]:
+        forward = self._run(ids[:keep], list(self._static))
+        self.hidden_rows[0, : len(ids)] = forward.hidden[0, : len(ids)]
+        return ids
+
+    def _run(self, ids: NDArray[np.int64], sizes: Sequence[int]) -> _StaticForward:
+        """Runs the smallest graph of `sizes` that `ids` fit in, and keeps their rows."""
+        forward = self._static[next(size for size in sizes if size >= len(ids))]
+        forward.run(ids, self._per_layer)
+        self.rows.write(forward.new_rows, self.length, len(ids))
+        self.append(ids)
+        return forward
+
+
+class _StaticForward:
+    """A graph of a fixed number of rows, bound once."""
+
+    def __init__(self, graph: Graph, path: Path, target: StaticOrtTarget, rows: int) -> None:
+        self.graph, self._target = graph, target
+        check_inputs(graph, {name: array.shape for name, array in target.rows.arrays.items()}, path)
+        check_inputs(graph, {"embedded": (1, rows, target.hidden_size)}, path)
+        self.arrays = small_arrays(graph, path, target.rows)
+        self.outputs = outputs = {name: np.zeros(shape, np.float32) for name, shape in graph.outputs.items()}
+        self.new_rows = {name.removeprefix("new_"): array for name, array in outputs.items() if name.startswith("new_")}
+        wanted = {name: (1, array.shape[1], rows, array.shape[3]) for name, array in target.rows.arrays.items()}
+        if {name: array.shape for name, array in self.new_rows.items()} != wanted:
+            raise BundleError(f"{path} does not give the rows that the manifest's buffers hold; export the bundle again")
+        self.hidden, self.logits = outputs["hidden"], outputs.get("logits", outputs["hidden"])
+        inputs = {name: value_over(array) for name, array in self.arrays.items()}
+        self._call: Call = graph.bind(inputs | target.rows.values, {name: value_over(array) for name, array in outputs.items()})
+
+    def run(self, ids: NDArray[np.int64], per_layer: Embedding | None) -> None:
+        """A forward over `ids` and, behind them, rows of what was there before, which nobody reads."""
+        target, start = self._target, self._target.length
+        target.embedding.look_up(ids, self.arrays["embedded"])
+        if per_layer is not None:
+            per_layer.look_up(ids, self.arrays["per_layer"])
+        target.turns.fill(self.arrays, start)
+        for kind in target.rows.rows:
+            target.rows.mask(kind, self.arrays[f"mask_{kind}"], start)
+        self._call.run()
+
+
+def small_arrays(graph: Graph, path: Path, rows: StaticRows) -> dict[str, NDArray[Any]]:
+    """Arrays of zeros for all inputs of a graph but the buffers. Raises BundleError if a shape is not fixed."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, shape in graph.inputs.items():
+        if not all(type(size) is int and size > 0 for size in shape):
+            raise BundleError(f"{path}: the input {name!r} {list(shape)} has no fixed shape; export the bundle again")
+        if name not in rows.arrays:
+            arrays[name] = np.zeros(shape, np.float32)
+    return arrays

@@ -1,0 +1,280 @@
+"""The target on onnxruntime: a graph of its layers, a graph of its head, and the K/V rows they and the drafter share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.committed_tokens import CommittedText
+from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations
+from edge_runtime.backends.onnx.library import Call, Graph, SessionOptions, value_over
+from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
+from edge_runtime.bundle.bundle import Bundle, CacheLayout, OnnxGraphs, StaticGraphs
+from edge_runtime.bundle.onnx_graph import check_onnx
+from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.interfaces import Logits
+
+# Tokens per forward of a prefill, and how many times the context they may be: a float32 for each head.
+PREFILL_ROWS, PREFILL_SCORES = 256, 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrtOptions:
+    """How a pair is opened. `context` is in tokens.
+
+    `uniform_rows` runs a single row through the kernels of several, beside a row that is thrown away: kernels with int8 activations
+    round one row otherwise than several, so that plain decoding and drafting would differ more often (docs/onnx.md). `keep_packed` keeps the weights
+    on disk as this CPU's kernels want them, about twice their size (`ort_prepacked`).
+    """
+
+    context: int
+    threads: int
+    provider: str | None = None
+    uniform_rows: bool = False
+    keep_packed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticParts:
+    """What a pair of graphs of fixed shapes has besides: graphs of a prefill's rows and of one row, and the embeddings' NumPy files."""
+
+    facts: StaticGraphs
+    prefill: Path
+    row: Path
+    embedding: Path
+    per_layer_embedding: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFiles:
+    """The files of a pair and what must be known of them; external data lies beside the graphs. `identity` is a hash of all of them.
+
+    With `static` the shapes are fixed: `target` is the graph of a verify, and there is no `target_head`.
+    """
+
+    target: Path
+    target_head: Path | None
+    drafter: Path | None
+    tokenizer: Path
+    layout: CacheLayout
+    graphs: OnnxGraphs
+    hidden_size: int
+    vocab_size: int
+    identity: str | None = None
+    static: StaticParts | None = None
+
+
+class OrtTarget(CommittedText):
+    """The target. Implements `interfaces.Target`. Close it, or use it as a context manager."""
+
+    def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
+        self._begin(files, options.context, files.graphs.context)
+        assert files.target_head is not None  # only graphs of fixed shapes have none
+        self._graph: Graph | None = Graph(files.target, session)
+        self._head: Graph | None = Graph(files.target_head, session)
+        self._least_rows = 2 if options.uniform_rows else 1
+        self.cache = KeyValueCache(files.layout, options.context)
+        check_inputs(self._graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
+        new = {name.removeprefix("new_") for name in self._graph.outputs if name.startswith("new_")}
+        if set(given_back(self._graph).values()) != set(self.cache.values) or new != set(self.cache.read_by_rows):
+            raise BundleError(f"{files.target} does not give the rows that the manifest's buffers hold; export the bundle again")
+        # Rows past the context are there for the row that uniform_rows throws away.
+        halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
+        self.rotations = Rotations(files.graphs.rotations, options.context + MAX_ROWS, halved=halved)
+        self._chunk = min(PREFILL_ROWS, self.cache.chunk)
+        self.hidden_rows = np.zeros((1, max(self._chunk, MAX_ROWS), files.hidden_size), np.float32)
+        self._forwards: dict[int, _Forward] = {}
+        self._heads: dict[int, Call] = {}
+
+    def _begin(self, files: PairFiles, context: int, most: int) -> None:
+        """What all kinds of graphs have in common; `most` is the longest context they were made for."""
+        if context > most:
+            raise RequestError(f"context {context} is beyond the {most} tokens of {files.target.name}; ask for at most that")
+        super().__init__(context, TokenizerVocabulary(files.tokenizer, files.graphs, files.vocab_size))
+        self.hidden_size = files.hidden_size
+        self.rewind_slack = files.layout.rewind_slack
+        self.max_rows = MAX_ROWS
+        self._logits = np.zeros((1, MAX_ROWS, files.vocab_size), np.float32)
+        self._closers: list[Any] = []
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Appends tokens, which may be none, in chunks; no logits are computed.
+
+        Raises RequestError if they do not fit the context or the vocabulary, BackendError if onnxruntime fails: then the cache is as it was.
+        """
+        if not tokens:
+            return
+        ids = self.checked(tokens)
+        start = self.length
+        self.forget_hidden()
+        try:
+            first = 0
+            while first < len(ids):
+                rows = len(self._forward(ids[first : first + self._chunk_now()]))
+                first += rows
+        except BaseException:
+            self.length = start
+            raise
+        self.take_hidden(self.hidden_rows[0, :rows])
+
+    def verify(self, tokens: Sequence[int]) -> Logits:
+        """One forward over at most `max_rows` tokens; returns a view of the float32 logits [len(tokens), vocabulary].
+
+        The next verify overwrites it. Raises as `prefill` does.
+        """
+        ids = self.checked(tokens)
+        self.check_rows(len(ids), self.max_rows)
+        self.forget_hidden()
+        start = self.length
+        padded = np.concatenate([ids, ids[-1:]]) if len(ids) < self._least_rows else ids
+        try:
+            self._forward(padded, keep=len(ids))
+            self._head_call(len(padded)).run()
+        except BaseException:
+            self.length = start
+            raise
+        self.take_hidden(self.hidden_rows[0, : len(ids)])
+        logits: Logits = self._logits[0, : len(ids)]
+        return logits
+
+    def rollback(self, length: int) -> None:
+        """Forgets all rows from `length` on. The drafter goes on from the hidden row of the last kept token.
+
+        Before the newest batch there is no such row: then drafts are empty until the next verify or prefill. Raises RequestError
+        if the sliding cache no longer holds what a forward at `length` would attend to: never within `rewind_slack` rows of
+        the greatest length so far. After such a refusal nothing has changed.
+        """
+        self.check_rollback(length)
+        self.length = length
+        if length == 0:
+            self.cache.restart()
+
+    @property
+    def rollback_floor(self) -> int:
+        """The smallest length above 0 that `rollback` can go back to now."""
+        return self.cache.rollback_floor
+
+    def assignments(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Per graph and execution provider how many nodes of each operator it runs."""
+        return {graph.name: graph.assignments() for graph in (self._graph, self._head) if graph is not None}
+
+    def close(self) -> None:
+        """Frees the sessions. Harmless when done twice."""
+        while self._closers:
+            self._closers.pop().close()
+        self._forwards.clear()
+        self._heads.clear()
+        self._graph = self._head = None
+        self.forget_hidden()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def require_open(self) -> None:
+        """Raises RequestError once it is closed."""
+        if self._graph is None:
+            raise RequestError("the target is closed; open the bundle again")
+
+    def _chunk_now(self) -> int:
+        """Tokens of the next forward of a prefill: scores of a full layer, rows times context for each head, take memory."""
+        return max(MAX_ROWS, min(self._chunk, PREFILL_SCORES // (self.length + self._chunk)))
+
+    def _forward(self, ids: NDArray[np.int64], keep: int | None = None) -> NDArray[np.int64]:
+        rows = len(ids)
+        forward = self._forwards.get(rows)
+        if forward is None:
+            assert self._graph is not None
+            forward = _Forward(self._graph, self, rows)
+            if rows <= MAX_ROWS or rows == self._chunk:
+                self._forwards[rows] = forward
+        self.cache.make_room(self.length, rows)
+        forward.run(ids, self.length)
+        self.append(ids[:keep])
+        return ids
+
+    def _head_call(self, rows: int) -> Call:
+        if rows not in self._heads:
+            assert self._head is not None
+            inputs = {"hidden": value_over(self.hidden_rows[:, :rows])}
+            self._heads[rows] = self._head.bind(inputs, {"logits": value_over(self._logits[:, :rows])})
+        return self._heads[rows]
+
+
+class _Forward:
+    """A forward of a fixed number of rows, bound once."""
+
+    def __init__(self, graph: Graph, target: OrtTarget, rows: int) -> None:
+        self._ids, self._positions = np.zeros((1, rows), np.int64), np.zeros((1, rows), np.int64)
+        self._cache = cache = target.cache
+        shared = shared_inputs(target)
+        inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **shared, **cache.values}
+        # Layers that read a buffer may give it back too, each under a name of its own behind an "@".
+        outputs = {name: cache.values[name.removeprefix("present_").split("@")[0]] for name in graph.outputs if name.startswith("present_")}
+        self._call = graph.bind(
+            {name: value for name, value in inputs.items() if name in graph.inputs},
+            {"hidden": value_over(target.hidden_rows[:, :rows]), **outputs},
+        )
+        self._offsets = np.arange(rows)
+
+    def run(self, ids: NDArray[np.int64], start: int) -> None:
+        self._ids[0] = ids
+        self._cache.place_rows(self._call, start, len(ids))
+        np.add(self._offsets, start, out=self._positions[0])
+        self._call.run()
+
+
+def shared_inputs(target: OrtTarget) -> dict[str, Any]:
+    """The inputs of attention that target and drafter have in common."""
+    counts, values = target.cache.counts, dict(target.rotations.values)
+    for kind in (FULL, SLIDING):
+        values |= {f"last_row_{kind}": counts[kind].last, f"rows_{kind}": counts[kind].rows}
+    return values
+
+
+def given_back(graph: Graph) -> dict[str, str]:
+    """The graph's outputs that are buffers, and the buffers' names. Layers that only read one give it a name of their own, behind an "@"."""
+    return {name: name.removeprefix("present_").split("@")[0] for name in graph.outputs if name.startswith("present_")}
+
+
+def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
+    """The ONNX files of a bundle, with or without the drafter's; raises BundleError if it has none, or one that is not to be opened."""
+    manifest = bundle.manifest
+    if manifest.onnx is None or not bundle.has("target", "onnx"):
+        raise BundleError(f"{bundle.folder}: the bundle has no ONNX target; export it again with --format onnx or both")
+    for entry in manifest.files:
+        if entry.format == "onnx":
+            check_onnx(bundle.folder / entry.path, {file.path for file in manifest.files})
+    static = None
+    if manifest.static is not None:
+        per_layer = manifest.static.per_layer_scale is not None
+        static = StaticParts(
+            facts=manifest.static, prefill=bundle.path("target_prefill", "onnx"), row=bundle.path("target_row", "onnx"),
+            embedding=bundle.path("embedding", "npy"),
+            per_layer_embedding=bundle.path("per_layer_embedding", "npy") if per_layer else None,
+        )  # fmt: skip
+    return PairFiles(
+        target=bundle.path("target", "onnx"), target_head=None if static else bundle.path("target_head", "onnx"),
+        drafter=bundle.path("drafter", "onnx") if drafter else None, tokenizer=bundle.path("tokenizer"), layout=manifest.cache_layout,
+        graphs=manifest.onnx, hidden_size=manifest.architecture.hidden_size, vocab_size=manifest.architecture.vocab_size, static=static,
+        identity=hashlib.sha256("".join(file.sha256 for file in manifest.files if file.format.startswith("onnx")).encode()).hexdigest(),
+    )  # fmt: skip
+
+
+def check_inputs(graph: Graph, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Raises BundleError if the graph takes arrays of other shapes; sizes it leaves open fit."""
+    for name, wanted in shapes.items():
+        found = graph.inputs.get(name, ())
+        if len(found) != len(wanted) or any(type(size) is int and size != own for size, own in zip(found, wanted, strict=False)):
+            raise BundleError(
+                f"{path}: the manifest's input {name!r} is {list(wanted)}, the graph's {list(found)}; export the bundle again"
+            )

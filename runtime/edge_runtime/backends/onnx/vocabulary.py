@@ -1,0 +1,106 @@
+"""Text to token ids and back, with the bundle's tokenizer.json. The only module that imports tokenizers."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from edge_runtime.bundle.bundle import OnnxGraphs
+from edge_runtime.bundle.tokenizer_json import check_parts, read_tokenizer
+from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+# Marks in Gemma 4's brackets mean something in a conversation, though they are visible in output.
+_BRACKETED = re.compile(r"<\|[^<>]+>|<[^<>]+\|>")
+_NO_TOKEN = -1
+
+
+@contextlib.contextmanager
+def _panics_as(kind: type[EdgeRuntimeError], what: str, advice: str) -> Iterator[None]:
+    """Turns whatever the library raises into an error of ours; those that are ours stay. A panic of its Rust code is no Exception but a BaseException."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, EdgeRuntimeError):
+        raise
+    except BaseException as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise kind(f"{what} ({reason}); {advice}") from error
+
+
+class TokenizerVocabulary:
+    """A Gemma tokenizer: BPE with byte fallback. Implements `interfaces.Vocabulary`; `size` is the model's, `eog_tokens` end a text."""
+
+    def __init__(self, path: Path, graphs: OnnxGraphs, size: int) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise BackendError(f"tokenizers is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
+        with _panics_as(BundleError, f"{path} is no tokenizer", "copy the bundle again"):
+            self._tokenizer: Any = Tokenizer.from_buffer(read_tokenizer(path))
+            # A checkpoint's file may say both: prompts would be cut off, or filled up to any length.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            check_parts(self._tokenizer, path)
+            _keep_no_words(self._tokenizer.model)
+        self.size = size
+        self.eog_tokens = frozenset(graphs.eog_tokens)
+        self.bos = _NO_TOKEN if graphs.bos_token is None else graphs.bos_token
+        self.eos = _NO_TOKEN if graphs.eos_token is None else graphs.eos_token
+        self._control = frozenset(graphs.control_tokens)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        # Marks such as <|channel> are found in any text; the tokenizer itself tells no difference between them and control tokens.
+        self._marks = {token.content: index for index, token in added if token.special and index not in self._control}
+        longest_first = sorted(self._marks, key=len, reverse=True)
+        self._mark = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+
+    @cached_property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Text -> id of the control tokens: of <|turn> and its like, and of what is visible in output but no text, as <|channel>."""
+        hidden = {self._tokenizer.id_to_token(token): token for token in sorted(self._control) if token < self.size}
+        return hidden | {text: token for text, token in self._marks.items() if _BRACKETED.fullmatch(text)}
+
+    def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
+        """Returns the token ids of `text`; a surrogate that is no half of a pair becomes U+FFFD.
+
+        `parse_special` lets control tokens such as <|turn> in the text become those tokens; leave it off for foreign text.
+        """
+        clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        tokens = [token for part in self._parts(clean, parse_special) for token in self._encode(part, parse_special)]
+        return [self.bos, *tokens] if add_bos and self.bos >= 0 else tokens
+
+    def _parts(self, text: str, parse_special: bool) -> list[str]:
+        return [text] if parse_special or self._mark is None else [part for part in self._mark.split(text) if part]
+
+    def _encode(self, part: str, parse_special: bool) -> list[int]:
+        if part in self._marks:
+            return [self._marks[part]]
+        self._tokenizer.encode_special_tokens = not parse_special
+        with _panics_as(BackendError, "the tokenizer failed", "copy the bundle again"):
+            tokens: list[int] = self._tokenizer.encode(part, add_special_tokens=False).ids
+        return tokens
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Returns the bytes of one token, which may be a part of a character; control tokens are empty unless `special`."""
+        self.check(token)
+        text: str | None = self._tokenizer.id_to_token(token)
+        if text is None or (token in self._control and not special):
+            return b""
+        found = _BYTE.fullmatch(text)
+        return bytes([int(found.group(1), 16)]) if found else text.replace(_SPACE, " ").encode("utf-8")
+
+    def check(self, token: int) -> None:
+        """Raises RequestError for an id that is not in the vocabulary."""
+        if not 0 <= token < self.size:
+            raise RequestError(f"token id {token} is not in the vocabulary of {self.size} tokens; check where it came from")
+
+
+def _keep_no_words(model: Any) -> None:
+    """Turns off a BPE model's cache of 10,000 words: Gemma's tokenizer splits no text, so its words are whole prompts, 40 MB of them."""
+    resize = getattr(model, "_resize_cache", None)  # not in every version
+    if resize is not None:
+        resize(0)

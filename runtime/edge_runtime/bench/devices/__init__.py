@@ -1,0 +1,1 @@
+"""The same benchmark on phones, boards and fleets."""

@@ -1,0 +1,132 @@
+"""The same benchmark on every phone of many hosts: Dask brings the work to the hosts, each phone's records come back and land in Parquet.
+
+Every worker's host has edge-mtp, adb, and the bundle and package at the same paths; its phones are attached to it. Dask schedules, we do not.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edge_devices.errors import DeviceError
+from edge_devices.transports.adb import AdbTransport, usable_serials
+from edge_runtime.bench.devices.remote_run import RemoteRequest, bench_on
+from edge_runtime.bench.devices.results import DEVICE, ENERGY, LOG, RUNS, WATCH, DeviceResult, read_result
+from edge_runtime.bench.report.terminal import note
+from edge_runtime.errors import EdgeRuntimeError, RequestError
+
+ALL = "all"
+# A phone that nobody brings back must not keep the whole fleet waiting.
+PATIENCE_SECONDS = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetTask:
+    """One phone of one worker."""
+
+    request: RemoteRequest
+    serial: str
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetAnswer:
+    """What a phone brought: its result files by name, or why there are none."""
+
+    host: str
+    serial: str
+    files: dict[str, bytes]
+    failure: str = ""
+
+
+def phones_here() -> tuple[str, ...]:
+    """Runs on a worker: returns the serials attached to its host; none where adb is missing or sees nothing."""
+    try:
+        return tuple(usable_serials())
+    except DeviceError:
+        return ()
+
+
+def bench_phone(task: FleetTask) -> FleetAnswer:
+    """Runs on a worker: measures on one of its phones."""
+    host = socket.gethostname()
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            bench_on(AdbTransport(task.serial, task.folder), task.request, Path(scratch), lambda _text: None)
+        except (EdgeRuntimeError, DeviceError) as error:
+            return FleetAnswer(host=host, serial=task.serial, files={}, failure=str(error))
+        found = next(Path(scratch).rglob(RUNS)).parent
+        names = [name for name in (RUNS, ENERGY, WATCH, LOG, DEVICE) if (found / name).exists()]
+        return FleetAnswer(host=host, serial=task.serial, files={name: (found / name).read_bytes() for name in names})
+
+
+def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: Sequence[str], folder: str | None) -> list[DeviceResult]:
+    """Measures on all phones of all workers, or on those named, and writes RESULTS/RUN and RESULTS/parquet as they come in.
+
+    Raises RequestError when the scheduler cannot be reached, there is no phone, or none brings figures.
+    """
+    distributed = _distributed()
+    from edge_runtime.bench.devices.parquet import write_parquet
+
+    asked = replace(
+        request, bundle=request.bundle.resolve(), package=replace(request.package, folder=request.package.folder.resolve()),
+        options=tuple(option.resolve() if isinstance(option, Path) else option for option in request.options), patience_s=PATIENCE_SECONDS,
+    )  # fmt: skip
+    try:
+        client = distributed.Client(address, timeout=20)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"the scheduler {address} cannot be reached ({error}); start one with dask scheduler") from error
+    found: list[DeviceResult] = []
+    with client:
+        futures = []
+        for worker, seen in client.run(phones_here).items():
+            for serial in seen:
+                if not serials or ALL in serials or serial in serials:
+                    task = FleetTask(request=asked, serial=serial, folder=folder or AdbTransport.FOLDER)
+                    futures.append(client.submit(bench_phone, task, workers=[worker], allow_other_workers=False, pure=False))
+        if not futures:
+            raise RequestError(f"no worker of {address} has a phone that can be used; see adb devices on its host")
+        note(f"run {request.name}: {len(futures)} phones")
+        for future in distributed.as_completed(futures):
+            answer = _answer(future)
+            if answer.failure:
+                note(f"left out: {answer.host}: {answer.failure}")
+                continue
+            result = _keep(answer, results / request.name)
+            write_parquet(results / "parquet", result)
+            found.append(result)
+            note(f"{result.device}: done ({len(found)} of {len(futures)})")
+    if not found:
+        raise RequestError("no phone brought figures; what each said stands above")
+    return sorted(found, key=lambda result: result.device)
+
+
+def _answer(future: Any) -> FleetAnswer:
+    try:
+        answer: FleetAnswer = future.result()
+    except Exception as error:  # noqa: BLE001 - whatever a worker died of: the others go on
+        return FleetAnswer(host="a worker", serial="", files={}, failure=f"{type(error).__name__}: {error}")
+    return answer
+
+
+def _keep(answer: FleetAnswer, folder: Path) -> DeviceResult:
+    """Writes a phone's files and reads them; hosts may have phones of one serial each, so the host is in the name."""
+    place = folder / f"{answer.host}-{answer.serial}".replace(":", "-").replace("/", "-")
+    place.mkdir(parents=True, exist_ok=True)
+    for name, data in answer.files.items():
+        (place / name).write_bytes(data)
+    result = read_result(place)
+    return replace(result, device=f"{answer.host}/{answer.serial}")
+
+
+def _distributed() -> Any:
+    try:
+        import distributed
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise RequestError(f"--fleet needs {error.name}; pip install 'edge-mtp[fleet]'") from error
+    return distributed

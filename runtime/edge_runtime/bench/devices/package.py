@@ -1,0 +1,47 @@
+"""The device package that `edge-export --package` builds: a folder with its own Python, the runtime and a launcher, read at home."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_devices.files.limited_read import read_at_most
+from edge_runtime.errors import RequestError
+
+SCHEMA = 2  # 2: the launchers call edge_devices.entry_points
+NAME = "package.json"
+LARGEST = 16 << 20
+LAUNCHERS = ("bin/edge-python", "bin/edge-bench")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePackage:
+    """A package: `platform` is android-arm64, linux-arm64 or linux-x64."""
+
+    folder: Path
+    platform: str
+    bytes: int
+
+
+def read_package(folder: Path) -> DevicePackage:
+    """Reads a package's list of files and sees that all of them are there. Raises RequestError for anything else."""
+    path = folder / NAME
+    try:
+        said = json.loads(read_at_most(path, LARGEST).decode())
+        if said["schema"] != SCHEMA:
+            raise RequestError(f"{path} has schema {said['schema']!r}; this version knows {SCHEMA}: build the package again")
+        files = {str(file["path"]): int(file["bytes"]) for file in said["files"]}
+        platform = str(said["platform"])
+    except OSError as error:
+        raise RequestError(f"{folder} is no device package ({error.strerror}); build one with edge-export --package") from error
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise RequestError(f"{path} cannot be read ({error!r}); build the package again") from error
+    for name, size in files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            raise RequestError(f"{file} is missing or has another size than {size} bytes; build the package again")
+    for name in LAUNCHERS:
+        if not (folder / name).is_file():
+            raise RequestError(f"{folder / name} is missing; build the package again")
+    return DevicePackage(folder=folder, platform=platform, bytes=sum(files.values()))

@@ -1,0 +1,1 @@
+"""What is run, in which order, and what is recorded."""

@@ -1,0 +1,256 @@
+"""A benchmark from its request to its records, one by one as they are measured."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path, PurePath
+from typing import Any, Protocol, cast
+
+from edge_devices.energy.protocol import Workload
+from edge_devices.machine.facts import read_machine
+from edge_runtime.backends.selection import BackendKind, choose_backend
+from edge_runtime.bench.measure.concurrency import alone, run_level
+from edge_runtime.bench.measure.energy import energy_workloads
+from edge_runtime.bench.measure.llama_tools import llama_tools
+from edge_runtime.bench.measure.memory import measure_memory
+from edge_runtime.bench.measure.prompts import PreparedPrompt, Prompt, prepare
+from edge_runtime.bench.measure.records import SCHEMA, CostCurve, Header, KvTypeCost, ModelFile, Note, Record
+from edge_runtime.bench.measure.runners import OurSide, Side
+from edge_runtime.bench.measure.schedule import DOMAINS_PART, Plan, Step, context_plan
+from edge_runtime.bench.measure.variants import BASELINE, OURS, our_variants, peer_variants
+from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.bundle.integrity import CheckMode
+from edge_runtime.bundle.kv_types import KvType
+from edge_runtime.calibration.cost_probe import TEXT, measure_costs
+from edge_runtime.config.schema import SpeculativeConfig
+from edge_runtime.config.settings import load_settings
+from edge_runtime.drafting.cost_model import LEAST_SECONDS
+from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.errors import RequestError
+from edge_runtime.session.open import default_threads, open_session, open_sessions
+
+
+class Progress(Protocol):
+    """Hears what is being done."""
+
+    def begin(self, title: str, total: int) -> None:
+        """A part of `total` equal pieces begins; the one before it is over."""
+
+    def advance(self) -> None:
+        """A piece is done."""
+
+    def say(self, sentence: str) -> None:
+        """A sentence for the person who waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """What to measure. `drafters` () is what a session takes unasked; `tools` the folder of llama.cpp's binaries; see `edge-bench --help`."""
+
+    bundle: Path
+    prompts: tuple[Prompt, ...]
+    drafters: tuple[DrafterKind, ...] = ()
+    lengths: tuple[int, ...] = (3,)
+    policies: tuple[str, ...] = ()
+    repeats: int = 6
+    tokens: int = 96
+    warm_up: int = 1
+    contexts: tuple[int, ...] = ()
+    concurrency: tuple[int, ...] = ()
+    kv_types: tuple[str, ...] = ()
+    tools: Path | None = None
+    backend: BackendKind | None = None
+    threads: int | None = None
+    context: int | None = None
+    config: SpeculativeConfig | Path | None = None
+    preset: str | None = None
+    check: CheckMode = "fast"
+    public_key: Path | None = None
+
+
+class Benchmark:
+    """Runs a request. Raises what opening a bundle and decoding raise; what was yielded before stands."""
+
+    def __init__(self, request: BenchRequest, progress: Progress) -> None:
+        """Reads the bundle and its settings; opens no model yet."""
+        self._request = request
+        self._progress = progress
+        self._bundle = open_bundle(request.bundle, check=request.check, public_key=request.public_key)
+        self._threads = request.threads or default_threads()
+        self._backend = choose_backend(self._bundle, request.backend)
+        if self._backend != "llama" and (request.tools or request.kv_types or request.concurrency):
+            raise RequestError("--against, --kv-types and --concurrency are llama.cpp's; leave them out, or take the llama backend")
+        self._settings = load_settings(
+            self._bundle, config=request.config, preset=request.preset, context=request.context, notify=progress.say
+        )
+        self._options: dict[str, Any] = {
+            "threads": self._threads, "context": self._settings.context, "config": request.config, "preset": request.preset,
+            "check": "none", "notify": progress.say, "backend": self._backend,
+        }  # fmt: skip
+
+    def records(self) -> Iterator[Record]:
+        """Measures, and yields each record as soon as it is there; the first is the header."""
+        request, longest = self._request, self._settings.longest_draft
+        drafters = request.drafters or (self._default_drafter(),)
+        lengths = tuple(length for length in request.lengths if length <= longest)
+        yield self._header(drafters, lengths)
+        for length in request.lengths:
+            if length > longest:
+                yield Note(text=f"draft length {length} is left out: parallel_batch_size is {longest + 1}")
+        yield from self._memory(drafters)
+        with ExitStack() as stack:
+            ours = {
+                kind: OurSide(stack.enter_context(open_session(request.bundle, drafter=kind, **self._options))) for kind in drafters
+            }  # fmt: skip
+            first = next(iter(ours.values()))
+            prompts = prepare(request.prompts, first.session)
+            yield from self._compare(ours, prompts, lengths)
+            yield from self._costs(ours)
+            yield from self._contexts(ours, prompts, lengths)
+        yield from self._concurrency(drafters[0], prompts, lengths)
+        yield from self._kv_types(lengths)
+
+    def _default_drafter(self) -> DrafterKind:
+        with open_session(self._request.bundle, **self._options) as session:
+            return session.drafter_kind
+
+    def _header(self, drafters: Sequence[str], lengths: Sequence[int]) -> Header:
+        request, source = self._request, self._bundle.manifest.sources.get("target")
+        return Header(
+            schema=SCHEMA, version=version("edge-mtp"), created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            bundle=request.bundle.resolve().name, target=PurePath(source.origin).name if source else "",
+            files=_files(self._bundle), machine=read_machine().to_json(),
+            settings={
+                "threads": self._threads, "tokens": request.tokens, "repeats": request.repeats, "warm_up": request.warm_up,
+                "backend": self._backend, "drafters": list(drafters), "lengths": list(lengths), "policies": list(request.policies),
+                "session": self._settings.to_json(),
+            },
+        )  # fmt: skip
+
+    def _memory(self, drafters: Sequence[str]) -> Iterator[Record]:
+        levels = [(kind, 1) for kind in drafters] + [(drafters[0], n) for n in self._request.concurrency if n > 1]
+        self._progress.begin("memory", len(levels))
+        for kind, sequences in levels:
+            yield measure_memory(
+                self._request.bundle, backend=self._backend, drafter=kind, sequences=sequences, context=self._settings.context,
+                threads=self._threads,
+            )  # fmt: skip
+            self._progress.advance()
+
+    def _compare(self, ours: dict[DrafterKind, OurSide], prompts: Sequence[PreparedPrompt], lengths: Sequence[int]) -> Iterator[Record]:
+        request = self._request
+        variants = our_variants(list(ours), lengths, request.policies)
+        sides = dict[str, Side](ours.items())
+        if request.tools is not None:
+            peer = llama_tools(next(iter(ours.values())).session, request.tools, self._threads)
+            variants += peer_variants(lengths)
+            sides["llama.cpp"] = peer
+        for prompt in prompts:
+            if len(prompt.ids) + request.tokens > self._settings.context:
+                raise RequestError(
+                    f"prompt {prompt.number} of {prompt.domain} has {len(prompt.ids)} tokens, which with {request.tokens} more do not fit"
+                    f" into the context of {self._settings.context}; shorten it or raise --context"
+                )
+        plan = Plan(part=DOMAINS_PART, variants=tuple(variants), prompts=tuple(prompts), repeats=request.repeats, tokens=request.tokens)
+        yield from self._run(plan, sides, "domains")
+
+    def _run(self, plan: Plan, sides: Mapping[str, Side], title: str) -> Iterator[Record]:
+        first = next(iter(sides))
+
+        def side(step: Step) -> Side:
+            variant = step.variant
+            return sides[first if variant == BASELINE else variant.drafter if variant.side == OURS else variant.side]
+
+        self._progress.begin(f"{title}: warm-up", len(plan.variants) * self._request.warm_up)
+        for step in plan.warm_up(self._request.warm_up):
+            side(step).run(step.variant, step.prompt, step.tokens, step.place)
+            self._progress.advance()
+        self._progress.begin(title, len(plan))
+        for step in plan.steps():
+            yield side(step).run(step.variant, step.prompt, step.tokens, step.place)
+            self._progress.advance()
+
+    def _costs(self, ours: Mapping[DrafterKind, OurSide]) -> Iterator[Record]:
+        self._progress.begin("cost curve", len(ours))
+        for kind, side in ours.items():
+            session = side.session
+            rows = session.settings.longest_draft + 1
+            costs = measure_costs(session.target, session.drafter, max(session.vocabulary.bos, 0), most_rows=rows)
+            step = costs.mean_step if costs.step > LEAST_SECONDS else None
+            yield CostCurve(drafter=kind, length=TEXT, verify_seconds=costs.verify[:rows], draft_step_seconds=step)
+            self._progress.advance()
+
+    def _contexts(self, ours: dict[DrafterKind, OurSide], prompts: Sequence[PreparedPrompt], lengths: Sequence[int]) -> Iterator[Record]:
+        request, room = self._request, self._settings.context - self._request.tokens
+        for length in request.contexts:
+            if length > room:
+                yield Note(
+                    text=f"a text of {length} tokens is left out: with {request.tokens} more it does not fit into the context of {self._settings.context}"
+                )
+        fitting = [length for length in request.contexts if length <= room]
+        if fitting:
+            variants = our_variants(list(ours), _few(lengths, request.policies), request.policies)
+            plan = context_plan(prompts, variants, fitting, repeats=request.repeats, tokens=request.tokens)
+            yield from self._run(plan, dict[str, Side](ours.items()), "lengths of the text")
+
+    def _concurrency(self, drafter: DrafterKind, prompts: Sequence[PreparedPrompt], lengths: Sequence[int]) -> Iterator[Record]:
+        request = self._request
+        if not request.concurrency:
+            return
+        variants = our_variants([drafter], _few(lengths, request.policies), request.policies)
+        with open_session(request.bundle, drafter=drafter, **self._options) as session:
+            self._progress.begin("outputs of a single session", 1)
+            expected = alone(session, prompts, request.tokens)
+            self._progress.advance()
+        for clients in request.concurrency:
+            with open_sessions(request.bundle, clients, drafter=drafter, **self._options) as sessions:
+                self._progress.begin(f"{clients} at once", (request.repeats + 1) * len(variants))
+                for repeat in range(-1, request.repeats):  # the first is the warm-up
+                    for variant in variants if repeat % 2 == 0 else reversed(variants):
+                        level = run_level(sessions, variant, prompts, expected, request.tokens, repeat=max(repeat, 0))
+                        if repeat >= 0:
+                            yield level
+                        self._progress.advance()
+
+    def _kv_types(self, lengths: Sequence[int]) -> Iterator[Record]:
+        request = self._request
+        if not request.kv_types:
+            return
+        from edge_runtime.bench.measure.kv_types import measure_kv_types
+
+        self._progress.begin("types of KV cache", 1)
+        costs = measure_kv_types(
+            request.bundle, [prompt.text for prompt in request.prompts], kv_types=cast(tuple[KvType, ...], request.kv_types),
+            max_tokens=request.tokens, draft_length=_middle(lengths) or min(3, self._settings.longest_draft), threads=self._threads,
+            context=self._settings.context, notify=self._progress.say,
+        )  # fmt: skip
+        self._progress.advance()
+        for cost in costs:
+            yield KvTypeCost(**vars(cost))
+
+    def energy_workloads(self, stack: ExitStack) -> dict[str, Workload]:
+        """Opens the sessions, which `stack` closes, and returns what an energy protocol repeats."""
+        request = self._request
+        drafters = request.drafters or (self._default_drafter(),)
+        ours = {kind: OurSide(stack.enter_context(open_session(request.bundle, drafter=kind, **self._options))) for kind in drafters}
+        lengths = tuple(length for length in request.lengths if length <= self._settings.longest_draft)
+        prompts = prepare(request.prompts, next(iter(ours.values())).session)
+        variants = our_variants(drafters, _few(lengths, request.policies), request.policies)
+        return energy_workloads(dict[str, OurSide](ours.items()), variants, prompts, request.tokens)
+
+
+def _middle(lengths: Sequence[int]) -> int:
+    return lengths[len(lengths) // 2] if lengths else 0
+
+
+def _few(lengths: Sequence[int], policies: Sequence[str]) -> Sequence[int]:
+    """Beside policies no fixed length; without any one of them, in the middle."""
+    return () if policies or not lengths else (_middle(lengths),)
+
+
+def _files(bundle: Bundle) -> tuple[ModelFile, ...]:
+    return tuple(ModelFile(role=f.role, format=f.format, quantization=f.quantization, bytes=f.bytes) for f in bundle.manifest.files)

@@ -1,0 +1,70 @@
+"""Peak memory of opening a bundle and serving it once, each in a process of its own: a peak never goes down again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import click
+
+from edge_devices.machine.memory import peak_memory_bytes
+from edge_runtime.bench.measure.records import Memory
+from edge_runtime.errors import BackendError, EdgeRuntimeError
+from edge_runtime.session.generation import Generation
+from edge_runtime.session.open import OpenOptions, open_session, open_sessions
+from edge_runtime.session.session import Session
+
+TIMEOUT_SECONDS = 600
+DRAFT_LENGTH = 3
+
+
+def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, context: int, threads: int) -> Memory:
+    """Opens the bundle in a child process. Raises BackendError if that fails."""
+    command = [sys.executable, "-m", "edge_runtime.bench.measure.memory", str(bundle), backend, drafter, str(sequences), str(context), str(threads)]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BackendError(f"the process whose memory is measured gave no answer in {TIMEOUT_SECONDS} seconds") from error
+    if child.returncode:
+        said = child.stderr.strip().splitlines()[-1:] or [f"it ended with {child.returncode}"]
+        raise BackendError(f"the process whose memory is measured failed: {said[0].removeprefix('Error: ')}")
+    answer = json.loads(child.stdout.splitlines()[-1])
+    return Memory(drafter=drafter, sequences=sequences, context=context, peak_bytes=int(answer["peak_bytes"]))
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("backend")
+@click.argument("drafter")
+@click.argument("sequences", type=int)
+@click.argument("context", type=int)
+@click.argument("threads", type=int)
+def main(bundle: Path, backend: str, drafter: str, sequences: int, context: int, threads: int) -> None:
+    """What the child does: one request after half the context on each sequence, all at once."""
+    options = cast(
+        OpenOptions, {"backend": backend, "drafter": drafter, "context": context, "threads": threads, "check": "none"}
+    )  # fmt: skip
+    try:
+        if sequences == 1:
+            with open_session(bundle, **options) as session:
+                for _ in _request(session).rounds():
+                    pass
+        else:
+            with open_sessions(bundle, sequences, **options) as opened:
+                for _ in opened.run([_request(session) for session in opened.sessions]):
+                    pass
+    except EdgeRuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(json.dumps({"peak_bytes": peak_memory_bytes()}))
+
+
+def _request(session: Session) -> Generation:
+    prompt = [max(session.vocabulary.bos, 0)] * (session.target.context // 2)
+    return session.generate(prompt, max_tokens=8, draft_length=min(DRAFT_LENGTH, session.settings.longest_draft))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Writes results: whole files at once, and a growing file of records that is whole after every line."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from edge_devices.files import atomic_write as whole_file
+from edge_runtime.bench.measure.records import Record, line_of
+from edge_runtime.errors import RequestError
+
+PARTIAL = ".partial"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file under a temporary name and renames it. Raises RequestError, and leaves nothing behind, if that fails."""
+    try:
+        whole_file.write_whole(path, [text.encode()], mode=0o644)
+    except OSError as error:
+        raise RequestError(f"{path} cannot be written ({error.strerror}); choose another place") from error
+
+
+class RecordFile:
+    """A file that gets a line per record, under PARTIAL until it is closed; so what was measured outlives whatever ends the process.
+
+    `path` None keeps nothing. Leaving the context renames it, also after an error or Ctrl-C, unless no record but the header was written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises RequestError if it cannot be written."""
+        self._path = path
+        self._file: TextIO | None = None
+        self._lines = 0
+        if path is not None:
+            try:
+                self._path = path = whole_file.destination_of(path)
+                self._file = self._partial(path).open("w", encoding="utf-8")
+            except OSError as error:
+                raise RequestError(f"{path} cannot be written ({error.strerror}); choose another place") from error
+
+    def add(self, record: Record) -> None:
+        """Appends a record. Raises RequestError if the disk does not take it."""
+        if self._file is None or self._path is None:
+            return
+        try:
+            self._file.write(line_of(record))
+            self._file.flush()
+        except OSError as error:
+            raise RequestError(f"{self._path} cannot be written ({error.strerror}); make room") from error
+        self._lines += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is None or self._path is None:
+            return
+        with contextlib.suppress(OSError):
+            self._file.close()
+            partial = self._partial(self._path)
+            if self._lines > 1:
+                partial.replace(self._path)
+            else:
+                partial.unlink()
+
+    @staticmethod
+    def _partial(path: Path) -> Path:
+        return path.with_name(path.name + PARTIAL)

@@ -1,0 +1,1 @@
+"""Statistics, tables, plots and the HTML page, from records alone."""

@@ -1,0 +1,144 @@
+"""Which numbers the keys of a Gemma 4 GGUF may have: llama.cpp ends the process for others instead of refusing the file.
+
+Sources: load_hparams and create_memory in llama.cpp's src/llama-model.cpp, src/models/gemma4.cpp, the assertions of ggml's operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from edge_runtime.bundle.gguf_header import GgufHeader
+from edge_runtime.errors import BackendError
+
+TARGET, DRAFTER = "gemma4", "gemma4-assistant"
+_WIDTH, _INT32 = 1 << 20, (1 << 31) - 1
+# Least and most. LLAMA_MAX_LAYERS is 512, LLAMA_MAX_EXPERTS 1024. llama.cpp makes room for as many tokens as a file without a tokenizer
+# claims, and for a drafter's whole window; Gemma 4 has a quarter of these tokens, and windows of 512 and 1024.
+_INTEGERS = {
+    "block_count": (1, 512), "context_length": (1, _INT32), "embedding_length": (1, _WIDTH), "embedding_length_out": (1, _WIDTH),
+    "embedding_length_per_layer_input": (0, _WIDTH), "attention.key_length": (2, _WIDTH), "attention.value_length": (2, _WIDTH),
+    "attention.key_length_swa": (2, _WIDTH), "attention.value_length_swa": (2, _WIDTH), "attention.sliding_window": (1, _WIDTH),
+    "expert_count": (0, 1024), "expert_group_count": (0, 0), "vocab_size": (0, 1 << 20),
+}  # fmt: skip
+_OF_EACH_LAYER = {
+    "feed_forward_length": (1, 1 << 24), "attention.head_count": (1, _WIDTH), "attention.head_count_kv": (1, _WIDTH),
+    "expert_used_count": (0, 1024), "expert_feed_forward_length": (1, 1 << 24),
+}  # fmt: skip
+_REALS = {
+    "attention.layer_norm_rms_epsilon": (0.0, 1.0), "rope.freq_base": (1.0, 1e12), "rope.freq_base_swa": (1.0, 1e12),
+    "final_logit_softcapping": (1e-3, 1e9),
+}  # fmt: skip
+# llama.cpp puts something in their place if they are missing; its converter always writes them.
+_NEEDED = (
+    "block_count", "attention.key_length", "attention.key_length_swa", "attention.value_length", "attention.value_length_swa",
+    "attention.head_count", "attention.head_count_kv", "attention.sliding_window_pattern",
+)  # fmt: skip
+_SCALINGS = ("none", "linear", "yarn", "longrope")
+
+
+def check_gemma4(header: GgufHeader) -> None:
+    """Raises BackendError, naming the key, for a number that is missing, out of range or does not fit the others."""
+    keys = _Keys(header)
+    for name in _NEEDED:
+        if keys.value(name) is None:
+            raise BackendError(f"{header.path}: {header.architecture}.{name} is missing; export the bundle again")
+    integers = {name: keys.integer(name, least, most) for name, (least, most) in _INTEGERS.items()}
+    for name, (lowest, highest) in _REALS.items():
+        keys.real(name, lowest, highest)
+    layers, experts = integers["block_count"], integers["expert_count"]
+    each = {name: keys.of_each_layer(name, layers, least, most) for name, (least, most) in _OF_EACH_LAYER.items()}
+    if any(heads % shared for heads, shared in zip(each["attention.head_count"], each["attention.head_count_kv"], strict=True)):
+        raise keys.wrong("attention.head_count_kv", "a divisor of attention.head_count")
+    if any(used > experts or bool(used) != bool(experts) for used in each["expert_used_count"]):
+        raise keys.wrong("expert_used_count", f"a number up to the {experts} experts")
+    if keys.value("rope.scaling.type", "none") not in _SCALINGS:
+        raise keys.wrong("rope.scaling.type", f"one of {', '.join(_SCALINGS)}")
+    keys.integer("nextn_predict_layers", 0, layers)
+    _check_sharing(keys, layers, header.architecture)
+    _check_rotation(keys)
+
+
+def rows_read(drafter: GgufHeader, target: GgufHeader) -> tuple[list[tuple[bool, int, int]], list[tuple[bool, int, int]]]:
+    """Returns for each layer of a drafter whether it slides, and the K/V heads and their width: as it reads them, and as they are.
+
+    Its sliding layers read the rows of the target's last layer but one, its full layers those of the last (create_memory).
+    """
+    own, others = _rows(drafter), _rows(target)
+    return own, [others[-2 if sliding else -1] for sliding, _, _ in own]
+
+
+def _rows(header: GgufHeader) -> list[tuple[bool, int, int]]:
+    keys = _Keys(header)
+    pattern = keys.value("attention.sliding_window_pattern")
+    heads = keys.of_each_layer("attention.head_count_kv", len(pattern), *_OF_EACH_LAYER["attention.head_count_kv"])
+    widths = {sliding: keys.value(f"attention.key_length{'_swa' * sliding}") for sliding in (False, True)}
+    return [(sliding, count, widths[sliding]) for sliding, count in zip(pattern, heads, strict=True)]
+
+
+def _check_sharing(keys: _Keys, layers: int, architecture: str) -> None:
+    """Layers that have no K/V rows read those of the last sliding and of the last full layer that have."""
+    pattern = keys.value("attention.sliding_window_pattern", [])
+    if not isinstance(pattern, list) or len(pattern) != layers or True not in pattern or not {type(kind) for kind in pattern} <= {bool}:
+        raise keys.wrong("attention.sliding_window_pattern", f"a list of {layers} booleans, some of them true")
+    shared = keys.integer("attention.shared_kv_layers", 0, layers)
+    if architecture == DRAFTER:
+        return  # all its rows are the target's
+    first = layers - shared
+    if first < 2 or any(pattern[first - 2 if sliding else first - 1] != sliding for sliding in pattern[first:]):
+        raise keys.wrong("attention.shared_kv_layers", "a number that leaves a sliding and a full layer, last of those with K/V rows")
+
+
+def _check_rotation(keys: _Keys) -> None:
+    """Of a key's values an even number is rotated, in sliding layers as many as in others unless they say so; a value is as long."""
+    turned = None
+    for kind in ("", "_swa"):
+        length = keys.value(f"attention.key_length{kind}")
+        if keys.value(f"attention.value_length{kind}") != length:
+            raise keys.wrong(f"attention.value_length{kind}", f"the {length} of a key")
+        turned = keys.value(f"rope.dimension_count{kind}", length if turned is None else turned)
+        if not _is_integer(turned, 2, length) or turned % 2:  # none would turn for ever
+            raise keys.wrong(f"rope.dimension_count{kind}", f"an even number from 2 to the {length} values of a key", turned)
+
+
+class _Keys:
+    """The keys of the file's architecture, by what follows its name."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._header = header
+
+    def value(self, name: str, default: Any = None) -> Any:
+        return self._header.keys.get(f"{self._header.architecture}.{name}", default)
+
+    def wrong(self, name: str, wanted: str, value: Any = None) -> BackendError:
+        found = self.value(name, value)
+        return BackendError(
+            f"{self._header.path}: {self._header.architecture}.{name} is {found!r:.60}, not {wanted}; export the bundle again"
+        )
+
+    def integer(self, name: str, least: int, most: int) -> int:
+        """Returns 0 for a key that is not there."""
+        value = self.value(name)
+        if value is None:
+            return 0
+        if not _is_integer(value, least, most):
+            raise self.wrong(name, f"an integer from {least} to {most}")
+        return int(value)
+
+    def real(self, name: str, least: float, most: float) -> None:
+        value = self.value(name)
+        if value is not None and not (isinstance(value, float) and math.isfinite(value) and least <= value <= most):
+            raise self.wrong(name, f"a number from {least:g} to {most:g}")
+
+    def of_each_layer(self, name: str, layers: int, least: int, most: int) -> Sequence[int]:
+        """One for all, or a list of one for each; `least` of it if there is none."""
+        value = self.value(name, least)
+        values = value if isinstance(value, list) else [value] * layers
+        if len(values) != layers or not all(_is_integer(one, least, most) for one in values):
+            raise self.wrong(name, f"an integer from {least} to {most}, or one for each of the {layers} layers")
+        return values
+
+
+def _is_integer(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

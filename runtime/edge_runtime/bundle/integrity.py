@@ -1,0 +1,64 @@
+"""Are a bundle's files still those of its manifest? All of their sha256, or a quick look at files that passed that once on this machine.
+
+The quick look believes no file it has not hashed whole before: it compares what the system says of the file (size, times of change, inode)
+and a hash of samples with what was remembered then, as git and rsync do. A byte that a disk changes by itself between the samples is found
+by the full check only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Literal, get_args
+
+from edge_devices.files.user_cache import cache_folder, read_entries, remember_entry
+
+# fast: see above; full: every byte, every time; none: only that the files are there, with the right sizes.
+CheckMode = Literal["fast", "full", "none"]
+CHECK_MODES: tuple[CheckMode, ...] = get_args(CheckMode)
+CACHE_NAME = "checked.json"
+SAMPLES, SAMPLE_BYTES = 64, 16 << 10
+# A file changed so shortly ago could change again within the same tick of its times.
+_SETTLED_NS = 2_000_000_000
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the hex sha256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_intact(path: Path, sha256: str, mode: CheckMode) -> bool:
+    """Whether the file has this sha256, by the given kind of check. Raises OSError if it cannot be read."""
+    if mode == "none":
+        return True
+    memory = cache_folder() / CACHE_NAME
+    key = hashlib.sha256(f"{path.resolve()}\0{sha256}".encode("utf-8", "surrogateescape")).hexdigest()
+    before = _identity(path)
+    if mode == "fast" and read_entries(memory).get(key) == {**before, "samples": samples_of(path)}:
+        return True
+    if sha256_of(path) != sha256:
+        return False
+    now = time.time_ns()
+    if _identity(path) == before and max(before["changed_ns"], before["modified_ns"]) < now - _SETTLED_NS:
+        remember_entry(memory, key, {**before, "samples": samples_of(path)})
+    return True
+
+
+def samples_of(path: Path) -> str:
+    """Returns the hex sha256 of SAMPLES pieces spread evenly over the file, the first and the last bytes among them."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _identity(path: Path) -> dict[str, int]:
+    found: os.stat_result = path.stat()
+    return {
+        "bytes": found.st_size, "modified_ns": found.st_mtime_ns, "changed_ns": found.st_ctime_ns, "inode": found.st_ino, "device": found.st_dev,
+    }  # fmt: skip

@@ -1,0 +1,32 @@
+"""The types a KV cache can have, and what a row of each takes. Knows no backend."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from edge_runtime.bundle.bundle import CacheLayout, LayerCache
+from edge_runtime.errors import RequestError
+
+KvType = Literal["f16", "q8_0", "q4_0"]
+KV_TYPES: tuple[KvType, ...] = get_args(KvType)
+DEFAULT_KV_TYPE: KvType = "f16"
+# ggml's quantized types keep this many values of a head together with a float16 scale (ggml/src/ggml-common.h).
+BLOCK = 32
+_BLOCK_BYTES: dict[KvType, int] = {"f16": 2 * BLOCK, "q8_0": 2 + BLOCK, "q4_0": 2 + BLOCK // 2}
+
+
+def row_bytes(cache: LayerCache, kv_type: KvType) -> int:
+    """Returns the bytes of one row of one layer, K and V together."""
+    return 2 * cache.kv_heads * cache.head_dim * _BLOCK_BYTES[kv_type] // BLOCK
+
+
+def check_kv_type(layout: CacheLayout, kv_type: str) -> KvType:
+    """Returns the type. Raises RequestError if it is unknown, or if its blocks do not divide the heads of this layout."""
+    for known in KV_TYPES:
+        if kv_type != known:
+            continue
+        for name, cache in (("sliding", layout.sliding), ("full", layout.full)):
+            if known != "f16" and cache is not None and cache.head_dim % BLOCK:
+                raise RequestError(f"KV type {known} stores {BLOCK} values together, which the {name} heads' {cache.head_dim} are no multiple of; choose f16")  # fmt: skip
+        return known
+    raise RequestError(f"KV type {kv_type!r} is unknown; choose one of {', '.join(KV_TYPES)}")

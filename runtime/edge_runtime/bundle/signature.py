@@ -1,0 +1,72 @@
+"""Who made a bundle: an Ed25519 signature over its manifest, which holds the sha256 of every other file but config.yaml.
+
+`cryptography` rather than sigstore's model-signing: the manifest already hashes all files, a key on disk is all there is, and no identity
+service is asked. The key files and the signature are what openssl reads and writes too. The only module of the runtime that imports it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import Path
+
+from edge_devices.files.regular_file import read_regular
+from edge_runtime.errors import BackendError, BundleError
+
+SIGNATURE_NAME = "manifest.json.sig"
+INSTALL = "pip install 'edge-mtp[sign]'"
+_MAX_KEY_BYTES = 16 << 10
+_MAX_SIGNATURE_FILE_BYTES = 4 << 10
+_SIGNATURE_BYTES = 64
+
+
+def check_signature(folder: Path, manifest: bytes, public_key: Path) -> None:
+    """Raises BundleError unless the bundle is signed by the owner of the key in `public_key`, a PEM file, over exactly these bytes."""
+    try:
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    except ImportError as error:
+        raise BackendError(f"signatures are checked with cryptography, which is not installed ({error}); {INSTALL}") from error
+    try:
+        key = load_pem_public_key(_read_key(public_key))
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise BundleError(f"{public_key} is no public key in PEM; make one with: openssl pkey -in KEY -pubout -out {public_key}") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise BundleError(f"{public_key} is no Ed25519 key; make a pair with: openssl genpkey -algorithm ed25519 -out KEY")
+    path = folder / SIGNATURE_NAME
+    try:
+        key.verify(_decoded(_read_signature(path)), manifest)
+    except (InvalidSignature, binascii.Error, ValueError) as error:
+        raise BundleError(f"{path} is not a signature of this manifest by the owner of {public_key}; do not use this bundle") from error
+
+
+def _read_key(path: Path) -> bytes:
+    """Reads the user's own file, which may be a link or a pipe, but no more of it than a key has."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_KEY_BYTES)
+    except OSError as error:
+        raise BundleError(
+            f"the public key {path} cannot be read ({error.strerror or error}); give the PEM file of an Ed25519 public key"
+        ) from error
+
+
+def _read_signature(path: Path) -> bytes:
+    try:
+        raw = read_regular(path, _MAX_SIGNATURE_FILE_BYTES + 1)
+    except OSError as error:
+        raise BundleError(
+            f"the signature {path} cannot be read ({error.strerror or error}); the bundle is not signed, so do not trust it, or ask its"
+            " maker for a signed one"
+        ) from error
+    if len(raw) > _MAX_SIGNATURE_FILE_BYTES:
+        raise ValueError(f"more than {_MAX_SIGNATURE_FILE_BYTES} bytes")
+    return raw
+
+
+def _decoded(text: bytes) -> bytes:
+    signature = base64.b64decode(text.strip(), validate=True)
+    if len(signature) != _SIGNATURE_BYTES:
+        raise ValueError(f"{len(signature)} bytes")
+    return signature

@@ -1,0 +1,87 @@
+"""What of a tokenizer.json the tokenizers library gets to see, and what of it is run on prompts: the parts that Gemma's tokenizers have.
+
+Others take any time (regular expressions), grow a prompt without bound, or have the library panic.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from edge_runtime.bundle.bundle_part import read_part
+from edge_runtime.errors import BundleError
+
+# Gemma's have 33 MB.
+MAX_TOKENIZER_BYTES = 256 << 20
+_KINDS = {
+    "normalizer": {"Replace"}, "pre_tokenizer": {"Split"}, "post_processor": {"TemplateProcessing"},
+    "decoder": {"Replace", "ByteFallback", "Fuse"}, "model": {"BPE"},
+}  # fmt: skip
+_LISTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors", "decoder": "decoders"}
+_ALL_KINDS = frozenset(kind.encode() for kinds in _KINDS.values() for kind in kinds) | {b"Sequence"}
+# A key of this name has a text for a value only in a part; in a vocabulary it is a piece and has a number.
+_KIND = re.compile(rb'"type"\s*:\s*"([^"]*)"')
+_MAX_PARTS, _MAX_PART_BYTES = 8, 1 << 16
+# By how much a prompt may grow: a space becomes the three bytes of U+2581.
+_MAX_GROWTH = 8
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """The file's bytes. Raises BundleError if it is too long, or a kind of part is said in it that Gemma's tokenizers do not have."""
+    data = read_part(path, MAX_TOKENIZER_BYTES, "tokenizer")
+    for found in _KIND.finditer(data):
+        if found.group(1) not in _ALL_KINDS:
+            raise _foreign(path, found.group(1)[:40].decode("utf-8", "replace"))
+    return data
+
+
+def check_parts(tokenizer: Any, path: Path) -> None:
+    """Raises BundleError unless all parts of an opened tokenizer are such as Gemma's have, and bounded."""
+    if type(tokenizer.model).__name__ not in _KINDS["model"]:
+        raise _foreign(path, type(tokenizer.model).__name__)
+    for place in _LISTS:
+        part = getattr(tokenizer, place)
+        if part is not None:
+            _check_part(place, part.__getstate__(), path)
+
+
+def _check_part(place: str, state: bytes, path: Path) -> None:
+    if len(state) > _MAX_PART_BYTES:
+        raise BundleError(
+            f"{path}: the tokenizer's {place} has {len(state)} bytes, at most {_MAX_PART_BYTES} are read; copy the bundle again"
+        )
+    parts = list(_flat(json.loads(state), _LISTS[place]))
+    growth = 1.0
+    for part in parts:
+        if part["type"] not in _KINDS[place]:
+            raise _foreign(path, str(part["type"])[:40])
+        if "pattern" in part:
+            growth *= _growth(part, path)
+    if len(parts) > _MAX_PARTS or growth > _MAX_GROWTH:
+        raise BundleError(
+            f"{path}: the tokenizer's {place} has {len(parts)} parts and makes a text up to {growth:.3g} times as long, "
+            f"at most {_MAX_PARTS} and {_MAX_GROWTH} are run; take the tokenizer.json of the checkpoint"
+        )
+
+
+def _flat(part: dict[str, Any], inner: str) -> Iterator[dict[str, Any]]:
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for one in part[inner]:
+        yield from _flat(one, inner)
+
+
+def _growth(part: dict[str, Any], path: Path) -> float:
+    """How much longer a part makes a text at most. A pattern must be text: a regular expression can take any time."""
+    pattern = part["pattern"].get("String")
+    if not pattern:
+        raise _foreign(path, f"{part['type']} by a regular expression or by nothing")
+    return max(1.0, len(part.get("content", "").encode()) / len(pattern.encode()))
+
+
+def _foreign(path: Path, kind: str) -> BundleError:
+    return BundleError(f"{path} has the part {kind!r}, which Gemma's tokenizers do not have; take the tokenizer.json of the checkpoint")

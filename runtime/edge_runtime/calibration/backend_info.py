@@ -1,0 +1,71 @@
+"""What the installed backends say of themselves, asked in a child process: a build that does not suit the processor dies when it is loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from edge_runtime.backends.selection import BACKENDS, BackendKind
+from edge_runtime.calibration.child_process import ask_child
+from edge_runtime.errors import BackendError, EdgeRuntimeError
+
+CHILD_COMMAND = (sys.executable, "-m", "edge_runtime.calibration.backend_info")
+TIMEOUT_SECONDS = 60.0
+
+
+def ask_backend(
+    kind: BackendKind, child_command: Sequence[str] = CHILD_COMMAND, timeout_seconds: float = TIMEOUT_SECONDS
+) -> dict[str, Any]:
+    """Returns a backend's version and what it can do, or {"error": a sentence} if it cannot be used. BackendError if no child can be started.
+
+    llama: `version`, `system_info`, `probes` (`quantizations`, `use_extra_bufts`). onnx: `version`, `execution_providers`, `only_fixed_shapes`
+    (a version that runs graphs of fixed shapes alone).
+    """
+    child = ask_child([*child_command, kind], timeout_seconds)
+    if isinstance(child.answer.get("error"), str):
+        return {"error": child.answer["error"]}
+    if child.end is not None or "version" not in child.answer:
+        return {"error": f"its library {child.end or 'gave no answer'} when it was loaded"}
+    return child.answer
+
+
+def _llama() -> dict[str, Any]:
+    from edge_runtime.backends.llama.library import library_version, system_info
+    from edge_runtime.calibration.crash_probe import remembered_probes
+
+    return {"version": library_version(), "system_info": system_info(), "probes": [asdict(one) for one in remembered_probes()]}
+
+
+def _onnx() -> dict[str, Any]:
+    from edge_runtime.backends.onnx.library import check_version, execution_providers, library_version
+
+    check_version(static=True)
+    try:
+        check_version(static=False)
+        only_static = False
+    except BackendError:
+        only_static = True
+    return {"version": library_version(), "execution_providers": execution_providers(), "only_fixed_shapes": only_static}
+
+
+_ANSWERS: dict[BackendKind, Callable[[], dict[str, Any]]] = {"llama": _llama, "onnx": _onnx}
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(BACKENDS))
+def main(kind: BackendKind) -> None:
+    """Loads one backend's library and prints what it says of itself, or {"error": "..."} with exit code 1."""
+    try:
+        click.echo(json.dumps(_ANSWERS[kind]()))
+    except EdgeRuntimeError as error:
+        click.echo(json.dumps({"error": str(error)}))
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""edge-run: the command, its option groups and its screens."""

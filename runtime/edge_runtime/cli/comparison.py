@@ -1,0 +1,102 @@
+"""Runs one prompt with and without drafts in turn, and puts the two side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from edge_devices.machine.memory import peak_memory_bytes
+from edge_runtime.session.session import Session
+from edge_runtime.session.stats import DecodeStats
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Stats of `repeats` runs each; run i of one side followed run i of the other. `same_tokens` is whether all runs wrote the same.
+
+    `drafting` says for people how long the drafts were; `draft_length` is None where a policy decided.
+    """
+
+    drafting: str
+    draft_length: int | None
+    plain: tuple[DecodeStats, ...]
+    drafted: tuple[DecodeStats, ...]
+    same_tokens: bool
+    peak_memory: int
+
+    @property
+    def speed_up(self) -> float:
+        """Median over the pairs of runs of tokens per second with drafts / without."""
+        return statistics.median(self.ratios)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Tokens per second with drafts / without of each pair of runs; pairs, since a machine's speed changes between them."""
+        return [drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in zip(self.drafted, self.plain, strict=True)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return {
+            "drafting": self.drafting, "draft_length": self.draft_length, "speed_up": self.speed_up, "same_tokens": self.same_tokens,
+            "peak_memory_bytes": self.peak_memory, "plain": [s.to_json() for s in self.plain],
+            "drafted": [s.to_json() for s in self.drafted],
+        }  # fmt: skip
+
+
+def compare(
+    session: Session, prompt: str, *, max_tokens: int, draft_length: int | None, repeats: int, show: Callable[[str], None]
+) -> Comparison:
+    """Runs plainly and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each.
+
+    Drafts are of `draft_length`, or as the session's settings have it.
+    """
+    drafting = f"policy {session.settings.policy}" if draft_length is None else f"drafts of {draft_length}"
+    sides: dict[int, list[DecodeStats]] = {0: [], 1: []}
+    outputs: list[list[int]] = []
+    for repeat in range(repeats):
+        for side, length in enumerate((0, draft_length)):
+            if repeat == 0:
+                show(f"\n--- {drafting if side else 'plain'} ---\n{prompt}")
+            generation = session.generate(prompt, max_tokens=max_tokens, draft_length=length)
+            for piece in generation:
+                if repeat == 0:
+                    show(piece)
+            sides[side].append(generation.stats)
+            outputs.append(generation.tokens)
+    show("\n\n")
+    return Comparison(
+        drafting=drafting, draft_length=draft_length, plain=tuple(sides[0]), drafted=tuple(sides[1]),
+        same_tokens=all(o == outputs[0] for o in outputs), peak_memory=peak_memory_bytes(),
+    )  # fmt: skip
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """A rich table: one column plain, one with drafts, medians over the runs."""
+    from rich.table import Table
+
+    def median(runs: tuple[DecodeStats, ...], figure: Callable[[DecodeStats], float]) -> float:
+        return statistics.median(figure(s) for s in runs)
+
+    table = Table(title=f"medians of {len(comparison.plain)} runs each, in turn")
+    table.add_column("")
+    table.add_column("plain", justify="right")
+    table.add_column(comparison.drafting, justify="right")
+    plain, drafted = comparison.plain, comparison.drafted
+    table.add_row("tok/s", *(f"{median(r, lambda s: s.tokens_per_second):.1f}" for r in (plain, drafted)))
+    ratios = comparison.ratios
+    table.add_row("speed-up over plain", "1.00", f"{comparison.speed_up:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    for position, share in enumerate(drafted[0].acceptance_by_position, start=1):
+        table.add_row(f"accepted at draft {position}", "-", f"{share:.1%}")
+    if (rate := drafted[0].acceptance_rate) is not None:
+        table.add_row("acceptance rate", "-", f"{rate:.1%}")
+    table.add_row("tokens per round", *(f"{median(r, lambda s: s.tokens_per_round):.2f}" for r in (plain, drafted)))
+    table.add_row("time to first token, ms", *(f"{median(r, lambda s: 1000 * s.first_token_seconds):.1f}" for r in (plain, drafted)))
+    table.add_row("tokens", str(plain[0].tokens), str(drafted[0].tokens))
+    table.add_row("same output", "", "yes" if comparison.same_tokens else "no (see --verify-lossless)")
+    table.add_row("peak memory of the process, MB", "", f"{comparison.peak_memory / 1e6:.0f}")
+    return table

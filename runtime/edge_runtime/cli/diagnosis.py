@@ -1,0 +1,135 @@
+"""What of edge-mtp works on this machine and what is missing, gathered without loading a backend into this process. For commands."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, read_entries
+from edge_devices.machine.detection import Device, detect_device
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Finding
+from edge_devices.meters.search import find_meters
+from edge_runtime.backends.selection import BACKENDS, LIBRARY, BackendKind
+from edge_runtime.calibration import cost_probe, power_probe
+from edge_runtime.calibration import crash_probe as probe
+from edge_runtime.calibration.backend_info import ask_backend
+from edge_runtime.errors import BackendError
+
+DISTRIBUTION = "edge-mtp"
+# Which extras a user chooses between, and what for; the others are for people who work on edge-mtp itself.
+EXTRAS = {
+    "llama": "runs GGUF bundles", "onnx": "runs ONNX bundles", "grammar": "JSON schemas, grammars, regular expressions",
+    "serve": "edge-run --serve", "export-onnx": "edge-export --format onnx", "export": "edge-export to GGUF files", "package": "packages for devices", "sign": "signed bundles", "fleet": "edge-bench --fleet", "verify": "parity check of an export", "optimum": "optimum-cli export edge",
+    "report": "plots of edge-bench --html",
+}  # fmt: skip
+_COMPILED_BY = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """An extra of the package: versions of its packages that are there, and the requirements that are not."""
+
+    name: str
+    purpose: str
+    installed: dict[str, str]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RememberedFile:
+    """A file of the cache folder: its path, bytes (of all below, if it is a folder), and how many entries it holds."""
+
+    path: str
+    bytes: int
+    entries: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """All that was found. `backends`: what `ask_backend` says, None where the library is not installed; `build_tools`: path or None."""
+
+    version: str
+    python: str
+    executable: str
+    device: Device
+    backends: Mapping[BackendKind, dict[str, Any] | None]
+    build_tools: Mapping[str, str | None]
+    extras: tuple[Extra, ...]
+    meters: tuple[Finding, ...]
+    cache: str
+    cache_variable: str
+    cache_files: tuple[RememberedFile, ...]
+
+    @property
+    def ready(self) -> bool:
+        """Returns whether some backend can run bundles."""
+        return any(answer is not None and "error" not in answer for answer in self.backends.values())
+
+    @property
+    def install(self) -> str | None:
+        """Returns the line that installs all extras with something missing; None if nothing is."""
+        missing = [extra.name for extra in self.extras if extra.missing]
+        if "export" in missing and "export-onnx" in missing:
+            missing.remove("export-onnx")  # a part of it
+        return f"{shlex.quote(self.executable)} -m pip install '{DISTRIBUTION}[{','.join(missing)}]'" if missing else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return {
+            "ready": self.ready, "version": self.version, "python": self.python, "executable": self.executable,
+            "machine": self.device.to_json(), "backends": dict(self.backends), "build_tools": dict(self.build_tools),
+            "extras": [asdict(extra) for extra in self.extras], "meters": [finding.to_json() for finding in self.meters],
+            "cache": {"folder": self.cache, "variable": self.cache_variable, "files": [asdict(file) for file in self.cache_files]},
+            "install": self.install,
+        }  # fmt: skip
+
+
+def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_backend) -> Diagnosis:
+    """Looks at Python, packages, backends (in child processes), meters, machine and caches; changes nothing. Raises BackendError."""
+    try:
+        version, requirements = metadata.version(DISTRIBUTION), metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        raise BackendError(f"{DISTRIBUTION} is not installed for {sys.executable}; run: pip install . in its checkout") from None
+    folder = cache_folder()
+    return Diagnosis(
+        version=version, python=platform.python_version(), executable=sys.executable, device=detect_device(system),
+        backends={kind: ask(kind) if find_spec(LIBRARY[kind]) is not None else None for kind in BACKENDS},
+        build_tools={tool: next((found for name in names if (found := shutil.which(name))), None) for tool, names in _COMPILED_BY.items()},
+        extras=tuple(_extra(name, purpose, requirements) for name, purpose in EXTRAS.items()), meters=tuple(find_meters(system)),
+        cache=str(folder), cache_variable=CACHE_VARIABLE, cache_files=tuple(_cache_files(folder)),
+    )  # fmt: skip
+
+
+def _extra(name: str, purpose: str, requirements: list[str]) -> Extra:
+    installed: dict[str, str] = {}
+    missing = []
+    for requirement in requirements:
+        wanted, _, marker = requirement.partition(";")
+        if not re.search(rf"""extra\s*==\s*['"]{name}['"]""", marker):
+            continue
+        package = re.split(r"[^\w.-]", wanted.strip(), maxsplit=1)[0]
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            missing.append(wanted.strip())
+    return Extra(name=name, purpose=purpose, installed=installed, missing=tuple(missing))
+
+
+def _cache_files(folder: Path) -> list[RememberedFile]:
+    files = [folder / name for name in (probe.CACHE_NAME, cost_probe.CACHE_NAME, power_probe.CACHE_NAME)]
+    found = [RememberedFile(path=str(path), bytes=path.stat().st_size, entries=len(read_entries(path))) for path in files if path.is_file()]
+    packed = folder / "packed"
+    if packed.is_dir():
+        sizes = [path.stat().st_size for path in packed.rglob("*") if path.is_file()]
+        found.append(RememberedFile(path=str(packed), bytes=sum(sizes), entries=sum(path.is_dir() for path in packed.iterdir())))
+    return found

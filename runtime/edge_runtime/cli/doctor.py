@@ -1,0 +1,157 @@
+"""`edge-run --doctor`: a diagnosis as one screen, or as one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from edge_devices.machine.system import System
+from edge_devices.meters.base import State
+from edge_runtime.calibration.crash_probe import cure
+from edge_runtime.cli.diagnosis import Diagnosis, diagnose
+from edge_runtime.errors import EdgeRuntimeError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+F = TypeVar("F", bound=Callable[..., Any])
+Row = tuple[str, str, str]
+_COLOURS = {"ok": "green", "missing": "yellow", "broken": "red", "denied": "yellow"}
+_LLAMA, _ONNX = "llama.cpp", "onnxruntime"
+
+
+def doctor_option(command: F) -> F:
+    """Adds --doctor, which needs no bundle: it shows the diagnosis and ends the command. `--json` must be eager to be known by then."""
+
+    def show(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+        if not wanted or context.resilient_parsing:
+            return
+        try:
+            show_diagnosis(diagnose(System()), as_json=bool(context.params.get("as_json")))
+        except EdgeRuntimeError as error:
+            raise click.ClickException(str(error)) from error
+        context.exit()
+
+    return click.option("--doctor", is_flag=True, expose_value=False, callback=show, help="Show what works on this machine and what is missing, and exit.")(command)  # fmt: skip
+
+
+def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:
+    """Prints it on standard output."""
+    if as_json:
+        click.echo(json.dumps(diagnosis.to_json()))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(diagnosis_table(diagnosis))
+    console.print("bundles can be run here" if diagnosis.ready else "no bundle can be run here yet: a backend (llama or onnx) is missing")
+    if diagnosis.install:
+        # Not folded: it is there to be copied.
+        console.print(f"to install what is missing (leave out what you do not need):\n{diagnosis.install}", soft_wrap=True, markup=False)
+
+
+def diagnosis_table(diagnosis: Diagnosis) -> Table:
+    """Returns the table: what was looked at, its state, what was found."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for what, state, found in rows(diagnosis):
+        table.add_row(what, Text(state, style=_COLOURS.get(state, "")), Text(found))
+    return table
+
+
+def rows(diagnosis: Diagnosis) -> Iterator[Row]:
+    """Yields what was looked at, its state (ok, missing, broken, denied, or nothing to judge) and a sentence."""
+    device = diagnosis.device
+    machine = device.machine
+    memory = f", {machine.memory_available / 1e9:.1f} GB available" if machine.memory_available is not None else ""
+    yield "edge-mtp", "ok", f"{diagnosis.version}, Python {diagnosis.python}, {diagnosis.executable}"
+    yield (
+        "machine", "",
+        f"{machine.system} {machine.architecture}, {machine.processor or 'unknown processor'}, {machine.usable_processors} processors{memory}",
+    )  # fmt: skip
+    yield "profile", "", f"{device.profile.name}: {device.profile.quantization}, {device.threads} threads ({device.why})"
+    yield from _llama_rows(diagnosis)
+    yield from _onnx_rows(diagnosis)
+    for extra in diagnosis.extras:
+        if extra.name not in diagnosis.backends:
+            versions = ", ".join(f"{name} {version}" for name, version in extra.installed.items())
+            lacking = f"; lacks {', '.join(extra.missing)}" if extra.missing else ""
+            yield extra.name, "missing" if extra.missing else "ok", f"{extra.purpose}: {versions or 'nothing of it is installed'}{lacking}"
+    yield from _meter_rows(diagnosis)
+    yield from _cache_rows(diagnosis)
+
+
+def _llama_rows(diagnosis: Diagnosis) -> Iterator[Row]:
+    answer = diagnosis.backends["llama"]
+    if answer is None:
+        lacking = [tool for tool, path in diagnosis.build_tools.items() if path is None]
+        tools = (
+            f"; installing it compiles llama.cpp, which needs {' and '.join(lacking)} first (Debian: apt install cmake g++)"
+            if lacking
+            else ""
+        )
+        yield _LLAMA, "missing", f"runs GGUF bundles: llama-cpp-python is not installed{tools}"
+    elif "error" in answer:
+        installed = next((version for extra in diagnosis.extras if extra.name == "llama" for version in extra.installed.values()), None)
+        advice = f"; {cure(installed)}" if installed and "died of" in answer["error"] else ""
+        yield _LLAMA, "broken", f"{answer['error']}{advice}"
+    else:
+        yield _LLAMA, "ok", f"llama-cpp-python {answer['version']} with the MTP interface; {_kernels(answer['system_info'])}"
+        yield (
+            "",
+            "",
+            "; ".join(_probes(answer["probes"])) or "not tried with a model yet: the first use of a bundle does that, in a child process",
+        )
+
+
+def _kernels(system_info: str) -> str:
+    """Returns the instruction sets out of llama.cpp's line "CPU : SSE3 = 1 | AVX2 = 1 | ... |"."""
+    parts = (part.rpartition(":")[2].partition("=") for part in system_info.split("|"))
+    found = [name.strip() for name, _, value in parts if value.strip() == "1"]
+    return f"built for {' '.join(found)}" if found else "its build names no instruction sets"
+
+
+def _probes(probes: list[dict[str, Any]]) -> Iterator[str]:
+    for kernels, wanted in (("works with all kernels", True), ("works without weight repacking only, prompts are slower", False)):
+        pairs = ["+".join(one["quantizations"]) for one in probes if one["use_extra_bufts"] is wanted]
+        if pairs:
+            yield f"tried with {', '.join(pairs)}: {kernels}"
+
+
+def _onnx_rows(diagnosis: Diagnosis) -> Iterator[Row]:
+    answer = diagnosis.backends["onnx"]
+    if answer is None:
+        yield _ONNX, "missing", "runs ONNX bundles: onnxruntime is not installed"
+    elif "error" in answer:
+        yield _ONNX, "broken", answer["error"]
+    else:
+        only = "; this version runs graphs of fixed shapes only (docs/npu.md)" if answer["only_fixed_shapes"] else ""
+        yield _ONNX, "ok", f"onnxruntime {answer['version']}; execution providers: {', '.join(answer['execution_providers'])}{only}"
+
+
+def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:
+    shown = False
+    for finding in diagnosis.meters:
+        if finding.meter is not None:
+            facts = finding.meter.facts
+            yield "energy meter", "ok", f"{facts.name}: {facts.kind}, scope {facts.scope}"
+        elif finding.state is State.PRESENT:
+            yield "energy meter", "denied", f"{finding.name}: {finding.reason}" + (f"; {finding.remedy}" if finding.remedy else "")
+        shown = shown or finding.state is not State.ABSENT
+    if not shown:
+        yield "energy meter", "", f"none of {len(diagnosis.meters)} kinds is here (edge-devices meters says why); nothing else needs one"
+
+
+def _cache_rows(diagnosis: Diagnosis) -> Iterator[Row]:
+    files = [f"{Path(file.path).name} with {file.entries} ({_size(file.bytes)})" for file in diagnosis.cache_files]
+    yield "cache", "", f"{diagnosis.cache} (${diagnosis.cache_variable}): {'; '.join(files) or 'empty'}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"

@@ -1,0 +1,1 @@
+"""The YAML configuration and the settings it resolves to."""

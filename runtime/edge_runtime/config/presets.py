@@ -1,0 +1,41 @@
+"""Named settings for kinds of work. The ranges are the published recommendations for MTP drafts; none is measured on your machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
+from edge_runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """`config` is what it says; `four_bit_target` is whether it is meant for a target of 4 bits, which an export then makes."""
+
+    config: SpeculativeConfig
+    four_bit_target: bool = False
+
+
+def _range(start: int, shortest: int, longest: int) -> SpeculativeConfig:
+    return SpeculativeConfig(tuning=TuningConfig(policy="rolling", initial_horizon=start, min_horizon=shortest, max_horizon=longest))
+
+
+PRESETS = {
+    "code": Preset(config=_range(3, 2, 3)),
+    "chat": Preset(config=_range(6, 5, 8)),
+    "edge": Preset(config=_range(3, 2, 4), four_bit_target=True),
+    "batch": Preset(config=_range(8, 8, 10)),
+}
+
+
+def preset_of(name: str) -> Preset:
+    """Returns the preset of that name. Raises ConfigError if there is none."""
+    if name not in PRESETS:
+        raise ConfigError(f"preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def expanded(config: SpeculativeConfig) -> SpeculativeConfig:
+    """Returns the configuration with the preset that it names under it."""
+    name = config.tuning.preset
+    return config if name is None else config.over(PRESETS[name].config)

@@ -1,0 +1,156 @@
+"""What a session runs with: the layers of configuration laid over each other, completed by defaults and held against the bundle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, Bundle, RuntimeSettings
+from edge_runtime.config.presets import expanded, preset_of
+from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, StreamingConfig, TuningConfig, VerifierConfig
+from edge_runtime.config.validators import bytes_of
+from edge_runtime.config.yaml_file import CONFIG_NAME, read_bundle_config, read_config
+from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.drafting.policies import WINDOW_ROUNDS, DraftLengthPolicy, draft_length_policy
+from edge_runtime.errors import BundleError, ConfigError
+
+T = TypeVar("T")
+LONGEST = 8
+WINDOW_TOKENS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Every setting with its value. `drafter` and `max_candidates` None: the faster kind, the head's own number.
+
+    `longest_draft` bounds any draft; `start`, `shortest`, `longest` are draft lengths of the policy; `window` is in drafted tokens;
+    `memory_limit` in bytes, None for no limit.
+    """
+
+    context: int
+    drafter: DrafterKind | None
+    max_candidates: int | None
+    longest_draft: int
+    kv_type: str
+    memory_limit: int | None
+    overflow: str
+    policy: str
+    objective: str
+    start: int
+    shortest: int
+    longest: int
+    threshold: float
+    penalty: float
+    window: int
+    chunk_size: int
+
+    def new_policy(self) -> DraftLengthPolicy:
+        """Returns a policy for one request. Where profit cannot be had for want of costs, a fixed length takes its place."""
+        name = "fixed" if self.policy == "profit" else self.policy
+        start = self.start if name == "fixed" else max(self.start, 1)
+        return draft_length_policy(
+            name, start, shortest=max(self.shortest, 1), longest=self.longest, threshold=self.threshold, penalty=self.penalty,
+            window=max(1, self.window * WINDOW_ROUNDS // WINDOW_TOKENS),
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return asdict(self)
+
+
+def defaults(runtime: RuntimeSettings) -> SpeculativeConfig:
+    """The lowest layer: the manifest's recommendation and the project's own defaults. Raises ConfigError if the manifest's cannot be."""
+    first = runtime.draft_length
+    return SpeculativeConfig(
+        drafter=DrafterConfig(),
+        verifier=VerifierConfig(parallel_batch_size=MAX_DRAFT_LENGTH + 1),
+        cache=CacheConfig(
+            shared_kv=True, eviction_policy="sliding_window", max_context_length=runtime.context, kv_type="f16", overflow="drop_oldest"
+        ),
+        tuning=TuningConfig(
+            policy="profit", objective="time", initial_horizon=first, min_horizon=min(1, first), max_horizon=max(LONGEST, first),
+            acceptance_threshold=0.7, rejection_penalty=1.0, monitoring_window=WINDOW_TOKENS,
+        ),
+        streaming=StreamingConfig(commit_on_accept=True, fallback_always_append=True, chunk_size=1),
+    )  # fmt: skip
+
+
+def load_settings(
+    bundle: Bundle, *, config: SpeculativeConfig | Path | str | None = None, preset: str | None = None, context: int | None = None,
+    notify: Callable[[str], None] = lambda _: None,
+) -> Settings:  # fmt: skip
+    """Lays `context` over `config` (or the file of that name), that over the preset, that over the bundle's config.yaml, if it has one.
+
+    `notify` hears that a preset is meant for another target. Raises ConfigError and BundleError.
+    """
+    layers = [SpeculativeConfig(cache=CacheConfig(max_context_length=context))]
+    if config is not None:
+        layers.append(config if isinstance(config, SpeculativeConfig) else read_config(config))
+    if preset is not None:
+        chosen = preset_of(preset)
+        layers.append(chosen.config)
+        made = bundle.file("target").quantization or "of unknown precision"
+        if chosen.four_bit_target and not made.startswith("q4"):
+            notify(f"preset {preset} is meant for a 4-bit target, this one is {made}; edge-export --preset {preset} makes one")
+    if os.path.lexists(bundle.folder / CONFIG_NAME):
+        layers.append(read_bundle_config(bundle.folder / CONFIG_NAME))
+    return resolve_settings(layers, bundle)
+
+
+def resolve_settings(layers: Iterable[SpeculativeConfig], bundle: Bundle) -> Settings:
+    """Lays `layers`, the highest first, over the bundle's own recommendation.
+
+    Raises ConfigError if they speak of other files than the bundle's, BundleError if the bundle's recommendation is out of range.
+    """
+    try:
+        lowest = defaults(bundle.manifest.runtime)
+    except ConfigError as error:
+        raise BundleError(f"{bundle.folder}: the manifest recommends what cannot be ({error}); export it again") from error
+    config = reduce(lambda upper, lower: upper.over(lower), [*(expanded(layer) for layer in layers), lowest])
+    _check_files(config, bundle)
+    tuning, sparse, memory = config.tuning, config.drafter.sparse_output, config.cache.memory_limit
+    longest_draft = _said(config.verifier.parallel_batch_size) - 1
+    return Settings(
+        context=_said(config.cache.max_context_length),
+        drafter=None if sparse is None else "split" if sparse else "dense",
+        max_candidates=config.drafter.max_candidates,
+        longest_draft=longest_draft,
+        kv_type=_said(config.cache.kv_type),
+        memory_limit=None if memory is None else bytes_of(memory),
+        overflow=_said(config.cache.overflow),
+        policy=_said(tuning.policy),
+        objective=_said(tuning.objective),
+        start=_said(tuning.initial_horizon),
+        shortest=_said(tuning.min_horizon),
+        longest=_said(tuning.max_horizon),
+        threshold=_said(tuning.acceptance_threshold),
+        penalty=_said(tuning.rejection_penalty),
+        window=_said(tuning.monitoring_window),
+        chunk_size=_said(config.streaming.chunk_size),
+    )
+
+
+def _said(value: T | None) -> T:
+    assert value is not None, "the defaults say everything"
+    return value
+
+
+def _check_files(config: SpeculativeConfig, bundle: Bundle) -> None:
+    """Raises ConfigError where the configuration describes another model or quantization than the bundle holds."""
+    for section, role in ((config.verifier, "target"), (config.drafter, "drafter")):
+        source = bundle.manifest.sources.get(role)
+        if section.model is not None and source is not None and PurePath(section.model).name != PurePath(source.origin).name:
+            raise ConfigError(
+                f"{section.name}.model is {section.model!r}, but {bundle.folder} was made from {source.origin!r};"
+                " export that model with edge-export, or correct the key"
+            )
+        made = bundle.file(role).quantization if section.precision is not None and bundle.has(role) else None
+        if section.precision is not None and made is not None and section.precision.lower() != made:
+            raise ConfigError(
+                f"{section.name}.precision is {section.precision!r}, but the {role} in {bundle.folder} is {made};"
+                " export it again with this precision, or correct the key"
+            )

@@ -1,0 +1,163 @@
+"""The configuration as a YAML file: read as a file from a stranger, written with a comment on every key. The only module that imports yaml."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edge_devices.files.regular_file import read_regular
+from edge_runtime.config.schema import BLOCK, SECTIONS, Section, SpeculativeConfig
+from edge_runtime.config.validators import shown
+from edge_runtime.errors import ConfigError
+
+CONFIG_NAME = "config.yaml"
+MAX_CONFIG_BYTES = 64 << 10
+# The block is three deep.
+_MAX_DEPTH = 8
+_TITLE = (
+    "# How this bundle is run: edit it freely. Remove a key, or write null, to have the default.\n"
+    "# The command line, --config and --preset go over this file. Every key: docs/configuration.md of edge-mtp.\n"
+)
+
+
+def read_config(path: Path | str) -> SpeculativeConfig:
+    """Reads a file with a `speculative_decoding:` block. Raises ConfigError with the file, the place, the value and what to do."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; give a YAML file with a {BLOCK} block")
+    return _read(path, _read_any)
+
+
+def read_bundle_config(path: Path) -> SpeculativeConfig:
+    """Reads the file as `read_config` does, but no link: a stranger's bundle must not have another file read, and its words shown."""
+    return _read(path, read_regular)
+
+
+def _read_any(path: Path, most: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(most)
+
+
+def _read(path: Path, read: Callable[[Path, int], bytes]) -> SpeculativeConfig:
+    try:
+        raw = read(path, MAX_CONFIG_BYTES + 1)
+        if len(raw) > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes, too many for a configuration; give another file")
+        return parse_config(raw.decode("utf-8-sig"), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); check the file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
+
+
+def parse_config(text: str, where: str) -> SpeculativeConfig:
+    """Returns what the text of a configuration says; `where` names it in errors. Raises ConfigError."""
+    data = _load(text, where)
+    block = _known(data, {BLOCK}, where, "").get(BLOCK) if data is not None else None
+    sections = _known({} if block is None else block, set(SECTIONS), where, BLOCK)
+    try:
+        said: dict[str, Any] = {name: _section(SECTIONS[name], values, where) for name, values in sections.items()}
+        return SpeculativeConfig(**said)
+    except ConfigError as error:
+        message = str(error)
+        raise ConfigError(message if message.startswith(where) else f"{where}: {message}") from error
+
+
+def config_text(config: SpeculativeConfig) -> str:
+    """Returns the text of a file that says exactly this, with every key and what it means; ASCII, ends in a newline."""
+    lines = [_TITLE, f"{BLOCK}:\n"]
+    for name in SECTIONS:
+        section = getattr(config, name)
+        lines.append(f"  {name}:\n")
+        for each in dataclasses.fields(section):
+            lines.append(f"    # {each.metadata['says']}\n    {each.name}: {_scalar(getattr(section, each.name))}\n")
+    return "".join(lines)
+
+
+def _section(kind: type[Section], values: Any, where: str) -> Section:
+    keys = {each.name for each in dataclasses.fields(kind)}
+    return kind(**_known({} if values is None else values, keys, where, f"{BLOCK}.{kind.name}"))
+
+
+def _known(data: Any, keys: set[str], where: str, place: str) -> dict[str, Any]:
+    """Returns the mapping `data`, of which every key must be one of `keys`."""
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{where}: {place or 'the file'} is {shown(data)}, not keys with values; write {', '.join(sorted(keys))} under it"
+        )
+    for key in data:
+        if key not in keys:
+            raise ConfigError(f"{where}: {place + '.' if place else ''}{_name(key)} is not known; {_advice(str(key), keys, place)}")
+    return data
+
+
+def _advice(key: str, keys: set[str], place: str) -> str:
+    """Names the place of a key that stands in the wrong section, or the nearest key of this one."""
+    homes = [f"{BLOCK}.{name}" for name, kind in SECTIONS.items() if key in {each.name for each in dataclasses.fields(kind)}]
+    if key == BLOCK or key in SECTIONS or homes:
+        return f"it belongs under {homes[0] if homes else 'the top of the file' if key == BLOCK else BLOCK}"
+    nearest = difflib.get_close_matches(key[:40], sorted(keys), n=1, cutoff=0.0)
+    return f"the nearest known key is {nearest[0]}" + (f" ({place} knows {', '.join(sorted(keys))})" if place else "")
+
+
+def _name(key: Any) -> str:
+    return key[:40] if isinstance(key, str) and key.isprintable() else shown(key)
+
+
+def _load(text: str, where: str) -> Any:
+    try:
+        _check_events(text, where)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None:
+            _check_repeats(node, where)
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not YAML ({' '.join(str(error).split())[:200]}); correct it") from error
+    except (ValueError, OverflowError, RecursionError) as error:
+        # A number of thousands of digits, a date that is none.
+        raise ConfigError(f"{where} has a value that cannot be read ({str(error)[:80]}); correct it") from error
+
+
+def _check_events(text: str, where: str) -> None:
+    """Refuses what a configuration has no use for: aliases, which can make a small file huge, tags, and deep nesting."""
+    depth = 0
+    event: Any
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise ConfigError(f"{where} line {line}: anchors and aliases (& and *) are not allowed; write the value out")
+        if getattr(event, "tag", None) is not None:
+            raise ConfigError(f"{where} line {line}: the tag {event.tag[:40]} is not allowed; write a plain value")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"{where} line {line}: this is nested deeper than any configuration; correct it")
+
+
+def _check_repeats(node: Any, where: str) -> None:
+    """Refuses a key that stands twice in a mapping (YAML would silently take the last), and `<<`, which merges mappings."""
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _check_repeats(child, where)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+            raise ConfigError(f"{where} line {line}: a key must be a plain word; correct it")
+        if key.value in seen:
+            raise ConfigError(f"{where}: {key.value[:40]} stands in line {seen[key.value]} and again in line {line}; remove one")
+        seen[key.value] = line
+        _check_repeats(value, where)
+
+
+def _scalar(value: Any) -> str:
+    if value is None:
+        return "null"
+    dumped: str = yaml.safe_dump(value, default_style='"' if isinstance(value, str) else None, width=1 << 20)
+    return dumped.removesuffix("...\n").strip()

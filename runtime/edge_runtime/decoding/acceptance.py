@@ -1,0 +1,75 @@
+"""Which drafted tokens stand: pure functions over one verified round. Knows no model and no cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from edge_runtime.decoding.distribution import Distribution
+from edge_runtime.errors import BackendError
+from edge_runtime.interfaces import Logits
+
+
+class LogitRows(Protocol):
+    """The target's logits at the places of a round; an array [rows, vocabulary] is one."""
+
+    def __getitem__(self, position: int, /) -> Logits:
+        """Returns float32 [vocabulary]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """`accepted` drafts stand, in order from the first; `next_token` is the target's own token after them, always there."""
+
+    accepted: int
+    next_token: int
+
+
+def accept_greedy(drafts: Sequence[int], logits: LogitRows) -> Verdict:
+    """Accepts the longest prefix of `drafts` that the target would have chosen itself.
+
+    `logits` are float32 [len(drafts) + 1, vocabulary]; row i predicts the token at draft i's place. Rows after the first
+    mismatch are not looked at.
+    """
+    return accept_by_match(drafts, lambda position: likeliest(logits[position]))
+
+
+def likeliest(row: Logits) -> int:
+    """Returns the index of the largest logit of a row [vocabulary]. Raises BackendError for a row with NaN, of which argmax takes the first."""
+    best = int(row.argmax())
+    if math.isnan(row[best]):
+        raise BackendError(
+            f"the target's logits hold NaN (first at token {best}); the model or its backend is broken: check its files with --check full"
+        )
+    return best
+
+
+def accept_by_match(drafts: Sequence[int], choose: Callable[[int], int]) -> Verdict:
+    """Accepts drafts as long as they equal what the target chooses at their places; `choose(i)` is asked once per place, in order.
+
+    All emitted tokens are the target's own choices: drafts change nothing but how many of them one forward yields, so the same
+    random numbers give the same output for any drafter. Positions after the first mismatch are not asked for.
+    """
+    for position, draft in enumerate(drafts):
+        choice = choose(position)
+        if choice != draft:
+            return Verdict(accepted=position, next_token=choice)
+    return Verdict(accepted=len(drafts), next_token=choose(len(drafts)))
+
+
+def accept_by_rejection(
+    drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution], random: Callable[[], float]
+) -> Verdict:
+    """Speculative sampling: emits tokens distributed as the target's, if draft i was drawn from `proposed[i]`.
+
+    With p = `target(i)` and q = `proposed[i]` a draft x stands with probability min(1, p(x) / q(x)); in place of the first that does
+    not, a token is drawn from max(p - q, 0), normalised; after the last that does, from p. `random` gives uniform numbers of
+    [0, 1). Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
+    """
+    for position, draft in enumerate(drafts):
+        p, q = target(position), proposed[position]
+        if random() * q.of(draft) >= p.of(draft):
+            return Verdict(accepted=position, next_token=p.less(q).draw(random()))
+    return Verdict(accepted=len(drafts), next_token=target(len(drafts)).draw(random()))

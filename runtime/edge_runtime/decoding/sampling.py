@@ -1,0 +1,204 @@
+"""From a logits row to the distribution that the next token is drawn from.
+
+The order is llama.cpp's (common/common.h, common_params_sampling.samplers; the bias comes first in common/sampling.cpp):
+logit bias, penalties, top-k, top-p, min-p, temperature. transformers (generation/utils.py) puts the temperature before top-k, which
+makes no difference at temperature 1; elsewhere the sets that top-p and min-p keep here do not depend on the temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.decoding.distribution import Distribution, Tokens, Weights
+from edge_runtime.errors import RequestError
+from edge_runtime.interfaces import Logits
+
+PENALTY_WINDOW = 64
+# Far beyond any logit, and far within float32, so that no sum of them overflows.
+MOST_PENALTY = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn; the defaults draw from the model's own distribution. Raises RequestError for a value that makes no sense.
+
+    `temperature` 0 is greedy. `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set of the likeliest that has that
+    probability (1: all), `min_p` those at least that many times as likely as the likeliest (0: all). The penalties look at the last
+    `penalty_window` tokens of prompt and output: `repetition_penalty` divides a positive logit and multiplies another one (1: off),
+    `frequency_penalty` is subtracted once per occurrence, `presence_penalty` once. `logit_bias` is added to the logits of its token ids;
+    -inf bans a token. With a `seed` a run can be repeated; None draws differently each time.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_window: int = PENALTY_WINDOW
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
+        _require(_whole(self.top_k), "top_k", self.top_k, "a whole number, 0 to keep all tokens")
+        _require(_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1, 1 to keep all tokens")
+        _require(_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1, 0 to keep all tokens")
+        penalty = self.repetition_penalty
+        _require(
+            _number(penalty) and 1 / MOST_PENALTY <= penalty <= MOST_PENALTY, "repetition_penalty", penalty,
+            f"{1 / MOST_PENALTY:g} to {MOST_PENALTY:g}, 1 for none",
+        )  # fmt: skip
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _require(_number(value) and abs(value) <= MOST_PENALTY, name, value, f"{-MOST_PENALTY:g} to {MOST_PENALTY:g}, 0 for none")
+        _require(_whole(self.penalty_window, least=1), "penalty_window", self.penalty_window, "a whole number of tokens, at least 1")
+        _require(self.seed is None or _whole(self.seed), "seed", self.seed, "a whole number, at least 0, or None")
+        self._check_bias()
+
+    def _check_bias(self) -> None:
+        for token, bias in self.logit_bias.items():
+            _require(_whole(token), "logit_bias", token, "keyed by token ids, at least 0")
+            fits = bias == -math.inf or (_number(bias) and abs(bias) <= MOST_PENALTY)
+            _require(fits, f"logit_bias[{token}]", bias, f"{-MOST_PENALTY:g} to {MOST_PENALTY:g}, or -inf to ban the token")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's own mapping may change later
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys; a ban is the text "-inf", which JSON has no number for."""
+        biases = {str(token): bias if math.isfinite(bias) else str(bias) for token, bias in self.logit_bias.items()}
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"logit_bias": biases}
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a distribution depends on the tokens before it."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+
+class NothingToDraw(RequestError):
+    """Every token is banned, or the logits are none."""
+
+
+class Sampler:
+    """`SamplingParams` made into one function. `window` is how many recent tokens it wants to see, 0 if none.
+
+    Rows are float32 [n]: logits of the whole vocabulary, or of the n different `tokens` [n] that a drafter gives alone.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._biased = np.array(sorted(params.logit_bias), dtype=np.int64)
+        self._bias = np.array([params.logit_bias[token] for token in sorted(params.logit_bias)], dtype=np.float32)
+        self.window = params.penalty_window if params.penalises else 0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the likeliest token may be another one than the model's: there is a bias or a penalty."""
+        return bool(self.window or len(self._biased))
+
+    def __call__(self, logits: Logits, recent: Sequence[int] = (), tokens: NDArray[np.integer] | None = None) -> Distribution:
+        """Returns the distribution after the `recent` tokens. Raises NothingToDraw if no token is left, or for a row with NaN."""
+        ids, row = self._adjusted(logits, recent, tokens)
+        best = int(row.argmax())
+        if not math.isfinite(row[best]):
+            raise NothingToDraw(
+                f"no token can be drawn: the largest logit is {row[best]}; allow more tokens in logit_bias, or check the model"
+            )
+        if self._params.temperature == 0:
+            return Distribution.certain(best if ids is None else int(ids[best]))
+        kept = self._kept(row, float(row[best]))
+        with np.errstate(over="ignore"):  # a difference over a tiny temperature may be -inf, which exp takes
+            weights = np.exp((row[kept].astype(np.float64) - row[best]) / self._params.temperature)
+        return Distribution.proportional(kept if ids is None else ids[kept], weights)
+
+    def likeliest(self, logits: Logits, recent: Sequence[int], tokens: NDArray[np.integer] | None = None) -> int:
+        """Returns the likeliest token after bias and penalties, without a softmax."""
+        ids, row = self._adjusted(logits, recent, tokens)
+        best = int(row.argmax())
+        return best if ids is None else int(ids[best])
+
+    def _adjusted(self, logits: Logits, recent: Sequence[int], tokens: NDArray[np.integer] | None) -> tuple[Tokens | None, Logits]:
+        """Returns ascending token ids (None: all) and their logits after bias and penalties; a copy only if something changes."""
+        ids: Tokens | None = None
+        if tokens is not None:
+            order = np.argsort(tokens)
+            ids, logits = tokens[order].astype(np.int64), logits[order]
+        if not self.adjusts:
+            return ids, logits
+        row = logits.copy()
+        places, found = _places(ids, self._biased)
+        row[places] += self._bias[found]
+        if self.window:
+            self._penalise(row, ids, recent)
+        return ids, row
+
+    def _penalise(self, row: Logits, ids: Tokens | None, recent: Sequence[int]) -> None:
+        # As llama_sampler_penalties_apply in llama.cpp's src/llama-sampler.cpp; the division for positive logits alone is from there too.
+        seen, counts = np.unique(np.array(recent[-self.window :], dtype=np.int64), return_counts=True)
+        places, found = _places(ids, seen)
+        values = row[places]
+        penalty = np.float32(self._params.repetition_penalty)
+        values = np.where(values > 0, values / penalty, values * penalty)
+        row[places] = values - counts[found] * self._params.frequency_penalty - self._params.presence_penalty
+
+    def _kept(self, row: Logits, best: float) -> Tokens:
+        """Returns ascending indices of the tokens that top-k, top-p and min-p keep.
+
+        min-p looks at ratios only, so it keeps the same of the nucleus before or after it; the nucleus is of the top-k tokens' mass.
+        """
+        kept = _top_k(row, self._params.top_k)
+        if self._params.top_p == 1 and self._params.min_p == 0:
+            return kept
+        weights = np.exp(row[kept].astype(np.float64) - best)
+        if self._params.top_p < 1:
+            inside = _nucleus(weights, self._params.top_p)
+            kept, weights = kept[inside], weights[inside]
+        return kept[weights >= self._params.min_p]  # the likeliest token's weight is exactly 1
+
+
+def _top_k(row: Logits, k: int) -> Tokens:
+    """Returns ascending indices of the k greatest logits (0: all that are not banned); of equal ones at the edge the first."""
+    if not 0 < k < row.size:
+        return np.arange(row.size) if row.min() > -np.inf else np.flatnonzero(row > -np.inf)
+    edge = np.partition(row, -k)[-k]
+    above = np.flatnonzero(row > edge)
+    level = np.flatnonzero(row == edge)[: k - len(above)]
+    return np.sort(np.concatenate([above, level]))
+
+
+def _nucleus(weights: Weights, share: float) -> Tokens:
+    """Returns ascending indices of the fewest of the greatest weights that sum to at least `share` of all (arXiv 1904.09751)."""
+    wanted = share * float(weights.sum())
+    # All weights below this bound sum to at most 1 - share, so the others suffice: far fewer to sort than a vocabulary.
+    candidates = np.flatnonzero(weights >= (1 - share) / weights.size * float(weights.sum()))
+    order = candidates[np.argsort(-weights[candidates], kind="stable")]
+    count = int(np.searchsorted(np.cumsum(weights[order]), wanted)) + 1
+    return np.sort(order[:count])
+
+
+def _places(ids: Tokens | None, wanted: Tokens) -> tuple[Tokens, Tokens]:
+    """Returns where in a row the `wanted` tokens stand, and which of them do."""
+    if ids is None:
+        return wanted, np.arange(len(wanted))
+    places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+    found = np.flatnonzero(ids[places] == wanted)
+    return places[found], found
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require(fine: bool, name: str, value: object, wanted: str) -> None:
+    if not fine:
+        raise RequestError(f"{name} is {value!r}; it must be {wanted}")

@@ -1,0 +1,164 @@
+"""What a round costs on this machine: a draft of n tokens, and a verify of n rows, which on real kernels is neither linear nor monotone.
+
+Measured once for a bundle, a machine and its threads, then kept true by the timings of real rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.drafting.policies import Timing
+
+MAX_ROWS = MAX_DRAFT_LENGTH + 1
+# Texts of up to this many tokens share a bucket; each further bucket is twice as long.
+FIRST_BUCKET = 512
+# How much of an observed deviation is believed at once: of a bucket's common factor, of one number of rows, and of a draft.
+BUCKET_SHARE, ROWS_SHARE, DRAFT_SHARE = 0.05, 0.1, 0.2
+# A deviation of a draft of one token is this much more likely the beginning's doing than the step's.
+START_VARIANCE = 4.0
+# One timing counts as at most this factor off: the rest is another process's doing.
+MOST_OFF = 2.0
+LEAST_SECONDS = 1e-9
+_GROUP = 4
+
+
+class Costs(Protocol):
+    """What the profit policy asks: costs in one unit, seconds or joules."""
+
+    def verify(self, rows: int) -> float:
+        """Cost of one target forward of `rows` rows, of one or several requests, at the present length of their texts."""
+
+    def draft(self, steps: int, requests: int = 1) -> float:
+        """Cost of drafting so many tokens, for one of so many requests that draft together; 0 for none."""
+
+    def learn(self, timing: Timing) -> None:
+        """Takes in the timings of one round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCosts:
+    """Seconds as measured after a short text, and how many times it was measured.
+
+    `verify[n - 1]` is a verify of n rows. A draft takes `start` and a `step` for each token: the drafter's weights and threads are cold
+    after a forward of the target.
+    """
+
+    verify: tuple[float, ...]
+    step: float
+    start: float = 0.0
+    times: int = 1
+
+    def draft(self, steps: int) -> float:
+        """Seconds of drafting so many tokens."""
+        return self.start + steps * self.step if steps else 0.0
+
+    @property
+    def mean_step(self) -> float:
+        """Seconds of a token of a draft of 3: a draft step as people know it."""
+        return self.draft(3) / 3
+
+    def combined(self, other: MeasuredCosts) -> MeasuredCosts:
+        """The quicker measurement, whole: the machine was busier in the other, and what counts is how the figures stand to each other."""
+        quicker = min(self, other, key=lambda costs: sum(costs.verify))
+        return MeasuredCosts(verify=quicker.verify, step=quicker.step, start=quicker.start, times=self.times + other.times)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return {
+            "verify_seconds": list(self.verify), "draft_start_seconds": self.start, "draft_step_seconds": self.step, "times": self.times,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Any) -> MeasuredCosts | None:
+        """Returns what `to_json` wrote, or None for anything else."""
+        if not isinstance(data, Mapping):
+            return None
+        verify, step, start = data.get("verify_seconds"), data.get("draft_step_seconds"), data.get("draft_start_seconds")
+        if not isinstance(verify, list) or len(verify) != MAX_ROWS or not all(map(_is_time, verify)):
+            return None
+        times = data.get("times")
+        if not isinstance(times, int) or times < 1 or not isinstance(step, int | float) or not _is_time(step):
+            return None
+        if not isinstance(start, int | float) or not (start == 0 or _is_time(start)):
+            return None
+        return cls(verify=tuple(map(float, verify)), step=float(step), start=float(start), times=times)
+
+
+class CostCurve:
+    """Measured costs, corrected by what real rounds take: per number of rows, per bucket of text length, and per draft.
+
+    What was not measured, batches of several requests, is foreseen from what was, and the first real round of a kind is believed most.
+    """
+
+    def __init__(self, measured: MeasuredCosts) -> None:
+        self._verify = list(measured.verify)
+        self._drafts = {1: (measured.start, measured.step)}  # by requests that draft together
+        self._seen: dict[tuple[str, int], int] = {}
+        self._buckets = {0: 1.0}
+        self._bucket = 0
+
+    def verify(self, rows: int) -> float:
+        """Seconds of one target forward of `rows` rows at the present length."""
+        while rows > len(self._verify):
+            self._verify.append(foreseen(self._verify))
+        return self._verify[rows - 1] * self._buckets[self._bucket]
+
+    def draft(self, steps: int, requests: int = 1) -> float:
+        """Seconds of drafting so many tokens where so many requests draft together; as good as alone until it was seen."""
+        start, step = self._drafts.get(requests, self._drafts[1])
+        return start + steps * step if steps else 0.0
+
+    def learn(self, timing: Timing) -> None:
+        """Takes in the timings of one round."""
+        self._enter(timing.length)
+        if timing.rows >= 1 and timing.verify_seconds > 0:
+            off = _bounded(timing.verify_seconds / self.verify(timing.rows))
+            share = self._share("rows", timing.rows, ROWS_SHARE, measured=timing.rows <= MAX_ROWS)
+            if timing.rows <= MAX_ROWS:  # what is only foreseen says nothing about the length
+                self._buckets[self._bucket] *= off**BUCKET_SHARE
+            self._verify[timing.rows - 1] *= off**share
+        if timing.steps and timing.draft_seconds > 0:
+            self._learn_draft(timing.requests, timing.steps, timing.draft_seconds)
+
+    def _learn_draft(self, requests: int, steps: int, seconds: float) -> None:
+        """Moves start and step towards what a draft took, each as much as it has a part in it (normalised least mean squares)."""
+        start, step = self._drafts.get(requests, self._drafts[1])
+        foreseen = requests * start + steps * step
+        error = foreseen * (_bounded(seconds / foreseen) - 1) * self._share("draft", requests, DRAFT_SHARE, measured=requests == 1)
+        weight = START_VARIANCE * requests**2 + steps**2
+        self._drafts[requests] = (
+            max(start + error * START_VARIANCE * requests / weight, 0.0), max(step + error * steps / weight, LEAST_SECONDS)
+        )  # fmt: skip
+
+    def _share(self, kind: str, number: int, least: float, *, measured: bool) -> float:
+        seen = self._seen[kind, number] = self._seen.get((kind, number), 0) + 1
+        return least if measured else max(least, 1 / seen)
+
+    def _enter(self, length: int) -> None:
+        bucket = max(0, math.ceil(math.log2(max(length, 1) / FIRST_BUCKET)))
+        # A bucket never seen is at first what the one before it was; attention's growth shows within some rounds.
+        self._buckets.setdefault(bucket, self._buckets[self._bucket])
+        self._bucket = bucket
+
+
+def foreseen(known: Sequence[float]) -> float:
+    """Returns what one row more than the known ones, 1 to n, is likely to cost, at least as much as four rows less.
+
+    Kernels work on rows in groups of four, so the shape goes on with that period and the growth of the newest two of them.
+    """
+    if len(known) < 2 * _GROUP:
+        return known[-1] + max(known[-1] - known[0], 0.0) / max(1, len(known) - 1)
+    growth = sum(known[-_GROUP:]) - sum(known[-2 * _GROUP : -_GROUP])
+    return known[-_GROUP] + max(growth, 0.0) / _GROUP
+
+
+def _bounded(off: float) -> float:
+    return min(max(off, 1 / MOST_OFF), MOST_OFF)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3600

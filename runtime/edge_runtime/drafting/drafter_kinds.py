@@ -1,0 +1,46 @@
+"""The kinds of drafter, and which of two that draft alike is the faster here. Knows the seam only, no backend."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
+
+from edge_runtime.interfaces import Drafter, Target
+
+DrafterKind = Literal["dense", "split", "lookup", "none"]
+DRAFTER_KINDS: tuple[DrafterKind, ...] = get_args(DrafterKind)
+# A draft of this many steps is timed, about what a round asks for.
+STEPS = 3
+MAX_SECONDS = 0.3
+MIN_ROUNDS, MAX_ROUNDS = 3, 25
+
+
+def draft_step_seconds(
+    target: Target,
+    drafters: Mapping[DrafterKind, Drafter],
+    token: int,
+    *,
+    steps: int = STEPS,
+    max_seconds: float = MAX_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[DrafterKind, float]:
+    """Returns the median seconds of a draft step of each, measured in turn by drafts of `steps`, after a text of one `token`; leaves the cache empty.
+
+    Takes `max_seconds` at most once MIN_ROUNDS are done, and one round more to warm up.
+    """
+    target.rollback(0)
+    target.prefill([token])
+    begin = clock()
+    taken: dict[DrafterKind, list[float]] = {kind: [] for kind in drafters}
+    for number in range(MAX_ROUNDS + 1):
+        if number > MIN_ROUNDS and clock() - begin > max_seconds:
+            break
+        for kind, drafter in drafters.items():
+            start = clock()
+            drafter.draft(token, steps)
+            if number:
+                taken[kind].append((clock() - start) / steps)
+    target.rollback(0)
+    return {kind: statistics.median(seconds) for kind, seconds in taken.items()}

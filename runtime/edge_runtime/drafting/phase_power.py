@@ -1,0 +1,87 @@
+"""Watts of each phase, and what a round costs in joules by them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_devices.files.limited_read import read_at_most
+from edge_runtime.drafting.cost_model import Costs
+from edge_runtime.drafting.policies import Timing
+from edge_runtime.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+MOST_WATTS = 10_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasePower:
+    """Mean watts, idle power included: while drafting, in a verify of several rows, and in a forward of one row (None: as a verify).
+
+    All three are of one meter and scope. Raises ConfigError for what cannot be a power.
+    """
+
+    draft: float
+    verify: float
+    plain: float | None = None
+
+    def __post_init__(self) -> None:
+        for phase, watts in asdict(self).items():
+            if watts is not None and not _is_power(watts):
+                raise ConfigError(f"{watts!r} W in the phase {phase} is no power; give a number above 0 and at most {MOST_WATTS:g}")
+
+    def forward(self, rows: int) -> float:
+        """Watts of a target forward of so many rows."""
+        return self.plain if rows == 1 and self.plain is not None else self.verify
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return asdict(self)
+
+
+def read_phase_power(path: Path) -> PhasePower:
+    """Reads {"draft": W, "verify": W, "plain": W}, or a report of `edge-devices energy --json` with calibration loops. ConfigError."""
+    try:
+        data = json.loads(read_at_most(path, MAX_FILE_BYTES).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); write watts per phase, such as {_EXAMPLE}") from error
+    return power_of(data, str(path))
+
+
+def power_of(data: Any, name: str) -> PhasePower:
+    """Returns the watts that a JSON value holds; `name` is where it came from. Raises ConfigError."""
+    if isinstance(data, dict) and data.get("estimate") is True:
+        raise ConfigError(f"{name} is an estimate, nothing in it was measured; calibrate with a meter (docs/energy.md)")
+    watts = data.get("phase_watts", data) if isinstance(data, dict) else None
+    if not isinstance(watts, dict) or not {"draft", "verify"} <= set(watts):
+        raise ConfigError(f"{name} does not say the watts of draft and verify; write them such as {_EXAMPLE}")
+    return PhasePower(draft=watts["draft"], verify=watts["verify"], plain=watts.get("plain"))
+
+
+class EnergyCosts:
+    """Joules of a round: the seconds of other costs × the phase's power. Implements `cost_curve.Costs`."""
+
+    def __init__(self, seconds: Costs, power: PhasePower) -> None:
+        self._seconds, self._power = seconds, power
+
+    def verify(self, rows: int) -> float:
+        """Joules of one target forward of `rows` rows at the present length."""
+        return self._seconds.verify(rows) * self._power.forward(rows)
+
+    def draft(self, steps: int, requests: int = 1) -> float:
+        """Joules of drafting so many tokens, for one of so many requests that draft together."""
+        return self._seconds.draft(steps, requests) * self._power.draft
+
+    def learn(self, timing: Timing) -> None:
+        """Passes a round's timings on: what a phase takes changes from round to round, its power hardly."""
+        self._seconds.learn(timing)
+
+
+_EXAMPLE = '{"draft": 3.1, "verify": 5.2, "plain": 4.4}'
+
+
+def _is_power(watts: object) -> bool:
+    return isinstance(watts, int | float) and not isinstance(watts, bool) and math.isfinite(watts) and 0 < watts <= MOST_WATTS

@@ -1,0 +1,236 @@
+"""What a pair will do on a device before it runs there: speed, best draft length and joules by arithmetic on facts, as ranges.
+
+A forward of n rows reads every weight once and computes each row: fixed cost of the layers + bytes / bandwidth + n x operations / rate. At best
+the first row is computed while the weights are read, then the larger of the two counts: the roofline (Williams et al. 2009, doi 10.1145/1498765.1498785).
+Expected tokens of a round that drafts k: (1 - a^(k+1)) / (1 - a) at acceptance a (Leviathan et al. 2023, arXiv 2211.17192).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edge_runtime.bundle.bundle import Architecture, Manifest
+from edge_runtime.bundle.kv_types import KvType, row_bytes
+from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.planning.memory import MemoryPlan
+
+# Assumed, after one small pair on one machine: seconds to start a forward, and in it a layer's kernels with all threads waiting for each other: what is left for pairs so small that
+# reading and computing do not matter.
+FORWARD_SECONDS = (50e-6, 300e-6)
+LAYER_SECONDS = (10e-6, 60e-6)
+# Acceptance of a draft given the ones before it: text that is hard, and text that is easy to foresee.
+ACCEPTANCE = (0.5, 0.85)
+# Rows of a prefill's batch are computed together, so a row costs at best this share of one more row in a small batch.
+PREFILL_SHARE = 0.4
+# A sparse head reads its centroids and the rows of the few clusters that they point to.
+SPARSE_SHARE = 1 / 32
+# No Gemma 4 block has wider attention than this many times the hidden size (queries, keys, values and output together).
+_ATTENTION = 8
+DRAFTER_ROLES = {"dense": ("drafter",), "split": ("drafter_body", "drafter_head")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The lowest, a middle and the highest value to expect."""
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def between(cls, low: float, high: float) -> Range:
+        """Returns the range whose middle is the geometric mean."""
+        return cls(low=low, middle=math.sqrt(low * high), high=high)
+
+    def times(self, factor: float) -> Range:
+        """Returns the range in another unit."""
+        return Range(low=self.low * factor, middle=self.middle * factor, high=self.high * factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpeed:
+    """A device in numbers: bytes read per second, and operations per second in a forward of few rows. `*_from`: where they come from."""
+
+    name: str
+    bandwidth: Range
+    bandwidth_from: str
+    operations: Range
+    operations_from: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFacts:
+    """A pair in numbers: bytes that a forward and a draft step read, weights that a row is multiplied with (of them the head's, which
+    a prefill leaves out), layers, and bytes of K/V rows that a row attends to when the context is full."""
+
+    target_bytes: float
+    step_bytes: float
+    parameters: float
+    head_parameters: float
+    drafter_parameters: float
+    layers: int
+    drafter_layers: int
+    kv_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedPlan:
+    """The predictions. Speeds in tokens per second, the step in seconds, the best draft length with its range; joules None: no power known.
+
+    `verify_seconds[n - 1]` is the middle prediction for n rows. `derived` says of each figure how it came about.
+    """
+
+    device: str
+    memory: MemoryPlan
+    prefill: Range
+    plain: Range
+    drafted: Range
+    step_seconds: Range
+    verify_seconds: tuple[float, ...]
+    draft_length: tuple[int, int, int]
+    joules_per_token: Range | None
+    derived: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        low, middle, high = self.draft_length
+        record = asdict(self) | {"draft_length": {"low": low, "middle": middle, "high": high}, "verify_seconds": list(self.verify_seconds)}
+        record["memory"] |= {"total": self.memory.total, "reserved": self.memory.reserved}
+        return record
+
+
+def pair_facts(manifest: Manifest, drafter: str, context: int, kv_type: KvType) -> PairFacts:
+    """Reads the facts off a manifest; `drafter` is dense or split. Tables that rows are looked up in are not read as a whole."""
+    own, sizes = manifest.architecture, {file.role: file.bytes for file in manifest.files if file.format in ("gguf", "safetensors")}
+    read = _read_parameters(own)
+    head = sizes.get("drafter_head", 0) * SPARSE_SHARE
+    step = sizes.get("drafter_body", 0) + head if drafter == "split" else sizes.get("drafter", 0)
+    layout, kv = manifest.cache_layout, 0
+    for owner in (*layout.layer_owners, *layout.drafter_sources):
+        sliding = layout.sliding if layout.sliding and owner in layout.sliding.owner_layers else None
+        kv += row_bytes(sliding or layout.full, kv_type) * min(context, (sliding.window if sliding else None) or context)
+    return PairFacts(
+        target_bytes=sizes.get("target", 0) * min(1.0, read / max(1, own.parameters)), step_bytes=step, parameters=read,
+        head_parameters=min(read, own.vocab_size * own.hidden_size),
+        drafter_parameters=own.drafter_parameters * min(1.0, step / max(1, sizes.get("drafter", step))), layers=own.layers,
+        drafter_layers=own.drafter_layers, kv_bytes=kv,
+    )  # fmt: skip
+
+
+def speed_plan(facts: PairFacts, device: DeviceSpeed, memory: MemoryPlan, longest: int, power: PhasePower | None) -> SpeedPlan:
+    """Returns what to expect of drafts of at most `longest` tokens; joules if the watts of each phase are known."""
+    ends = [_Scene.of(facts, device, i) for i in (0, 1, 2)]
+    slow, middle, fast = ends
+    best = [scene.best(longest) for scene in ends]
+    # The best length rises with the acceptance and falls with a row's cost: its range lies between opposite ends of the two.
+    mixed = [_Scene.of(facts, device, rows, accept) for rows, accept in itertools.product((0, 2), repeat=2)]
+    lengths = [scene.best(longest) for scene in mixed]
+    joules = None
+    if power is not None:
+        each = sorted(min(scene.per_token(n, power) for n in range(longest + 1)) for scene in ends)
+        joules = Range(low=each[0], middle=each[1], high=each[2])
+    return SpeedPlan(
+        device=device.name, memory=memory,
+        prefill=_range(1 / scene.prefill_row for scene in ends), plain=_range(scene.rate(0) for scene in ends),
+        drafted=_range(scene.rate(n) for scene, n in zip(ends, best, strict=True)), step_seconds=_range(scene.step for scene in ends),
+        verify_seconds=tuple(middle.verify(n) for n in range(1, longest + 2)),
+        draft_length=(min(lengths), best[1], max(lengths)), joules_per_token=joules,
+        derived=_derived(facts, device, slow, fast, power),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scene:
+    """One set of assumptions: seconds of a forward without rows, of a row, of a draft step and of a row of a prefill; and an acceptance."""
+
+    base: float
+    row: float
+    step: float
+    prefill_row: float
+    acceptance: float
+
+    @classmethod
+    def of(cls, facts: PairFacts, device: DeviceSpeed, number: int, accept: int | None = None) -> _Scene:
+        """0: slow, everything against us; 1: the middle; 2: fast. `accept` takes the acceptance of another number."""
+
+        def pick(values: Range) -> float:
+            return (values.low, values.middle, values.high)[number]
+
+        def pick_least(values: tuple[float, float]) -> float:
+            return (values[1], math.sqrt(values[0] * values[1]), values[0])[number]
+
+        bandwidth, start, layer = pick(device.bandwidth), pick_least(FORWARD_SECONDS), pick_least(LAYER_SECONDS)
+        kv = facts.kv_bytes * (1.0, 0.5, 0.0)[number]
+        row, step_row = (2 * weights / pick(device.operations) for weights in (facts.parameters, facts.drafter_parameters))
+        reading, step_reading = (facts.target_bytes + kv) / bandwidth, facts.step_bytes / bandwidth
+        if number == 2:  # reading and the first row's arithmetic at the same time
+            reading, step_reading = max(reading - row, 0.0), max(step_reading - step_row, 0.0)
+        return cls(
+            base=start + facts.layers * layer + reading,
+            row=row,
+            step=start + facts.drafter_layers * layer + step_reading + step_row,
+            prefill_row=row
+            * max(0.05, 1 - facts.head_parameters / max(1, facts.parameters))
+            * (1.0, math.sqrt(PREFILL_SHARE), PREFILL_SHARE)[number],
+            acceptance=(ACCEPTANCE[0], sum(ACCEPTANCE) / 2, ACCEPTANCE[1])[number if accept is None else accept],
+        )
+
+    def verify(self, rows: int) -> float:
+        return self.base + rows * self.row
+
+    def tokens(self, drafted: int) -> float:
+        return (1 - self.acceptance ** (drafted + 1)) / (1 - self.acceptance)
+
+    def rate(self, drafted: int) -> float:
+        return self.tokens(drafted) / (self.verify(drafted + 1) + drafted * self.step)
+
+    def best(self, longest: int) -> int:
+        return max(range(longest + 1), key=self.rate)
+
+    def per_token(self, drafted: int, power: PhasePower) -> float:
+        """Joules."""
+        joules = self.verify(drafted + 1) * power.forward(drafted + 1) + drafted * self.step * power.draft
+        return joules / self.tokens(drafted)
+
+
+def _range(values: Any) -> Range:
+    low, middle, high = sorted(values)
+    return Range(low=low, middle=middle, high=high)
+
+
+def _read_parameters(own: Architecture) -> float:
+    """Weights that each row is multiplied with. The layers' own embeddings are looked up; of experts only those in use are read."""
+    matrices = max(0, own.parameters - own.vocab_size * own.layers * (own.per_layer_size or 0))
+    if own.feed_forward_size is None:
+        return matrices
+    layer = 3 * own.hidden_size * own.feed_forward_size + _ATTENTION * own.hidden_size**2
+    return min(matrices, own.layers * (layer + own.hidden_size * (own.per_layer_size or 0) * 3) + own.vocab_size * own.hidden_size)
+
+
+def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, power: PhasePower | None) -> dict[str, str]:
+    band = f"{device.bandwidth.low / 1e9:.3g} to {device.bandwidth.high / 1e9:.3g} GB/s ({device.bandwidth_from})"
+    low, high = device.operations.low / 1e9, device.operations.high / 1e9
+    rows = f"2 x {facts.parameters / 1e6:.4g} M operations a row at {low:.3g} to {high:.3g} G/s ({device.operations_from})"
+    layers = "{:g} to {:g} µs a forward and {:g} to {:g} a layer".format(*(1e6 * each for each in (*FORWARD_SECONDS, *LAYER_SECONDS)))
+    accepted = f"{ACCEPTANCE[0]:.0%} to {ACCEPTANCE[1]:.0%} of drafts accepted after those before them, assumed"
+    shape = " to ".join(f"{each:.2f}" for each in sorted(scene.verify(4) / scene.verify(1) for scene in (fast, slow)))
+    return {
+        "memory": "file sizes and cache layout; from what the system cannot take back to all pages touched and a tenth more",
+        "prefill": f"{rows}; batches compute a row in {PREFILL_SHARE:.0%} to 100% of that",
+        "plain": f"{facts.target_bytes / 1e6:.4g} MB of weights and up to {facts.kv_bytes / 1e6:.3g} MB of K/V rows read per token at {band}, {layers}",
+        "drafted": f"the best length of each case: {accepted}; {rows}",
+        "step": f"{facts.step_bytes / 1e6:.4g} MB read and 2 x {facts.drafter_parameters / 1e6:.4g} M operations at the same speeds, {facts.drafter_layers} layers",
+        "draft_length": f"most tokens per second; {accepted}, verify of 4 rows {shape} x that of one",
+        "joules": "no watts per phase are known: give --phase-power FILE" if power is None else "seconds of each phase x its watts, fewest",
+    }
+
+
+def deviation(measured: float, predicted: Range) -> str:
+    """Returns how far the middle prediction is from the measurement, as a share of it (else as it is), and whether the range holds it."""
+    inside = "in range" if predicted.low <= measured <= predicted.high else "OUT OF RANGE"
+    if not measured or not predicted.middle:
+        return f"{predicted.middle - measured:+.2g}, {inside}"
+    return f"{predicted.middle / measured - 1:+.0%}, {inside}"

@@ -1,0 +1,1 @@
+"""The one thread that runs requests on session slots."""

@@ -1,0 +1,1 @@
+"""The connection: who may ask, how long, how large, the chat page."""

@@ -1,0 +1,1 @@
+"""Request JSON to a checked request."""

@@ -1,0 +1,118 @@
+"""A conversation as the OpenAI API writes it, made into the messages that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edge_runtime.server.errors import invalid
+from edge_runtime.server.requests.fields import Fields, fields_of
+from edge_runtime.text.chat_template import Message
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 256
+MAX_TOOLS = 128
+MAX_CALLS = 128
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What a chat template is given."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    thinking: bool = False
+
+
+def read_messages(body: Fields) -> tuple[Message, ...]:
+    """Returns the messages of a request; a tool's message gets the name of the function that was called. Raises ApiError."""
+    names: dict[str, str] = {}
+    found = []
+    for i, item in enumerate(body.items("messages", MAX_MESSAGES)):
+        fields = fields_of(item, f"messages[{i}]")
+        role = ROLES.get(fields.text("role") or "")
+        if role is None:
+            raise fields.wrong("role", f"is {str(fields.get('role'))[:40]!r}; it must be one of {', '.join(ROLES)}")
+        message: Message = {"role": role, "content": _content(fields)}
+        if role == "assistant":
+            message |= _said_besides(fields, names)
+        elif role == "tool":
+            message |= _result_of(fields, names)
+        found.append(message)
+    if not found:
+        raise invalid("messages is empty; send at least one message", "messages")
+    return tuple(found)
+
+
+def read_tools(body: Fields) -> tuple[Mapping[str, Any], ...]:
+    """Returns the function declarations, none where tool_choice forbids them. Raises ApiError."""
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise body.wrong("tool_choice", "can be 'auto' or 'none'; this server cannot force a call", code="unsupported_parameter")
+    tools = []
+    for i, item in enumerate(body.items("tools", MAX_TOOLS)):
+        fields = fields_of(item, f"tools[{i}]")
+        if fields.text("type") != "function":
+            raise fields.wrong("type", "must be 'function'")
+        function = Fields(fields.object("function") or {}, fields.place("function"))
+        if not function.text("name"):
+            raise function.wrong("name", "is missing; name the function")
+        declared = {
+            "name": function.text("name"),
+            "description": function.text("description", ""),
+            "parameters": function.object("parameters"),
+        }
+        tools.append({"type": "function", "function": {key: value for key, value in declared.items() if value is not None}})
+    return () if choice == "none" else tuple(tools)
+
+
+def _content(fields: Fields) -> str:
+    content = fields.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = []
+    for i, item in enumerate(fields.items("content", MAX_PARTS)):
+        part = fields_of(item, fields.place(f"content[{i}]"))
+        if part.text("type") != "text":
+            raise part.wrong("type", f"is {str(part.get('type'))[:40]!r}; this model takes text only", code="unsupported_parameter")
+        parts.append(part.text("text") or "")
+    return "".join(parts)
+
+
+def _said_besides(fields: Fields, names: dict[str, str]) -> Message:
+    """Returns the calls and thoughts of an assistant's message; `names` learns which call asked for which function."""
+    besides: Message = {}
+    if thoughts := fields.text("reasoning_content"):
+        besides["reasoning_content"] = thoughts
+    calls = []
+    for i, item in enumerate(fields.items("tool_calls", MAX_CALLS)):
+        call = fields_of(item, fields.place(f"tool_calls[{i}]"))
+        function = Fields(call.object("function") or {}, call.place("function"))
+        name, number = function.text("name") or "", call.text("id") or ""
+        if not name:
+            raise function.wrong("name", "is missing; name the function that was called")
+        names[number] = name
+        calls.append({"id": number, "type": "function", "function": {"name": name, "arguments": _arguments(function)}})
+    if calls:
+        besides["tool_calls"] = calls
+    return besides
+
+
+def _arguments(function: Fields) -> dict[str, Any]:
+    try:
+        arguments = json.loads(function.text("arguments") or "{}")
+    except (ValueError, RecursionError) as error:
+        raise function.wrong("arguments", f"is not JSON ({error})") from error
+    if not isinstance(arguments, dict):
+        raise function.wrong("arguments", "is not the JSON text of an object")
+    return arguments
+
+
+def _result_of(fields: Fields, names: Mapping[str, str]) -> Message:
+    number = fields.text("tool_call_id")
+    if number is None or number not in names:
+        raise fields.wrong("tool_call_id", f"is {str(number)[:60]!r}; it must be the id of a call in an earlier message")
+    return {"tool_call_id": number, "name": names[number]}

@@ -1,0 +1,152 @@
+"""Several requests at once: their rounds go in step, so that one forward of the drafter and one of the target serves all of them.
+
+On a CPU a forward of a few rows costs hardly more than one of a single row, because the weights are read once for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from edge_runtime.decoding.loop import Round
+from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.interfaces import DraftAsk, Drafter, Logits, Target, Together
+from edge_runtime.session.generation import Generation
+
+_OVER = object()
+
+
+class Alone:
+    """One sequence as a `Together` of its own, for backends that run no more."""
+
+    def __init__(self, target: Target, drafter: Drafter | None) -> None:
+        self.targets = (target,)
+        self._drafter = drafter
+
+    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+        """Drafts for the one."""
+        drafter = self._drafter
+        return [drafter.draft(ask.last, ask.draft_length, ask.choose, ask.go_on) if drafter else [] for ask in asks]
+
+    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        """Verifies for the one."""
+        return [self.targets[0].verify(tokens) for _, tokens in asks]
+
+    def close(self) -> None:
+        """Frees the models."""
+        if self._drafter is not None:
+            self._drafter.close()
+        self.targets[0].close()
+
+
+class Lockstep:
+    """Runs requests of different sequences of one context. Requests may join and leave between two steps."""
+
+    def __init__(self, together: Together) -> None:
+        self._together = together
+        self._joining: dict[Generation, Iterator[None]] = {}
+        self._running: list[Generation] = []
+        self._failures: list[tuple[Generation, EdgeRuntimeError]] = []
+
+    @property
+    def running(self) -> Sequence[Generation]:
+        """The requests that are not over."""
+        return (*self._running, *self._joining)
+
+    @property
+    def failures(self) -> Sequence[tuple[Generation, EdgeRuntimeError]]:
+        """The requests that failed in the newest step, each by itself: they are out, and the others went on."""
+        return tuple(self._failures)
+
+    def add(self, generation: Generation) -> None:
+        """Prefills a request's prompt and lets it take part from the next step on. Raises RequestError if its sequence is taken."""
+        self._require_free(generation)
+        generation.prefill()
+        self._begin(generation)
+
+    def join(self, generation: Generation) -> None:
+        """As `add`, but its prompt is prefilled piece by piece, one with each step, so that the others need not wait for all of it."""
+        self._require_free(generation)
+        self._joining[generation] = generation.prefilling()
+
+    def remove(self, generation: Generation) -> None:
+        """Ends a request early; the others go on. Harmless if it is over."""
+        self._joining.pop(generation, None)
+        self._running = [other for other in self._running if other is not generation]
+
+    def clear(self) -> None:
+        """Ends all requests and forgets all rows: after a failure of the backend nothing in a cache is to be trusted."""
+        self._joining.clear()
+        self._running = []
+        for target in self._together.targets:
+            target.rollback(0)
+
+    def step(self) -> list[tuple[Generation, Round]]:
+        """Does a round of each running request: one drafting, one verify for all. Returns what each did, none if none is running."""
+        self._failures = []
+        self._prefill_a_piece()
+        running = self._running
+        if not running:
+            return []
+        begin = time.perf_counter()
+        drafts = self._drafts(running)
+        middle = time.perf_counter()
+        asks = [(self._number(one), one.decoding.rows(draft)) for one, draft in zip(running, drafts, strict=True)]
+        logits = self._together.verify_all(asks)
+        first, *others = [one.decoding for one in running]
+        timing = first.timing(middle - begin, time.perf_counter() - middle, *others)
+        done = []
+        for one, rows in zip(running, logits, strict=True):
+            try:  # one tells what the round took: their policies weigh the same costs
+                done.append((one, one.decoding.settle(rows, timing, tell=one is running[0])))
+            except EdgeRuntimeError as error:  # such as no token left to draw: the others' rows are as good as before
+                one.target.rollback(0)
+                self._failures.append((one, error))
+                continue
+            one.count(done[-1][1], time.perf_counter() - begin)
+        self._running = [one for one, _ in done if not one.decoding.done]
+        return done
+
+    def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
+        """Runs requests to their ends, as many at once as there are sequences for them; yields each round as it is done.
+
+        Raises EdgeRuntimeError of the first that fails.
+        """
+        waiting = list(generations)
+        while waiting or self._running:
+            taken = {id(one.target) for one in self._running}
+            for one in list(waiting):
+                if id(one.target) not in taken:
+                    taken.add(id(one.target))
+                    waiting.remove(one)
+                    self.add(one)
+            yield from self.step()
+            for _, error in self._failures:
+                raise error
+
+    def _require_free(self, generation: Generation) -> None:
+        if any(other.target is generation.target for other in self.running):
+            raise RequestError("two requests cannot share a sequence; start each on a session of its own")
+
+    def _begin(self, generation: Generation) -> None:
+        if not generation.decoding.done:
+            self._running.append(generation)
+
+    def _prefill_a_piece(self) -> None:
+        if self._joining:
+            generation, pieces = next(iter(self._joining.items()))
+            if next(pieces, _OVER) is _OVER:
+                del self._joining[generation]
+                self._begin(generation)
+
+    def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
+        asks = [one.decoding.ask(self._number(one), len(running)) for one in running]
+        wanted = [i for i, ask in enumerate(asks) if ask.draft_length > 0]
+        drafts: list[list[int]] = [[] for _ in running]
+        if wanted:
+            for i, draft in zip(wanted, self._together.draft_all([asks[i] for i in wanted]), strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _number(self, generation: Generation) -> int:
+        return next(i for i, target in enumerate(self._together.targets) if target is generation.target)

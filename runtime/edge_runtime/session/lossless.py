@@ -1,0 +1,68 @@
+"""Checks a claim that kernels can break: that drafts leave the output as it is. Reports the first divergence, never hides it.
+
+One row and several rows may go through different kernels whose last bits differ; where the two best logits are that close, the
+choice can flip. The gap tells such a tie from a fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edge_runtime.drafting.policies import Fixed
+from edge_runtime.errors import RequestError
+from edge_runtime.session.generation import Generation
+from edge_runtime.session.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class LosslessReport:
+    """`equal`, or the first place where the outputs part: position in the output, both ids, and how far plain decoding's logits
+    of the two are apart there."""
+
+    equal: bool
+    tokens: int
+    position: int | None = None
+    plain_token: int | None = None
+    draft_token: int | None = None
+    logit_gap: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return asdict(self)
+
+    def sentence(self) -> str:
+        """One sentence for people."""
+        if self.equal:
+            return f"lossless: all {self.tokens} tokens equal plain decoding"
+        return (
+            f"first divergence at output token {self.position}: {self.draft_token} instead of {self.plain_token}, "
+            f"whose logits are {self.logit_gap:.3g} apart in plain decoding"
+        )
+
+
+def check_lossless(session: Session, generation: Generation) -> LosslessReport:
+    """Reruns a finished request plainly and compares token by token. Raises RequestError if its tokens may differ by chance."""
+    options = generation.options
+    if not options.repeatable:
+        raise RequestError("sampled tokens differ from run to run; compare at temperature 0, or with acceptance by match and a seed")
+    plain = session.generate(
+        generation.prompt, max_tokens=len(generation.tokens), policy=Fixed(0), sampling=options.sampling, acceptance=options.acceptance,
+        constraint=options.constraint,
+    )  # fmt: skip
+    for _ in plain.rounds():
+        pass
+    for position, (expected, got) in enumerate(zip(plain.tokens, generation.tokens, strict=False)):
+        if expected != got:
+            gap = _logit_gap(session, [*plain.prompt, *plain.tokens[:position]], expected, got)
+            return LosslessReport(
+                equal=False, tokens=len(generation.tokens), position=position, plain_token=expected, draft_token=got, logit_gap=gap
+            )
+    return LosslessReport(equal=len(plain.tokens) == len(generation.tokens), tokens=len(generation.tokens))
+
+
+def _logit_gap(session: Session, context: list[int], first: int, second: int) -> float:
+    session.target.rollback(0)
+    session.target.prefill(context[:-1])
+    row = session.target.verify(context[-1:])[0]
+    return float(row[first] - row[second])

@@ -1,0 +1,191 @@
+"""What a session's requests did: acceptance over the newest drafts, warnings, latencies, a line per request, totals for Prometheus."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_runtime.decoding.loop import Round
+from edge_runtime.drafting.rejection_window import WARN_ABOVE, WINDOW_TOKENS, Event, RejectionAlarm, RejectionWindow
+from edge_runtime.errors import RequestError
+from edge_runtime.session.latency import Latencies
+from edge_runtime.session.prometheus import Metric, Sample, counter, exposition
+from edge_runtime.session.stats import DecodeStats
+
+# Percentiles over all requests look back on so many rounds and requests: bounded, and recent.
+KEPT_ROUNDS = 4096
+KEPT_REQUESTS = 1024
+PERCENTILES = (50, 95)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorOptions:
+    """`window` is in drafted tokens; above each of `warn_above` (shares rejected) there is one event. `log` gets a line per request.
+
+    `on_event` is called in the thread of the request, at once.
+    """
+
+    window: int = WINDOW_TOKENS
+    warn_above: tuple[float, ...] = WARN_ABOVE
+    log: Path | None = None
+    on_event: Callable[[Event], None] = lambda _: None
+
+
+class RequestWatch:
+    """One request as its session's monitor sees it: its latencies and its events."""
+
+    def __init__(self, monitor: Monitor, settings: Mapping[str, Any]) -> None:
+        self.events: list[Event] = []
+        self.latencies = Latencies()
+        self.settings = dict(settings)
+        self._monitor = monitor
+        self._seconds = 0.0
+
+    def saw(self, one: Round, stats: DecodeStats) -> None:
+        """Counts a round that `stats` has just counted."""
+        seconds, self._seconds = stats.decode_seconds - self._seconds, stats.decode_seconds
+        self.latencies.add(seconds, len(one.tokens))
+        warning = self._monitor.record_round(one, seconds)
+        if warning is not None:
+            self.events.append(warning)
+
+    def report(self, event: Event) -> None:
+        """Passes on what the safety net did for this request."""
+        self.events.append(event)
+        self._monitor.record_event(event)
+
+
+class Monitor:
+    """Watches all requests of a session; `options` None are the defaults. Any thread may call it."""
+
+    def __init__(self, options: MonitorOptions | None = None) -> None:
+        """Raises RequestError for a window or threshold out of range and for a log that cannot be appended to."""
+        self.options = options = options or MonitorOptions()
+        self._window = RejectionWindow(options.window)
+        self._alarm = RejectionAlarm(options.warn_above)
+        self._token_latencies = Latencies(KEPT_ROUNDS)
+        self._first_tokens = Latencies(KEPT_REQUESTS)
+        self._totals: Counter[str] = Counter()
+        self._prefill_seconds = 0.0
+        self._events: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        if options.log is not None:
+            _append(options.log, b"")
+
+    def watch(self, settings: Mapping[str, Any]) -> RequestWatch:
+        """Returns the watch of a new request; `settings` are what its line in the log says of it."""
+        return RequestWatch(self, settings)
+
+    def record_round(self, one: Round, seconds: float) -> Event | None:
+        """Counts a round; returns the warning it brought, which has been told."""
+        with self._lock:
+            self._totals.update(rounds=1, tokens=len(one.tokens), drafted=one.drafted, accepted=one.accepted)
+            self._token_latencies.add(seconds, len(one.tokens))
+            self._window.add(one.drafted, one.accepted)
+            event = self._alarm.event(self._window) if one.drafted else None
+        if event is not None:
+            self.record_event(event)
+        return event
+
+    def record_event(self, event: Event) -> None:
+        """Counts an event and tells it."""
+        with self._lock:
+            self._events[event.kind] += 1
+        self.options.on_event(event)
+
+    def record_request(self, watch: RequestWatch, stats: DecodeStats, *, finish_reason: str | None = None) -> dict[str, Any]:
+        """Counts a request that is over, appends its line to the log if there is one, and returns what the line says.
+
+        Raises RequestError if the log cannot be written; the request is counted all the same.
+        """
+        with self._lock:
+            self._totals.update(requests=1, prompt_tokens=stats.prompt_tokens)
+            self._prefill_seconds += stats.prefill_seconds
+            if stats.rounds:
+                self._first_tokens.add(stats.first_token_seconds)
+        record = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            "finish_reason": finish_reason,
+            "stats": stats.to_json(),
+            "latency": {
+                "token_p50_seconds": watch.latencies.percentile(50), "token_p95_seconds": watch.latencies.percentile(95),
+                "time_to_first_token_seconds": stats.first_token_seconds if stats.rounds else None,
+            },
+            "session": self.summary(),
+            "events": [event.to_json() for event in watch.events],
+            "settings": watch.settings,
+        }  # fmt: skip
+        if self.options.log is not None:
+            _append(self.options.log, (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        return record
+
+    def summary(self) -> dict[str, Any]:
+        """Returns how the session stands: acceptance and rejection over the window, P50 and P95 of token latency and time to first token."""
+        with self._lock:
+            rejection = self._window.rejection
+            return {
+                "window_drafted_tokens": self._window.drafted,
+                "window_acceptance_rate": None if rejection is None else 1 - rejection,
+                "window_rejection_rate": rejection,
+                "token_p50_seconds": self._token_latencies.percentile(50),
+                "token_p95_seconds": self._token_latencies.percentile(95),
+                "time_to_first_token_p50_seconds": self._first_tokens.percentile(50),
+                "time_to_first_token_p95_seconds": self._first_tokens.percentile(95),
+            }
+
+    def prometheus_text(self) -> str:
+        """Returns all totals in Prometheus' text format (`prometheus.CONTENT_TYPE`)."""
+        with self._lock:
+            totals, rejection = self._totals, self._window.rejection
+            return exposition([
+                counter("edge_mtp_requests_total", "Requests that are over.", totals["requests"]),
+                counter("edge_mtp_prompt_tokens_total", "Prompt tokens of requests that are over.", totals["prompt_tokens"]),
+                counter("edge_mtp_prefill_seconds_total", "Seconds of prefill of requests that are over.", self._prefill_seconds),
+                counter("edge_mtp_tokens_total", "Emitted tokens.", totals["tokens"]),
+                counter("edge_mtp_rounds_total", "Rounds, each one forward of the target.", totals["rounds"]),
+                counter("edge_mtp_drafted_tokens_total", "Drafted tokens.", totals["drafted"]),
+                counter("edge_mtp_accepted_tokens_total", "Accepted drafted tokens.", totals["accepted"]),
+                Metric(
+                    name="edge_mtp_events_total", kind="counter", says="Warnings and changes of drafting, by kind.",
+                    samples=[Sample(value=count, labels={"kind": kind}) for kind, count in sorted(self._events.items())],
+                ),
+                Metric(
+                    name="edge_mtp_rejection_ratio", kind="gauge", says=f"Rejected / drafted, last {self.options.window} drafted tokens.",
+                    samples=[] if rejection is None else [Sample(value=rejection, labels={})],
+                ),
+                _summary("edge_mtp_token_seconds", "Seconds per emitted token; quantiles of recent rounds.", self._token_latencies),
+                _summary(
+                    "edge_mtp_time_to_first_token_seconds", "Seconds until the first token; quantiles of recent requests.", self._first_tokens
+                ),
+            ])  # fmt: skip
+
+
+def _summary(name: str, says: str, latencies: Latencies) -> Metric:
+    quantiles = [(percent, latencies.percentile(percent)) for percent in PERCENTILES]
+    samples = [Sample(value=value, labels={"quantile": f"{percent / 100:g}"}) for percent, value in quantiles if value is not None]
+    samples += [Sample(value=latencies.seconds, labels={}, suffix="_sum"), Sample(value=latencies.count, labels={}, suffix="_count")]
+    return Metric(name=name, kind="summary", says=says, samples=samples)
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Writes in one piece, so that lines of several processes do not mix."""
+    try:
+        # A pipe that nobody reads is an error; without this, opening it would wait for a reader.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o644)
+        try:
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(descriptor, True)
+            if os.write(descriptor, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RequestError(f"the log {path} cannot be appended to ({error.strerror or error}); choose another file") from error

@@ -1,0 +1,1 @@
+"""Between tokens and people: streaming text, channels, tool calls, chat template, constrained output."""

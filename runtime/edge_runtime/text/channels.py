@@ -1,0 +1,117 @@
+"""Takes a model's tokens apart: the answer, the thinking channel, and tool calls, as Gemma 4 marks them.
+
+<|channel>thought, a newline, thoughts, <channel|>: the thinking channel. <|tool_call>call:...<tool_call|>: a call.
+Source: ai.google.dev/gemma/docs/core/prompt-formatting-gemma4. A vocabulary without these tokens has answers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from edge_runtime.interfaces import Vocabulary
+from edge_runtime.text.stream import StopStrings, TextStream
+from edge_runtime.text.tool_calls import ToolCall, parse_tool_call
+
+MAX_CHANNEL_NAME = 32
+# A call is held until it is complete; a longer one is no call.
+MAX_CALL_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Thought:
+    """A piece of the thinking channel: not for the person, and not for the next turn."""
+
+    text: str
+
+
+Event = Text | Thought | ToolCall
+_Place = Literal["answer", "name", "thought", "call"]
+
+
+class ChannelParser:
+    """Turns tokens into events as early as they are certain; `stop` strings end the answer (not thoughts) before them."""
+
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
+        self._vocabulary = vocabulary
+        control = vocabulary.control_tokens
+        self._marks = {
+            control[text]: mark
+            for text, mark in {
+                "<|channel>": "channel", "<channel|>": "answer", "<|tool_call>": "call", "<tool_call|>": "answer",
+                "<|tool_response>": "answer", "<tool_response|>": "answer",
+            }.items()
+            if text in control
+        }  # fmt: skip
+        self._stops = StopStrings(stop)
+        self._place: _Place = "answer"
+        self._characters = TextStream()
+        self._held = ""
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self._stops.found
+
+    def feed(self, token: int) -> list[Event]:
+        """Takes one token; returns what became certain, which may be nothing."""
+        if self._stops.found is not None:
+            return []
+        mark = self._marks.get(token)
+        if mark is not None:
+            events = self._close()
+            self._place = "name" if mark == "channel" else "call" if mark == "call" else "answer"
+            return events
+        return self._take(self._characters.feed(self._vocabulary.piece(token, special=self._place == "call")))
+
+    def finish(self) -> list[Event]:
+        """Returns what was held back, once no token follows. A call that was cut off comes without arguments."""
+        return self._close()
+
+    def _close(self) -> list[Event]:
+        """Ends the place we are in; an unfinished character becomes U+FFFD."""
+        events = self._take(self._characters.finish())
+        self._characters = TextStream()
+        held, self._held = self._held, ""
+        if self._place == "call":
+            events.append(parse_tool_call(held))
+        elif self._place == "name" and held and not "thought".startswith(held.strip()):
+            events.append(Thought(held))
+        elif self._place == "answer" and self._stops.found is None and (text := self._stops.finish()):
+            events.append(Text(text))
+        self._place = "answer"
+        return events
+
+    def _take(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        if self._place == "answer":
+            certain = self._stops.feed(text)
+            return [Text(certain)] if certain else []
+        if self._place == "thought":
+            return [Thought(text)]
+        self._held += text
+        if self._place == "call":
+            return self._overlong_call()
+        name, newline, rest = self._held.partition("\n")
+        if not newline and len(name) <= MAX_CHANNEL_NAME:
+            return []
+        # The first line names the channel; one with another name, or too long for a name, is what the model thinks.
+        self._place, self._held = "thought", ""
+        thought = rest if newline and name.strip() == "thought" else name + newline + rest
+        return [Thought(thought)] if thought else []
+
+    def _overlong_call(self) -> list[Event]:
+        if len(self._held) <= MAX_CALL_CHARACTERS:
+            return []
+        call = ToolCall(name=None, arguments=None, raw=self._held)
+        self._held, self._place = "", "answer"
+        return [call]

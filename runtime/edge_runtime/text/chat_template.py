@@ -1,0 +1,148 @@
+"""Messages to token ids, by the bundle's chat template.
+
+Foreign text (all that is in messages and tools) can never become a control token. That <|turn> in a user's message is text and
+<|turn> in the template is a token cannot be told from the rendered text alone, and llama.cpp takes some control tokens for tokens
+even in plain text (those it shows in output, as <|channel>). So a mark is put inside each control token that foreign text spells, and
+the rendered text is tokenized in the pieces between the marks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.interfaces import Vocabulary
+
+Message = dict[str, Any]
+
+ROLE = "chat_template"
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_NESTING = 64
+# A noncharacter: Unicode promises that no text means anything by it.
+MARK = "\ufdd0"
+TURN_TOKENS = ("<|turn>", "<turn|>")
+# For bundles without a template. The first knows Gemma 4's turns, the second needs no control token.
+TURNS_TEMPLATE = """{{ bos_token }}
+{%- if enable_thinking and (not messages or messages[0].role != 'system') %}{{ '<|turn>system\n<|think|><turn|>\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|turn>' ~ ('model' if message.role == 'assistant' else message.role) ~ '\n' }}
+{{- '<|think|>\n' if enable_thinking and loop.first and message.role == 'system' }}
+{{- message.content | trim }}{{ '<turn|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}"""
+PLAIN_TEMPLATE = """{{ bos_token }}
+{%- for message in messages %}
+{{- {'system': '', 'user': 'User: ', 'assistant': 'Assistant: '}[message.role] ~ message.content | trim ~ '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+PLAIN_STOPS = ("\nUser:",)
+
+
+class ChatTemplate:
+    """A compiled template with the vocabulary it writes for. `stop` are strings that end an answer where no control token does.
+
+    Raises BundleError for a template that is broken; `name` is what messages call it.
+    """
+
+    def __init__(self, source: str, vocabulary: Vocabulary, *, name: str = "the chat template", stop: Sequence[str] = ()) -> None:
+        from edge_runtime.text.template_sandbox import FAILURES, compile_template
+
+        self.stop = tuple(stop)
+        self.name = name
+        self._vocabulary = vocabulary
+        self._foreign = _ForeignText([text for text in vocabulary.control_tokens if len(text) > 1])
+        self._errors = FAILURES
+        try:
+            self._render = compile_template(source)
+        except self._errors as error:
+            raise BundleError(f"{name} does not compile ({_reason(error)}); export the bundle again with a template that does") from error
+
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, prompt_answer: bool = True
+    ) -> str:
+        """Returns the conversation as text, control tokens written out and `MARK` where foreign text must not become one.
+
+        `prompt_answer` ends it where an answer begins. Raises RequestError where the template refuses the messages or does too much.
+        """
+        variables = {
+            "messages": self._foreign.guard(list(messages)), "tools": self._foreign.guard(list(tools)) or None,
+            "add_generation_prompt": prompt_answer, "enable_thinking": thinking,
+            "bos_token": self._text_of(self._vocabulary.bos), "eos_token": self._text_of(self._vocabulary.eos),
+        }  # fmt: skip
+        try:
+            return self._render(variables)
+        except self._errors as error:
+            raise RequestError(f"{self.name} refuses this conversation: {_reason(error)}") from error
+
+    def encode(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, prompt_answer: bool = True
+    ) -> list[int]:
+        """Returns the conversation's token ids, with the beginning-of-sequence token first. For the rest see `render`."""
+        text = self.render(messages, tools=tools, thinking=thinking, prompt_answer=prompt_answer)
+        bos = self._vocabulary.bos
+        ids = [i for part in text.split(MARK) if part for i in self._vocabulary.encode(part, add_bos=False, parse_special=True)]
+        return ids if bos < 0 or ids[:1] == [bos] else [bos, *ids]
+
+    def _text_of(self, token: int) -> str:
+        return self._vocabulary.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+
+class _ForeignText:
+    """Copies values from outside for a template: plain JSON types only, with marks in the control tokens that strings spell."""
+
+    def __init__(self, control: Sequence[str]) -> None:
+        self._starts = re.compile("(?=" + "|".join(map(re.escape, control)) + ")") if control else None
+        self._prefixes = {text[:n] for text in control for n in range(1, len(text))}
+        self._longest = max(map(len, self._prefixes), default=0)
+
+    def guard(self, value: Any, depth: int = 0) -> Any:
+        """Returns the guarded copy; raises RequestError for what is no JSON value."""
+        if value is None or type(value) in (bool, int, float):
+            return value
+        if isinstance(value, str):
+            return self._marked(str(value))
+        if depth >= MAX_NESTING:
+            raise RequestError(f"a message is nested more than {MAX_NESTING} levels deep; send it flatter")
+        if isinstance(value, Mapping):
+            return {self._marked(str(key)): self.guard(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.guard(item, depth + 1) for item in value]
+        raise RequestError(f"a message holds a {type(value).__name__}; only text, numbers, lists and objects can be sent")
+
+    def _marked(self, text: str) -> str:
+        text = text.replace(MARK, "\ufffd")
+        if self._starts is None:
+            return text
+        # The start of a control token at the end of one text could be completed by the next one; a template may trim before that.
+        end = len(text.rstrip())
+        if any(text[max(end - n, 0) : end] in self._prefixes for n in range(1, self._longest + 1)):
+            text = text[:end] + MARK + text[end:]
+        places = [match.start() + 1 for match in self._starts.finditer(text)]
+        return MARK.join(text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True))
+
+
+def bundle_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate:
+    """Returns the bundle's chat template; without one, Gemma 4's turns if the vocabulary has their tokens, else plain "User:" turns.
+
+    Raises BundleError for a template that is too large, no text, or broken.
+    """
+    if not bundle.has(ROLE):
+        if all(token in vocabulary.control_tokens for token in TURN_TOKENS):
+            return ChatTemplate(TURNS_TEMPLATE, vocabulary, name="the built-in template of turns")
+        return ChatTemplate(PLAIN_TEMPLATE, vocabulary, name="the built-in plain template", stop=PLAIN_STOPS)
+    path = bundle.path(ROLE)
+    if path.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise BundleError(f"{path} has {path.stat().st_size} bytes, more than any chat template; do not use this bundle")
+    try:
+        return ChatTemplate(path.read_text(encoding="utf-8"), vocabulary, name=str(path))
+    except UnicodeDecodeError as error:
+        raise BundleError(f"{path} is not UTF-8 text ({error}); export the bundle again") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,244 @@
+"""Constraints enforced by llguidance, which knows a grammar's states and which tokens keep to it. The only module that imports it."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.interfaces import Vocabulary
+from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema
+from edge_runtime.text.grammar_limits import read_grammar, read_pattern, read_schema
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits
+
+Result = TypeVar("Result")
+
+INSTALL = "pip install 'edge-mtp[grammar]'"
+# Tokens that begin with this byte are special to llguidance; no UTF-8 text has it.
+_MARKER = b"\xff"
+# The library recurses over a grammar; see grammar_limits.
+_STACK_BYTES = 64 << 20
+# Any tokens that spell valid text are allowed, not only those that the tokenizer would choose: what the model prefers is its affair.
+_HEADER = '%llguidance {"no_forcing": true}\n'
+# One space, or line breaks and an indentation: a model cannot lose itself in blanks. A schema's own "x-guidance" may say otherwise.
+_BLANK = r"\x20|\x0A{1,2}[\x20\x09]{0,40}"
+# The library looks at the tokens inside a JSON string as one: 0.2 instead of 3.5 ms for a mask there, for 28 MiB at 262144 tokens.
+# Its own choice of four such sets takes 86 MiB and gains no more but in strings of bounded length.
+_STRING = r'[^"\\\x00-\x1F\x7F]+'
+_MAX_REASON = 300
+_NOTHING_FOLLOWS = "NoExtensionBias"
+
+
+class Grammars:
+    """Makes constraints for one vocabulary of `size` tokens; the table that this takes is made with the first (0.7 s for 262144)."""
+
+    def __init__(self, vocabulary: Vocabulary, size: int) -> None:
+        """Raises BackendError if llguidance is not installed, RequestError for a vocabulary without a token that ends a text."""
+        try:
+            import llguidance
+        except ImportError as error:
+            raise BackendError(f"constrained output needs llguidance, which is not installed; run: {INSTALL}") from error
+        if not vocabulary.eog_tokens:
+            raise RequestError("the vocabulary has no token that ends a text, so no grammar could end; leave the constraint out")
+        self._library = llguidance
+        self._eog = vocabulary.eog_tokens
+        self._size = size
+        pieces = _Pieces(vocabulary, size)
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(pieces), eos_token=sorted(vocabulary.eog_tokens), slices=[_STRING]
+        )
+        pieces.tokens.clear()  # copied by now, and kept alive by the library
+
+    def constrain(self, source: ConstraintSource) -> Constraint:
+        """Returns a constraint at its beginning. Raises RequestError, with the library's reason, for what cannot be compiled."""
+        grammar = _HEADER + self._lark(source)
+        matcher = _on_deep_stack(lambda: self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits()))
+        constraint = _LlguidanceConstraint(matcher, self._eog, self._size)
+        constraint.allowed(())  # a grammar without any sentence shows here
+        return constraint
+
+    def _lark(self, source: ConstraintSource) -> str:
+        """Returns the grammar in the library's dialect of Lark."""
+        if isinstance(source, JsonSchema):
+            return f"start: %json {json.dumps(_with_bounded_blanks(read_schema(source.schema)))}"
+        if isinstance(source, Gbnf):
+            return _lark_from_gbnf(read_grammar(source.text))
+        return f"start: /{self._library.regex_to_lark(read_pattern(source.pattern), '')}/"
+
+    def _limits(self) -> LLParserLimits:
+        return self._library.LLParserLimits(verbose_errors=False)
+
+
+_made: weakref.WeakKeyDictionary[Vocabulary, Grammars] = weakref.WeakKeyDictionary()
+
+
+def grammars_for(vocabulary: Vocabulary, size: int) -> Grammars:
+    """Returns the one `Grammars` of a vocabulary, which all sessions on a model share; made when first asked for."""
+    if vocabulary not in _made:
+        _made[vocabulary] = Grammars(vocabulary, size)
+    return _made[vocabulary]
+
+
+class _Pieces:
+    """What llguidance wants to know of a tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary, size: int) -> None:
+        self.eos_token_id = min(vocabulary.eog_tokens)
+        self.bos_token_id = None
+        self.special_token_ids: list[int] = []
+        # Tokens without text are never allowed, and control tokens are none, even where their text is shown: in the midst of a JSON string
+        # one would begin a tool call.
+        control = vocabulary.eog_tokens.union(vocabulary.control_tokens.values())
+        self.tokens = [b"" if token in control else _text(vocabulary.piece(token)) for token in range(size)]
+
+    def __call__(self, text: str) -> list[int]:
+        """Never asked for: a tokenizer's own choice of tokens would matter only if they were forced."""
+        raise NotImplementedError
+
+
+class _LlguidanceConstraint:
+    """Implements `constraint.Constraint`. The matcher stands after what was emitted and the drafts in `_path`."""
+
+    def __init__(self, matcher: LLMatcher, eog: frozenset[int], size: int) -> None:
+        self._matcher = matcher
+        self._eog = eog
+        self._size = size
+        self._ended = False
+        self._path: list[int] = []
+        self._masks: list[NDArray[np.bool_] | None] = [None]
+        self._check()
+
+    def allowed(self, ahead: Sequence[int]) -> NDArray[np.bool_]:
+        """One mask per place and round, however often it is asked for."""
+        if self._over(ahead):
+            return self._ends_only()
+        place = len(ahead)
+        if list(ahead) != self._path[:place] or (mask := self._masks[place]) is None:
+            self._go_to(ahead)
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            self._check()
+            mask = np.unpackbits(bits, bitorder="little")[: self._size].view(np.bool_)
+            self._masks[place] = mask
+        return mask
+
+    def allows(self, ahead: Sequence[int], token: int) -> bool:
+        """Asks for a token alone unless the mask is there."""
+        place = len(ahead)
+        if self._over(ahead) or (list(ahead) == self._path[:place] and self._masks[place] is not None):
+            return bool(self.allowed(ahead)[token])
+        self._go_to(ahead)
+        if self._matcher.is_stopped():
+            return token in self._eog
+        return self._matcher.validate_tokens([token]) == 1
+
+    def closed(self, ahead: Sequence[int]) -> bool:
+        """Whether nothing, or only the end, can follow."""
+        if self._over(ahead):
+            return True
+        self._go_to(ahead)
+        return self._matcher.is_stopped()
+
+    def valid(self, drafts: Sequence[int]) -> int:
+        """All tokens are looked at in one call."""
+        if self._ended:
+            return 0
+        self._go_to(())
+        return self._matcher.validate_tokens(list(drafts))
+
+    def advance(self, token: int) -> bool:
+        """Keeps what was looked at beyond the token, if that is where the drafts went."""
+        if self._over((token,)):
+            self._ended = True
+            return True
+        if self._path[:1] != [token]:
+            self._go_to((token,))
+        del self._path[0], self._masks[0]
+        if self._path:
+            return False
+        return self._matcher.is_stopped()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the end is allowed here, or has come."""
+        if self._ended:
+            return True
+        self._go_to(())
+        return self._matcher.is_accepting()
+
+    def _over(self, ahead: Sequence[int]) -> bool:
+        return self._ended or not self._eog.isdisjoint(ahead)
+
+    def _ends_only(self) -> NDArray[np.bool_]:
+        mask = np.zeros(self._size, np.bool_)
+        mask[sorted(self._eog)] = True
+        return mask
+
+    def _go_to(self, ahead: Sequence[int]) -> None:
+        """Moves the matcher to the state after `ahead`. Raises RequestError if a token of it is not valid, or the library gives up."""
+        path, ahead = self._path, list(ahead)
+        common = next((i for i, (old, new) in enumerate(zip(path, ahead, strict=False)) if old != new), min(len(path), len(ahead)))
+        if len(path) > common:
+            self._matcher.rollback(len(path) - common)
+            del path[common:], self._masks[common + 1 :]
+        if len(ahead) > common:
+            self._matcher.consume_tokens(ahead[common:])
+            path += ahead[common:]
+            self._masks += [None] * (len(ahead) - common)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(f"the grammar cannot be used: {_reason(self._matcher.get_error())}")
+
+
+def _text(piece: bytes) -> bytes:
+    return b"" if piece.startswith(_MARKER) else piece
+
+
+def _with_bounded_blanks(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
+    if schema is False:
+        return False
+    schema = {} if schema is True else schema
+    guidance = schema.get("x-guidance", {})
+    if not isinstance(guidance, dict) or "whitespace_flexible" in guidance or "whitespace_pattern" in guidance:
+        return schema
+    return schema | {"x-guidance": guidance | {"whitespace_pattern": _BLANK}}
+
+
+def _lark_from_gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except RecursionError:
+        raise RequestError("the grammar is nested too deeply; give its inner parts names") from None
+    except Exception as error:  # noqa: BLE001 - the converter raises plain Exception for a rule that is missing or named twice
+        raise RequestError(f"the grammar is not valid GBNF: {error}") from None
+
+
+def _on_deep_stack(work: Callable[[], Result]) -> Result:
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+    finally:
+        threading.stack_size(before)
+
+
+def _reason(error: str) -> str:
+    """Returns the library's message as one line, without its picture of a text that the user never wrote."""
+    if error.startswith(_NOTHING_FOLLOWS):
+        return "no token of this vocabulary leads to a text that it allows"
+    lines = [line.strip() for line in error.splitlines() if not re.match(r"\s*(\d+ \||\^)", line)]
+    text = re.sub(r"^at \d+\(\d+\): ", "", " ".join(line for line in lines if line and line != "<non-verbose/>"))
+    return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."

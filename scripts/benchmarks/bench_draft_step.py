@@ -1,0 +1,169 @@
+"""Times a draft step of the dense, the split and the lookup drafter on one bundle, in turn, and the split step's work outside llama.cpp.
+
+    python scripts/pairs/widen_pair.py exporter/edge_export/reference_pair -o /tmp/wide
+    edge-export /tmp/wide/target /tmp/wide/drafter -o /tmp/wide-bundle
+    python scripts/benchmarks/bench_draft_step.py /tmp/wide-bundle
+
+    python scripts/pairs/make_random_pair.py -o /tmp/e2b --target-layers 5
+    edge-export /tmp/e2b/target /tmp/e2b/drafter -o /tmp/e2b-bundle --no-verify
+    python scripts/benchmarks/bench_draft_step.py /tmp/e2b-bundle
+
+Run it on a quiet machine; quote the ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from edge_runtime.backends.llama.head_file import read_head
+from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.llama.llama_cpp import LlamaOptions, LlamaTarget
+from edge_runtime.backends.llama.mapped_gguf import map_gguf
+from edge_runtime.backends.llama.open import has_split, open_model_drafter
+from edge_runtime.backends.llama.sparse_head import SparseHead
+from edge_runtime.backends.llama.split_drafter import EMBEDDING
+from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, Bundle, open_bundle
+from edge_runtime.calibration.crash_probe import probe_load_options
+from edge_runtime.drafting.prompt_lookup import LookupDrafter
+from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.interfaces import Drafter
+from edge_runtime.session.open import default_threads
+
+# Before them, drafts that fault pages in and start threads.
+WARM_UP = 3
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long one call takes."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def quartiles(values: list[float], steps: int) -> dict[str, float]:
+    """Median and quartiles in milliseconds per step."""
+    low, middle, high = (1000 * value / steps for value in statistics.quantiles(values, n=4))
+    return {"median_ms": middle, "low_quartile_ms": low, "high_quartile_ms": high}
+
+
+def draft_steps(drafters: dict[str, Drafter], last: int, draft_length: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds per step of drafts of one and of `draft_length` tokens, all drafters in turn in every round."""
+    taken: dict[str, dict[int, list[float]]] = {kind: {1: [], draft_length: []} for kind in drafters}
+    for number in range(WARM_UP + rounds):
+        for kind, drafter in drafters.items():
+            for length in taken[kind]:
+                passed = seconds(lambda drafter=drafter, length=length: drafter.draft(last, length))  # type: ignore[misc]
+                if number >= WARM_UP:
+                    taken[kind][length].append(passed)
+    return {kind: {str(length): quartiles(values, length) for length, values in by.items()} for kind, by in taken.items()}
+
+
+def host_work(bundle: Bundle, target: LlamaTarget, threads: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of each part of the split step that is computed outside llama.cpp, on random rows and tokens."""
+    hidden, vocabulary = bundle.manifest.architecture.drafter_hidden_size, target.vocabulary.size
+    weights = read_head(
+        library(), bundle.path("drafter_head"), hidden_size=hidden, target_hidden_size=target.hidden_size, vocabulary=vocabulary
+    )  # fmt: skip
+    table = map_gguf(library(), bundle.path("target", "gguf"), (EMBEDDING,)).tensor(EMBEDDING, (target.hidden_size, vocabulary))
+    head = SparseHead(library(), weights, table, threads)
+    noise = np.random.default_rng(0)
+    taken: dict[str, list[float]] = {"block input": [], "centroid head and carry": [], "best token": []}
+    try:
+        for number in range(WARM_UP + rounds):
+            token, output = int(noise.integers(vocabulary)), noise.normal(size=hidden).astype(np.float32)
+            parts = (
+                seconds(lambda token=token: head.block_input(token, np.zeros(hidden, np.float32))),  # type: ignore[misc]
+                seconds(lambda output=output: head.feed(output)),  # type: ignore[misc]
+                seconds(head.best_token),
+            )
+            for part, passed in zip(taken.values(), parts, strict=True):
+                if number >= WARM_UP:
+                    part.append(passed)
+    finally:
+        head.close()
+    return {name: quartiles(values, 1) for name, values in taken.items()}
+
+
+def repeating_text(vocabulary: int, count: int) -> list[int]:
+    """Random token ids whose second half repeats the first, so that lookup has something to find."""
+    generator = random.Random(0)
+    half = [generator.randrange(vocabulary) for _ in range(count // 2)]
+    return half + half
+
+
+def measure(bundle: Bundle, options: LlamaOptions, tokens: int, draft_length: int, rounds: int) -> dict[str, Any]:
+    """Opens all drafters of the bundle on one target and times them after a text of `tokens` tokens."""
+    with LlamaTarget(bundle.path("target", "gguf"), options) as target:
+        drafters: dict[str, Drafter] = {"dense": open_model_drafter(bundle, target, options, "dense")}
+        if has_split(bundle):
+            drafters["split"] = open_model_drafter(bundle, target, options, "split")
+        drafters["lookup"] = LookupDrafter(target)
+        text = repeating_text(target.vocabulary.size, tokens)
+        target.prefill(text[:-1])
+        facts = bundle.manifest.architecture
+        return {
+            "bundle": str(bundle.folder), "drafter_hidden_size": facts.drafter_hidden_size, "vocabulary": facts.vocab_size,
+            "threads": options.threads, "tokens": len(text), "rounds": rounds,
+            "steps": draft_steps(drafters, text[-1], draft_length, rounds),
+            "split_host_work": host_work(bundle, target, options.threads, rounds) if has_split(bundle) else None,
+        }  # fmt: skip
+
+
+def table(record: dict[str, Any]) -> Table:
+    """One row per drafter and draft length, then the split step's host parts."""
+    shape = f"drafter {record['drafter_hidden_size']} wide, vocabulary {record['vocabulary']}"
+    made = Table(title=f"{shape}, {record['threads']} threads, medians of {record['rounds']}")
+    for column in ("drafter", "draft length", "ms per step", "quartiles", "of dense"):
+        made.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
+    for kind, lengths in record["steps"].items():
+        for length, found in lengths.items():
+            share = found["median_ms"] / record["steps"]["dense"][length]["median_ms"]
+            made.add_row(kind, length, f"{found['median_ms']:.3f}", _spread(found), f"1/{1 / share:.1f}")
+    if record["split_host_work"]:
+        made.add_section()
+        for name, found in record["split_host_work"].items():
+            made.add_row(f"split, {name}", "", f"{found['median_ms']:.3f}", _spread(found), "")
+    return made
+
+
+def _spread(found: dict[str, float]) -> str:
+    return f"{found['low_quartile_ms']:.3f} to {found['high_quartile_ms']:.3f}"
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("folder", metavar="BUNDLE", type=click.Path(path_type=Path))
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
+@click.option("--tokens", type=click.IntRange(min=4), default=256, help="Length of the text before the draft.")
+@click.option("--draft-length", type=click.IntRange(2, MAX_DRAFT_LENGTH), default=3)
+@click.option("--rounds", type=click.IntRange(min=2), default=50)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the record here too.")
+def main(folder: Path, threads: int | None, tokens: int, draft_length: int, rounds: int, json_path: Path | None) -> None:
+    """Time the draft steps of BUNDLE."""
+    try:
+        bundle = open_bundle(folder, check="none")
+        files = [bundle.file(role, "gguf") for role in ("target", "drafter")]
+        paths = [bundle.folder / file.path for file in files]
+        notify = Console(stderr=True).print
+        answer = probe_load_options(paths[0], paths[1], [file.quantization or "unknown" for file in files], notify=notify)
+        options = LlamaOptions(context=tokens, threads=threads or default_threads(), use_extra_bufts=answer.use_extra_bufts)
+        record = measure(bundle, options, tokens, draft_length, rounds)
+    except EdgeRuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    if json_path is not None:
+        json_path.write_text(json.dumps(record, indent=2) + "\n")
+    Console().print(table(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Measures what the KV types cost: acceptance, tokens per second, bytes, and the KL of next-token distributions against float16.
+
+python scripts/benchmarks/bench_kv_types.py BUNDLE --prompts exporter/edge_export/reference_pair/prompts.code.json --json kv_types.json
+
+Acceptance and KL are of the same texts for all types. Tokens per second need a quiet machine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from edge_runtime.bench.measure.kv_types import kv_cost_table, measure_kv_types
+from edge_runtime.bundle.kv_types import KV_TYPES, KvType
+from edge_runtime.errors import EdgeRuntimeError
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--prompts", "files", type=click.Path(path_type=Path, exists=True), required=True, multiple=True, help="JSON lists of prompts."
+)
+@click.option("--count", type=click.IntRange(min=1), default=10, help="Prompts to take from each file.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64)
+@click.option("--draft-length", type=click.IntRange(1, 12), default=3)
+@click.option("--kv-type", "kv_types", type=click.Choice(KV_TYPES), multiple=True, default=KV_TYPES)
+@click.option("--threads", type=click.IntRange(min=1))
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here.")
+def main(
+    bundle: Path, files: tuple[Path, ...], count: int, max_tokens: int, draft_length: int, kv_types: tuple[KvType, ...],
+    threads: int | None, json_path: Path | None,
+) -> None:  # fmt: skip
+    """Compare the KV types on BUNDLE."""
+    prompts = [prompt for file in files for prompt in json.loads(file.read_text(encoding="utf-8"))[:count]]
+    try:
+        costs = measure_kv_types(
+            bundle, prompts, kv_types=kv_types, max_tokens=max_tokens, draft_length=draft_length, threads=threads,
+            notify=lambda text: click.echo(text, err=True),
+        )  # fmt: skip
+    except EdgeRuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    if json_path:
+        json_path.write_text(json.dumps([cost.to_json() for cost in costs], indent=1) + "\n", encoding="utf-8")
+    click.echo(kv_cost_table(costs))
+
+
+if __name__ == "__main__":
+    main()

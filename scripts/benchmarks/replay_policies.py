@@ -1,0 +1,228 @@
+"""Draft-length policies on recorded drafts: what each would have made of the very same texts, on machines of known costs.
+
+    python scripts/benchmarks/replay_policies.py record BUNDLE -o drafts.jsonl --max-tokens 128
+    python scripts/benchmarks/replay_policies.py replay drafts.jsonl --costs ~/.cache/edge-mtp/costs.json
+
+`record` decodes plainly and drafts 12 tokens at every place: greedy text does not depend on drafts, so any policy's rounds can be replayed
+on it exactly, without noise and without the models. `replay` says how many times as fast as plain decoding each policy is, by domain, beside
+every fixed length and a bound: rounds chosen by one who knows all that will be accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from edge_runtime.bench.measure.prompts import DOMAINS, prepare, read_prompts, shipped_prompts
+from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.decoding.acceptance import Verdict, accept_greedy
+from edge_runtime.decoding.acceptance_rules import GreedyRule
+from edge_runtime.decoding.loop import Decoding, decode
+from edge_runtime.drafting.acceptance_model import AcceptanceModel
+from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
+from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed, Timing
+from edge_runtime.drafting.profit_policy import Profit
+from edge_runtime.interfaces import Logits
+from edge_runtime.session.open import open_session
+from edge_runtime.session.session import Session
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place of a text: how sure the drafter was of each of its 12 drafts, and how many of them stand."""
+
+    confidences: tuple[float, ...]
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """The places of one request's output, in order."""
+
+    domain: str
+    places: tuple[Place, ...]
+
+
+class _Recorder(GreedyRule):
+    """Drafts as far as it can at every place and lets none stand, so that the next place is the next token. A rule and a policy."""
+
+    listening = False
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self._confidences: list[float] = []
+
+    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:  # noqa: ARG002
+        self._confidences = []
+        return MAX_DRAFT_LENGTH
+
+    def go_on(self, confidence: float) -> bool:
+        self._confidences.append(confidence)
+        return True
+
+    def keep(self, drafted: int) -> int:
+        return drafted
+
+    def padding(self, drafted: int) -> int:  # noqa: ARG002
+        return 0
+
+    def accept(self, drafts: Sequence[int], logits: Logits) -> Verdict:
+        stands = accept_greedy(drafts, logits)
+        self.places.append(Place(tuple(self._confidences), stands.accepted))
+        return Verdict(accepted=0, next_token=drafts[0] if stands.accepted else stands.next_token)
+
+    def hear(self, right: bool) -> None: ...
+    def timed(self, timing: Timing) -> None: ...
+    def observe(self, drafted: int, accepted: int) -> None: ...
+
+
+def record_text(session: Session, ids: Sequence[int], max_tokens: int) -> tuple[Place, ...]:
+    """Decodes plainly after a prompt; returns its places."""
+    recorder, target = _Recorder(), session.target
+    target.rollback(0)
+    target.prefill(list(ids[:-1]))
+    ends = session.vocabulary.eog_tokens
+    # The last places have no room for 12 drafts: they are recorded with room and left out.
+    decoding = Decoding(
+        target, ids[-1], recorder, max_tokens=max_tokens + MAX_DRAFT_LENGTH, rule=recorder, ends=lambda token: token in ends
+    )
+    for _ in decode(target, session.drafter, decoding):
+        if len(recorder.places) == max_tokens:
+            break
+    return tuple(recorder.places)
+
+
+@dataclass
+class Replay:
+    """What a policy's rounds on recorded texts emit and cost, by domain: [tokens, seconds]."""
+
+    costs: CostCurve
+    by_domain: dict[str, list[float]]
+
+    @classmethod
+    def of(cls, policy: DraftLengthPolicy, texts: Sequence[Text], costs: CostCurve) -> Replay:
+        """Runs one policy over the texts in their order, as one session would."""
+        replay = cls(costs, defaultdict(lambda: [0.0, 0.0]))
+        for text in texts:
+            emitted = 0
+            while emitted < len(text.places):
+                tokens, seconds = replay._round(policy, text.places[emitted], len(text.places) - emitted)
+                emitted += tokens
+                replay.by_domain[text.domain][0] += tokens
+                replay.by_domain[text.domain][1] += seconds
+        return replay
+
+    def _round(self, policy: DraftLengthPolicy, place: Place, left: int) -> tuple[int, float]:
+        length, drafted = min(policy.draft_length(), left - 1), 0
+        while drafted < length:
+            drafted += 1
+            if policy.go_on is not None and not policy.go_on(place.confidences[drafted - 1]):
+                break
+        seconds = self.costs.draft(drafted)
+        accepted = min(drafted, place.accepted)
+        if policy.listening:
+            policy.hear(accepted > 0)
+            drafted = 0
+        drafted = policy.keep(drafted)
+        accepted = min(drafted, accepted)
+        seconds += self.costs.verify(1 + drafted + max(0, min(policy.padding(drafted), left - 1 - drafted)))
+        policy.observe(drafted, accepted)
+        return accepted + 1, seconds
+
+    def rate(self, domain: str) -> float:
+        """Tokens per second."""
+        tokens, seconds = self.by_domain[domain]
+        return tokens / seconds
+
+
+def clairvoyant(text: Text, costs: CostCurve) -> float:
+    """Least seconds in which rounds of any lengths can emit a text: one who knows what will be accepted (dynamic programming)."""
+    least = [0.0] * (len(text.places) + 1)
+    for place in range(len(text.places) - 1, -1, -1):
+        stands = text.places[place].accepted
+        least[place] = min(costs.draft(k) + costs.verify(k + 1) + least[min(place + k + 1, len(text.places))] for k in range(stands + 1))
+    return least[0]
+
+
+def read_texts(path: Path) -> list[Text]:
+    """Reads what `record` wrote."""
+    texts = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        data = json.loads(line)
+        places = zip(data["confidences"], data["accepted"], strict=True)
+        texts.append(Text(data["domain"], tuple(Place(tuple(sure), stands) for sure, stands in places)))
+    return texts
+
+
+def read_costs(path: Path) -> dict[str, MeasuredCosts]:
+    """Returns every bundle's and machine's costs of a file of remembered costs."""
+    found = {key: MeasuredCosts.from_json(value) for key, value in json.loads(path.read_text(encoding="utf-8")).items()}
+    return {key: costs for key, costs in found.items() if costs}
+
+
+def show(title: str, texts: Sequence[Text], measured: MeasuredCosts, longest: int) -> None:
+    """Prints the table of one machine: speed over plain decoding by policy and domain."""
+    policies: dict[str, Callable[[], DraftLengthPolicy]] = {f"fixed {n}": lambda n=n: Fixed(n) for n in range(1, longest + 1)}  # type: ignore[misc]
+    policies["profit"] = lambda: Profit(CostCurve(measured), AcceptanceModel(), longest=longest)
+    domains = list(dict.fromkeys(text.domain for text in texts))
+    plain = 1 / measured.verify[0]
+    table = Table("policy", *domains, "all", title=title)
+    rates = {name: Replay.of(make(), texts, CostCurve(measured)) for name, make in policies.items()}
+    rows = {name: [replay.rate(domain) / plain for domain in domains] for name, replay in rates.items()}
+    known = {domain: [text for text in texts if text.domain == domain] for domain in domains}
+    rows["clairvoyant"] = [
+        sum(len(text.places) for text in of_it) / sum(clairvoyant(text, CostCurve(measured)) for text in of_it) / plain
+        for of_it in known.values()
+    ]
+    for name, ratios in rows.items():
+        table.add_row(name, *(f"{ratio:.3f}" for ratio in ratios), f"{statistics.geometric_mean(ratios):.3f}")
+    Console().print(table)
+
+
+@click.group(context_settings={"show_default": True})
+def main() -> None:
+    """Record drafts along texts, and replay draft-length policies on them."""
+
+
+@main.command()
+@click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option(
+    "--prompts", "own", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True, help="Instead of the shipped ones."
+)
+@click.option("--max-tokens", default=64)
+@click.option("--most", default=20, help="Prompts of each domain.")
+def record(bundle: Path, output: Path, own: tuple[Path, ...], max_tokens: int, most: int) -> None:
+    """Write the drafts of every place of BUNDLE's own greedy texts."""
+    prompts = [prompt for path in own for prompt in read_prompts(path, most)] or shipped_prompts(DOMAINS, most)
+    with open_session(bundle) as session, output.open("w", encoding="utf-8") as file:
+        for prompt in track(prepare(prompts, session), console=Console(stderr=True)):
+            places = record_text(session, prompt.ids, max_tokens)
+            line = {
+                "domain": prompt.domain, "accepted": [place.accepted for place in places],
+                "confidences": [[round(sure, 4) for sure in place.confidences] for place in places],
+            }  # fmt: skip
+            file.write(json.dumps(line) + "\n")
+
+
+@main.command()
+@click.argument("recorded", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--costs", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=True, help="A costs.json.")
+@click.option("--longest", default=MAX_DRAFT_LENGTH)
+def replay(recorded: Path, costs: Path, longest: int) -> None:
+    """Print each policy's speed over plain decoding on RECORDED drafts, for every machine of a file of costs."""
+    for key, measured in read_costs(costs).items():
+        show(key, read_texts(recorded), measured, longest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Holds joules per token against simulated devices whose true power is known: the error, and how often the 95 % interval holds the truth.
+
+    python scripts/checks/check_energy_coverage.py --runs 1000
+
+Each run is a whole measurement by the protocol of docs/energy.md, of a device and a meter drawn from ranges (tests/support/simulated_meter.py).
+A minute or two per thousand runs and meter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+import click
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
+
+from edge_devices.energy.report import make_report
+from edge_devices.errors import MeasurementError
+from simulated_meter import COUNTER, GAUGE, SAMPLER, draw, simulate
+
+METERS = (COUNTER, SAMPLER, GAUGE)
+
+
+class Outcome(NamedTuple):
+    """One measurement that counts: relative error, and whether the intervals hold the truth (above idle: None where no figure is shown)."""
+
+    error: float
+    covered: bool
+    net_covered: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """One meter's row. Errors are relative; `refused` runs were too short and gave no figure; shares are of those that count."""
+
+    meter: str
+    runs: int
+    counted: int
+    refused: int
+    median_error: float
+    mean_error: float
+    covered: float
+    net_covered: float
+
+
+def outcome(meter: str, seed: int) -> Outcome | None:
+    """One simulated measurement; None when it was refused as too short. Raises MeasurementError when it was refused for anything else."""
+    scenario = draw(meter, seed)
+    log, block = simulate(scenario)
+    try:
+        (variant,) = make_report(log).variants
+    except MeasurementError as refusal:
+        if "too short" not in str(refusal) or scenario.window_share >= 1.05:
+            raise MeasurementError(f"{meter}, seed {seed}: {refusal}") from refusal
+        return None
+    figure, net = variant.joules_per_output_token, variant.net_joules_per_output_token
+    assert figure is not None
+    if variant.n < 2:
+        return None  # all but one repeat were refused: the interval is the single window's own
+    covered = figure.low <= block.joules_per_token <= figure.high
+    net_covered = net.low <= block.net_joules_per_token <= net.high if net else None
+    return Outcome(figure.value / block.joules_per_token - 1, covered, net_covered)
+
+
+def coverage(meter: str, runs: int, first: int = 0) -> Coverage:
+    """Simulates `runs` measurements with the seeds from `first` on."""
+    found = [o for seed in range(first, first + runs) if (o := outcome(meter, seed))]
+    errors = [o.error for o in found]
+    return Coverage(
+        meter=meter, runs=runs, counted=len(found), refused=runs - len(found), median_error=median(map(abs, errors)), mean_error=fmean(errors),
+        covered=fmean(o.covered for o in found), net_covered=fmean(o.net_covered for o in found if o.net_covered is not None),
+    )  # fmt: skip
+
+
+def table(rows: list[Coverage]) -> Iterator[str]:
+    """Yields the table as Markdown, as it stands in docs/energy.md."""
+    yield f"| meter | counted of {rows[0].runs} | too short, refused | median error | mean error | interval holds the truth | above idle |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        yield (
+            f"| {row.meter} | {row.counted} | {row.refused} | {row.median_error:.2%} | {row.mean_error:+.2%} | {row.covered:.1%} |"
+            f" {row.net_covered:.1%} |"
+        )
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--runs", type=click.IntRange(min=10), default=1000, help="Simulated measurements per meter.")
+@click.option("--first", type=click.IntRange(min=0), default=0, help="The first seed.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def main(runs: int, first: int, as_json: bool) -> None:
+    """Print the coverage table."""
+    rows = [coverage(meter, runs, first) for meter in METERS]
+    if as_json:
+        click.echo(json.dumps({"meters": [asdict(row) for row in rows]}))
+        return
+    for line in table(rows):
+        click.echo(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""How often does a bundle's greedy text with drafts equal its plain greedy text? Counts, and names every divergence.
+
+python scripts/checks/check_lossless.py BUNDLE --prompts exporter/edge_export/reference_pair/prompts.code.json --tokens 200
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from edge_runtime.drafting.policies import Fixed
+from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.session.lossless import LosslessReport, check_lossless
+from edge_runtime.session.open import OpenOptions, open_session
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--prompts", "files", type=click.Path(path_type=Path, exists=True), required=True, multiple=True, help="JSON lists of prompts."
+)
+@click.option("--count", default=10, help="Prompts to take from each file.")
+@click.option("--tokens", default=200)
+@click.option("--draft-length", default=3)
+@click.option("--uniform-rows", is_flag=True, help="ONNX: plain decoding through the kernels of several rows too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def main(bundle: Path, files: tuple[Path, ...], count: int, tokens: int, draft_length: int, uniform_rows: bool, as_json: bool) -> None:
+    """Compare BUNDLE's output with and without drafts on many prompts."""
+    reports: list[LosslessReport] = []
+    options: OpenOptions = {"notify": lambda text: click.echo(text, err=True)}
+    if uniform_rows:
+        options["uniform_rows"] = True
+    try:
+        with open_session(bundle, **options) as session:
+            for prompt in (p for file in files for p in json.loads(file.read_text())[:count]):
+                generation = session.generate(prompt, max_tokens=tokens, policy=Fixed(draft_length))
+                generation.text()
+                reports.append(check_lossless(session, generation))
+    except EdgeRuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    equal = sum(r.equal for r in reports)
+    if as_json:
+        click.echo(json.dumps({"prompts": len(reports), "equal": equal, "reports": [r.to_json() for r in reports]}))
+        return
+    for i, report in enumerate(reports):
+        if not report.equal:
+            click.echo(f"prompt {i}: {report.sentence()}")
+    click.echo(f"{equal} of {len(reports)} outputs of up to {tokens} tokens are equal at draft length {draft_length}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Exports over an existing bundle again and again, with a fault each time, and looks at what is left.
+
+    python scripts/checks/faults.py kill --runs 200
+
+    kill         SIGKILL at a random moment, half the time one in which the new bundle takes the old one's place
+    interrupt    SIGINT (Ctrl-C) at such a moment
+    file-size    no file may grow beyond a random size (RLIMIT_FSIZE), as on a full disk
+    memory       no more than a random amount of memory (RLIMIT_AS)
+
+After each: the old bundle is there, or the new one, whole; or none, if the process was killed between the two renames of a file system that
+cannot exchange names, and then the next start puts the old one back. The next start leaves no temporary file. Where the process could still speak it said one sentence, with the right exit
+code. Linux only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from edge_export.cli.command import main as export
+from edge_export.output.atomic_folder import check_output
+from edge_export.output.folder_swap import exchange
+from edge_runtime.bundle.bundle import MANIFEST_NAME, open_bundle
+from edge_runtime.errors import BundleError
+
+KINDS = ("kill", "interrupt", "file-size", "memory")
+# The exporter's modules are loaded, then the fault is set, so that it hits the export and not Python's start.
+PROGRAM = """
+import resource, sys
+from edge_export import atomic_folder
+from edge_export.cli.command import main
+import edge_export.gguf.writer, edge_export.parity.gguf, llama_cpp
+def move_in(*folders, really=atomic_folder._move_in):
+    print("moving", flush=True)
+    really(*folders)
+atomic_folder._move_in = move_in
+what, amount = sys.argv[1], int(sys.argv[2])
+if what == "memory":
+    amount += int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = {"memory": resource.RLIMIT_AS, "file-size": resource.RLIMIT_FSIZE}.get(what)
+if limit is not None:
+    resource.setrlimit(limit, (amount, amount))
+print("ready", flush=True)
+main(sys.argv[3:], standalone_mode=True)
+"""
+_MOST_SECONDS = 900
+# Within so many seconds from its beginning the new bundle is in its place and what is left of the old one removed.
+_MOVING_SECONDS = 0.01
+_LARGEST_FILE, _MOST_MEMORY = 20 << 20, 30 << 20
+
+
+class FaultError(Exception):
+    """Something was left, or said, that must not be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one fault led to: "old", "new" or "none" is at the bundle's place before the next start; the exit code, and what was said."""
+
+    kind: str
+    left: str
+    code: int
+    said: str
+
+
+def arguments(output: Path) -> list[str]:
+    """An export of the shipped pair, which takes a second or two."""
+    return ["--reference-pair", "-o", str(output), "--force", "--no-verify", "--context", "256"]
+
+
+def one_fault(kind: str, output: Path, chance: random.Random, seconds: float) -> Outcome:
+    """Exports over the bundle at `output`, which takes `seconds` if nothing happens. Raises FaultError."""
+    before = (output / MANIFEST_NAME).read_bytes()
+    most = {"file-size": _LARGEST_FILE, "memory": _MOST_MEMORY}.get(kind, 0)
+    command = [sys.executable, "-c", PROGRAM, kind, str(chance.randrange(most + 1)), *arguments(output)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "COLUMNS": "500"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        if most == 0:
+            if chance.random() < 0.5:
+                child.stdout.readline()
+                time.sleep(chance.random() * _MOVING_SECONDS)
+            else:
+                time.sleep(chance.random() * seconds)
+            child.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGINT)
+        _, errors = child.communicate(timeout=_MOST_SECONDS)
+    left = _state(output, before)
+    if left == "none" and has_exchange(output.parent):
+        raise FaultError("no bundle was left, though the file system can exchange two names")
+    _check_next_start(output)
+    outcome = Outcome(kind=kind, left=left, code=child.returncode, said=errors.strip().splitlines()[-1] if errors.strip() else "")
+    _check_words(outcome, errors)
+    return outcome
+
+
+def _state(output: Path, before: bytes) -> str:
+    if not output.exists():
+        return "none"
+    try:
+        open_bundle(output, check="full")
+    except BundleError as error:
+        raise FaultError(f"half a bundle was left: {error}") from error
+    return "old" if (output / MANIFEST_NAME).read_bytes() == before else "new"
+
+
+def has_exchange(folder: Path) -> bool:
+    """Whether two folders in this one can change places in one step."""
+    with tempfile.TemporaryDirectory(dir=folder) as one, tempfile.TemporaryDirectory(dir=folder) as other:
+        return exchange(Path(one), Path(other))
+
+
+def _check_next_start(output: Path) -> None:
+    check_output(output, force=True)
+    names = sorted(path.name for path in output.parent.iterdir())
+    if names != [output.name]:
+        raise FaultError(f"the next start left {names}")
+    open_bundle(output, check="full")
+
+
+def _check_words(outcome: Outcome, errors: str) -> None:
+    allowed = {"kill": (-9, 0), "interrupt": (130, 0), "file-size": (1, 0), "memory": (1, 0)}[outcome.kind]
+    if outcome.kind == "interrupt" and outcome.code == -2 and outcome.left == "new":
+        return  # Python itself was ending
+    if outcome.code not in allowed or "Traceback" in errors:
+        raise FaultError(f"{outcome.kind}: exit code {outcome.code}, said: {errors.strip()[-1500:]}")
+    if outcome.code == 1 and not outcome.said.startswith(("Error: ", "OpenBLAS error: ")):
+        raise FaultError(f"{outcome.kind}: said {outcome.said!r}")
+    if outcome.code == 0 and outcome.left != "new":
+        raise FaultError(f"{outcome.kind}: exit code 0, but the bundle is {outcome.left}")
+
+
+def _seconds_of_an_export(output: Path) -> float:
+    """From the moment the modules are loaded to the end."""
+    command = [sys.executable, "-c", PROGRAM, "none", "0", *arguments(output)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        begin = time.monotonic()
+        child.communicate(timeout=_MOST_SECONDS)
+        return time.monotonic() - begin
+
+
+def campaign(kind: str, runs: int, seed: int, hear: Callable[[Outcome], None] = lambda _: None) -> None:
+    """Runs so many faults of a kind in a folder of its own. Raises FaultError at the first that leaves what it must not."""
+    chance = random.Random(f"{kind}:{seed}")
+    with tempfile.TemporaryDirectory() as name:
+        output = Path(name) / "bundle"
+        export(arguments(output), standalone_mode=False)
+        seconds = _seconds_of_an_export(output)
+        for _ in range(runs):
+            hear(one_fault(kind, output, chance, seconds))
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("kind", type=click.Choice(KINDS))
+@click.option("--runs", type=click.IntRange(min=1), default=200)
+@click.option("--seed", default=1)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="One JSON line per fault.")
+def main(kind: str, runs: int, seed: int, output: Path | None) -> None:
+    """Exports RUNS times with a fault of this KIND and prints what came of it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore Ctrl-C, children too
+    counts: Counter[str] = Counter()
+    said: Counter[str] = Counter()
+
+    def hear(outcome: Outcome) -> None:
+        if output is not None:
+            with output.open("a", encoding="utf-8") as log:
+                log.write(json.dumps(asdict(outcome)) + "\n")
+        counts[f"{outcome.left}, exit code {outcome.code}"] += 1
+        said[outcome.said.partition("(")[2].partition(":")[0][:80]] += 1
+
+    try:
+        campaign(kind, runs, seed, hear)
+    except FaultError as error:
+        raise click.ClickException(f"after {sum(counts.values())} runs: {error}") from error
+    click.echo(json.dumps({"kind": kind, "runs": runs, "seed": seed, "left": dict(counts), "said": dict(said.most_common(6))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Gives hostile inputs to the readers of edge-mtp and says what they made of them.
+
+    python scripts/checks/fuzz.py manifest config --inputs 100000 --seed 1
+    python scripts/checks/fuzz.py all --inputs 1000 --bundle my-bundle
+    python scripts/checks/fuzz.py manifest --seed 1 --show 4711 > input
+
+Every input must be read or refused with one of the package's own errors, within 10 seconds, in memory in proportion to its size, without
+opening a file outside its folder and without running code. Figures and limits: docs/security.md. Linux only (fork).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from fuzzing.campaign import Report, make_input, run_campaign
+from fuzzing.readers import Reader
+from fuzzing.registry import all_readers
+
+
+def chosen(names: tuple[str, ...], bundle: Path | None) -> list[Reader]:
+    """Returns the readers of these names; "all" is all that can be opened. Raises a usage error for a name that is none."""
+    readers = all_readers()
+    if names == ("all",):
+        return [reader for reader in readers.values() if bundle or not reader.needs_bundle]
+    for name in names:
+        if name not in readers:
+            raise click.UsageError(f"there is no reader {name!r}; choose from {', '.join(readers)}, or all")
+        if readers[name].needs_bundle and bundle is None:
+            raise click.UsageError(f"{name} needs an exported bundle of GGUF files; give --bundle")
+    return [readers[name] for name in names]
+
+
+def sentence(report: Report) -> str:
+    """One line for people."""
+    return (
+        f"{report.reader}: {report.inputs} inputs, {report.read} read, {report.refused} refused, {len(report.failures)} failures; "
+        f"{report.seconds:.0f} s, slowest {report.slowest_ms:.0f} ms"
+    )
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("names", nargs=-1, required=True, metavar="READER...")
+@click.option("--inputs", type=click.IntRange(min=1), default=100_000)
+@click.option("--seed", default=1)
+@click.option("--bundle", type=click.Path(path_type=Path, exists=True, file_okay=False), help="For the readers that need a model.")
+@click.option("--show", type=int, help="Write this input to standard output instead.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def main(names: tuple[str, ...], inputs: int, seed: int, bundle: Path | None, show: int | None, as_json: bool) -> None:
+    """Fuzzes READERs; "all" for all of them. Exit code 1 if any input failed."""
+    failed = False
+    for reader in chosen(names, bundle):
+        if show is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                sys.stdout.buffer.write(make_input(reader.open(Path(folder) / "work", bundle), seed, show))
+            return
+        report = run_campaign(reader, inputs, seed, bundle)
+        click.echo(json.dumps(report.to_json()) if as_json else sentence(report))
+        for failure in () if as_json else report.failures[:10]:
+            click.echo(f"  input {failure.number}: {failure.kind}: {failure.what}")
+        failed |= bool(report.failures)
+    sys.exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Runs a reader on many inputs in a child process that is watched: for errors that are not the package's own, signals, hangs, memory, files
+outside its folder, and code that is run. A child that dies or hangs is replaced and the campaign goes on behind the input that did it.
+
+Our own mutations instead of atheris: its coverage guidance stops at the first crash of C code, and it has no wheels for arm or macOS.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import mmap
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_devices.files.user_cache import CACHE_VARIABLE
+from fuzzing.mutation import input_of
+from fuzzing.readers import Opened, Reader
+
+HANG_SECONDS = 10.0
+_POLL_SECONDS = 0.01
+# What the interpreter itself takes for an exception with its traceback, a compiled pattern, a decoder.
+SLACK_BYTES = 4 << 20
+_ROOM_BYTES = 4 << 30
+# Tracing memory makes a reader several times slower, so it is done for one input of so many.
+_TRACED = 20
+_PER_CHILD = 20_000
+_MOST_FAILURES = 50
+_LONGEST_MESSAGE = 2000
+# What json.loads tries on bytes; imported before imports count as foreign code.
+_ENCODINGS = ("utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be", "utf_8_sig", "idna")
+_FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "pickle.find_class", "socket.connect", "exec")
+_PATH_EVENTS = ("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate")
+
+
+class ForbiddenError(BaseException):
+    """What the audit hook raises; no `except Exception` swallows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An input that a property did not hold for."""
+
+    number: int
+    kind: str
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A campaign's figures; `read` is how many inputs were taken as sound, `refused` how many with an error of the package's own;
+    `slowest_ms` is processor time, as the machine may be busy with other things."""
+
+    reader: str
+    inputs: int
+    seed: int
+    read: int
+    refused: int
+    seconds: float
+    slowest_ms: float
+    failures: tuple[Failure, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return asdict(self)
+
+
+class _Shared:
+    """Figures that parent and children share: the input at hand, and counts."""
+
+    NAMES = ("number", "read", "refused", "slowest_ns")
+
+    def __init__(self) -> None:
+        self._cells = memoryview(mmap.mmap(-1, 8 * len(self.NAMES))).cast("q")
+
+    def __getitem__(self, name: str) -> int:
+        return self._cells[self.NAMES.index(name)]
+
+    def __setitem__(self, name: str, value: int) -> None:
+        self._cells[self.NAMES.index(name)] = value
+
+
+def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = None) -> Report:
+    """Runs inputs 0 to `inputs` - 1 of a seed; with a failure it goes on, until there are too many."""
+    shared, failures, begin = _Shared(), [], time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as name:
+        folder = Path(name)
+        opened = reader.open(folder / "work", bundle)
+        found = folder / "failures.jsonl"
+        found.touch()
+        number = 0
+        while number < inputs and len(failures) < _MOST_FAILURES:
+            last = min(number + _PER_CHILD, inputs)
+            shared["number"] = number
+            child = os.fork()
+            if child == 0:
+                _child(reader, opened, range(number, last), seed, shared, found)
+            ended = _watch(child, shared)
+            if ended is not None:
+                failures.append(Failure(number=shared["number"], kind=ended[0], what=ended[1]))
+                number = shared["number"] + 1
+            else:
+                number = last
+            failures += [Failure(**json.loads(line)) for line in found.read_text().splitlines()]
+            found.write_text("")
+            if any(failure.kind == "campaign" for failure in failures):
+                break
+    return Report(
+        reader=reader.name, inputs=number, seed=seed, read=shared["read"], refused=shared["refused"], seconds=round(time.monotonic() - begin, 1),
+        slowest_ms=round(shared["slowest_ns"] / 1e6, 1), failures=tuple(failures),
+    )  # fmt: skip
+
+
+def make_input(opened: Opened, seed: int, number: int) -> bytes:
+    """Returns the bytes of an input of a campaign."""
+    return input_of(opened.seeds, seed, number, structured=opened.structured, focus=opened.focus)
+
+
+def _watch(child: int, shared: _Shared) -> tuple[str, str] | None:
+    """Waits for a child; returns how it failed, if it did. Time in which this process too was stopped does not count."""
+    number, polls = -1, 0
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            return None if code == 0 else ("crash", f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+        number, polls = shared["number"], polls + 1 if shared["number"] == number else 0
+        if polls * _POLL_SECONDS > HANG_SECONDS:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "hang", f"no answer in {HANG_SECONDS:g} s"
+        time.sleep(_POLL_SECONDS)
+
+
+def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _Shared, found: Path) -> None:
+    """Never returns."""
+    code = 1
+    try:
+        _quiet()
+        os.environ[CACHE_VARIABLE] = str(opened.folder / "cache")
+        warnings.simplefilter("ignore")  # showing one opens the source file
+        for name in _ENCODINGS:
+            codecs.lookup(name)
+        for data in opened.seeds:  # what is imported or compiled once is so before the hook is in place
+            if (outcome := _outcome(reader, opened.read, data)) != "read":
+                raise RuntimeError(f"an input of the corpus of {len(data)} bytes is not read: {outcome}")
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (size + _ROOM_BYTES,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        guard = _Guard(opened.folder)
+        with found.open("a") as log:
+            for number in numbers:
+                data = make_input(opened, seed, number)
+                shared["number"] = number
+                failure = _one(reader, opened, data, number, guard, shared)
+                if failure is not None:
+                    log.write(json.dumps({"number": number, "kind": failure[0], "what": failure[1]}) + "\n")
+                    log.flush()
+        code = 0
+    except BaseException:  # noqa: BLE001 - the parent hears of it
+        with found.open("a") as log:
+            log.write(json.dumps({"number": shared["number"], "kind": "campaign", "what": traceback.format_exc()[-600:]}) + "\n")
+    finally:
+        os._exit(code)
+
+
+def _one(
+    reader: Reader, opened: Opened, data: bytes, number: int, guard: _Guard, shared: _Shared
+) -> tuple[str, str] | None:  # fmt: skip
+    traced = number % _TRACED == 0
+    if traced:
+        tracemalloc.start()
+    guard.on = reader.guarded
+    begin = time.process_time_ns()
+    outcome = _outcome(reader, opened.read, data)
+    guard.on = False
+    shared["slowest_ns"] = max(shared["slowest_ns"], time.process_time_ns() - begin)
+    if traced:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        if peak > reader.memory_factor * (len(data) + opened.beside) + SLACK_BYTES:
+            return "memory", f"{peak} bytes for an input of {len(data)}"
+    if outcome in ("read", "refused"):
+        shared[outcome] += 1
+        return None
+    return "error", outcome
+
+
+def _outcome(reader: Reader, read: Callable[[bytes], None], data: bytes) -> str:
+    try:
+        read(data)
+    except reader.errors as error:
+        return "refused" if _is_sentence(str(error)) else f"no sentence: {str(error)[:200]!r} ({len(str(error))} characters)"
+    except BaseException as error:  # noqa: BLE001 - whatever comes, a panic of Rust code too, is what the campaign is to find
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        return f"{type(error).__name__}: {str(error)[:200]} ({Path(frame.f_code.co_filename).name}:{line})"
+    return "read"
+
+
+def _is_sentence(text: str) -> bool:
+    """What may go to a terminal: one line, not endless, without control characters."""
+    return 0 < len(text) <= _LONGEST_MESSAGE and text.isprintable()
+
+
+class _Guard:
+    """An audit hook that, while it is on, lets nothing be opened outside a folder and no code be run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.on = False
+        self._folder = str(folder.resolve())
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        if event in _FORBIDDEN:
+            self.on = False
+            raise ForbiddenError(f"{event} {arguments!r}"[:200])
+        if event in _PATH_EVENTS and isinstance(arguments[0], str | bytes | os.PathLike):
+            path = os.fsdecode(arguments[0])
+            if not os.path.realpath(path).startswith(self._folder) and not path.startswith(
+                ("/proc/", "/sys/", "/dev/null", sys.prefix, sys.base_prefix)
+            ):
+                self.on = False
+                raise ForbiddenError(f"{event} {path!r}"[:200])
+
+
+def _quiet() -> None:
+    """C libraries print what they refuse."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)

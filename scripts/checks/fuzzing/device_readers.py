@@ -1,0 +1,100 @@
+"""The readers of edge_devices: whole recorded machines, so that every meter's parser gets hostile files and answers, and measured tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from edge_devices.energy.csv_import import import_csv
+from edge_devices.energy.run_log import read_log
+from edge_devices.errors import DeviceError
+from edge_devices.machine.detection import detect_device
+from edge_devices.machine.state import read_state
+from edge_devices.machine.system import CommandResult
+from edge_devices.meters import windows_emi as emi
+from edge_devices.meters.android.power_stats import parse_channels, parse_trace
+from edge_devices.meters.recorded_system import RecordedSystem, read_recording
+from edge_devices.meters.search import find_meters
+from edge_devices.transports.adb import parse_devices
+from edge_devices.transports.base import own_folder, seal
+from edge_devices.transports.file_sync import device_files, free_bytes
+from edge_devices.transports.jobs import poll_job
+from fuzzing.readers import PARSED, Read, Reader, from_file
+
+_READS = 2
+
+
+def _recording(path: Path) -> None:
+    """Everything that is asked of a machine, as the commands ask it; a single meter may refuse."""
+    clock = itertools.count()
+    system = RecordedSystem(read_recording(path), clock=lambda: float(next(clock)), sleep=lambda _: None)
+    detect_device(system)
+    read_state(system)
+    for finding in find_meters(system):
+        finding.to_json()
+        for _ in range(_READS if finding.meter else 0):
+            try:
+                finding.meter.read()  # type: ignore[union-attr]
+            except DeviceError:
+                break
+
+
+def _emi(_: Path, __: Path | None) -> Read:
+    def read(data: bytes) -> None:
+        names = emi.parse_metadata(1 + len(data) % 2, data)
+        emi.parse_measurement(data, len(names))
+
+    return read
+
+
+def _trace(_: Path, __: Path | None) -> Read:
+    def read(data: bytes) -> None:
+        parse_channels(data.decode("utf-8", "replace"))
+        parse_trace(data)
+
+    return read
+
+
+class _Answers:
+    """A device that says the same to everything: the input is an exit code, and what follows it. Implements Transport."""
+
+    name, folder = "adb:fuzz", "/data/local/tmp/edge-mtp"
+
+    def __init__(self, said: bytes) -> None:
+        self._code, _, self._output = said.partition(b"\n")
+
+    def run(self, arguments: Sequence[str], *, seconds: float = 0.0) -> CommandResult:  # noqa: ARG002
+        sealed = seal(arguments)
+        done = sealed.open(self._output + sealed.mark + self._code + b"\n", "")
+        if done is None:
+            raise DeviceError("the link broke; plug it in again")
+        return done
+
+    def put(self, source: Path, target: str) -> None:
+        """It takes everything."""
+
+    def get(self, source: str, target: Path) -> None:
+        """It has everything."""
+
+
+def _adb(_: Path, __: Path | None) -> Read:
+    def read(data: bytes) -> None:
+        device = _Answers(data)
+        parse_devices(data.decode("utf-8", "replace"))
+        own_folder(device)
+        device_files(device, device.folder)
+        free_bytes(device, device.folder)
+        poll_job(device, "job", "run.jsonl")
+
+    return read
+
+
+READERS = (
+    Reader(name="adb-answer", make=_adb, memory_factor=PARSED),
+    Reader(name="meters", make=from_file("recording.json", _recording), structured=True, memory_factor=PARSED),
+    Reader(name="perfetto-trace", make=_trace, memory_factor=PARSED),
+    Reader(name="emi-answer", make=_emi, memory_factor=PARSED),
+    Reader(name="meter-table", make=from_file("meter.csv", import_csv), memory_factor=PARSED),
+    Reader(name="run-log", make=from_file("run.jsonl", read_log), memory_factor=PARSED),
+)  # fmt: skip

@@ -1,0 +1,151 @@
+"""Readers behind which C, C++ or Rust code stands: ggml, llama.cpp, onnxruntime, tokenizers; and the template sandbox. Whole GGUF models
+are in gguf_readers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from edge_runtime.bundle.bundle import Bundle, OnnxGraphs, open_bundle
+from edge_runtime.errors import BackendError
+from fuzzing.readers import PARSED, Read, Reader
+
+_GRAPHS = OnnxGraphs(
+    opset=23, contrib_ops=(), rotations=(), context=64, bos_token=2, eos_token=1, eog_tokens=(1,), control_tokens=(0, 1, 2, 3)
+)  # fmt: skip
+_VOCABULARY = 300
+TEXTS = ("def area(r):\n", "<|turn>user\n<eos>\u00e9\U0001f600 \x00", " " * 50)
+# Sizes of the head file in the corpus (tests/support/tiny_head.py).
+_HEAD = {"hidden_size": 32, "target_hidden_size": 64, "vocabulary": 30}
+
+
+def opened_bundle(bundle: Path | None) -> Bundle:
+    """The bundle of a campaign that needs one."""
+    assert bundle is not None
+    return open_bundle(bundle)
+
+
+def _mapped_head(folder: Path, _: Path | None) -> Read:
+    from edge_runtime.backends.llama.head_file import read_head
+    from edge_runtime.backends.llama.library import library
+
+    path = folder / "head.gguf"
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        read_head(library(), path, **_HEAD)
+
+    return read
+
+
+def _onnx_model(folder: Path, _: Path | None) -> Read:
+    from edge_runtime.backends.onnx.library import Graph, SessionOptions
+    from edge_runtime.bundle.onnx_graph import check_onnx
+    from fuzzing.stand_ins import make_weights
+
+    make_weights(folder)
+    path, options = folder / "model.onnx", SessionOptions(threads=1)
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        check_onnx(path)
+        Graph(path, options)
+
+    return read
+
+
+def _tokenizer(folder: Path, _: Path | None) -> Read:
+    from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
+
+    path = folder / "tokenizer.json"
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        vocabulary = TokenizerVocabulary(path, _GRAPHS, _VOCABULARY)
+        for text in TEXTS:
+            for token in vocabulary.encode(text):
+                if token < _VOCABULARY:
+                    vocabulary.piece(token, special=True)
+
+    return read
+
+
+def _prompt(_: Path, bundle: Path | None) -> Read:
+    """Any text to tokens and back, on both libraries; control tokens must not come from it."""
+    from edge_runtime.backends.llama.context import LlamaOptions
+    from edge_runtime.backends.llama.target import LlamaTarget
+    from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
+
+    opened = opened_bundle(bundle)
+    # Kept open for the whole campaign: the process ends with it.
+    target = LlamaTarget(opened.path("target", "gguf"), LlamaOptions(context=64, threads=1, batch=64))
+    control = frozenset(target.vocabulary.control_tokens.values())
+    graphs = OnnxGraphs(
+        opset=23, contrib_ops=(), rotations=(), context=64, bos_token=2, eos_token=1, eog_tokens=(1,),
+        control_tokens=tuple(sorted(control)),
+    )  # fmt: skip
+    other = TokenizerVocabulary(opened.path("tokenizer"), graphs, opened.manifest.architecture.vocab_size)
+
+    def read(data: bytes) -> None:
+        text = data.decode("utf-8", "surrogateescape")
+        for vocabulary in (target.vocabulary, other):
+            tokens = vocabulary.encode(text, add_bos=False)
+            for token in tokens:
+                vocabulary.piece(token)
+            if any(token < 4 for token in tokens):  # pad, eos, bos, unk: never from plain text
+                raise AssertionError(f"control tokens in {tokens[:20]}")
+
+    return read
+
+
+def _template(_: Path, __: Path | None) -> Read:
+    from edge_runtime.text.template_sandbox import FAILURES, compile_template
+
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "tool_calls": []}]
+
+    def read(data: bytes) -> None:
+        try:
+            render = compile_template(data.decode("utf-8", "replace"))
+            render({"messages": messages, "bos_token": "<bos>", "eos_token": "<eos>", "add_generation_prompt": True, "tools": []})
+        except FAILURES as error:
+            raise BackendError(f"refused: {type(error).__name__}") from error
+
+    return read
+
+
+def _kv_state(_: Path, bundle: Path | None) -> Read:
+    from edge_runtime.backends.llama.context import LlamaOptions
+    from edge_runtime.backends.llama.target import LlamaTarget
+
+    target = LlamaTarget(opened_bundle(bundle).path("target", "gguf"), LlamaOptions(context=64, threads=1, batch=64, draft=False))
+
+    def read(data: bytes) -> None:
+        target.rollback(0)
+        target.restore(list(range(5, 17)), data)
+        target.verify([7])
+
+    return read
+
+
+def _states(bundle: Path) -> Sequence[bytes]:
+    from edge_runtime.backends.llama.context import LlamaOptions
+    from edge_runtime.backends.llama.target import LlamaTarget
+
+    with LlamaTarget(opened_bundle(bundle).path("target", "gguf"), LlamaOptions(context=64, threads=1, batch=64, draft=False)) as target:
+        target.prefill(list(range(5, 17)))
+        return [target.state()]
+
+
+def _state_places(data: bytes) -> Sequence[tuple[int, int]]:
+    """Headers: at the beginning, and after the full cache somewhere in the middle."""
+    return [(0, 200), (0, len(data))]
+
+
+READERS = (
+    Reader(name="head-file", make=_mapped_head),
+    Reader(name="onnx-model", make=_onnx_model, corpus="onnx", memory_factor=PARSED),
+    Reader(name="tokenizer-library", make=_tokenizer, corpus="tokenizer", structured=True, memory_factor=PARSED),
+    Reader(name="prompt", make=_prompt, needs_bundle=True, memory_factor=PARSED),
+    Reader(name="chat-template", make=_template, guarded=False, memory_factor=PARSED),
+    Reader(name="kv-state", make=_kv_state, needs_bundle=True, seeds=_states, focus=_state_places, memory_factor=8.0),
+)  # fmt: skip

@@ -1,0 +1,97 @@
+"""What is fuzzed: every reader of input from outside, each with its corpus, its own errors, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_devices.errors import DeviceError
+from edge_export.errors import ExportError
+from edge_runtime.bundle.gguf_header import read_gguf_header
+from edge_runtime.errors import EdgeRuntimeError
+
+CORPUS = Path(__file__).parents[3] / "tests" / "fuzz" / "corpus"
+OWN_ERRORS: tuple[type[Exception], ...] = (EdgeRuntimeError, ExportError, DeviceError)
+# JSON and YAML become objects that take many times the bytes they came from; size limits bound these readers.
+PARSED = 60.0
+
+Read = Callable[[bytes], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A reader ready for inputs: `read` gets one; all files are in `folder`. `beside`: bytes of the file that an input is only a part of."""
+
+    folder: Path
+    seeds: Sequence[bytes]
+    read: Read
+    structured: bool
+    focus: Sequence[tuple[int, int]] = ()
+    beside: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """One reader. `make` returns how it reads; it gets a folder of its own and, if `needs_bundle`, that of an exported bundle.
+
+    `memory_factor`: bytes it may take per byte of input, beside a fixed slack. `guarded`: nothing outside its folder may be opened and no
+    code run, which jinja2, that makes Python of templates, cannot promise. `header_of`: the GGUF whose header is the only sound input.
+    """
+
+    name: str
+    make: Callable[[Path, Path | None], Read]
+    structured: bool = False
+    memory_factor: float = 2.0
+    needs_bundle: bool = False
+    guarded: bool = True
+    corpus: str | None = None
+    seeds: Callable[[Path], Sequence[bytes]] | None = None
+    header_of: Callable[[Path], Path] | None = None
+    focus: Callable[[bytes], Sequence[tuple[int, int]]] | None = None
+    errors: tuple[type[Exception], ...] = OWN_ERRORS
+
+    def open(self, folder: Path, bundle: Path | None) -> Opened:
+        """Makes the folder and reads the corpus."""
+        folder.mkdir(parents=True)
+        if self.needs_bundle and bundle is None:
+            raise ValueError(f"{self.name} needs an exported bundle")
+        seeds, beside = self._seeds(bundle)
+        focus = self.focus(seeds[0]) if self.focus else ()
+        read = self.make(folder, bundle)
+        return Opened(folder=folder, seeds=seeds, read=read, structured=self.structured, focus=focus, beside=beside)
+
+    def _seeds(self, bundle: Path | None) -> tuple[Sequence[bytes], int]:
+        if self.header_of and bundle:
+            whole = (path := self.header_of(bundle)).read_bytes()
+            start = data_start(path)
+            return [whole[:start]], len(whole) - start
+        return self.seeds(bundle) if self.seeds and bundle else corpus(self.corpus or self.name), 0
+
+
+def data_start(path: Path) -> int:
+    """Where a sound GGUF's header ends and its first tensor's data begins."""
+    return min(tensor.offset for tensor in read_gguf_header(path).tensors)
+
+
+def corpus(name: str) -> list[bytes]:
+    """Returns the kept inputs of a reader, in the order of their names."""
+    found = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+    if not found:
+        raise ValueError(f"{CORPUS / name} is empty")
+    return found
+
+
+def from_file(name: str, read: Callable[[Path], object]) -> Callable[[Path, Path | None], Read]:
+    """Makes a reader that gets each input as a file of this name."""
+
+    def make(folder: Path, _: Path | None) -> Read:
+        path = folder / name
+
+        def one(data: bytes) -> None:
+            path.write_bytes(data)
+            read(path)
+
+        return one
+
+    return make

@@ -1,0 +1,97 @@
+"""The runtime's readers of files that need no model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from edge_devices.files.user_cache import read_entries
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.gguf_header import GgufError, read_gguf_header
+from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.bundle.onnx_graph import check_onnx
+from edge_runtime.calibration.cost_probe import remembered_costs
+from edge_runtime.config.yaml_file import read_config
+from edge_runtime.drafting.phase_power import read_phase_power
+from edge_runtime.server.errors import ApiError
+from edge_runtime.server.http.body import parse_json
+from edge_runtime.server.requests.completions import read_chat, read_completion
+from edge_runtime.session import chat_file
+from edge_runtime.session.chat import ChatSettings
+from edge_runtime.session.kv_state_file import load_state
+from fuzzing.readers import OWN_ERRORS, PARSED, Read, Reader, from_file
+from fuzzing.stand_ins import DUMMIES, StateTarget, bundle_of, make_weights
+
+
+def _manifest(folder: Path, _: Path | None) -> Read:
+    bundle = folder / "bundle"
+    bundle.mkdir()
+    for name, content in DUMMIES.items():
+        (bundle / name).write_bytes(content)
+
+    def read(data: bytes) -> None:
+        (bundle / "manifest.json").write_bytes(_hashed(data))
+        open_bundle(bundle, check="none")  # hashing is not what is tried here, and would take most of the time
+
+    return read
+
+
+def _hashed(data: bytes) -> bytes:
+    """Gives what is still JSON the hash it should have: nearly all inputs would be refused by it, and nothing behind it be tried."""
+    try:
+        record = json.loads(data)
+        return with_hash(record).encode() if isinstance(record, dict) else data
+    except (ValueError, RecursionError):
+        return data
+
+
+def _onnx(folder: Path, _: Path | None) -> Read:
+    make_weights(folder)
+    path = folder / "model.onnx"
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        check_onnx(path)
+
+    return read
+
+
+def _state(folder: Path, _: Path | None) -> Read:
+    bundle, path = bundle_of(folder), folder / "state"
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        load_state(path, StateTarget(), bundle)
+
+    return read
+
+
+def _request(_: Path, __: Path | None) -> Read:
+    def read(data: bytes) -> None:
+        body = parse_json(data)
+        (read_completion if "prompt" in body else read_chat)(body)
+
+    return read
+
+
+def _numpy_table(path: Path) -> None:
+    from edge_runtime.backends.onnx.static_target import Embedding
+
+    table = Embedding(path, 8, 16, 1.0)
+    table.look_up(np.array([0, 7]), np.zeros((1, 2, 16), np.float32))
+
+
+READERS = (
+    Reader(name="manifest", make=_manifest, structured=True, memory_factor=PARSED),
+    Reader(name="config", make=from_file("config.yaml", read_config), structured=True, memory_factor=PARSED * 8),
+    Reader(name="gguf-header", make=from_file("model.gguf", read_gguf_header), errors=(GgufError,), corpus="gguf"),
+    Reader(name="onnx-header", make=_onnx, corpus="onnx", memory_factor=PARSED),
+    Reader(name="npy-table", make=from_file("table.npy", _numpy_table)),
+    Reader(name="chat-file", make=from_file("chat.json", lambda path: chat_file.load(path, ChatSettings)), structured=True, memory_factor=PARSED),
+    Reader(name="state-file", make=_state, memory_factor=8.0),
+    Reader(name="watts-file", make=from_file("watts.json", read_phase_power), structured=True, memory_factor=PARSED),
+    Reader(name="remembered", make=from_file("costs.json", lambda path: (read_entries(path), remembered_costs(path, "key"))), structured=True, memory_factor=PARSED),
+    Reader(name="api-request", make=_request, structured=True, memory_factor=PARSED, errors=(*OWN_ERRORS, ApiError)),
+)  # fmt: skip

@@ -1,0 +1,253 @@
+"""A long run: many requests of all kinds through one session, with its memory, cache and output checked all the way.
+
+    python scripts/checks/soak.py BUNDLE --backend llama --tokens 1000000 --output soak.jsonl --plot soak.svg
+
+Requests have random prompts, draft lengths, policies and sampling; some are cancelled, some run into the end of the context, some prompts are
+too long, some listeners fail. After every round the cache must hold the committed tokens, no more and no less. Whenever the count of tokens
+passes a multiple of --check-every, the greedy request at hand is repeated by plain decoding. Ends with exit code 1 if anything did not hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.decoding.loop import Round
+from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.session.generation import GREEDY_PARAMS, Generation
+from edge_runtime.session.lossless import check_lossless
+from edge_runtime.session.open import open_session
+from edge_runtime.session.session import Session
+
+# Share of the run that is not counted: allocators and caches reach their size, and pages of the mapped files come in as tokens are seen
+# for the first time.
+WARM_UP = 0.25
+MOST_GROWTH = 0.01
+SAMPLES = 400
+# Kernels for one row and for several differ in the last bits; where plain decoding's two best logits are this close, either may win.
+TIE = 1e-2
+# int8 activations may round the same row otherwise in another batch: two logits that far apart changed places in one run.
+TIE_OF_ROUNDED = 0.1
+ROUNDED = ("int4", "int8")
+
+
+class ListenerError(Exception):
+    """What a listener of ours raises in the middle of a request."""
+
+
+class SoakError(Exception):
+    """A property did not hold."""
+
+
+@dataclass
+class Soak:
+    """The run: what has been counted so far, and what decides the next request."""
+
+    session: Session
+    seed: int
+    check_every: int
+    tie: float
+    chance: random.Random = field(init=False)
+    texts: tuple[str, ...] = field(init=False)
+    counts: Counter[str] = field(default_factory=Counter)
+    largest_tie: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        self.texts = tuple(path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py"))[:40])
+
+    def prompt(self) -> list[int] | str:
+        """A piece of Python's standard library, or any ids; now and then longer than the context."""
+        vocabulary, context = self.session.bundle.manifest.architecture.vocab_size, self.session.target.context
+        if self.chance.random() < 0.03:
+            return [self.chance.randrange(vocabulary) for _ in range(self.chance.randint(context - 20, context + 5))]
+        if self.chance.random() < 0.3:
+            return [self.chance.randrange(vocabulary) for _ in range(self.chance.randint(1, context // 3))]
+        text = self.chance.choice(self.texts)
+        start = self.chance.randrange(max(1, len(text) - 200))
+        return text[start : start + self.chance.randint(4, context // 2)]
+
+    def request(self) -> Generation:
+        """The next request. Raises RequestError where the prompt does not fit."""
+        chance = self.chance
+        sampled = chance.random() < 0.2
+        fixed = chance.random() < 0.8
+        return self.session.generate(
+            self.prompt(), max_tokens=chance.choice((1, 8, 64, 200, 400)),
+            draft_length=chance.randint(0, self.session.settings.longest_draft) if fixed else None,
+            sampling=SamplingParams(temperature=0.9, top_p=0.95, seed=chance.randrange(1 << 30)) if sampled else GREEDY_PARAMS,
+            acceptance=chance.choice(("rejection", "match")), reuse_prefix=chance.random() < 0.3,
+            stop=("return",) if chance.random() < 0.1 else (), on_round=self._failing if chance.random() < 0.02 else None,
+        )  # fmt: skip
+
+    def run(self, most: int) -> Iterator[int]:
+        """Runs requests until `most` tokens are out; yields the count after each."""
+        while self.counts["tokens"] < most:
+            before = self.counts["tokens"]
+            try:
+                generation = self.request()
+            except RequestError:
+                self.counts["refused"] += 1
+                continue
+            self._follow(generation)
+            self.counts["requests"] += 1
+            self.counts["tokens"] += len(generation.tokens)
+            if before // self.check_every != self.counts["tokens"] // self.check_every:
+                self._compare(generation)
+            yield self.counts["tokens"]
+
+    def _failing(self, _: Round) -> None:
+        if self.chance.random() < 0.3:
+            raise ListenerError
+
+    def _follow(self, generation: Generation) -> None:
+        """Reads a request to its end, or leaves it early."""
+        cancel_at = self.chance.randint(1, 60) if self.chance.random() < 0.25 else None
+        try:
+            for rounds, _ in enumerate(generation.rounds(), 1):
+                self._check_length(generation)
+                if rounds == cancel_at:
+                    self.counts["cancelled"] += 1
+                    break
+            else:
+                self.counts[f"ended: {generation.finish_reason}"] += 1
+            self._check_tokens(generation)
+        except ListenerError:
+            self.counts["listener failed"] += 1
+
+    def _check_length(self, generation: Generation) -> None:
+        rows, committed = self.session.target.length, len(generation.prompt) + len(generation.tokens) - 1
+        if rows != committed:
+            raise SoakError(f"the cache holds {rows} rows, {committed} tokens are committed")
+
+    def _check_tokens(self, generation: Generation) -> None:
+        if self.session.target.tokens.tolist() != [*generation.prompt, *generation.tokens][:-1]:
+            raise SoakError("the cache holds rows of other tokens than the committed ones")
+
+    def _compare(self, generation: Generation) -> None:
+        if generation.options.sampling != GREEDY_PARAMS or not generation.tokens:
+            self.counts["not comparable"] += 1  # a sampled request cannot be repeated plainly
+            return
+        report = check_lossless(self.session, generation)
+        self.counts["compared"] += 1
+        if report.equal:
+            return
+        gap = abs(report.logit_gap or 0.0)
+        self.largest_tie = max(self.largest_tie, gap)
+        self.counts["near ties"] += 1
+        if report.logit_gap is None or gap > self.tie:
+            raise SoakError(f"a continuation differs from plain decoding: {report.sentence()}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """This process's memory, in bytes, when so many tokens were out. `anonymous`: its own; the rest of `resident` are pages of mapped files."""
+
+    tokens: int
+    resident: int
+    anonymous: int
+
+
+def tie_of(bundle: Bundle, backend: str) -> float:
+    """How far apart two logits may be of which either may win. onnxruntime's float weights round no activations."""
+    rounded = backend == "onnx" and (bundle.file("target", "onnx").quantization or "").startswith(ROUNDED)
+    return TIE_OF_ROUNDED if rounded else TIE
+
+
+def sample(tokens: int) -> Sample:
+    """Reads this process's memory. Linux only."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    resident, anonymous = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon"))
+    return Sample(tokens=tokens, resident=resident, anonymous=anonymous)
+
+
+def growth(samples: list[Sample], size: Callable[[Sample], int]) -> float:
+    """Returns by which share a size grew between the first and the last tenth of the samples after the warm-up."""
+    after = [size(found) for found in samples if found.tokens >= WARM_UP * samples[-1].tokens]
+    tenth = max(1, len(after) // 10)
+    return statistics.median(after[-tenth:]) / statistics.median(after[:tenth]) - 1
+
+
+def draw(samples: list[Sample], title: str, path: Path) -> None:
+    """Writes a plot of resident and anonymous memory over tokens."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
+    thousands = [found.tokens / 1000 for found in samples]
+    axes.plot(thousands, [found.resident / 1e6 for found in samples], color="#0072b2", linewidth=1.4, label="with pages of mapped files")
+    axes.plot(thousands, [found.anonymous / 1e6 for found in samples], color="#d55e00", linewidth=1.4, label="the process's own")
+    axes.axvline(WARM_UP * samples[-1].tokens / 1000, color="grey", linestyle=":", linewidth=1)
+    axes.set(xlabel="thousand tokens (dotted: end of the warm-up)", ylabel="resident MB", title=title, ylim=(0, None))
+    axes.legend(loc="lower right")
+    figure.savefig(path, metadata={"Date": None})
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--backend", type=click.Choice(("llama", "onnx")), required=True)
+@click.option("--tokens", type=click.IntRange(min=100), default=1_000_000)
+@click.option("--context", type=click.IntRange(min=64), default=512)
+@click.option("--threads", type=click.IntRange(min=1), default=1)
+@click.option(
+    "--check-every", type=click.IntRange(min=1), default=1000, help="Compare with plain decoding each time so many tokens are out."
+)
+@click.option(
+    "--uniform-rows", is_flag=True, help="onnx: as edge-run's; without it int4 and int8 weights part from plain decoding more often."
+)
+@click.option("--seed", default=1)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("soak.jsonl"), help="One JSON line per sample.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="SVG or PNG of resident memory; needs [report].")
+def main(
+    bundle: Path, backend: Any, tokens: int, context: int, threads: int, check_every: int, uniform_rows: bool, seed: int, output: Path, plot: Path | None
+) -> None:  # fmt: skip
+    """Runs TOKENS tokens of random requests through BUNDLE and checks memory, cache and output on the way."""
+    samples: list[Sample] = []
+    begin = time.monotonic()
+    try:
+        with output.open("w", encoding="utf-8") as log, open_session(
+            bundle, backend=backend, context=context, threads=threads, notify=lambda text: click.echo(text, err=True),
+            uniform_rows=uniform_rows,
+        ) as session:  # fmt: skip
+            soak = Soak(session, seed, check_every, tie_of(session.bundle, backend))
+            for done in soak.run(tokens):
+                if not samples or done - samples[-1].tokens >= tokens / SAMPLES:
+                    samples.append(sample(done))
+                    seconds = round(time.monotonic() - begin, 3)
+                    log.write(json.dumps({**asdict(samples[-1]), "seconds": seconds, **soak.counts}) + "\n")
+                    log.flush()
+    except (EdgeRuntimeError, SoakError) as error:
+        raise click.ClickException(f"{error} (after {samples[-1].tokens if samples else 0} tokens, seed {seed})") from error
+    grown = {name: growth(samples, attrgetter(name)) for name in ("resident", "anonymous")}
+    said = {
+        "backend": backend,
+        **asdict(samples[-1]),
+        **soak.counts,
+        "largest_tie": soak.largest_tie,
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+    click.echo(json.dumps({**said, "growth_after_warm_up": {name: round(share, 5) for name, share in grown.items()}}))
+    if plot is not None:
+        draw(samples, f"{soak.counts['tokens']:,} tokens on {backend}: {grown['resident']:+.2%} after the warm-up", plot)
+    for name, share in grown.items():
+        if share >= MOST_GROWTH:
+            raise click.ClickException(f"{name} memory grew by {share:.2%} after the warm-up, at most {MOST_GROWTH:.0%} is allowed")
+
+
+if __name__ == "__main__":
+    main()

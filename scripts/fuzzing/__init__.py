@@ -1,1 +1,0 @@
-"""Parts of scripts/fuzz.py: mutated inputs, the readers that get them, and the child process that watches over each."""

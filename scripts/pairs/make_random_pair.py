@@ -1,0 +1,137 @@
+"""Writes a random pair of true Gemma 4 E2B shapes: for memory, size and timing, where the weights' values do not matter.
+
+    python scripts/pairs/make_random_pair.py -o /tmp/e2b --vocabulary 65536
+    python scripts/pairs/make_random_pair.py -o /tmp/e2b-drafter --target-layers 5
+
+With the full vocabulary of 262144 and all layers the target has 10 GB; a draft step costs the same on a target of fewer layers. Shapes as published for google/gemma-4-E2B-it and its assistant. The
+tokenizer is the reference pair's, filled up with unused tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import click
+import numpy as np
+
+from edge_export.checkpoint.architecture import parse_architecture
+from edge_export.checkpoint.reference_pair import reference_pair
+from edge_export.checkpoint.safetensors import to_bfloat16
+from edge_export.checkpoint.tensor_shapes import TOKEN_ORDERING, Shapes, needed_shapes
+from refpair.grow import write_grown_tokenizer
+
+BLOCK = 8 << 20
+SHARD_BYTES = 2 << 30
+OWNING_LAYERS = 15
+SLIDING, FULL = "sliding_attention", "full_attention"
+HEADS: dict[str, Any] = {
+    "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "attention_k_eq_v": False,
+    "enable_moe_block": False, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}  # fmt: skip
+
+
+def target_config(vocabulary: int, layers: int) -> dict[str, Any]:
+    """config.json of the E2B text model, or of its first layers; the first 15 own K/V."""
+    return HEADS | {
+        "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "dtype": "bfloat16", "vocab_size": vocabulary,
+        "vocab_size_per_layer_input": vocabulary, "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": layers,
+        "num_attention_heads": 8, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": max(0, layers - OWNING_LAYERS), "use_double_wide_mlp": True,
+        "layer_types": ([SLIDING] * 4 + [FULL]) * (layers // 5), "final_logit_softcapping": 30.0,
+    }  # fmt: skip
+
+
+def drafter_config(vocabulary: int) -> dict[str, Any]:
+    """config.json of the E2B assistant."""
+    text = HEADS | {
+        "model_type": "gemma4_text", "vocab_size": vocabulary, "vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0,
+        "hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 4, "num_kv_shared_layers": 4,
+        "layer_types": [SLIDING] * 3 + [FULL], "use_double_wide_mlp": False, "final_logit_softcapping": None,
+    }  # fmt: skip
+    return {
+        "model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"], "dtype": "bfloat16", "backbone_hidden_size": 1536,
+        "use_ordered_embeddings": True, "num_centroids": vocabulary // 128, "centroid_intermediate_top_k": 32,
+        "tie_word_embeddings": True, "text_config": text,
+    }  # fmt: skip
+
+
+def write_shards(shapes: Shapes, folder: Path, seed: int) -> None:
+    """Writes the tensors as bf16 safetensors of at most SHARD_BYTES (or one tensor) each, from one block of random numbers.
+
+    Each begins at another place of it: of tensors that are alike, a runtime may keep one.
+    """
+    noise = to_bfloat16(np.random.default_rng(seed).normal(0, 0.02, BLOCK // 2).astype(np.float32)).tobytes()
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = 0
+    for name, shape in shapes.items():
+        size = 2 * int(np.prod(shape))
+        if filled + size > SHARD_BYTES and shards[-1]:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = shape
+        filled += size
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        index |= dict.fromkeys(shard, name)
+        with (folder / name).open("wb") as file:
+            _write_shard(file, shard, noise)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def _write_shard(file: BinaryIO, shard: Shapes, noise: bytes) -> None:
+    header, offset = {}, 0
+    for name, shape in shard.items():
+        dtype, width = ("I64", 8) if name == TOKEN_ORDERING else ("BF16", 2)
+        size = width * int(np.prod(shape))
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name, shape in shard.items():
+        if name == TOKEN_ORDERING:
+            file.write(np.random.default_rng(0).permutation(shape[0]).astype("<i8").tobytes())
+            continue
+        left, begin = 2 * int(np.prod(shape)), 2 * (zlib.crc32(name.encode()) % (len(noise) // 2))
+        while left:
+            left -= file.write(noise[begin : begin + left])
+            begin = 0
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], vocabulary: int, seed: int) -> None:
+    """Writes one checkpoint folder."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_shards(needed_shapes(parse_architecture(config, folder / "config.json")), folder, seed)
+    write_grown_tokenizer(reference_pair()[0], folder, vocabulary)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="New folder for target/ and drafter/.")
+@click.option("--vocabulary", default=262144, help="Vocabulary size, a multiple of 4096; the tables dominate the file.")
+@click.option("--target-layers", default=35, help="Layers of the target, a multiple of 5.")
+@click.option("--seed", default=0)
+def main(output: Path, vocabulary: int, target_layers: int, seed: int) -> None:
+    """Write a random pair of E2B shapes."""
+    if vocabulary < 8192 or vocabulary % 4096:
+        raise click.ClickException(f"--vocabulary {vocabulary} must be a multiple of 4096, at least 8192")
+    if target_layers not in range(5, 36, 5):
+        raise click.ClickException(f"--target-layers {target_layers} must be a multiple of 5 from 5 to 35")
+    if output.exists():
+        raise click.ClickException(f"{output} exists; choose a new folder")
+    write_checkpoint(output / "target", target_config(vocabulary, target_layers), vocabulary, seed)
+    write_checkpoint(output / "drafter", drafter_config(vocabulary), vocabulary, seed + 1)
+    size = sum(f.stat().st_size for f in output.rglob("*.safetensors"))
+    click.echo(f"{output}: {size / 1e9:.1f} GB of random weights")
+
+
+if __name__ == "__main__":
+    main()

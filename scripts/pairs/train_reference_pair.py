@@ -1,0 +1,169 @@
+"""Trains the reference pair that edge-mtp ships: a Gemma 4 target and its MTP drafter, from the standard library's text.
+
+    python scripts/pairs/train_reference_pair.py --output /tmp/pair --minutes 90 --drafter-minutes 40
+
+Needs the `train` extra (pip install -e '.[train]'). Runs on a CPU in the time given; a GPU is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
+
+from refpair import corpus, evaluate
+from refpair import tokenizer as gemma_tokenizer
+from refpair.card import write_card
+from refpair.drafter import DrafterRecipe, train_drafter
+from refpair.target import TargetRecipe, train_target, validation_loss
+
+STAGES = ("target", "write", "drafter", "evaluate")
+TEXT_LENGTH = 256
+PROMPT_LENGTH = 48
+WRITERS = 96
+# Greedy text is what acceptance is measured on; some of the corpus keeps the drafter from knowing the target's loops only.
+CORPUS_SHARE = 0.2
+PROSE_SHARE = 0.35
+EVALUATION_PROMPTS = 24
+
+
+def log(record: dict[str, object]) -> None:
+    """Prints one JSON line to standard error."""
+    click.echo(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}), err=True)
+
+
+def target_stage(output: Path, minutes: float, seed: int) -> None:
+    """Learns the tokenizer, trains the target and measures it as it is shipped."""
+    train, held = corpus.load_splits()
+    tokenizer = gemma_tokenizer.build([d.text for d in train.code + train.prose], TargetRecipe.vocab_size)
+    folder = output / "target"
+    gemma_tokenizer.save(tokenizer, folder)
+    train_tokens = train.tokens(tokenizer, prose_repeats=corpus.PROSE_REPEATS, seed=seed)
+    held_tokens = held.tokens(tokenizer, seed=seed)
+    log({"train_tokens": len(train_tokens), "held_out_tokens": len(held_tokens)})
+    recipe = TargetRecipe(minutes=minutes, seed=seed)
+    model, measured = train_target(train_tokens, held_tokens, recipe, log, lambda m: save_model(m, output / "unfinished"))
+    save_model(model, folder)
+    shipped = load_target(output)
+    for name, stream in {
+        "validation_loss": held_tokens,
+        "validation_loss_code": corpus.Split(code=held.code, prose=[]).tokens(tokenizer),
+        "validation_loss_prose": corpus.Split(code=[], prose=held.prose).tokens(tokenizer),
+    }.items():
+        measured[name] = validation_loss(shipped, stream, recipe.sequence_length)
+    measured |= {
+        "parameters": sum(p.numel() for p in shipped.parameters()), "train_tokens": len(train_tokens),
+        "held_out_tokens": len(held_tokens), "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+    log(measured)
+    (output / "target.measured.json").write_text(json.dumps(measured, indent=2) + "\n")
+
+
+def load_target(output: Path) -> Gemma4ForCausalLM:
+    """The target as it is shipped: its bf16 weights, in float32 arithmetic."""
+    return Gemma4ForCausalLM.from_pretrained(output / "target", dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def write_stage(output: Path, minutes: float, seed: int) -> None:
+    """Lets the target write the drafter's training text: greedy continuations of training prompts, for `minutes`."""
+    target, tokenizer = load_target(output), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
+    train, _ = corpus.load_splits()
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    texts, started, batch = [], time.monotonic(), 0
+    while time.monotonic() - started < 60 * minutes:
+        documents = train.prose if batch % 20 < 20 * PROSE_SHARE else train.code
+        length = PROMPT_LENGTH if batch % 2 else PROMPT_LENGTH // 2
+        prompts = evaluate.prompts_from(documents, encode, length, WRITERS, seed + batch)
+        texts.append(evaluate.write_on(target, prompts, TEXT_LENGTH - length, lambda logits: logits.argmax(-1)))
+        batch += 1
+        log({"batch": batch, "minutes": (time.monotonic() - started) / 60, "tokens": batch * WRITERS * TEXT_LENGTH})
+    stream = train.tokens(tokenizer, prose_repeats=corpus.PROSE_REPEATS, seed=seed)
+    written = np.concatenate(texts)
+    starts = np.random.default_rng(seed).integers(len(stream) - TEXT_LENGTH, size=int(len(written) * CORPUS_SHARE / (1 - CORPUS_SHARE)))
+    np.save(output / "texts.npy", np.concatenate([written, np.stack([stream[s : s + TEXT_LENGTH] for s in starts])]))
+
+
+def drafter_stage(output: Path, minutes: float, write_minutes: float, seed: int) -> None:
+    """Distils the drafter from the shipped target on the texts of the write stage."""
+    target = load_target(output)
+    texts = np.load(output / "texts.npy")
+    recipe = DrafterRecipe(minutes=minutes, seed=seed)
+    drafter, measured = train_drafter(target, texts, recipe, log, lambda d: save_model(d, output / "unfinished-drafter"))
+    save_model(drafter, output / "drafter")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (output / "drafter" / name).write_bytes((output / "target" / name).read_bytes())
+    measured |= {"texts": len(texts), "write_minutes": write_minutes, "parameters": sum(p.numel() for p in drafter.parameters())}
+    log(measured)
+    (output / "drafter.measured.json").write_text(json.dumps(measured, indent=2) + "\n")
+
+
+def evaluate_stage(output: Path, seed: int) -> None:
+    """Acceptance at draft length 3 (and 1 to 6) on greedy text after held-out prompts, as the reference assistant drafts."""
+    target, tokenizer = load_target(output), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
+    drafter = Gemma4AssistantForCausalLM.from_pretrained(output / "drafter", dtype=torch.float32, attn_implementation="eager").eval()
+    _, held = corpus.load_splits()
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    measured: dict[str, object] = {}
+    for kind, documents in {"code": held.code, "prose": held.prose}.items():
+        prompts = evaluate.prompts_from(documents, encode, PROMPT_LENGTH, EVALUATION_PROMPTS, seed)
+        texts = evaluate.write_on(target, prompts, TEXT_LENGTH - PROMPT_LENGTH, lambda logits: logits.argmax(-1))
+        measured[kind] = {
+            f"draft_length_{k}": evaluate.measure_acceptance(target, drafter, texts, PROMPT_LENGTH, k).to_json() for k in (1, 2, 3, 4, 6)
+        }
+        (output / f"prompts.{kind}.json").write_text(
+            json.dumps([tokenizer.decode(p[1:].tolist()) for p in prompts], indent=1, ensure_ascii=False) + "\n"
+        )
+    log(measured)
+    (output / "acceptance.measured.json").write_text(json.dumps(measured, indent=2) + "\n")
+    write_minutes = json.loads((output / "drafter.measured.json").read_text())["write_minutes"]
+    write_card(output, {
+        "new": TEXT_LENGTH - PROMPT_LENGTH, "prompts": EVALUATION_PROMPTS, "prompt_length": PROMPT_LENGTH,
+        "write_minutes": write_minutes,
+    })  # fmt: skip
+
+
+def save_model(model: torch.nn.Module, folder: Path) -> None:
+    """Writes bf16 safetensors as a Gemma 4 checkpoint has them; the float32 weights in memory stay as they are."""
+    # The head is tied to the embedding: one copy is stored, as in the published checkpoints.
+    kept = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    state = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in kept.items()}
+    model.save_pretrained(folder, state_dict=state)
+    config = folder / "config.json"  # save_pretrained names the dtype of the weights in memory, not of the file
+    config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder for target/, drafter/ and what was measured.")
+@click.option("--minutes", default=90.0, help="Wall time for the target.")
+@click.option("--drafter-minutes", default=40.0, help="Wall time for the drafter's distillation.")
+@click.option("--write-minutes", default=8.0, help="Wall time for the text the target writes for the drafter.")
+@click.option("--stage", "stages", multiple=True, type=click.Choice(STAGES), default=STAGES, help="Run only these, in order.")
+@click.option("--threads", default=0, help="Threads for torch; 0 leaves torch's choice.")
+@click.option("--seed", default=20261121)
+def main(
+    output: Path, minutes: float, drafter_minutes: float, write_minutes: float, stages: tuple[str, ...], threads: int, seed: int
+) -> None:  # fmt: skip
+    """Train the reference pair from the standard library of the running Python."""
+    if threads:
+        torch.set_num_threads(threads)
+    output.mkdir(parents=True, exist_ok=True)
+    if "target" in stages:
+        target_stage(output, minutes, seed)
+    if "write" in stages:
+        write_stage(output, write_minutes, seed)
+    if "drafter" in stages:
+        drafter_stage(output, drafter_minutes, write_minutes, seed)
+    if "evaluate" in stages:
+        evaluate_stage(output, seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Builds the wheel and tries it in clean environments, on each Python from 3.11 to 3.13 that this machine has: check_wheel.sh TOOLS_VENV
+# From wheels only: the ONNX half, so that nothing is compiled per Python; llama.cpp is what the test-suite runs on.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+tools=${1:?usage: check_wheel.sh TOOLS_VENV}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$tools/bin/python" -m build --no-isolation --wheel --outdir "$work/dist" >"$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
+wheel=$(echo "$work"/dist/*.whl)
+echo "wheel: $(basename "$wheel"), $(stat -c %s "$wheel" 2>/dev/null || stat -f %z "$wheel") bytes"
+
+# A Python by its version: from the PATH, or where pyenv keeps it.
+find_python() {
+    local candidate
+    for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python; do
+        if "$candidate" -c "import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+}
+
+tried=()
+for version in 3.11 3.12 3.13; do
+    python=$(find_python "$version")
+    if [ -z "$python" ]; then
+        echo "Python $version: not here, the wheel was not tried on it"
+        continue
+    fi
+    "$python" -m venv "$work/$version"
+    bin=$work/$version/bin
+    pip=("$bin/python" -m pip install --quiet --disable-pip-version-check)
+    export EDGE_MTP_CACHE=$work/cache-$version
+    cd "$work" # so that nothing of the checkout is imported
+    "${pip[@]}" "$wheel"
+    for command in edge-run edge-bench edge-devices; do
+        "$bin/$command" --version >/dev/null
+    done
+    { "$bin/edge-export" --version 2>&1 || true; } | grep -q "^Error: edge-export needs .*edge-mtp\[export\]"
+    "$bin/edge-run" --doctor --json | "$bin/python" -c 'import json, sys; found = json.load(sys.stdin); assert not found["ready"] and found["install"], found'
+    "${pip[@]}" "$wheel[onnx,export-onnx,grammar,serve]"
+    "$bin/edge-run" --doctor --json | "$bin/python" -c 'import json, sys; found = json.load(sys.stdin); assert found["ready"], found'
+    "$bin/edge-export" --reference-pair --output bundle --format onnx --no-verify --force >/dev/null 2>&1
+    "$bin/edge-run" bundle --json --max-tokens 32 "class Stack:" 2>/dev/null |
+        "$bin/python" -c 'import json, sys; run = json.load(sys.stdin); assert run["stats"]["tokens"] == 32, run'
+    "$bin/python" -m pip check >/dev/null
+    cd - >/dev/null
+    echo "Python $("$python" -c 'import platform; print(platform.python_version())'): installs, exports and runs"
+    tried+=("$version")
+done
+[ ${#tried[@]} -gt 0 ] || { echo "no Python from 3.11 to 3.13 was found; the wheel was not tried"; exit 1; }
+echo "the wheel was tried on Python ${tried[*]}"

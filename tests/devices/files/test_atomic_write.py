@@ -1,0 +1,180 @@
+"""Files are written whole or not at all, and what killed processes left of them goes with the next write."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from edge_devices.errors import DeviceError
+from edge_devices.files import whole_file as devices_whole_file
+from edge_devices.files.atomic_write import write_whole
+from edge_devices.files.temp_files import held, leftovers_of, temporary_of
+from edge_devices.files.user_cache import read_entries, remember_entry
+from edge_runtime.bench.measure.record_file import RecordFile
+from edge_runtime.errors import RequestError
+
+
+def dead_process() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_the_file_is_its_owner_s_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, [b"a", b"bc"])
+    assert path.read_bytes() == b"abc"
+    assert path.stat().st_mode & 0o777 == 0o600
+    write_whole(path, [b"new"], mode=0o644)
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o644)
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device"), MemoryError()])
+def test_the_old_file_survives_a_failed_write(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def parts() -> Iterator[bytes]:
+        yield b"half"
+        raise error
+
+    with pytest.raises(type(error)):
+        write_whole(path, parts())
+    assert path.read_bytes() == b"old"
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(tmp_path / "file", [b"x" * 5000])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_dead_processes_go_and_those_of_running_ones_stay(tmp_path: Path) -> None:
+    path, dead = tmp_path / "file", dead_process()
+    (tmp_path / f".file.partial-{dead}").write_bytes(b"half")
+    (tmp_path / f".file.partial-{os.getppid()}").write_bytes(b"being written")
+    (tmp_path / f".file.partial-{dead}x").write_bytes(b"something else")
+    (tmp_path / f".other.partial-{dead}").write_bytes(b"another file's")
+    (tmp_path / ".file.partial-999999999999").symlink_to(tmp_path)
+    assert [found.name for found in leftovers_of(path)] == [f".file.partial-{dead}"]
+    write_whole(path, [b"new"])
+    assert not (tmp_path / f".file.partial-{dead}").exists()
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_leftover_whose_number_is_taken_again_goes_once_nobody_holds_it(tmp_path: Path) -> None:
+    path, running = tmp_path / "file", os.getppid()
+    folder = tmp_path / f".file.partial-{running}"
+    folder.mkdir()
+    with held(folder):
+        os.utime(folder, (0, 0))
+        assert list(leftovers_of(path)) == []
+    assert list(leftovers_of(path)) == [folder]
+    os.utime(folder)
+    assert list(leftovers_of(path)) == []
+
+
+def test_what_is_held_is_no_leftover_though_its_process_has_another_number_here(tmp_path: Path) -> None:
+    path, file = tmp_path / "file", tmp_path / f".file.partial-{dead_process()}"
+    file.write_bytes(b"being written in another container")
+    with held(file):
+        assert list(leftovers_of(path)) == []
+    assert list(leftovers_of(path)) == [file]
+
+
+def test_a_process_killed_while_it_writes_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from edge_devices.files.atomic_write import write_whole
+def parts():
+    yield b"half"
+    os.kill(os.getpid(), signal.SIGKILL)
+write_whole(Path({str(tmp_path / "costs.json")!r}), parts())
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == -9
+    assert len(list(tmp_path.iterdir())) == 1
+    assert remember_entry(tmp_path / "costs.json", "key", 5) is None
+    assert read_entries(tmp_path / "costs.json") == {"key": 5}
+    assert [found.name for found in tmp_path.iterdir()] == ["costs.json"]
+
+
+Writer = Callable[[Path], None]
+
+
+def by_runtime(path: Path) -> None:
+    write_whole(path, [b"new\n"])
+
+
+def by_devices(path: Path) -> None:
+    devices_whole_file.write_whole(path, ["new"])
+
+
+def by_records(path: Path) -> None:
+    RecordFile(path)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+@pytest.mark.parametrize("write", [by_runtime, by_devices, by_records])
+@pytest.mark.parametrize("make", [pipe, device, Path.mkdir])
+@pytest.mark.parametrize("through_link", [False, True])
+def test_what_is_no_regular_file_stays(tmp_path: Path, write: Writer, make: Writer, through_link: bool) -> None:
+    make(tmp_path / "there")
+    (tmp_path / "link").symlink_to("there")
+    kind = (tmp_path / "there").stat().st_mode
+    with pytest.raises((OSError, DeviceError, RequestError), match="not a regular file"):
+        write(tmp_path / ("link" if through_link else "there"))
+    assert (tmp_path / "there").stat().st_mode == kind
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["link", "there"]
+
+
+@pytest.mark.parametrize("write", [by_runtime, by_devices])
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_is_written_through(tmp_path: Path, write: Writer, dangling: bool) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder/file")
+    if not dangling:
+        (tmp_path / "folder/file").write_bytes(b"old")
+    write(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "folder/file").read_bytes() == b"new\n"
+    assert [found.name for found in (tmp_path / "folder").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("write", [by_runtime, by_devices])
+def test_a_link_to_itself_is_an_error(tmp_path: Path, write: Writer) -> None:
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises((OSError, DeviceError), match="symbolic links"):
+        write(tmp_path / "link")
+
+
+def test_a_path_without_a_name_is_an_os_error() -> None:
+    with pytest.raises(OSError, match=r"\."):
+        write_whole(Path(), [b"x"])
+    assert not temporary_of(Path()).exists()

@@ -1,0 +1,51 @@
+"""Files that people name: read to the end, if that is near."""
+
+from __future__ import annotations
+
+import os
+import threading
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from edge_devices.files.limited_read import read_at_most
+
+ZERO = Path("/dev/zero")
+
+
+def test_a_file_of_the_limit_is_read_and_one_byte_more_is_not(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_at_most(path, 5) == b"12345"
+    with pytest.raises(OSError, match="it has more than 4 bytes"):
+        read_at_most(path, 4)
+
+
+@pytest.mark.skipif(not ZERO.exists(), reason="needs /dev/zero")
+def test_an_endless_file_is_left():
+    tracemalloc.start()
+    try:
+        with pytest.raises(OSError, match="it has more than 5000000 bytes"):
+            read_at_most(ZERO, 5_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 7_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_read_to_its_end(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = b"word " * 50_000
+    writer = threading.Thread(target=pipe.write_bytes, args=(text,))
+    writer.start()
+    try:
+        assert read_at_most(pipe, 1 << 20) == text
+    finally:
+        writer.join()
+
+
+def test_a_path_that_cannot_be_is_a_file_that_cannot_be_read():
+    with pytest.raises(OSError, match="null"):
+        read_at_most(Path("a\0b"), 5)

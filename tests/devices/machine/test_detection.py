@@ -1,0 +1,135 @@
+"""Which profile a machine gets, and what the profiles hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edge_devices.machine.bandwidth import BLOCK, read_bandwidth
+from edge_devices.machine.detection import big_processors, detect_device, pick_profile, read_clusters
+from edge_devices.machine.facts import Machine
+from edge_devices.machine.profiles import ProfileError, parse_profile, profile, profiles
+from edge_devices.machine.system import CommandResult, System
+from edge_devices.meters.recorded_system import RecordedSystem, Recording
+
+POLICY = "sys/devices/system/cpu/cpufreq/policy"
+
+
+def machine(processor: str = "", cores: tuple[str, ...] = (), architecture: str = "x86_64") -> Machine:
+    return Machine(
+        system="Linux", architecture=architecture, processor=processor, cores=cores, usable_processors=8, features=("avx2",), memory_available=None
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("processor", "model", "soc", "name"),
+    [
+        ("Cortex-A76", "Raspberry Pi 5 Model B Rev 1.0", "", "raspberry-pi-5"),
+        ("Cortex-A72", "Raspberry Pi 4 Model B Rev 1.4", "", "raspberry-pi-4"),
+        ("Cortex-A78AE", "NVIDIA Jetson Orin Nano Developer Kit", "", "jetson-orin-nano"),
+        ("", "", "SM8650", "snapdragon-8-gen-3"),
+        ("Oryon", "", "SM8750", "snapdragon-8-elite"),
+        ("", "", "Tensor G4", "tensor-g4"),
+        ("", "", "Tensor G5", "tensor-g5"),
+        ("", "", "MT6991", "dimensity-9400"),
+        ("Intel(R) Core(TM) Ultra 7 155H", "20XX", "", "core-ultra"),
+        ("Intel(R) Core(TM) i7-1185G7", "", "", "x86-laptop"),
+        ("AMD Ryzen AI 9 HX 370 w/ Radeon 890M", "", "", "ryzen-ai"),
+        ("AMD Ryzen 7 5800U", "", "", "x86-laptop"),
+        ("Apple M3", "", "", "apple-m"),
+        ("Snapdragon(R) X Elite - X1E80100", "", "", "snapdragon-x"),
+        ("SiFive U74", "", "", "generic"),
+    ],
+)
+def test_picking(processor, model, soc, name):
+    assert pick_profile(machine(processor), model, soc)[0].name == name
+
+
+def test_oryon_cores_without_a_name():
+    assert pick_profile(machine("Oryon", ("Oryon", "Oryon"), "aarch64"), "", "")[0].name == "snapdragon-x"
+    generic, why = pick_profile(machine("Cortex-A55", ("Cortex-A55",), "aarch64"), "", "")
+    assert generic.name == "generic-arm"
+    assert generic.quantization == "q4_0"
+    assert "no profile fits" in why
+
+
+def test_every_profile_is_sound():
+    for found in profiles().values():
+        assert found.sources
+        assert found.meters
+        assert found.draft_length[0] <= found.draft_length[1] <= 12
+        assert found.execution_providers[0] == "cpu"
+        if found.peak_gb_per_s and found.effective_gb_per_s:
+            assert found.effective_gb_per_s[1] < found.peak_gb_per_s
+    assert profile("raspberry-pi-5").peak_gb_per_s == pytest.approx(17.07, abs=0.01)
+    assert len(profiles()) == 13
+    with pytest.raises(ProfileError, match="no device profile 'toaster'"):
+        profile("toaster")
+
+
+@pytest.mark.parametrize("text", ["", "title = 3", "not toml", "[match]\n[processor]\n[memory]\n[energy]\n[runtime]\n"])
+def test_malformed_profiles_are_refused(text):
+    with pytest.raises(ProfileError, match="profile x is malformed"):
+        parse_profile("x", text)
+
+
+def test_unknown_keys_are_refused():
+    folder = Path(__file__).parents[3] / "devices" / "edge_devices" / "profiles"
+    text = (folder / "raspberry-pi-5.toml").read_text()
+    with pytest.raises(ProfileError, match="unknown keys"):
+        parse_profile("x", text + "\nturbo = true\n")
+    with pytest.raises(ProfileError, match="malformed"):
+        parse_profile("x", text.replace("models =", "planets ="))
+
+
+def phone() -> RecordedSystem:
+    files = {"system/build.prop": ""}
+    for first, count, khz in [(0, 2, 2265600), (2, 5, 3148800), (7, 1, 3302400)]:
+        files[f"{POLICY}{first}/related_cpus"] = " ".join(str(first + i) for i in range(count))
+        files[f"{POLICY}{first}/cpuinfo_max_freq"] = str(khz)
+    return RecordedSystem(Recording(files=files, commands={"getprop ro.soc.model": (0, "SM8650\n")}))
+
+
+def test_a_phone():
+    device = detect_device(phone())
+    assert device.profile.name == "snapdragon-8-gen-3"
+    assert device.why == "the chip is SM8650"
+    assert [c.max_mhz for c in device.clusters] == [3302.4, 3148.8, 2265.6]
+    assert device.threads == min(6, device.machine.usable_processors)
+
+
+def test_little_cores_are_not_counted():
+    clusters = read_clusters(phone())
+    assert big_processors(clusters, 8) == 8  # 2.27 GHz keeps pace with 3.3 GHz
+    slow = (*clusters[:2], type(clusters[2])(processors=(0, 1), max_mhz=1800.0))
+    assert big_processors(slow, 8) == 6
+    assert big_processors((), 3) == 3
+
+
+def test_damaged_clusters_are_left_out():
+    files = {
+        f"{POLICY}0/related_cpus": "0 1 x",
+        f"{POLICY}0/cpuinfo_max_freq": "1000",
+        f"{POLICY}4/related_cpus": "4",
+        f"{POLICY}4/cpuinfo_max_freq": "",
+    }
+    assert read_clusters(RecordedSystem(Recording(files=files))) == ()
+
+
+def test_bandwidth_is_plausible_and_spares_a_full_machine():
+    speed = read_bandwidth(1)
+    assert speed is not None
+    assert 1e8 < speed < 1e13
+    assert read_bandwidth(2, memory_available=BLOCK * 15) is None
+
+
+def test_detecting_reads_no_real_getprop_off_android(tmp_path):
+    called = []
+
+    def run(arguments, *_):
+        called.append(arguments)
+        return CommandResult(code=0, output=b"x")
+
+    assert detect_device(System(root=tmp_path, run=run)).soc == ""
+    assert called == []

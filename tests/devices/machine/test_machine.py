@@ -1,0 +1,100 @@
+"""Reading the machine from real /proc samples under a fake root."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from edge_devices.cli import main
+from edge_devices.machine.facts import read_machine
+from edge_devices.machine.memory import available_memory_bytes, peak_memory_bytes, resident_bytes
+
+PI_5 = """processor\t: 0
+BogoMIPS\t: 108.00
+Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x4
+CPU part\t: 0xd0b
+CPU revision\t: 1
+
+processor\t: 1
+Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp
+CPU implementer\t: 0x41
+CPU part\t: 0xd0b
+
+Revision\t: c04170
+Model\t\t: Raspberry Pi 5 Model B Rev 1.0
+"""
+LAPTOP = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Core(TM) i7\nflags\t\t: fpu sse2 avx2\n\n"
+MEMINFO = "MemTotal:        8130496 kB\nMemFree:          215324 kB\nMemAvailable:    6012344 kB\n"
+
+
+def root_with(tmp_path: Path, **files: str) -> Path:
+    (tmp_path / "proc").mkdir()
+    for name, text in files.items():
+        (tmp_path / "proc" / name).write_text(text)
+    return tmp_path
+
+
+def test_raspberry_pi_5(tmp_path):
+    machine = read_machine(root_with(tmp_path, cpuinfo=PI_5, meminfo=MEMINFO))
+    assert machine.cores == ("Cortex-A76", "Cortex-A76")
+    assert machine.processor == "Cortex-A76"
+    assert "asimddp" in machine.features
+    assert machine.memory_available == 6012344 * 1024
+
+
+def test_laptop(tmp_path):
+    machine = read_machine(root_with(tmp_path, cpuinfo=LAPTOP))
+    assert machine.processor == "Intel(R) Core(TM) i7"
+    assert machine.features == ("avx2", "fpu", "sse2")
+    assert machine.memory_available is None
+
+
+def test_unknown_parts_keep_their_numbers(tmp_path):
+    text = "processor\t: 0\nCPU implementer\t: 0x61\nCPU part\t: 0x022\n"
+    assert read_machine(root_with(tmp_path, cpuinfo=text)).cores == ("0x61 0x022",)
+
+
+def test_no_proc_at_all(tmp_path):
+    machine = read_machine(tmp_path)
+    assert machine.cores == ()
+    assert available_memory_bytes(tmp_path) is None
+
+
+def test_damaged_meminfo(tmp_path):
+    assert available_memory_bytes(root_with(tmp_path, meminfo="MemAvailable: lots kB\nMemAvailable")) is None
+
+
+def test_peak_memory_is_plausible():
+    assert 5_000_000 < peak_memory_bytes() < 1 << 40
+
+
+def test_detect_command():
+    record = json.loads(CliRunner().invoke(main, ["detect", "--json"]).stdout)
+    assert record["usable_processors"] >= 1
+    result = CliRunner().invoke(main, ["detect"])
+    assert result.exit_code == 0
+    assert "memory available" in result.stdout
+
+
+def test_resident_memory_grows_with_what_this_process_writes():
+    if resident_bytes() is None:
+        pytest.skip("no /proc here")
+    code = (  # in a process of its own: this one may give memory back at the same time
+        "from edge_devices.machine.memory import resident_bytes; before = resident_bytes(); block = bytearray(b'x') * (32 << 20)\n"
+        "after = resident_bytes(); print(after.anonymous - before.anonymous, after.total >= after.anonymous)"
+    )
+    grown, whole = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert int(grown) > 16 << 20
+    assert whole == "True"
+
+
+def test_resident_memory_without_proc_is_not_known(tmp_path):
+    assert resident_bytes(tmp_path) is None

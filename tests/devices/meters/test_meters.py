@@ -1,0 +1,438 @@
+"""Every meter against what real devices print; where a fixture's values are made up, its `source` says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from edge_devices import cli
+from edge_devices.cli import main
+from edge_devices.energy.estimate import EstimateMeter
+from edge_devices.energy.text import meter_lines
+from edge_devices.errors import DeviceError, MeterError
+from edge_devices.machine.power_supply import parse_uevent
+from edge_devices.machine.state import disturbances, read_state, refusals
+from edge_devices.machine.system import CommandResult, System, run_command
+from edge_devices.meters.android.battery import current_unit, parse_dumpsys, volts_of
+from edge_devices.meters.android.power_rails import parse_rails
+from edge_devices.meters.apple import package_watts, parse_powermetrics
+from edge_devices.meters.base import Kind, Scope, State, usable
+from edge_devices.meters.counter_wrap import Unwrapped
+from edge_devices.meters.linux.raspberry_pi import parse_pmic
+from edge_devices.meters.recorded_system import RecordedSystem, Recording, read_recording, record, write_recording
+from edge_devices.meters.search import choose_meter, find_meters
+from simulated_session import SimulatedMachine
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def recorded(name: str, **changes: str) -> RecordedSystem:
+    """A fixture's machine, with some files changed (`__` stands for the path's last slash)."""
+    recording = read_recording(FIXTURES / f"{name}.json")
+    files = dict(recording.files)
+    for file, text in changes.items():
+        matches = [p for p in files if p.endswith(file.replace("__", "/"))]
+        assert matches, file
+        files.update(dict.fromkeys(matches, text))
+    return RecordedSystem(dataclasses.replace(recording, files=files), clock=lambda: 1.0, sleep=lambda _: None)
+
+
+def findings(name: str, **changes: str):
+    return {f.name: f for f in find_meters(recorded(name, **changes))}
+
+
+def value(name: str, meter: str) -> float:
+    found = findings(name)[meter]
+    assert found.state is State.USABLE, found.reason
+    return found.meter.read().value
+
+
+def test_rapl_reads_the_package_once():
+    found = findings("rapl-laptop")
+    assert found["rapl:package"].meter.read().value == pytest.approx(52649.883221)  # neither the mmio twin nor core and uncore added
+    assert found["rapl:package"].meter.facts.scope is Scope.PACKAGE
+    assert found["rapl:platform"].meter.facts.scope is Scope.PLATFORM
+    assert value("rapl-amd", "rapl:package") == pytest.approx(65532.61)
+
+
+def test_rapl_denied_is_not_absent_and_says_what_to_do():
+    found = findings("rapl-denied")["rapl:package"]
+    assert found.state is State.PRESENT
+    assert "denied" in found.reason
+    assert "chmod a+r" in found.remedy
+
+
+def test_rapl_wraps():
+    system = recorded("rapl-amd")
+    meter = choose_meter(find_meters(system), "rapl:package")
+    files = vars(system)["_recording"].files
+    before = meter.read().value
+    files["sys/class/powercap/intel-rapl:0/energy_uj"] = "1000000"
+    assert meter.read().value - before == pytest.approx((65532610987 - 65532610000 + 1000000) * 1e-6)
+
+
+def test_psys_below_its_package_is_refused():
+    system = recorded("rapl-laptop")
+    files = vars(system)["_recording"].files
+
+    def later(_: float) -> None:
+        files["sys/class/powercap/intel-rapl:0/energy_uj"] = str(52649883221 + 500_000)
+        files["sys/class/powercap/intel-rapl:1/energy_uj"] = str(99649883221 + 1000)
+
+    system = RecordedSystem(vars(system)["_recording"], clock=lambda: 1.0, sleep=later)
+    found = {f.name: f for f in find_meters(system)}
+    assert found["rapl:platform"].state is State.PRESENT
+    assert "not wired" in found["rapl:platform"].reason
+    assert found["rapl:package"].state is State.USABLE
+
+
+def test_registers_wrap_and_refuse_nonsense():
+    register = Unwrapped("r", 100)
+    assert [register.total(v) for v in (90, 10, 5, 99)] == [90, 110, 205, 299]
+    with pytest.raises(MeterError, match=r"outside 0\.\.100"):
+        register.total(101)
+    counter = Unwrapped("c", None)
+    counter.total(7)
+    with pytest.raises(MeterError, match="went back from 7 to 6"):
+        counter.total(6)
+
+
+def test_laptop_batteries():
+    assert value("battery-legion-go", "battery") == pytest.approx(22.543)  # the mouse's battery is not in it
+    assert value("battery-dell", "battery") == pytest.approx(1.621 * 11.712)
+    assert parse_uevent("POWER_SUPPLY_TYPE=Battery\nPOWER_SUPPLY_TYPE=Mains\nnonsense\n") == {"TYPE": "Battery"}
+
+
+def test_two_batteries_are_summed():
+    one = read_recording(FIXTURES / "battery-dell.json").files["sys/class/power_supply/BAT0/uevent"]
+    files = {f"sys/class/power_supply/BAT{i}/uevent": one for i in range(2)}
+    meter = choose_meter(find_meters(RecordedSystem(Recording(files=files), clock=lambda: 1.0)), "battery")
+    assert meter.read().value == pytest.approx(2 * 1.621 * 11.712)
+
+
+@pytest.mark.parametrize("status", ["Charging", "Full", "Not charging", "Unknown"])
+def test_a_battery_that_does_not_discharge_is_refused(status):
+    text = read_recording(FIXTURES / "battery-dell.json").files["sys/class/power_supply/BAT0/uevent"].replace("Discharging", status)
+    found = findings("battery-dell", BAT0__uevent=text)["battery"]
+    assert found.state is State.PRESENT
+    assert status in found.reason
+
+
+def test_a_charger_on_line_is_refused():
+    found = findings("battery-legion-go", ACAD__uevent="POWER_SUPPLY_TYPE=Mains\nPOWER_SUPPLY_ONLINE=1")["battery"]
+    assert "ACAD supplies power" in found.reason
+
+
+def test_a_battery_plugged_in_while_measuring_stops_the_meter():
+    system = recorded("battery-legion-go")
+    meter = choose_meter(find_meters(system), "battery")
+    vars(system)["_recording"].files["sys/class/power_supply/ACAD/uevent"] = "POWER_SUPPLY_TYPE=Mains\nPOWER_SUPPLY_ONLINE=1"
+    with pytest.raises(MeterError, match="Unplug the charger"):
+        meter.read()
+
+
+def test_android_gauge_settles_unit_and_sign():
+    assert value("android-oplus", "android:battery") == pytest.approx(0.305 * 3.964)
+    assert value("android-microamperes", "android:battery") == pytest.approx(0.123 * 3.964)
+    assert "mA" in findings("android-oplus")["android:battery"].meter.facts.notes[0]
+    assert current_unit(-26000, 3.9) == "µA"
+    with pytest.raises(MeterError, match="no idle power"):
+        current_unit(5, 3.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("android-plugged", "USB powered"), ("android-frozen", "UPDATES STOPPED"), ("android-old", "Unknown get option")],
+)
+def test_android_gauge_refuses(name, says):
+    found = findings(name)["android:battery"]
+    assert found.state is State.PRESENT
+    assert says in found.reason
+
+
+def test_android_sysfs_denied_names_the_way_out():
+    found = findings("android-oplus")["android:battery-sysfs"]
+    assert found.state is State.PRESENT
+    assert "android:battery" in found.remedy
+
+
+def sysfs_phone(status: str, online: str) -> RecordedSystem:
+    gauge = f"POWER_SUPPLY_TYPE=Battery\nPOWER_SUPPLY_STATUS={status}\nPOWER_SUPPLY_CURRENT_NOW=-312500\nPOWER_SUPPLY_VOLTAGE_NOW=4000000\n"
+    files = {"system/build.prop": "", "sys/class/power_supply/battery/uevent": gauge}
+    files["sys/class/power_supply/usb/uevent"] = f"POWER_SUPPLY_TYPE=USB\nPOWER_SUPPLY_ONLINE={online}\n"
+    return RecordedSystem(Recording(files=files), clock=lambda: 1.0, sleep=lambda _: None)
+
+
+def test_android_sysfs_gauge():
+    found = {f.name: f for f in find_meters(sysfs_phone("Discharging", "0"))}
+    assert found["android:battery-sysfs"].meter.read().value == pytest.approx(1.25)
+    assert "battery" not in found  # the laptop's reader leaves phones alone
+    for status, online in (("Charging", "0"), ("Unknown", "1")):
+        (refused,) = [f for f in find_meters(sysfs_phone(status, online)) if f.name == "android:battery-sysfs"]
+        assert refused.state is State.PRESENT
+
+
+def test_android_false_zeros_are_dropped():
+    system = recorded("android-oplus")
+    meter = choose_meter(find_meters(system), "android:battery")
+    vars(system)["_recording"].commands["cmd battery get -f current_now"] = (0, "0\n")
+    assert meter.read() is None
+    vars(system)["_recording"].commands["cmd battery get -f current_now"] = (0, "-2147483648\n")
+    with pytest.raises(MeterError, match="cannot measure"):
+        meter.read()
+
+
+def test_dumpsys_reads_only_the_services_own_section():
+    text = read_recording(FIXTURES / "android-oplus.json").commands["dumpsys battery"][1]
+    fields = parse_dumpsys(text)
+    assert fields["status"] == "3"
+    assert fields["voltage"] == "3964"
+    assert "PhoneTemp" not in fields
+    assert "voltage" not in parse_dumpsys("Current Battery Service state:\n  status: 3\n[EventLogBuffer] 1\n  voltage: 1\n")
+    assert volts_of("4") == 4.0
+    with pytest.raises(MeterError, match="no voltage"):
+        volts_of("")
+    with pytest.raises(MeterError, match="no section"):
+        parse_dumpsys("dumpsys: no such service")
+
+
+def test_android_rails():
+    rails = parse_rails(read_recording(FIXTURES / "android-pixel-6.json").files["sys/bus/iio/devices/iio:device0/energy_value"])
+    assert rails["S2M_VDD_CPUCL2"] == 30203502
+    assert len(rails) == 8
+    meter = findings("android-pixel-6")["android:rails"].meter  # usable while the phone is plugged in
+    assert meter.read().value == pytest.approx(sum(rails.values()) * 1e-6 + 166.695977)
+    assert meter.facts.kind is Kind.COUNTER
+
+
+def test_android_rails_that_change_are_refused():
+    system = recorded("android-pixel-6")
+    meter = choose_meter(find_meters(system), "android:rails")
+    del vars(system)["_recording"].files["sys/bus/iio/devices/iio:device1/energy_value"]
+    with pytest.raises(MeterError, match="no longer readable"):
+        meter.read()
+
+
+def test_android_powerstats_needs_channels():
+    assert findings("android-oplus")["android:powerstats"].state is State.ABSENT
+    assert findings("android-pixel-6")["android:powerstats"].state is State.PRESENT  # the recording has no perfetto
+
+
+def test_raspberry_pi_5_sums_pairs_by_name():
+    assert value("raspberry-pi-5", "raspberry-pi:pmic") == pytest.approx(10.80, abs=0.01)
+    rails = parse_pmic(read_recording(FIXTURES / "raspberry-pi-5.json").commands["vcgencmd pmic_read_adc"][1])
+    assert len(rails) == 12  # EXT5V and BATT have no current
+    assert rails["VDD_CORE"] == pytest.approx(10.87674 * 0.8974594)
+
+
+def test_raspberry_pi_without_the_right():
+    found = findings("raspberry-pi-5-denied")["raspberry-pi:pmic"]
+    assert found.state is State.PRESENT
+    assert "usermod -aG video" in found.remedy
+
+
+def test_raspberry_pi_4_needs_a_chip():
+    found = findings("raspberry-pi-4-ina")
+    assert found["raspberry-pi:pmic"].state is State.ABSENT
+    assert found["hwmon:ina226:1"].meter.read().value == pytest.approx(4.875)
+    assert found["hwmon:ina226:1"].meter.facts.refresh_s == pytest.approx(0.035)
+    assert found["hwmon:ina228:1"].meter.read().value == pytest.approx(123.456789)
+    assert found["hwmon:ina228:1"].meter.facts.kind is Kind.COUNTER
+    assert found["hwmon:ina3221:PI"].meter.read().value == pytest.approx(5.104 * 0.98)
+    assert not [name for name in found if "NC" in name]
+
+
+def test_jetsons():
+    assert value("jetson-orin-nano", "jetson") == pytest.approx(6.625)
+    assert findings("jetson-orin-nano")["jetson"].meter.facts.scope is Scope.MODULE
+    assert value("jetson-nano", "jetson") == pytest.approx(3.902)
+
+
+def test_apple():
+    assert value("apple-m1", "apple:powermetrics") == pytest.approx(1.473)
+    found = findings("apple-denied")["apple:powermetrics"]
+    assert found.state is State.PRESENT
+    assert "sudo" in found.remedy
+
+
+def test_apples_newer_text_has_a_combined_line():
+    text = "CPU Power: 947 mW\nGPU Power: 153 mW\nANE Power: 0 mW\nCombined Power (CPU + GPU + ANE): 1100 mW\n"
+    assert package_watts(parse_powermetrics(text)) == pytest.approx(1.1)
+    assert package_watts(parse_powermetrics("CPU Power: 947 mW\nGPU Power: 153 mW\n")) == pytest.approx(1.1)
+    assert package_watts({}) is None
+
+
+def test_estimates_are_never_found_and_always_labelled():
+    for path in FIXTURES.glob("*.json"):
+        assert not [f for f in findings(path.stem).values() if f.meter and f.meter.facts.is_estimate]
+    now = iter([0.0, 10.0])
+    busy = iter([0.0, 4.0])
+    meter = EstimateMeter(System(clock=lambda: next(now)), idle_watts=2.0, core_watts=5.0, busy_seconds=lambda: next(busy))
+    assert meter.read().value == 40.0
+    assert meter.facts.to_json()["estimate"] is True
+    with pytest.raises(MeterError, match="no power model"):
+        EstimateMeter(System(), idle_watts=-1, core_watts=1)
+
+
+def test_choosing():
+    found = find_meters(recorded("rapl-denied"))
+    assert choose_meter(found) is None
+    with pytest.raises(MeterError, match="is present: denied"):
+        choose_meter(found, "rapl:package")
+    with pytest.raises(MeterError, match="no meter 'x' here; usable: none"):
+        choose_meter(found, "x")
+
+
+def test_a_source_that_breaks_is_one_finding():
+    found = findings("rapl-laptop", **{"intel-rapl:0__energy_uj": "soon"})
+    assert found["rapl:package"].state is State.PRESENT
+    assert "no number" in found["rapl:package"].reason
+
+
+def test_what_meters_do_here_is_measured_on_request(monkeypatch):
+    machine, broken = SimulatedMachine(refresh_s=0.001), SimulatedMachine(refresh_s=0.5)
+    broken.read = lambda: None
+    broken.facts = dataclasses.replace(broken.facts, name="silent")
+    monkeypatch.setattr(cli, "System", lambda: machine.system)
+    monkeypatch.setattr(cli, "find_meters", lambda _: [usable(machine)])
+    result = CliRunner().invoke(main, ["meters", "--measure"])
+    assert result.exit_code == 0, result.output
+    assert "measured: new every" in result.output
+    assert "no energy meter" not in result.output
+    record = json.loads(CliRunner().invoke(main, ["meters", "--measure", "--json"]).output)
+    assert record["meters"][0]["measured"]["refresh_s"] > 0
+    monkeypatch.setattr(cli, "System", lambda: broken.system)
+    monkeypatch.setattr(cli, "find_meters", lambda _: [usable(broken)])
+    assert "showed 0 new values" in CliRunner().invoke(main, ["meters", "--measure"]).output
+
+
+def test_the_profiles_are_listed():
+    text = CliRunner().invoke(main, ["profiles"]).output
+    assert "raspberry-pi-5" in text
+    assert "5.6 to 9.4 GB/s, as others measured" in text
+    assert json.loads(CliRunner().invoke(main, ["profiles", "--json"]).output)["tensor-g5"]["draft_length"] == [0, 6]
+
+
+def test_help_says_where_a_plan_is_made():
+    text = " ".join(CliRunner().invoke(main, ["--help"]).output.split())
+    assert "edge-run BUNDLE --plan --profile NAME" in text
+
+
+def test_meters_command_on_this_machine():
+    record = json.loads(CliRunner().invoke(main, ["meters", "--json"]).stdout)
+    assert {"name", "state", "reason", "remedy", "facts"} <= record["meters"][0].keys()
+    assert CliRunner().invoke(main, ["meters"]).exit_code == 0
+
+
+def test_listing_says_why():
+    text = "\n".join(meter_lines(find_meters(recorded("rapl-denied"))))
+    assert "present  rapl:package: denied to this user" in text
+    assert text.startswith(
+        "no energy meter on this machine can be used now; what stands in the way of rapl:package, rapl:platform is below"
+    )
+    assert "--meter external" in text
+    assert "no energy meter" not in "\n".join(meter_lines(find_meters(recorded("rapl-laptop"))))
+
+
+def test_recordings_round_trip_and_hold_nothing_private(tmp_path):
+    for name in ("sys/class/power_supply/BAT0", "proc"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "sys/class/power_supply/BAT0/uevent").write_text("POWER_SUPPLY_TYPE=Battery\nPOWER_SUPPLY_SERIAL_NUMBER=1234\n")
+    (tmp_path / "proc/cpuinfo").write_text("model name: x\nSerial\t\t: 10000000abcdef\n")
+    path = write_recording(tmp_path / "out", record(System(root=tmp_path)))
+    assert "1234" not in path.read_text()
+    assert "abcdef" not in path.read_text()
+    assert read_recording(path).files["sys/class/power_supply/BAT0/uevent"] == "POWER_SUPPLY_TYPE=Battery"
+    assert [p.name for p in path.parent.iterdir()] == ["recording.json"]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FIXTURES.glob("*.json")))
+def test_what_probe_records_on_a_device_replays_as_that_device(name, tmp_path):
+    """The files of each fixture as a tree of real files, recorded by the command's own code, then read in the device's place."""
+    fixture = read_recording(FIXTURES / f"{name}.json")
+
+    class Device(System):
+        def text(self, path: str) -> str:
+            if path in fixture.denied:
+                raise PermissionError(13, "Permission denied", path)
+            return super().text(path)
+
+    for path in (*fixture.files, *fixture.denied):
+        (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / path).write_text(fixture.files.get(path, "never read"))
+    device = Device(
+        root=tmp_path / "root", platform=fixture.platform, run=recorded(name).run, clock=lambda: 1.0, sleep=lambda _: None
+    )  # fmt: skip
+    again = RecordedSystem(read_recording(write_recording(tmp_path / "out", record(device))), clock=lambda: 1.0, sleep=lambda _: None)
+
+    def seen(system):
+        return [(f.name, f.state, f.reason, f.meter.read() if f.meter else None) for f in find_meters(system)]
+
+    assert seen(again) == seen(device)
+    assert read_state(again) == read_state(device)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"schema": 2}', '{"schema": 1, "platform": "linux", "files": [], "denied": [], "commands": []}']
+)
+def test_damaged_recordings_are_refused(tmp_path, text):
+    path = tmp_path / "recording.json"
+    path.write_text(text)
+    with pytest.raises(DeviceError, match=r"recording\.json"):
+        read_recording(path)
+
+
+def test_powerstats_are_cut_to_their_channels():
+    def run(arguments, *_):
+        return CommandResult(
+            code=0, output=b"ChannelId: 3, ChannelName: A, x\nsome.private.app: 4\n" if "powerstats" in arguments else b"ok"
+        )
+
+    (found,) = [v for k, v in record_android(run).items() if "powerstats" in k]
+    assert found == (0, "ChannelId: 3, ChannelName: A, x")
+
+
+def record_android(run):
+    class Phone(RecordedSystem):
+        pass
+
+    phone = Phone(Recording(files={"system/build.prop": ""}))
+    object.__setattr__(phone, "run", run)
+    return record(phone).commands
+
+
+def test_probe_command(tmp_path):
+    result = CliRunner().invoke(main, ["probe", "--record", str(tmp_path / "device")])
+    assert result.exit_code == 0, result.output
+    assert read_recording(tmp_path / "device" / "recording.json").platform
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(main, ["probe", "--record", str(tmp_path / "file" / "device")])
+    assert result.exit_code == 1
+    assert "cannot be written" in result.output
+
+
+def test_commands_never_raise():
+    assert run_command(["no-such-command-at-all"]).code == 127
+    assert run_command(["sleep", "5"], seconds=0.05).code == 124
+    assert run_command(["cat"], b"given").text == "given"
+
+
+def test_state_of_a_throttled_board():
+    before, after = read_state(recorded("raspberry-pi-5")), read_state(recorded("raspberry-pi-5-denied"))
+    assert before.throttled == 0
+    assert disturbances(before, after) == ["the board throttled (get_throttled 0x50005)"]
+    assert refusals(before, at_battery=False) == []
+    assert "throttled now" in refusals(after, at_battery=False)[0]
+
+
+def test_state_of_a_battery():
+    state = read_state(recorded("battery-legion-go"))
+    assert (state.charge_percent, state.charger) == (58, None)
+    assert refusals(dataclasses.replace(state, charge_percent=97), at_battery=True)
+    assert not refusals(dataclasses.replace(state, charge_percent=97), at_battery=False)
+    assert disturbances(state, dataclasses.replace(state, charger="ACAD", swap_used=None))
+    assert disturbances(dataclasses.replace(state, swap_used=0), dataclasses.replace(state, swap_used=4096))

@@ -1,0 +1,135 @@
+"""What the user sees when a phone misbehaves, and what is left on it. The adb client is the real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edge_devices.errors import LinkError, TransportError
+from edge_devices.transports import file_sync as tree
+from edge_devices.transports.adb import AdbTransport, adb_devices, usable_serials
+from edge_devices.transports.base import own_folder, shell
+from edge_devices.transports.jobs import JobState, poll_job, start_job
+from fake_adbd import FakeAdbd
+from phones import Desk
+
+
+@pytest.fixture
+def daemon(desk: Desk) -> FakeAdbd:
+    return desk.phone()
+
+
+@pytest.fixture
+def phone(daemon: FakeAdbd, monkeypatch: pytest.MonkeyPatch) -> AdbTransport:
+    monkeypatch.setattr(tree, "PAUSE_SECONDS", 0.1)
+    return AdbTransport(daemon.serial)
+
+
+def off_the_desk(desk: Desk, daemon: FakeAdbd) -> None:
+    desk.adb("disconnect", daemon.serial)
+
+
+def test_a_serial_that_is_not_there(desk: Desk) -> None:
+    with pytest.raises(LinkError, match="is not there; plug it in"):
+        AdbTransport("127.0.0.1:1").run(["true"])
+
+
+def test_an_unauthorised_phone(desk: Desk) -> None:
+    daemon = desk.phone(connect=False)
+    daemon.faults.unauthorized = True
+    desk.connect(daemon)
+    with pytest.raises(LinkError, match="unlock the phone and accept"):
+        AdbTransport(daemon.serial).run(["true"])
+    said: list[str] = []
+    other = desk.phone()
+    assert daemon.serial not in usable_serials(said.append)
+    assert other.serial in usable_serials()
+    assert [text for text in said if text.startswith(f"left out: {daemon.serial} is not authorised; unlock")]
+    off_the_desk(desk, daemon)
+
+
+def test_a_phone_that_is_offline(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
+    daemon.faults.silent = True
+    daemon.unplug()
+    with pytest.raises(LinkError, match=r"is offline|is not there|the link broke"):
+        phone.run(["true"])
+    off_the_desk(desk, daemon)
+
+
+def test_all_takes_every_usable_phone(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
+    assert daemon.serial in usable_serials()
+    assert next(d for d in adb_devices() if d.serial == daemon.serial).model == "Fake_One"
+
+
+def test_exit_codes_survive_an_adb_that_loses_them(desk: Desk) -> None:
+    daemon = desk.phone(connect=False)
+    daemon.faults.features = "cmd,stat_v2"
+    desk.connect(daemon)
+    done = AdbTransport(daemon.serial).run(["sh", "-c", 'printf "%s" "$1"; echo bad >&2; exit 37', "sh", "it's\r\n \\ $x"])
+    assert (done.code, done.text, done.errors) == (37, "it's\r\n \\ $x", "bad")
+
+
+def test_a_link_that_breaks_in_a_push_costs_a_chunk(desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(tree, "CHUNK", 1 << 20)
+    monkeypatch.setattr(tree, "ATTEMPTS", 1)
+    source = tmp_path / "model.gguf"
+    source.write_bytes(bytes(range(256)) * 16_000)
+    target = f"{own_folder(phone)}/model.gguf"
+    daemon.faults.drop_after = [(5 << 20) // 2]
+    with pytest.raises(LinkError, match="what is on the device stays"):
+        tree.push_file(phone, source, target)
+    desk.connect(daemon)
+    left = tree.device_files(phone, own_folder(phone))
+    assert "model.gguf" not in left
+    assert set(left) <= {"model.gguf.partial", ".incoming"}
+    sent: list[int] = []
+    tree.push_file(phone, source, target, sent.append)
+    assert sent[0] > 1 << 20  # not from the beginning
+    assert tree.device_files(phone, own_folder(phone))["model.gguf"] == tree.sha256_of(source)
+
+
+def test_a_full_disk(desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/file").write_bytes(bytes(300_000))
+    daemon.faults.room = 100_000
+    with pytest.raises(TransportError, match="no space left on the device"):
+        tree.push_tree(phone, tmp_path / "source", f"{own_folder(phone)}/pkg")
+    daemon.faults.room = None
+    assert "file" not in tree.device_files(phone, f"{own_folder(phone)}/pkg")
+
+
+def test_a_folder_that_may_not_be_written_to(phone: AdbTransport) -> None:
+    phone.folder = "/proc/edge-mtp"
+    with pytest.raises(TransportError, match=r"(?i)/proc/edge-mtp|no such file|permission"):
+        own_folder(phone)
+
+
+def test_a_slow_link_is_only_slow(desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path) -> None:
+    source = tmp_path / "file"
+    source.write_bytes(bytes(400_000))
+    daemon.faults.bytes_per_second = 1_000_000
+    tree.push_file(phone, source, f"{own_folder(phone)}/file")
+    assert shell(phone, 'wc -c < "$1"', f"{own_folder(phone)}/file").strip() == "400000"
+
+
+def test_a_job_survives_unplugging(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
+    job = f"{own_folder(phone)}/runs/one"
+    start_job(phone, job, ["sh", "-c", "sleep 0.5; echo done > res"])
+    daemon.unplug()
+    desk.connect(daemon)
+    status = poll_job(phone, job, "res")
+    while status.state is JobState.RUNNING:
+        status = poll_job(phone, job, "res")
+    assert (status.state, status.exit_code, status.records) == (JobState.FINISHED, 0, 1)
+
+
+def test_a_reboot_is_named(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
+    job = f"{own_folder(phone)}/runs/two"
+    start_job(phone, job, ["sh", "-c", "echo one > res; sleep 60"])
+    while poll_job(phone, job, "res").records < 1:
+        pass
+    daemon.reboot()
+    desk.connect(daemon)
+    status = poll_job(phone, job, "res")
+    assert (status.state, status.records) == (JobState.RESTARTED, 1)

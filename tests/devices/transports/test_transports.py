@@ -1,0 +1,213 @@
+"""What holds for every way to a device: this machine, a phone behind the real adb, a host behind the real sshd."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edge_devices.errors import TransportError
+from edge_devices.transports import file_sync as tree
+from edge_devices.transports.adb import AdbTransport
+from edge_devices.transports.base import Transport, own_folder, seal, shell
+from edge_devices.transports.jobs import JobState, poll_job, remove, start_job, stop_job
+from edge_devices.transports.local import LocalTransport
+from edge_devices.transports.ssh import SshTransport
+
+AWKWARD = [
+    "plain",
+    "",
+    "with space",
+    "it's",
+    '"quoted"',
+    "$HOME `id` $(id)",
+    "back\\slash",
+    "* ? [a]",
+    "a\nb",
+    "-n",
+    "ünïcödé 漢字",
+    "; exit 3",
+    "%s%n",
+]
+ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), max_size=4)
+
+
+@pytest.fixture(params=["local", "adb", "ssh"])
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+    if request.param == "local":
+        return LocalTransport(tmp_path / "device")
+    if request.param == "ssh":
+        found: SshTransport = request.getfixturevalue("pi")
+        return found
+    desk = request.getfixturevalue("desk")
+    daemon = desk.phones[0] if desk.phones else desk.phone()
+    return AdbTransport(daemon.serial, f"/data/local/tmp/{tmp_path.name}")
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "PAUSE_SECONDS", 0.1)
+
+
+def test_arguments_arrive_as_they_are(transport: Transport) -> None:
+    done = transport.run(["sh", "-c", 'for a in "$@"; do printf "%s|" "$a"; done', "sh", *AWKWARD])
+    assert (done.code, done.text) == (0, "".join(f"{a}|" for a in AWKWARD))
+
+
+def test_exit_codes_and_both_outputs_arrive(transport: Transport) -> None:
+    done = transport.run(["sh", "-c", "echo out; echo bad >&2; exit 37"])
+    assert (done.code, done.text, done.errors) == (37, "out\n", "bad\n")
+    assert transport.run(["no-such-program-here"]).code == 127
+    assert transport.run(["sleep", "5"], seconds=0.3).code == 124
+
+
+@pytest.mark.parametrize("separate", [True, False])
+@given(arguments=ARGUMENTS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_sealed_command_brings_any_argument_through_a_real_shell(arguments: list[str], separate: bool) -> None:
+    sealed = seal(["sh", "-c", 'for a in "$@"; do printf "%s\\0" "$a"; done; echo oops >&2; exit 5', "sh", *arguments], separate=separate)
+    done = subprocess.run(["sh", "-c", sealed.line], capture_output=True, check=False)
+    answer = sealed.open(done.stdout, done.stderr.decode())
+    assert answer is not None
+    assert (answer.code, answer.output.decode(), answer.errors.strip()) == (5, "".join(f"{a}\0" for a in arguments), "oops")
+    assert sealed.open(done.stdout[: len(answer.output)], "") is None  # cut off: no code is made up
+
+
+def test_what_no_command_line_can_carry_is_refused() -> None:
+    with pytest.raises(TransportError, match="NUL"):
+        seal(["a\0b"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Names that shells and tools stumble over, a program, an empty file, and a file of several chunks."""
+    made = tmp_path / "source"
+    for name in ("a.txt", "deep/er/b.txt", "with space.txt", "it's $HOME.txt", "-n", "ünïcödé.txt", 'quo"te*?[x].txt'):
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_text(name)
+    (made / "empty").touch()
+    (made / "program").write_text("#!/bin/sh\necho ran\n")
+    (made / "program").chmod(0o755)
+    return made
+
+
+def test_a_folder_arrives_whole_and_only_changes_are_sent(transport: Transport, folder: Path) -> None:
+    target = f"{own_folder(transport)}/a folder"
+    first = tree.push_tree(transport, folder, target)
+    assert (first.sent, first.unchanged, first.removed) == (9, 0, 0)
+    there = tree.device_files(transport, target)
+    assert there == {f.path: f.sha256 for f in tree.local_files(folder)}
+    assert shell(transport, '"$1/program"', target) == "ran\n"
+    (folder / "a.txt").write_text("changed")
+    (folder / "empty").unlink()
+    second = tree.push_tree(transport, folder, target)
+    assert (second.sent, second.unchanged, second.removed, second.bytes) == (1, 7, 1, 7)
+    assert shell(transport, 'cat "$1/a.txt"', target) == "changed"
+    assert tree.push_tree(transport, folder, target).sent == 0
+
+
+def test_large_files_go_in_chunks_and_resume(transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "CHUNK", 1 << 20)
+    source = tmp_path / "big it's.bin"
+    source.write_bytes(bytes(range(256)) * 14_000)
+    target = f"{own_folder(transport)}/models/big it's.bin"
+    sent: list[int] = []
+
+    class Enough(Exception):
+        pass
+
+    def stop(count: int) -> None:
+        sent.append(count)
+        if count == 2 << 20:
+            raise Enough
+
+    with pytest.raises(Enough):
+        tree.push_file(transport, source, target, stop)
+    resumed: list[int] = []
+    tree.push_file(transport, source, target, resumed.append)
+    assert (sent, resumed) == ([1 << 20, 2 << 20], [3 << 20, source.stat().st_size])
+    back = tmp_path / "back"
+    tree.pull_file(transport, target, back)
+    assert back.read_bytes() == source.read_bytes()
+    assert list(tree.device_files(transport, target.rpartition("/")[0])) == ["big it's.bin"]
+
+
+def test_a_damaged_part_is_not_resumed(transport: Transport, tmp_path: Path) -> None:
+    source = tmp_path / "file.bin"
+    source.write_bytes(b"right" * 1000)
+    target = f"{own_folder(transport)}/file.bin"
+    shell(transport, 'printf wrong > "$1.partial"', target)
+    tree.push_file(transport, source, target)
+    assert tree.device_files(transport, own_folder(transport)) == {"file.bin": tree.sha256_of(source)}
+
+
+def test_what_is_not_there_cannot_be_fetched(transport: Transport, tmp_path: Path) -> None:
+    with pytest.raises(TransportError):
+        tree.pull_file(transport, f"{own_folder(transport)}/nothing", tmp_path / "nothing")
+    assert not list(tmp_path.glob("nothing*"))
+
+
+def wait(look: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not look():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_job_goes_on_by_itself_and_tells_its_end(transport: Transport) -> None:
+    job = f"{own_folder(transport)}/runs/one"
+    release = f"{own_folder(transport)}/release"
+    script = 'echo begun; echo r1 >> res; while ! test -e "$1"; do sleep 0.05; done; echo r2 >> res; exit 3'
+    start_job(transport, job, ["sh", "-c", script, "sh", release])
+    wait(lambda: poll_job(transport, job, "res").records == 1)
+    status = poll_job(transport, job, "res")
+    assert (status.state, status.exit_code, status.log) == (JobState.RUNNING, None, ("begun",))
+    with pytest.raises(TransportError, match="already"):
+        start_job(transport, job, ["true"])
+    shell(transport, ': > "$1"', release)
+    wait(lambda: poll_job(transport, job, "res").state is JobState.FINISHED)
+    status = poll_job(transport, job, "res")
+    assert (status.exit_code, status.records) == (3, 2)
+    remove(transport, job)
+    assert poll_job(transport, job, "res").state is JobState.ABSENT
+
+
+def test_a_job_that_is_killed_or_restarted_is_seen_as_such(transport: Transport) -> None:
+    job = f"{own_folder(transport)}/runs/two"
+    start_job(transport, job, ["sleep", "60"])
+    assert poll_job(transport, job, "res").state is JobState.RUNNING
+    stop_job(transport, job)
+    wait(lambda: poll_job(transport, job, "res").state is JobState.DIED)
+    shell(transport, 'echo another > "$1/boot"', job)
+    assert poll_job(transport, job, "res").state is JobState.RESTARTED
+
+
+def test_nothing_outside_the_own_folder_is_removed(transport: Transport) -> None:
+    for path in ("/", f"{transport.folder}/../other", f"{transport.folder}x", ""):
+        with pytest.raises(TransportError, match="is not removed"):
+            remove(transport, path)
+
+
+def test_free_space_is_known_before_the_folder_is(transport: Transport) -> None:
+    free = tree.free_bytes(transport, f"{own_folder(transport)}/not/yet/there")
+    assert free is not None
+    assert free > 1 << 20
+
+
+def test_too_little_room_is_refused_before_anything_is_sent(transport: Transport, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "free_bytes", lambda *_: 1000)
+    with pytest.raises(TransportError, match="are free"):
+        tree.push_tree(transport, folder, f"{own_folder(transport)}/no room")
+    assert tree.device_files(transport, own_folder(transport)) == {}
+
+
+def test_seals_differ_and_quote() -> None:
+    one, other = seal(["a b"]), seal(["a b"])
+    assert one.mark != other.mark
+    assert one.line.startswith(shlex.quote("a b"))

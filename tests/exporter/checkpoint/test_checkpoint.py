@@ -1,0 +1,262 @@
+"""Broken and hostile checkpoints are refused with a sentence; sound pairs get the right cache layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_export.checkpoint.checkpoint import check_pair, open_checkpoint
+from edge_export.errors import CheckpointError
+from edge_export.pipeline.cache_layout import architecture, cache_layout
+from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture
+def copy(member_folder: Folders, tmp_path: Path) -> Folders:
+    """A copy of a member that the test may damage."""
+    return lambda name: Path(shutil.copytree(member_folder(name), tmp_path / name))
+
+
+def edit_config(folder: Path, *, text: bool = False, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    (config["text_config"] if text and "text_config" in config else config).update(changes)
+    path.write_text(json.dumps(config))
+
+
+def rewrite_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+EMBEDDING = "model.embed_tokens.weight"
+HEADER_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "dtype": (lambda h: h[EMBEDDING].update(dtype="Q9"), "unknown dtype 'Q9'"),
+    "negative": (lambda h: h[EMBEDDING].update(shape=[-1, 64]), "has shape"),
+    "bool": (lambda h: h[EMBEDDING].update(shape=[True, 64]), "has shape"),
+    "huge": (lambda h: h[EMBEDDING].update(shape=[1 << 40, 64]), "not those of F32"),
+    "larger": (lambda h: h[EMBEDDING].update(shape=[1 << 60, 64]), "has shape"),
+    "dimensions": (lambda h: h[EMBEDDING].update(shape=[1] * 7 + [32, 64]), "has shape"),
+    "product": (lambda h: h[EMBEDDING].update(shape=[10**3999] * 2000), "has shape"),
+    "digits": (lambda h: h[EMBEDDING].update(data_offsets=[0, 10**4300 - 1]), "has shape"),
+    "past end": (lambda h: h[EMBEDDING].update(data_offsets=[0, 1 << 50]), "cut short"),
+    "backwards": (lambda h: h[EMBEDDING].update(data_offsets=[64, 0]), "cut short"),
+    "size": (lambda h: h[EMBEDDING].update(data_offsets=[0, 8]), "has 8 bytes"),
+    "no entry": (lambda h: h.update({EMBEDDING: 3}), "unknown dtype"),
+    "missing": (lambda h: h.pop("model.layers.3.layer_scalar"), r"lacks the tensor 'model.layers.3.layer_scalar' \[1\]"),
+    "misshapen": (lambda h: h["model.norm.weight"].update(shape=[8, 8]), r"shape \[8, 8\], its config asks for \[64\]"),
+    "integers": (lambda h: h["model.norm.weight"].update(dtype="I32"), "is I32, not F32 or F16 or BF16"),
+    "unknown": (lambda h: h.update({"model.layers.0.extra.weight": h["model.norm.weight"]}), "is no tensor of the model"),
+}
+
+
+@pytest.mark.parametrize("kind", HEADER_DAMAGE)
+def test_damaged_header(kind: str, copy: Folders) -> None:
+    folder = copy("e2b-text")
+    change, message = HEADER_DAMAGE[kind]
+    rewrite_header(folder / "model.safetensors", change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(folder)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 7, struct.pack("<Q", 1 << 62) + b"{}", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 2) + b"{,",
+             struct.pack("<Q", 15) + b'{"a":{},"a":{}}'],
+)  # fmt: skip
+def test_no_safetensors(data: bytes, copy: Folders) -> None:
+    folder = copy("e2b-text")
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        open_checkpoint(folder)
+
+
+def test_missing_and_truncated_shards(copy: Folders) -> None:
+    folder = copy("e2b")
+    shard = folder / "model-00004-of-00009.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-10])
+    with pytest.raises(CheckpointError, match=r"model-00004-of-00009\.safetensors is cut short"):
+        open_checkpoint(folder)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=r"model-00004-of-00009\.safetensors is missing"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "a\\b.safetensors", "config.json", ""])
+def test_shard_paths_stay_in_the_folder(shard: str, copy: Folders) -> None:
+    folder = copy("e2b")
+    index = folder / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    data["weight_map"][next(iter(data["weight_map"]))] = shard
+    index.write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match="not a safetensors file of this folder"):
+        open_checkpoint(folder)
+
+
+def test_index_and_shards_must_agree(copy: Folders) -> None:
+    folder = copy("e2b")
+    index = folder / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    data["weight_map"]["model.language_model.ghost.weight"] = "model-00001-of-00009.safetensors"
+    index.write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=r"lacks the tensor 'model\.language_model\.ghost\.weight'"):
+        open_checkpoint(folder)
+
+
+NO_NUMBERS = (10**400, float("inf"), float("nan"), 1e300, -1)
+
+
+def rope(theta: float) -> dict[str, Any]:
+    full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": theta}
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "message"),
+    [
+        (False, {"model_type": "gemma3"}, "model_type is 'gemma3'"),
+        (False, {"model_type": ["gemma4"]}, "model_type is"),
+        (False, {"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization_config"),
+        (True, {"hidden_size": "64"}, "hidden_size is '64'"),
+        (True, {"hidden_size": 1 << 40}, "hidden_size is"),
+        (True, {"num_hidden_layers": 10**9}, "num_hidden_layers is"),
+        (True, {"num_hidden_layers": 9}, "layer_types is"),
+        (True, {"layer_types": ["full_attention"] * 7 + ["sliding_attention"]}, "layer_types is"),
+        (True, {"num_kv_shared_layers": 3}, "the last layers that own K/V"),
+        (True, {"num_key_value_heads": 3}, "do not divide"),
+        (True, {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        (True, {"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {}}}, "rope_type is 'yarn'"),
+        *((True, {key: value}, f"{key} is") for key in ("rms_norm_eps", "final_logit_softcapping") for value in NO_NUMBERS),
+        *((True, {"rope_parameters": rope(value)}, "rope_theta is") for value in NO_NUMBERS),
+        (True, {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        (True, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        (True, {"hidden_size": 32}, "config asks for"),
+        (True, {"per_layer_config": {"0": {"head_dim": 32}}}, "not overrides of the full-attention layers 3, 7"),
+        (True, {"per_layer_config": {"3": {"head_dim": 32}, "7": {"head_dim": 64}}}, "not the same for all"),
+        (True, {"per_layer_config": {"3": {"num_key_value_heads": []}, "7": {"num_key_value_heads": []}}}, "num_key_value_heads is"),
+    ],
+)
+def test_wrong_config(text: bool, changes: dict[str, Any], message: str, copy: Folders) -> None:
+    folder = copy("e2b")
+    edit_config(folder, text=text, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(folder)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["e2b", "12b", "26b-a4b", "31b-assistant"])
+def test_both_config_forms_say_the_same(name: str, copy: Folders) -> None:
+    folder = copy(name)
+    published = open_checkpoint(folder).architecture
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    override = {"head_dim": text.pop("global_head_dim")}
+    count = text.pop("num_global_key_value_heads")
+    override |= {"num_key_value_heads": count} if count is not None else {}
+    text["per_layer_config"] = {str(i): override for i, kind in enumerate(text["layer_types"]) if kind == "full_attention"}
+    del text["moe_intermediate_size" if not text.get("enable_moe_block") else "use_cache"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(folder).architecture == published
+
+
+def test_left_out_names_towers_and_centroids(member_folder: Folders) -> None:
+    assert open_checkpoint(member_folder("e2b")).left_out == (
+        "audio_tower: 1 tensors, 64 bytes", "embed_vision: 1 tensors, 1024 bytes", "vision_tower: 2 tensors, 320 bytes",
+    )  # fmt: skip
+    assert open_checkpoint(member_folder("e2b-assistant")).left_out == ("masked_embedding: 2 tensors, 7168 bytes",)
+    assert open_checkpoint(member_folder("e2b-text")).left_out == ()
+
+
+PAIRS = [("e2b", "e2b-assistant"), ("e2b-text", "e2b-assistant"), ("e4b", "e4b-assistant"), ("12b", "12b-assistant"),
+         ("26b-a4b", "26b-a4b-assistant"), ("31b", "31b-assistant")]  # fmt: skip
+E_OWNERS, LARGE_OWNERS = (0, 1, 2, 3, 2, 2, 2, 3), (0, 1, 2, 3, 4, 5)
+# owners of target layers, sources of drafter layers, (K/V heads, head dim) of sliding and of full rows
+LAYOUTS = {
+    "e2b": (E_OWNERS, (2, 2, 2, 3), (1, 16), (1, 32)),
+    "e2b-text": (E_OWNERS, (2, 2, 2, 3), (1, 16), (1, 32)),
+    "e4b": (E_OWNERS, (2, 2, 2, 3), (2, 16), (2, 32)),
+    "12b": (LARGE_OWNERS, (4, 4, 4, 5), (4, 16), (1, 32)),
+    "26b-a4b": (LARGE_OWNERS, (4, 4, 4, 5), (4, 16), (2, 32)),
+    "31b": (LARGE_OWNERS, (4, 4, 4, 5), (4, 16), (1, 32)),
+}
+
+
+@pytest.mark.parametrize(("target", "drafter"), PAIRS)
+def test_cache_layout(target: str, drafter: str, member_folder: Folders) -> None:
+    pair = open_checkpoint(member_folder(target)), open_checkpoint(member_folder(drafter))
+    if target == "e2b-text":
+        # This member's tokenizer was rewritten by an older tool: another token, another vocabulary.
+        with pytest.raises(CheckpointError, match="their tokenizers differ"):
+            check_pair(*pair)
+        return
+    layout = cache_layout(*pair, context=512)
+    owners, sources, sliding, full = LAYOUTS[target]
+    assert (layout.layer_owners, layout.drafter_sources, layout.rewind_slack) == (owners, sources, MAX_DRAFT_LENGTH)
+    assert layout.sliding is not None
+    assert (layout.sliding.kv_heads, layout.sliding.head_dim) == sliding
+    assert (layout.sliding.window, layout.sliding.capacity) == (32, 256)
+    assert (layout.full.kv_heads, layout.full.head_dim, layout.full.window, layout.full.capacity) == (*full, None, 512)
+    assert set(layout.sliding.owner_layers) | set(layout.full.owner_layers) == set(owners)
+    facts = architecture(*pair, context=512)
+    assert (facts.family, facts.hidden_size, facts.drafter_hidden_size, facts.drafter_layers) == ("custom", 64, 48, 4)
+    assert facts.ordered_embeddings is (target in ("e2b", "e4b"))
+
+
+def test_context_must_fit(member_folder: Folders) -> None:
+    pair = open_checkpoint(member_folder("12b")), open_checkpoint(member_folder("12b-assistant"))
+    for context in (0, 1025):
+        with pytest.raises(CheckpointError, match=rf"context {context} is not in 1\.\.1024"):
+            cache_layout(*pair, context=context)
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "message"),
+    [
+        ("12b", "e2b-assistant", "K/V heads"),
+        ("e4b", "e2b-assistant", "K/V heads is 1, the target's K/V heads is 2"),
+        ("26b-a4b", "31b-assistant", "full_attention K/V heads is 1, the target's K/V heads is 2"),
+        ("e2b", "e4b", "not an assistant"),
+        ("e2b-assistant", "e2b-assistant", "is an assistant"),
+    ],
+)
+def test_mismatched_pairs(target: str, drafter: str, message: str, member_folder: Folders) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        check_pair(open_checkpoint(member_folder(target)), open_checkpoint(member_folder(drafter)))
+
+
+def test_mismatched_sizes_and_tokenizers(member_folder: Folders, tmp_path: Path) -> None:
+    from tiny_members import MEMBERS, write_member
+
+    target = open_checkpoint(member_folder("12b"))
+    narrow = write_member("12b-assistant", tmp_path / "head", global_head_dim=64)
+    with pytest.raises(CheckpointError, match="full_attention head_dim is 64, the target's head_dim is 32"):
+        check_pair(target, open_checkpoint(narrow))
+    equal = write_member("12b-assistant", tmp_path / "equal", hidden_size=MEMBERS["12b"].text["hidden_size"])
+    with pytest.raises(CheckpointError, match="both have hidden_size 64"):
+        check_pair(target, open_checkpoint(equal))
+    other = Path(shutil.copytree(member_folder("12b-assistant"), tmp_path / "other"))
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text().replace('"<|think|>"', '"<|thunk|>"'))
+    with pytest.raises(CheckpointError, match="their tokenizers differ, first in the piece '<|think|>'".replace("|", r"\|")):
+        check_pair(target, open_checkpoint(other))
+    (other / "tokenizer.json").unlink()
+    check_pair(target, open_checkpoint(other))

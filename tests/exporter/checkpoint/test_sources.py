@@ -1,0 +1,269 @@
+"""What the user names is opened, checked, and refused with a sentence; a GGUF gives the same facts as the checkpoint it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.checkpoint.gguf_source import open_gguf
+from edge_export.checkpoint.sources import PATTERNS, hub_folder, manifest_source, resolve_pair
+from edge_export.errors import CheckpointError
+from edge_export.gguf.writer import write_gguf
+from edge_export.pipeline.cache_layout import architecture, cache_layout
+from tiny_members import MEMBERS, TARGETS
+
+Folders = Callable[[str], Path]
+# A GGUF does not say these: whether the config had a tied head written down, and the sparse head, which it does not carry.
+NOT_IN_GGUF = {"ordered_embeddings": False, "centroids": 0, "top_centroids": 0, "full_kv_heads_differ": False}
+
+
+@pytest.fixture
+def gguf_of(member_folder: Folders, tmp_path: Path) -> Folders:
+    def made(name: str) -> Path:
+        path = tmp_path / f"{name}.gguf"
+        if not path.exists():
+            write_gguf(open_checkpoint(member_folder(name)), path, "bf16", lambda _: None)
+        return path
+
+    return made
+
+
+def comparable(model: Any) -> dict[str, Any]:
+    fields = dataclasses.asdict(model)
+    # Written as float32.
+    fields["norm_epsilon"] = pytest.approx(fields["norm_epsilon"])
+    fields["k_eq_v"] = fields["full_kv_heads_differ"] or fields["k_eq_v"]
+    return fields | {key: value for key, value in NOT_IN_GGUF.items() if key in fields}
+
+
+# The tokenizer of e2b-text is another one than its assistant's.
+@pytest.mark.parametrize("name", [name for name in TARGETS if name != "e2b-text"])
+def test_a_gguf_tells_what_its_checkpoint_told(name: str, member_folder: Folders, gguf_of: Folders) -> None:
+    drafter = f"{name}-assistant"
+    plain = [open_checkpoint(member_folder(part)) for part in (name, drafter)]
+    taken = [open_gguf(gguf_of(part))[0] for part in (name, drafter)]
+    ours, theirs = (comparable(pair[0].architecture) for pair in (plain, taken))
+    assert ours == theirs
+    assert cache_layout(plain[0], plain[1], 100) == cache_layout(taken[0], taken[1], 100)
+    assert cache_layout(plain[0], taken[1], 100) == cache_layout(taken[0], plain[1], 100)
+    facts = [architecture(*pair, 100) for pair in (plain, taken)]
+    ordered = MEMBERS[drafter].ordered
+    assert facts[0].ordered_embeddings == ordered
+    assert facts[1].ordered_embeddings is False
+    # The centroids are weights of the checkpoint that the GGUF leaves out.
+    centroids = sum(t.shape[0] * t.shape[1] for n, t in plain[1].tensors.items() if n == "masked_embedding.centroids.weight")
+    assert facts[1].parameters == facts[0].parameters
+    assert facts[1].drafter_parameters == facts[0].drafter_parameters - centroids
+
+
+def test_halves_of_any_kind_make_a_pair(member_folder: Folders, gguf_of: Folders) -> None:
+    folder, drafter = str(member_folder("e2b")), str(member_folder("e2b-assistant"))
+    for pair in ((folder, drafter), (str(gguf_of("e2b")), drafter), (folder, str(gguf_of("e2b-assistant")))):
+        target, second = resolve_pair(*pair)
+        assert (target.role, second.role) == ("target", "drafter")
+        assert [part.gguf is not None for part in (target, second)] == [origin.endswith(".gguf") for origin in pair]
+    assert resolve_pair(folder, drafter)[0].stored_type == "bf16"
+
+
+def test_a_drafter_without_a_tokenizer_takes_the_targets(member_folder: Folders, tmp_path: Path) -> None:
+    bare = shutil.copytree(member_folder("e2b-assistant"), tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    assert resolve_pair(str(member_folder("e2b")), str(bare))[1].tokenizer_folder == member_folder("e2b")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", ""])
+def test_a_source_that_may_not_be_read_is_named(name: str, member_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(shutil.copytree(member_folder("e2b-text"), tmp_path / "target"))
+    forbidden, is_file, opened = folder / name, Path.is_file, Path.open
+
+    def denied(path: Path) -> None:
+        # As a real mode of 000 does it, which root's tests would not see.
+        if path == forbidden if name else path.parent == folder:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    def open_denied(path: Path, *arguments: Any, **named: Any) -> Any:
+        denied(path)
+        return opened(path, *arguments, **named)
+
+    def is_file_denied(path: Path) -> bool:
+        if not name:
+            denied(path)
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "open", open_denied)
+    monkeypatch.setattr(Path, "is_file", is_file_denied)
+    with pytest.raises(
+        CheckpointError, match=rf"target/{name or 'config.json'} cannot be read \(Permission denied\); check the checkpoint"
+    ):
+        resolve_pair(str(folder), str(member_folder("e2b-assistant")))
+
+
+def test_the_home_of_nobody_does_not_exist(member_folder: Folders) -> None:
+    with pytest.raises(CheckpointError, match="the target ~no-such-user/model does not exist"):
+        resolve_pair("~no-such-user/model", str(member_folder("e2b-assistant")))
+
+
+def test_sources_are_hashed_file_by_file(member_folder: Folders) -> None:
+    target, _ = resolve_pair(str(member_folder("e2b")), str(member_folder("e2b-assistant")))
+    counted: list[int] = []
+    source = manifest_source(target, counted.append)
+    assert sum(counted) == sum(file.bytes for file in source.files)
+    for file in source.files:
+        assert hashlib.sha256((member_folder("e2b") / file.name).read_bytes()).hexdigest() == file.sha256
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {file.name for file in source.files}
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "sentence"),
+    [
+        ("e2b-assistant", "e2b-assistant", "is an assistant, not a target"),
+        ("e2b", "e2b", "not an MTP assistant"),
+        ("e2b", "31b-assistant", "is not the assistant of"),
+    ],
+)
+@pytest.mark.parametrize("as_gguf", [False, True])
+def test_halves_that_do_not_belong_together(
+    target: str, drafter: str, sentence: str, as_gguf: bool, member_folder: Folders, gguf_of: Folders
+) -> None:
+    place = gguf_of if as_gguf else member_folder
+    with pytest.raises(CheckpointError, match=sentence):
+        resolve_pair(str(place(target)), str(place(drafter)))
+
+
+def test_another_vocabulary_of_the_same_size_is_noticed(member_folder: Folders, gguf_of: Folders) -> None:
+    drafter = gguf_of("e2b-assistant")
+    drafter.write_bytes(drafter.read_bytes().replace(b"<|think|>", b"<|thank|>"))
+    with pytest.raises(CheckpointError, match="vocabularies differ"):
+        resolve_pair(str(member_folder("e2b")), str(drafter))
+
+
+def test_the_underscore_architecture_is_refused_with_the_reason(member_folder: Folders, gguf_of: Folders) -> None:
+    drafter = gguf_of("e2b-assistant")
+    drafter.write_bytes(drafter.read_bytes().replace(b"gemma4-assistant", b"gemma4_assistant"))
+    with pytest.raises(CheckpointError, match=r"'gemma4_assistant', an early spelling that llama.cpp refuses"):
+        resolve_pair(str(member_folder("e2b")), str(drafter))
+    target = gguf_of("e2b")
+    target.write_bytes(target.read_bytes().replace(b"gemma4", b"gemma3"))
+    with pytest.raises(CheckpointError, match=r"'gemma3', not 'gemma4'"):
+        resolve_pair(str(target), str(member_folder("e2b-assistant")))
+
+
+def test_a_cut_gguf_is_refused_wherever_it_is_cut(gguf_of: Folders, tmp_path: Path) -> None:
+    data = gguf_of("e2b-assistant").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in [*range(0, 200), *range(200, len(data), len(data) // 60), len(data) - 1]:
+        cut.write_bytes(data[:length])
+        with pytest.raises(CheckpointError):
+            read_gguf_header(cut)
+
+
+HEADER = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+KEY = struct.pack("<Q", 1) + b"k"
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"GGML" + bytes(100), "is not a GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "GGUF version 9"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "claims"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "claims"),
+        (HEADER + struct.pack("<Q", 1 << 16), "a string claims"),
+        (HEADER + struct.pack("<Q", 60_000), "goes on past the end"),
+        (HEADER + KEY + struct.pack("<IQ", 8, (1 << 20) + 1), "a string claims"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 8193, 0), "claims 8193 tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1025), "claims 0 tensors and 1025 keys"),
+        (HEADER + KEY + struct.pack("<IIQ", 9, 8, (1 << 22) + 1), "claims 4194305 strings"),
+        (HEADER + KEY + struct.pack("<I", 77), "unknown type 77"),
+        (HEADER + KEY + struct.pack("<IIQ", 9, 8, 1 << 22), "goes on past the end"),
+        (HEADER + KEY + struct.pack("<IIQ", 9, 10, 1 << 60), "goes on past the end"),
+        (HEADER + KEY + struct.pack("<IIQ", 9, 9, 1), "unknown type 9"),
+    ],
+)
+def test_hostile_headers(data: bytes, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=sentence):
+        read_gguf_header(path)
+
+
+def tensor_file(path: Path, *infos: bytes) -> Path:
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, len(infos), 0) + b"".join(infos) + bytes(256))
+    return path
+
+
+def info(name: bytes, *shape: int, kind: int = 0, offset: int = 0) -> bytes:
+    return struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("infos", "sentence"),
+    [
+        ([info(b"t", 1 << 40)], "is truncated: 't' ends at byte"),
+        ([info(b"t", 8, offset=1 << 40)], "is truncated"),
+        ([info(b"t", 8, offset=4)], "at offset 4"),
+        ([info(b"t", 0)], r"shape \[0\]"),
+        ([info(b"t", 8, kind=2)], "of type 2"),
+        ([info(b"t", 8, kind=99)], "unknown type 99"),
+        ([info(b"t", 1, 1, 1, 1, 1)], "5 dimensions"),
+        ([info(b"t", 8), info(b"t", 8)], "comes twice"),
+    ],
+)
+def test_hostile_tensor_infos(infos: list[bytes], sentence: str, tmp_path: Path) -> None:
+    assert read_gguf_header(tensor_file(tmp_path / "good.gguf", info(b"t", 8))).tensors[0].bytes == 32
+    with pytest.raises(CheckpointError, match=sentence):
+        read_gguf_header(tensor_file(tmp_path / "bad.gguf", *infos))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(b"gemma4.block_count", 1 << 31), (b"gemma4.block_count", 0), (b"gemma4.embedding_length", 1 << 31)]
+)
+def test_absurd_values_in_keys(key: bytes, value: int, gguf_of: Folders) -> None:
+    path = gguf_of("e2b")
+    data = bytearray(path.read_bytes())
+    at = data.index(struct.pack("<Q", len(key)) + key) + 8 + len(key) + 4
+    data[at : at + 4] = struct.pack("<I", value)
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{key.decode()} is {value}, not an integer"):
+        open_gguf(path)
+
+
+def test_a_hub_id_is_fetched_with_what_an_export_reads(member_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    asked: list[tuple[str, list[str]]] = []
+
+    def fetched(repository: str, allow_patterns: list[str]) -> str:
+        asked.append((repository, allow_patterns))
+        return str(member_folder(repository.split("/")[1]))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    target, drafter = resolve_pair("somebody/e2b", "somebody/e2b-assistant")
+    assert (target.origin, target.path) == ("somebody/e2b", member_folder("e2b"))
+    assert drafter.path == member_folder("e2b-assistant")
+    assert asked == [("somebody/e2b", list(PATTERNS)), ("somebody/e2b-assistant", list(PATTERNS))]
+
+
+def test_the_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+
+    def unreachable(*_: object, **__: object) -> str:
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(CheckpointError, match=r"could not be fetched from the Hugging Face hub \(no route\)"):
+        hub_folder("google/gemma")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match=r"huggingface_hub, which would fetch it, is not installed"):
+        hub_folder("google/gemma")

@@ -1,0 +1,152 @@
+"""The command: what it prints where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+from click.testing import CliRunner, Result
+
+from edge_export.checkpoint import reference_pair as reference
+from edge_export.cli import command as cli
+from edge_export.cli.command import main, size
+from edge_runtime.bundle.bundle import open_bundle
+
+Folders = Callable[[str], Path]
+QUICK = ["--target-quant", "f16", "--drafter-quant", "f16", "--no-verify"]
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def pair(member_folder: Folders) -> list[Path]:
+    return [member_folder("e2b"), member_folder("e2b-assistant")]
+
+
+def test_json_is_one_object_on_standard_output(pair: list[Path], tmp_path: Path) -> None:
+    result = invoke(*pair, "-o", tmp_path / "out", "--json", *QUICK)
+    assert result.exit_code == 0, result.stderr
+    printed = json.loads(result.stdout)
+    bundle = open_bundle(printed["bundle"])
+    assert printed["files"][0]["sha256"] == bundle.file("target").sha256
+    assert "Convert the target to f16" in result.stderr
+    assert "Left out of the target: vision_tower" in result.stderr
+
+
+def test_the_table_names_every_file_with_its_size(pair: list[Path], tmp_path: Path) -> None:
+    result = invoke(*pair, "-o", tmp_path / "out", *QUICK)
+    assert result.exit_code == 0, result.stderr
+    for entry in open_bundle(tmp_path / "out").manifest.files:
+        line = next(line for line in result.stdout.splitlines() if entry.path in line)
+        assert size(entry.bytes) in line
+    assert "Parity not measured: it was switched off with --no-verify." in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["one"], ["a", "b", "--target-quant", "q3"], ["a", "b", "--context", "0"], ["a", "b", "--reference-pair"]]
+)
+def test_usage_errors_exit_2(arguments: list[str], tmp_path: Path) -> None:
+    assert invoke(*arguments, "-o", tmp_path / "out").exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refusals_are_one_sentence_and_exit_1(pair: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "empty").mkdir()
+    cases = {
+        ("/nowhere", pair[1], "-o", tmp_path / "out"): "does not exist",
+        (pair[0], pair[0], "-o", tmp_path / "out"): "not an MTP assistant",
+        (tmp_path / "empty", pair[1], "-o", tmp_path / "out"): "config.json is missing",
+        (*pair, "-o", tmp_path / "there"): "exists already",
+        (*pair, "-o", tmp_path / "out", "--context", 99999): "context 99999",
+    }
+    for arguments, words in cases.items():
+        result = invoke(*arguments, "--no-verify")
+        assert result.exit_code == 1, words
+        assert result.stdout == ""
+        error = next(line for line in result.stderr.splitlines() if line.startswith("Error: "))
+        assert words in error
+        assert "Traceback" not in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "there"]
+
+
+def test_an_interrupt_exits_130_and_leaves_nothing(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from edge_export.pipeline import export
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export, "manifest_source", interrupted)
+    result = invoke(*pair, "-o", tmp_path / "out", *QUICK)
+    assert result.exit_code == 130
+    assert "stopped" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reference_pair_stands_for_target_and_drafter(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "reference_pair", lambda: tuple(pair))
+    result = invoke("--reference-pair", "-o", tmp_path / "out", *QUICK)
+    assert result.exit_code == 0, result.stderr
+    assert open_bundle(tmp_path / "out").manifest.sources["target"].origin == str(pair[0])
+
+
+def test_a_package_without_the_pair_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "files", lambda _: tmp_path)
+    result = invoke("--reference-pair", "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "the reference pair is not installed" in result.stderr
+
+
+def test_help_shows_examples_and_the_version_is_there() -> None:
+    shown = invoke("--help")
+    assert shown.exit_code == 0
+    assert "edge-export google/gemma-4-E2B-it" in shown.stdout
+    assert "default: q4_0" in " ".join(shown.stdout.split())
+    assert "version" in invoke("--version").stdout
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (3_400_000_000, "3.4 GB"), (10**16, "10000.0 TB")]
+)
+def test_sizes_for_people(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--calibrate", "t", "--imatrix", "i"], ["--save-imatrix", "."], ["--calibrate", "t", "--save-imatrix", "no"]]
+)
+def test_importance_options_that_do_not_go_together_exit_2(arguments: list[str], tmp_path: Path) -> None:
+    assert invoke("a", "b", "-o", tmp_path / "out", *arguments).exit_code == 2
+
+
+def test_an_unusable_text_is_one_sentence(pair: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    result = invoke(*pair, "-o", tmp_path / "out", "--calibrate", tmp_path / "empty.txt", "--target-quant", "q4_0", "--no-verify")
+    assert result.exit_code == 1
+    assert "empty.txt is empty; give text of the kind the model will read" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_makes_nothing_and_its_sizes_are_those_of_an_export(pair: list[Path], tmp_path: Path) -> None:
+    result = invoke(*pair, "--plan", "--profile", "raspberry-pi-5", "--json", *QUICK[:4], "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    planned = json.loads(result.stdout)["plan"]
+    assert not (tmp_path / "out").exists()
+    assert invoke(*pair, "-o", tmp_path / "out", *QUICK).exit_code == 0
+    target = open_bundle(tmp_path / "out").file("target")
+    assert planned["memory"]["weights"] == pytest.approx(
+        target.bytes + sum(f.bytes for f in open_bundle(tmp_path / "out").manifest.files if f.role in ("drafter_body", "drafter_head")),
+        rel=0.1,
+    )
+
+
+def test_an_output_is_needed_unless_it_is_a_plan(pair: list[Path], tmp_path: Path) -> None:
+    assert invoke(*pair).exit_code == 2
+    assert invoke(*pair, "-o", tmp_path / "out", "--profile", "apple-m").exit_code == 2
+    assert "no device profile 'x'" in invoke(*pair, "--plan", "--profile", "x").stderr

@@ -1,0 +1,32 @@
+"""edge-export without the packages it needs: a sentence, not a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+RUN = "from edge_export.cli.start import main; main()"
+
+
+def start(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_a_missing_package_is_one_sentence():
+    done = start(f"import sys; sys.modules['gguf'] = None; {RUN}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: edge-export needs gguf, which is not installed; run: pip install 'edge-mtp[export]'")
+    assert "Traceback" not in done.stderr
+
+
+def test_our_own_mistake_is_not_hidden():
+    assert "Traceback" in start(f"import sys; sys.modules['edge_export.cli.command'] = None; {RUN}").stderr
+
+
+def test_with_them_it_is_the_command():
+    pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    assert start(RUN).returncode == 0

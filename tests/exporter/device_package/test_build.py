@@ -1,0 +1,247 @@
+"""The parts of a device package that need no network: launchers, wheels, the inventory, and what the command refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from edge_export.cli.command import main
+from edge_export.device_package import build as making
+from edge_export.device_package import debian, llama_build, wheels
+from edge_export.device_package.inventory import Component, take_inventory
+from edge_export.device_package.launchers import write_launchers
+from edge_export.device_package.platforms import PLATFORMS
+from edge_export.device_package.project_code import add_own_code
+from edge_export.errors import ExportError, PackageError
+from edge_export.output.atomic_folder import check_output
+
+LINUX = PLATFORMS["linux-arm64"]
+
+
+def package_with_echo(folder: Path, cpuinfo: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package whose loader prints its arguments, one a line, and whose launcher reads this cpuinfo."""
+    write_launchers(folder, LINUX, ("llama", "onnx"))
+    loader = folder / "lib" / LINUX.loader
+    loader.parent.mkdir()
+    loader.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nprintf "%s\\n" "${LD_LIBRARY_PATH-none} ${PYTHONPATH-none}"\n')
+    loader.chmod(0o755)
+    (folder / "cpuinfo").write_text(cpuinfo)
+    launcher = folder / "bin/edge-python"
+    launcher.write_text(launcher.read_text().replace("/proc/cpuinfo", f'"{folder}/cpuinfo"'))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    return folder
+
+
+def said(command: Sequence[str | Path], folder: Path | None = None) -> list[str]:
+    return subprocess.run([str(word) for word in command], cwd=folder, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("features", "build"),
+    [
+        ("fp asimd evtstrm crc32 cpuid", "armv8"),
+        ("fp asimd asimddp", "armv8"),  # the dotprod build uses half floats, too
+        ("fp asimdhp asimddp", "dotprod"),
+        ("asimddp2 asimdhp crc32", "armv8"),
+        ("asimdhp i8mm bf16 asimddp", "dotprod"),
+    ],
+)
+def test_launcher_takes_the_newest_build_that_the_processor_runs(
+    features: str, build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = package_with_echo(tmp_path / "a b'c", f"processor\t: 0\nBogoMIPS\t: 1\nFeatures\t: {features}\nCPU part\t: 1\n", monkeypatch)
+    words = said([folder / "bin/edge-python", "-c", "print('$HOME `x`')", "*"])
+    libraries = words[words.index("--library-path") + 1].split(":")
+    assert libraries[0] == f"{folder}/lib/llama-{build}"
+    assert words[-5:-1] == ["-s", "-c", "print('$HOME `x`')", "*"]
+    assert words[words.index("--argv0") + 1] == f"{folder}/bin/edge-python"
+    assert words[-1] == "none none"  # libraries and modules of another Python stay outside
+
+
+@pytest.mark.parametrize("shell", ["dash", "mksh", "bash"])
+def test_launchers_are_read_by_the_shells_of_devices(shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dash is Debian's /bin/sh, mksh Android's."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    folder = package_with_echo(tmp_path / "package", "processor : 0\nFeatures : fp asimdhp asimddp\n", monkeypatch)
+    write_launchers(folder, PLATFORMS["android-arm64"], ("onnx",))
+    words = said([shell, folder / "bin/edge-python", "a b"])
+    assert words[-2:] == ["a b", "none none"]
+    assert words[words.index("--library-path") + 1] == f"{folder}/lib"
+
+
+def test_launchers_find_their_folder_through_links_and_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = package_with_echo(tmp_path / "package", "Features : fp\n", monkeypatch)
+    (tmp_path / "link").symlink_to(folder / "bin/edge-run")
+    for command, place in ((["./edge-run", "x"], folder / "bin"), ([tmp_path / "link", "x"], None), (["bin/edge-run", "x"], folder)):
+        words = said(command, place)
+        assert str(folder / "bin/python3.11") in words
+        assert words[-2] == "x"
+        assert "edge_run()" in words[-3]
+
+
+def wheel(folder: Path, members: dict[str, str]) -> Path:
+    path = folder / "thing-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in members.items():
+            archive.writestr(name, text)
+    return path
+
+
+ABOUT = "Metadata-Version: 2.1\nName: Thing\nVersion: 1.0\nClassifier: License :: OSI Approved :: MIT License\n"
+
+
+def test_wheel_is_unpacked_without_tests_and_with_its_licence(tmp_path: Path) -> None:
+    members = {
+        "thing/__init__.py": "", "thing/tests/test_it.py": "", "thing/x.pyi": "", "thing/data.json": "{}", "thing/license_check.py": "",
+        "thing-1.0.dist-info/METADATA": ABOUT, "thing-1.0.dist-info/RECORD": "", "thing-1.0.dist-info/licenses/LICENSE": "MIT text",
+    }  # fmt: skip
+    component = wheels._add_wheel(tmp_path / "p", wheel(tmp_path, members))
+    kept = {path.relative_to(tmp_path / "p").as_posix() for path in (tmp_path / "p").rglob("*") if path.is_file()}
+    site = "lib/python3/dist-packages"
+    assert kept == {
+        f"{site}/thing/__init__.py", f"{site}/thing/data.json", f"{site}/thing/license_check.py", f"{site}/thing-1.0.dist-info/METADATA",
+        f"{site}/thing-1.0.dist-info/licenses/LICENSE", "licences/thing/LICENSE",
+    }  # fmt: skip
+    assert (component.name, component.version, component.licence) == ("thing", "1.0", "MIT License")
+    assert component.texts == ("licences/thing/LICENSE",)
+
+
+@pytest.mark.parametrize("name", ["../outside.py", "/outside.py", "thing/../../outside.py"])
+def test_wheel_that_leads_out_of_the_package_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match="leads out of the package"):
+        wheels._add_wheel(tmp_path / "p", wheel(tmp_path, {"thing-1.0.dist-info/METADATA": ABOUT, name: ""}))
+    assert not (tmp_path / "outside.py").exists()
+
+
+def test_own_code_is_the_two_light_packages(tmp_path: Path) -> None:
+    component = add_own_code(tmp_path)
+    site = tmp_path / "lib/python3/dist-packages"
+    assert sorted(path.name for path in site.iterdir() if not path.name.endswith(".dist-info")) == ["edge_devices", "edge_runtime"]
+    assert not [path for path in site.rglob("*") if "__pycache__" in path.parts]
+    assert "Apache License" in (tmp_path / component.texts[0]).read_text()
+    about = next(site.glob("*.dist-info/METADATA")).read_text()
+    assert f"Version: {version('edge-mtp')}\n" in about
+    assert "edge-export" not in about
+
+
+def test_inventory_names_every_file_with_its_hash(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/edge-python").write_bytes(b"abc")
+    (tmp_path / "bin/edge-python").chmod(0o755)
+    inventory = take_inventory(tmp_path, "linux-arm64", "1", ("onnx",), [])
+    told = json.loads((tmp_path / "package.json").read_text())
+    assert told["files"] == [
+        {"path": "bin/edge-python", "bytes": 3, "sha256": Component.hash_of(tmp_path / "bin/edge-python"), "executable": True}
+    ]
+    assert told["sizes"] == {"launchers": 3}
+    assert (told["schema"], told["platform"], inventory.bytes) == (2, "linux-arm64", 3)
+
+
+def test_wheels_are_older_than_the_bundled_c_library() -> None:
+    """Debian 12's is 2.36: a wheel for a newer one would not load."""
+    for platform in PLATFORMS.values():
+        assert max(int(tag.split("_")[2]) for tag in platform.wheel_tags if tag.startswith("manylinux_2_")) <= 36
+
+
+def run_command(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, list(words))
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--package", "linux-arm64"], "Missing option '-o'"),
+        (["--package", "linux-arm64", "-o", "x", "--reference-pair"], "--reference-pair has no place"),
+        (["--package", "linux-arm64", "-o", "x", "target"], "target has no place"),
+        (["--backend", "onnx", "--reference-pair", "-o", "x"], "--backend and --with-llama-tools are for --package"),
+        (["--package", "linux-x64", "-o", "x", "--backend", "llama"], "llama.cpp is not compiled for linux-x64 yet"),
+        (["--package", "windows"], "is not one of"),
+    ],
+)
+def test_options_that_do_not_fit_are_usage_errors(words: list[str], reason: str) -> None:
+    status, output = run_command(*words)
+    assert status == 2
+    assert reason in output
+
+
+def test_missing_apt_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
+    status, output = run_command("--package", "linux-arm64", "--backend", "onnx", "-o", str(tmp_path / "package"))
+    assert status == 1
+    assert "apt-get is missing, which making the package needs" in output
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["cache"])
+
+
+def test_missing_keyring_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(debian, "found", lambda program, advice: program)
+    monkeypatch.setattr(debian, "KEYRING", tmp_path / "keyring.gpg")
+    with pytest.raises(PackageError, match=r"keyring\.gpg is missing.*apt install debian-archive-keyring"):
+        debian.fetch_archives(("libc6",), "arm64", tmp_path)
+
+
+def test_missing_zig_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_build, "find_spec", lambda name: None)
+    with pytest.raises(PackageError, match=r"ziglang is missing.*edge-mtp\[package\]"):
+        llama_build.open_toolchain(tmp_path)
+
+
+def test_unreachable_index_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "PIP_INDEX_URL": f"file://{tmp_path}/none",
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+        "PIP_CONFIG_FILE": "/dev/null",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PackageError, match=r"download failed .*check the network"):
+        wheels.add_wheels(tmp_path / "p", LINUX, ("onnx",), tmp_path)
+
+
+def test_failure_leaves_no_folder_and_an_old_package_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise PackageError("Debian is away; try again")
+
+    monkeypatch.setattr(making, "add_python", fail)
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
+    old = tmp_path / "package"
+    (old / "bin").mkdir(parents=True)
+    (old / "bin/edge-python").write_text("old")
+    take_inventory(old, "linux-arm64", "0", ("onnx",), [])
+    request = making.PackageRequest(platform="linux-arm64", output=old, backends=("onnx",), force=True)
+    with pytest.raises(PackageError, match="Debian is away"):
+        making.make_package(request, lambda _: None)
+    assert (old / "bin/edge-python").read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} <= {"package", "cache"}
+
+
+@pytest.mark.parametrize("listed", [{}, {"platform": ["linux-arm64"], "backends": []}, {"name": "web", "files": ["index.js"]}])
+def test_force_replaces_packages_only(listed: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/package.json").write_text(json.dumps(listed))
+    request = making.PackageRequest(platform="linux-arm64", output=tmp_path / "web", backends=("onnx",), force=True)
+    with pytest.raises(ExportError, match="is not a package, so --force does not replace it"):
+        making.make_package(request, lambda _: None)
+
+
+def test_force_replaces_no_package_with_files_of_others(tmp_path: Path) -> None:
+    (tmp_path / "lib/__pycache__").mkdir(parents=True)
+    (tmp_path / "lib/a.py").write_text("")
+    take_inventory(tmp_path, "linux-arm64", "0", ("onnx",), [])
+    (tmp_path / "lib/__pycache__/a.cpython-311.pyc").write_text("what Python made of it is ours")
+    check_output(tmp_path, force=True, kind=making.PACKAGE)
+    (tmp_path / "lib/notes.txt").write_text("")
+    with pytest.raises(ExportError, match=r"lib/notes\.txt is no file of the package"):
+        check_output(tmp_path, force=True, kind=making.PACKAGE)

@@ -1,0 +1,199 @@
+"""Device packages on emulated devices: tokens and drafts are those of this machine.
+
+Times under emulation mean nothing. The packages are made here for onnxruntime alone; EDGE_MTP_PACKAGES names a folder with whole ones (such
+as linux-arm64 in it, made with `edge-export --package linux-arm64 --with-llama-tools`), because compiling llama.cpp takes minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafts_of import drafts_of
+from emulated import ANDROID_TMP, Userland, make_userland, missing_programs, write_cpuinfo
+
+if reason := missing_programs():
+    pytest.skip(reason, allow_module_level=True)
+
+from edge_export.device_package.build import PackageRequest, make_package
+from edge_export.device_package.inventory import Component
+from edge_export.device_package.platforms import SITE
+from edge_export.device_package.project_code import add_own_code
+from edge_export.errors import PackageError
+
+pytestmark = pytest.mark.slow
+SUPPORT = Path(__file__).parents[2] / "support"
+PROMPTS = ["def area(r):\n", "class Stack:\n"]
+TOKENS = 16
+Packages = Callable[[str], Path]
+
+
+def link_or_copy(source: str, destination: str) -> None:
+    try:
+        os.link(source, destination)
+    except OSError:
+        shutil.copy2(source, destination)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("downloads")
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
+    """From a platform to its package, with today's light packages in it."""
+    root, given = tmp_path_factory.mktemp("packages"), os.environ.get("EDGE_MTP_PACKAGES")
+
+    def package_for(platform: str) -> Path:
+        folder = root / platform
+        if folder.is_dir():
+            return folder
+        ready = Path(given) / platform if given else None
+        if ready is not None and ready.is_dir():
+            shutil.copytree(ready, folder, copy_function=link_or_copy)
+            for old in [*(folder / SITE).glob("edge_*")]:
+                shutil.rmtree(old)
+            add_own_code(folder)
+            return folder
+        try:
+            make_package(PackageRequest(platform=platform, output=folder, backends=("onnx",)), lambda _: None)
+        except PackageError as error:
+            pytest.skip(f"no package can be made here: {error}")
+        return folder
+
+    return package_for
+
+
+def whole(package: Path, part: str) -> Path:
+    if not (package / part).exists():
+        pytest.skip(f"EDGE_MTP_PACKAGES names no folder with a {package.name} that has {part}: make one with edge-export --package")
+    return package
+
+
+@pytest.fixture(scope="module")
+def pi(tmp_path_factory: pytest.TempPathFactory, packages: Packages, cache: Path) -> Userland:
+    """A Raspberry Pi 5 with nothing on it but a shell, and the package in the user's home."""
+    found = make_userland(tmp_path_factory.mktemp("pi") / "root", cache, android=False)
+    return replace(found, shared={"/home/pi/package": packages("linux-arm64"), "/home/pi/support": SUPPORT})
+
+
+@pytest.fixture(scope="module")
+def phone(tmp_path_factory: pytest.TempPathFactory, packages: Packages, cache: Path) -> Userland:
+    """A phone with its shell in /system/bin, no /bin, no /tmp and no C library, and the package where adb may put it."""
+    found = make_userland(tmp_path_factory.mktemp("phone") / "root", cache, android=True)
+    shutil.copytree(packages("android-arm64"), found.path(f"{ANDROID_TMP}/package"), copy_function=link_or_copy)
+    shutil.copy(SUPPORT / "drafts_of.py", found.path(ANDROID_TMP))
+    return found
+
+
+def seeing(userland: Userland, bundle: Path) -> Userland:
+    """The device with the bundle at the place where it lies here: proot 5.1 answers access(), by which click checks files, of this machine."""
+    return replace(userland, shared={**userland.shared, str(bundle): bundle})
+
+
+def said(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_every_module_of_the_standard_library_finds_its_libraries(pi: Userland) -> None:
+    code = (
+        "import importlib, json, pathlib, subprocess, sys\n"
+        "folder = pathlib.Path(sys.prefix) / 'lib/python3.11/lib-dynload'\n"
+        "names = [path.name.partition('.')[0] for path in folder.glob('*.so')]\n"
+        "for name in names: importlib.import_module(name)\n"
+        "child = subprocess.run([sys.executable, '-c', 'import sys; print(sys.prefix)'], capture_output=True, text=True)\n"
+        "print(json.dumps([len(names), sys.prefix, child.stdout.strip(), sys.path]))"
+    )
+    count, prefix, child, path = said(pi.run(["/home/pi/package/bin/edge-python", "-c", code]))
+    assert count > 20
+    assert prefix == child == "/home/pi/package"
+    assert all(place == "" or place.startswith(prefix) for place in path)
+
+
+def test_package_json_is_what_lies_there(packages: Packages) -> None:
+    folder = packages("android-arm64")
+    told = json.loads((folder / "package.json").read_text())
+    kept = {file["path"]: file for file in told["files"]}
+    for path, file in kept.items():
+        if f"{SITE}/edge_" not in path:  # of EDGE_MTP_PACKAGES: replaced by today's
+            assert ((folder / path).stat().st_size, Component.hash_of(folder / path)) == (file["bytes"], file["sha256"])
+    assert not [path for path in kept if "edge_export" in path or "/torch" in path]
+    for component in told["licences"]:
+        assert component["texts"], component["name"]
+        assert all((folder / text).stat().st_size > 100 for text in component["texts"])
+
+
+def test_libraries_suit_kernels_with_large_pages(packages: Packages) -> None:
+    """A Raspberry Pi 5 and newer phones have pages of 16 KiB; a library aligned for 4 KiB does not load there."""
+    libraries = [path for path in packages("linux-arm64").rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
+    assert len(libraries) > 40
+    for library in libraries:
+        assert load_alignment(library.read_bytes()) >= 16384, library
+
+
+def load_alignment(elf: bytes) -> int:
+    """The smallest alignment of the parts of a 64-bit ELF file that are mapped."""
+    first, size, count = int.from_bytes(elf[32:40], "little"), int.from_bytes(elf[54:56], "little"), int.from_bytes(elf[56:58], "little")
+    headers = [elf[first + i * size : first + (i + 1) * size] for i in range(count)]
+    return min(int.from_bytes(header[48:56], "little") for header in headers if int.from_bytes(header[:4], "little") == 1)
+
+
+def test_onnx_drafts_on_a_pi_are_those_of_this_machine(
+    pi: Userland, onnx_pair: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = onnx_pair("f32")
+    words = ["package/bin/edge-python", "support/drafts_of.py", str(bundle), "onnx", "split", str(TOKENS), *PROMPTS]
+    assert said(seeing(pi, bundle).run([pi.shell, "-c", 'exec "$@"', "sh", *words])) == drafts_of(bundle, "onnx", "split", TOKENS, PROMPTS)
+
+
+def test_onnx_drafts_on_a_phone_are_those_of_this_machine(phone: Userland, onnx_pair: Callable[[str], Path]) -> None:
+    bundle = onnx_pair("f32")
+    words = ["package/bin/edge-python", "drafts_of.py", str(bundle), "onnx", "split", str(TOKENS), PROMPTS[0]]
+    assert said(seeing(phone, bundle).run([phone.shell, "-c", 'exec "$@"', "sh", *words])) == drafts_of(
+        bundle, "onnx", "split", TOKENS, PROMPTS[:1]
+    )
+
+
+@pytest.mark.parametrize(("cpu", "build"), [("cortex-a76", "dotprod"), ("cortex-a72", "armv8")])
+def test_llama_drafts_on_a_pi_are_those_of_this_machine(
+    cpu: str, build: str, pi: Userland, packages: Packages, exported_pair: Path, probe_memory: None
+) -> None:
+    """On a Pi 5 and a Pi 4, which take different builds of the CPU library."""
+    whole(packages("linux-arm64"), f"lib/llama-{build}/libggml-cpu.so")
+    write_cpuinfo(pi.path("cpuinfo"), cpu)
+    words = ["package/bin/edge-python", "support/drafts_of.py", str(exported_pair), "llama", "split", str(TOKENS), *PROMPTS]
+    done = replace(seeing(pi, exported_pair), cpu=cpu).run([pi.shell, "-c", 'exec "$@"', "sh", *words])
+    write_cpuinfo(pi.path("cpuinfo"), "cortex-a76")
+    assert said(done) == drafts_of(exported_pair, "llama", "split", TOKENS, PROMPTS)
+
+
+def test_edge_run_on_a_phone_with_llama(phone: Userland, packages: Packages, exported_pair: Path, probe_memory: None) -> None:
+    whole(packages("android-arm64"), "lib/llama-dotprod/libggml-cpu.so")
+    words = f"package/bin/edge-run {exported_pair} --backend llama --drafter dense --draft-length 3 --max-tokens 16 --threads 1 --json 'class Stack:'"
+    told = said(seeing(phone, exported_pair).run([phone.shell, "-c", words]))
+    here = drafts_of(exported_pair, "llama", "dense", TOKENS, ["class Stack:"])[0]
+    assert told["stats"]["tokens"] == TOKENS
+    assert told["stats"]["accepted_tokens"] == sum(here["accepted"])
+    assert told["stats"]["drafted_tokens"] == sum(map(len, here["drafts"]))
+
+
+def test_static_tools_draft_where_there_is_no_python(phone: Userland, packages: Packages, exported_pair: Path) -> None:
+    whole(packages("android-arm64"), "tools/llama-speculative-simple")
+    files = {file["role"]: file["path"] for file in json.loads((exported_pair / "manifest.json").read_text())["files"]}
+    words = (
+        f"package/tools/llama-speculative-simple -m {exported_pair}/{files['target']} -md {exported_pair}/{files['drafter']} --spec-type draft-mtp"
+        " --spec-draft-n-max 3 -p 'class Stack:' -n 16 --temp 0 -t 1 -c 256"
+    )
+    done = seeing(phone, exported_pair).run([phone.shell, "-c", words])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "n_accept" in done.stdout + done.stderr

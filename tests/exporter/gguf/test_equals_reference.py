@@ -1,0 +1,81 @@
+"""Every member's GGUF against llama.cpp's own convert_hf_to_gguf.py: same keys, same tensors, same bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiny_members import MEMBERS
+
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.peer
+
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.safetensors import FloatType
+from edge_export.gguf.writer import gguf_bytes, write_gguf
+
+WEIGHT_TYPES: list[FloatType] = ["f32", "f16", "bf16"]
+# Keys or tensors that may differ, with the reason. Empty: nothing differs.
+DIFFERENCES: dict[str, str] = {}
+# One process converts all: starting it costs more than the tiny conversions.
+CONVERT_ALL = """
+import runpy, sys
+script, names, source, out = sys.argv[1], sys.argv[2].split(","), sys.argv[3], sys.argv[4]
+for name in names:
+    for kind in ("f32", "f16", "bf16"):
+        sys.argv = [script, f"{source}/{name}", "--outfile", f"{out}/{name}-{kind}.gguf", "--outtype", kind]
+        runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def reference(member_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the GGUF files llama.cpp's converter makes of all members, in all weight types."""
+    sources = os.environ.get("EDGE_MTP_LLAMA_CPP")
+    if not sources or not (Path(sources) / "convert_hf_to_gguf.py").is_file():
+        pytest.skip("EDGE_MTP_LLAMA_CPP does not name a folder with llama.cpp's convert_hf_to_gguf.py")
+    folders = [member_folder(name) for name in MEMBERS]
+    out = tmp_path_factory.mktemp("reference")
+    script = str(Path(sources) / "convert_hf_to_gguf.py")
+    done = subprocess.run(
+        [sys.executable, "-c", CONVERT_ALL, script, ",".join(MEMBERS), str(folders[0].parent), str(out)],
+        env=os.environ | {"PYTHONPATH": f"{sources}{os.pathsep}{sources}/gguf-py"}, capture_output=True, text=True, timeout=900,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def _fields(reader: Any) -> dict[str, tuple[list[str], Any]]:
+    return {key: ([kind.name for kind in field.types], field.contents()) for key, field in reader.fields.items()}
+
+
+@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
+@pytest.mark.parametrize("name", MEMBERS)
+def test_same_file(
+    name: str, weight_type: FloatType, member_folder: Callable[[str], Path], reference: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    checkpoint, path, written = open_checkpoint(member_folder(name)), tmp_path / "ours.gguf", []
+    expected_bytes = gguf_bytes(checkpoint, weight_type)
+    write_gguf(checkpoint, path, weight_type, written.append)
+    theirs_path = reference / f"{name}-{weight_type}.gguf"
+    ours, theirs = gguf.GGUFReader(path), gguf.GGUFReader(theirs_path)
+    our_fields, their_fields = _fields(ours), _fields(theirs)
+    assert set(our_fields) ^ set(their_fields) <= set(DIFFERENCES)
+    for key, value in their_fields.items():
+        assert key in DIFFERENCES or our_fields[key] == value, key
+    our_tensors = {tensor.name: tensor for tensor in ours.tensors}
+    assert [tensor.name for tensor in ours.tensors] == [tensor.name for tensor in theirs.tensors]
+    for tensor in theirs.tensors:
+        mine = our_tensors[tensor.name]
+        assert (list(mine.shape), mine.tensor_type) == (list(tensor.shape), tensor.tensor_type), tensor.name
+        assert np.array_equal(mine.data.view(np.uint8), tensor.data.view(np.uint8)), tensor.name
+    assert path.read_bytes() == theirs_path.read_bytes()
+    assert sum(written) == expected_bytes == path.stat().st_size

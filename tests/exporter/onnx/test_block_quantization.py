@@ -1,0 +1,171 @@
+"""Four and eight bits: what is packed is what MatMulNBits multiplies with, and the search never loses more than rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_export.errors import ExportError
+from edge_export.onnx.block_quantization import BITS, BLOCKS, METHODS, PackedMatrix, WeightSpec, dequantize, quantize_matrix
+
+SPECS = [
+    WeightSpec(bits=bits, block=block, method=method, symmetric=symmetric)
+    for bits in BITS for block in BLOCKS for method in METHODS for symmetric in (True, False)
+]  # fmt: skip
+specs = st.sampled_from(SPECS)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Any:
+    """float32 [N, K] of very different sizes, shapes and spreads, with equal and zero blocks among them."""
+    rows, columns = draw(st.integers(1, 5)), draw(st.integers(1, 300))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    weight = random.standard_normal((rows, columns)) * 10.0 ** draw(st.integers(-30, 30))
+    weight *= np.exp(draw(st.floats(0, 3)) * random.standard_normal((1, columns)))
+    weight += draw(st.sampled_from([0, 1, -5])) * np.abs(weight).max()
+    weight[random.random(weight.shape) < draw(st.sampled_from([0, 0.5, 1]))] = 0
+    return weight.astype(np.float32)
+
+
+def weighted_error(weight: Any, packed: PackedMatrix, importance: Any) -> float:
+    scale = max(float(np.abs(weight).max()), 1e-37)
+    return float(np.sum(importance * ((dequantize(packed).astype(np.float64) - weight) / scale) ** 2))
+
+
+def spec_of(spec: WeightSpec, method: Any) -> WeightSpec:
+    return WeightSpec(bits=spec.bits, block=spec.block, method=method, symmetric=spec.symmetric)
+
+
+def blocks_of(weight: Any, block: int) -> Any:
+    columns = weight.shape[1]
+    return np.pad(weight, ((0, 0), (0, -columns % block))).reshape(len(weight), -1, block)
+
+
+@given(weight=matrices(), spec=specs)
+@settings(max_examples=60, deadline=None)
+def test_rounding_is_within_half_a_step(weight: Any, spec: WeightSpec) -> None:
+    weight = weight.astype(np.float64)
+    found = quantize_matrix(weight.astype(np.float32), spec_of(spec, "rtn"))
+    blocks = blocks_of(weight, spec.block)
+    low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
+    # Symmetric: the farthest weight is exact, one of the other sign may be a whole step out of reach.
+    # Asymmetric: half a step, and half a step more that rounding the zero point may take from the ends.
+    symmetric, asymmetric = np.maximum(-low, high) / (1 << (spec.bits - 1)), (high - low) / ((1 << spec.bits) - 1)
+    bound = symmetric if spec.symmetric else asymmetric
+    errors = np.abs(blocks_of(dequantize(found).astype(np.float64), spec.block) - blocks)
+    assert (errors <= bound[..., None] * (1 + 1e-4) + 1e-37).all()
+
+
+@given(weight=matrices(), spec=specs, seed=st.integers(0, 1000), weighted=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_the_search_never_loses_more_than_rounding(weight: Any, spec: WeightSpec, seed: int, weighted: bool) -> None:
+    importance = np.random.default_rng(seed).gamma(0.5, 1, weight.shape[1]).astype(np.float32) + np.float32(1e-3)
+    given_importance = importance if weighted else None
+    plain = weighted_error(weight, quantize_matrix(weight, spec_of(spec, "rtn")), importance if weighted else 1.0)
+    found = weighted_error(weight, quantize_matrix(weight, spec_of(spec, "search"), given_importance), importance if weighted else 1.0)
+    assert found <= plain * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_search_is_clearly_better_on_bell_shaped_weights(block: int, symmetric: bool) -> None:
+    weight = np.random.default_rng(1).standard_normal((64, 512)).astype(np.float32)
+    errors = [
+        weighted_error(weight, quantize_matrix(weight, WeightSpec(bits=4, block=block, method=method, symmetric=symmetric)), 1.0)
+        for method in METHODS
+    ]
+    assert errors[1] < 0.93 * errors[0]
+
+
+def test_importance_helps_where_it_is_large() -> None:
+    weight = np.random.default_rng(2).standard_normal((128, 256)).astype(np.float32)
+    importance = np.ones(256, np.float32)
+    importance[::16] = 200
+    spec = WeightSpec(bits=4, block=32)
+    blind, seeing = (dequantize(quantize_matrix(weight, spec, counts)) - weight for counts in (None, importance))
+    assert np.mean(seeing[:, ::16] ** 2) < 0.5 * np.mean(blind[:, ::16] ** 2)
+    assert np.mean(seeing**2) > np.mean(blind**2), "what the others lose"
+
+
+def test_columns_without_any_importance_keep_their_weights() -> None:
+    weight = np.random.default_rng(3).standard_normal((4, 64)).astype(np.float32)
+    importance = np.zeros(64, np.float32)
+    importance[:4] = 1
+    for counts in (importance, np.zeros(64, np.float32)):
+        found = quantize_matrix(weight, WeightSpec(bits=4, block=32), counts)
+        assert np.abs(dequantize(found) - weight).max() < 0.35
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_zero_and_equal_blocks_are_exact(spec: WeightSpec) -> None:
+    weight = np.zeros((3, 2 * spec.block), np.float32)
+    weight[1], weight[2] = 0.75, -1.5
+    assert np.allclose(dequantize(quantize_matrix(weight, spec)), weight, rtol=1e-6, atol=0)
+    assert np.array_equal(dequantize(quantize_matrix(weight[:1], spec)), weight[:1])
+
+
+def test_a_matrix_in_pieces_is_the_same_matrix() -> None:
+    weight = np.random.default_rng(4).standard_normal((3000, 96)).astype(np.float32)
+    spec = WeightSpec(bits=4, block=64, symmetric=False)
+    whole, halves = quantize_matrix(weight, spec), [quantize_matrix(part, spec) for part in (weight[:1001], weight[1001:])]
+    for field in ("packed", "scales", "zero_points"):
+        assert np.array_equal(getattr(whole, field), np.concatenate([getattr(half, field) for half in halves]))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_that_are_not_finite_are_refused(value: float, method: Any) -> None:
+    weight = np.zeros((3000, 64), np.float32)
+    weight[2711, 5] = value
+    with pytest.raises(ExportError, match=rf"row 2711, column 5 of a matrix is {value}; such weights cannot be quantized"):
+        quantize_matrix(weight, WeightSpec(bits=4, block=32, method=method))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight, spec = np.ones((2, 64), np.float32), WeightSpec(bits=4, block=32)
+    with pytest.raises(ExportError, match=r"importance has shape \[63\], the matrix 64 columns"):
+        quantize_matrix(weight, spec, np.ones(63, np.float32))
+    for value in (-1, np.inf, np.nan):
+        with pytest.raises(ExportError, match="negative or not finite"):
+            quantize_matrix(weight, spec, np.full(64, value, np.float32))
+    with pytest.raises(ExportError, match=r"shape \[64\] is no matrix"):
+        quantize_matrix(weight[0], spec)
+    with pytest.raises(ExportError, match="3 bits in blocks of 48 by 'rtn' is no weight format; bits are 4 or 8, blocks 32 or 64 or 128"):
+        WeightSpec(bits=3, block=48, method="rtn")
+
+
+@pytest.mark.parametrize("columns", [96, 128, 200])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_onnx_runtime_multiplies_with_the_dequantized_weights(spec: WeightSpec, columns: int) -> None:
+    onnx = pytest.importorskip("onnx", reason="builds the graph")
+    runtime = pytest.importorskip("onnxruntime", reason="runs MatMulNBits")
+    random = np.random.default_rng(columns)
+    weight, rows = random.standard_normal((48, columns)).astype(np.float32), random.standard_normal((5, columns)).astype(np.float32)
+    found = quantize_matrix(weight, spec, random.random(columns).astype(np.float32))
+    stored = {"B": found.packed, "scales": found.scales}
+    if found.zero_points is not None:
+        stored["zero_points"] = found.zero_points
+    node = onnx.helper.make_node(
+        "MatMulNBits", ["A", *stored], ["Y"], domain="com.microsoft", K=columns, N=48, bits=spec.bits, block_size=spec.block, accuracy_level=1
+    )  # fmt: skip
+    shapes = {
+        name: onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [5, width]) for name, width in (("A", columns), ("Y", 48))
+    }
+    graph = onnx.helper.make_graph(
+        [node], "one", [shapes["A"]], [shapes["Y"]], [onnx.numpy_helper.from_array(value, name) for name, value in stored.items()]
+    )  # fmt: skip
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (product,) = session.run(None, {"A": rows})
+    assert np.allclose(product, rows @ dequantize(found).T, atol=2e-4)
+
+
+def test_a_row_with_a_large_spread_keeps_its_small_blocks() -> None:
+    weight = np.concatenate([np.full((1, 32), 1e30), np.random.default_rng(5).standard_normal((1, 32)) * 1e-30], axis=1).astype(np.float32)
+    found = dequantize(quantize_matrix(weight, WeightSpec(bits=4, block=32)))
+    assert np.corrcoef(found[0, 32:] * 1e30, weight[0, 32:] * 1e30)[0, 1] > 0.98

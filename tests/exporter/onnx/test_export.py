@@ -1,0 +1,287 @@
+"""ONNX graphs of every member against transformers, what the manifest says of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+
+from click.testing import CliRunner
+
+from edge_export.checkpoint.reference_pair import reference_pair
+from edge_export.cli.command import main
+from edge_export.errors import ExportError, ParityError
+from edge_export.onnx.graphs import blocks as onnx_blocks
+from edge_export.onnx.request import OnnxRequest
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from edge_export.quantization.importance_sources import Weighing
+from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.bundle.onnx_graph import check_onnx
+from edge_runtime.session.open import open_session
+from settled_pair import settled
+from silent import Silent
+
+Folders = Callable[[str], Path]
+MEMBERS = ["e2b", "e4b", "12b", "31b", "26b-a4b"]
+
+
+@pytest.fixture
+def exported(member_folder: Folders, tmp_path: Path) -> Callable[..., Bundle]:
+    def made(member: str = "e2b", weights: Any = "f32", **changes: Any) -> Bundle:
+        values: dict[str, Any] = {
+            "target": str(settled(member_folder, member)), "drafter": str(settled(member_folder, f"{member}-assistant")),
+            "output": tmp_path / "out", "gguf": False, "onnx": OnnxRequest(target=weights, drafter=weights), "threads": 1, "context": 512,
+        }  # fmt: skip
+        bundle = export_pair(ExportRequest(**values | changes), Silent())
+        for graph in bundle.folder.glob("*.onnx"):
+            check_onnx(graph)  # whatever the form, the runtime opens it
+        return bundle
+
+    return made
+
+
+def parity_of(bundle: Bundle) -> dict[str, Any]:
+    assert bundle.manifest.parity is not None
+    return dict(bundle.manifest.parity["onnx"])
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_float32_graphs_are_the_reference(member: str, exported: Callable[..., Bundle]) -> None:
+    bundle = exported(member)
+    parity = parity_of(bundle)
+    assert parity["unquantized"]["max_abs_difference"] < 1e-4
+    assert parity["unquantized"] == {key: value for key, value in parity["quantized"].items() if key != "quantization"} | {
+        "weight_type": "f32"
+    }
+    assert parity["drafts"]["unquantized_agreement"] == 1
+    with open_session(bundle.folder, threads=1) as session:
+        plain, drafted = (session.generate(list(range(300, 360)), max_tokens=60, draft_length=n) for n in (0, 3))
+        plain.text(), drafted.text()
+        assert plain.tokens == drafted.tokens
+
+
+@pytest.mark.parametrize(("weights", "most"), [("f16", 1e-6), ("int8", 0.005), ("int4", 0.3)])
+def test_rounded_weights_stay_near_and_float32_graphs_leave_no_trace(weights: str, most: float, exported: Callable[..., Bundle]) -> None:
+    bundle = exported("e2b", weights)
+    parity = parity_of(bundle)
+    assert parity["unquantized"]["max_abs_difference"] < 1e-4
+    assert 0 <= parity["quantized"]["mean_kl"] < most
+    listed = {file.path for file in bundle.manifest.files}
+    assert {path.name for path in bundle.folder.iterdir()} == listed | {"manifest.json", "config.yaml"}
+
+
+def test_the_shipped_pair_is_within_a_thousandth(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the reference runs in torch")
+    target, drafter = map(str, reference_pair())
+    request = ExportRequest(
+        target=target, drafter=drafter, output=tmp_path / "out", gguf=False, onnx=OnnxRequest(target="f32", drafter="f32"), threads=1
+    )  # fmt: skip
+    parity = parity_of(export_pair(request, Silent()))
+    assert parity["unquantized"]["max_abs_difference"] <= 1e-3
+    assert parity["drafts"]["unquantized_agreement"] == 1
+    assert parity["tokens"] > 128 + 64, "the text is longer than the window"
+
+
+def test_a_wrong_graph_is_refused_and_nothing_is_left(
+    exported: Callable[..., Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_blocks.Blocks, "_gelu", lambda self, graph, value: graph.op("Relu", value))
+    with pytest.raises(ParityError, match="largest logit difference of the f32 graph"):
+        exported()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_with_another_window_is_told_from_the_reference(exported: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison's text is longer than the window, so its edge counts."""
+    monkeypatch.setattr(onnx_blocks.DrafterBlocks, "window_of", lambda self, layer: 4 if self._model.is_sliding(layer) else -1)
+    with pytest.raises(ParityError, match="share of the f32 graph's drafts"):
+        exported("e4b")  # with several K/V heads the graph has the window, with one the reader
+
+
+@pytest.mark.parametrize("member", ["e2b", "e4b"])
+@pytest.mark.parametrize(("kv", "kl"), [("f16", 1e-5), ("int8", 0.02)])
+def test_smaller_rows_cost_little(member: str, kv: Any, kl: float, exported: Callable[..., Bundle]) -> None:
+    """With one K/V head attention is on rows, with several on buffers."""
+    bundle = exported(member, onnx=OnnxRequest(target="f32", drafter="f32", kv=kv))
+    parity, buffers = parity_of(bundle), bundle.manifest.cache_layout.buffers
+    assert {buffer.dtype for buffer in buffers} == {"i8" if kv == "int8" else kv}
+    assert ("rows" in {buffer.read for buffer in buffers}) == (member == "e2b")
+    assert parity["unquantized"]["mean_kl"] < parity["quantized"]["mean_kl"] < kl
+    assert parity["drafts"]["quantized_agreement"] > 0.9
+    assert sum(parity["drafts"]["confidence"]["seen"]) > 50
+
+
+def nodes_of(graph: Any) -> Iterator[Any]:
+    """All nodes of a graph, those in Loops and Ifs too."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from nodes_of(attribute.g)
+
+
+def test_the_manifest_names_every_buffer_operator_set_and_contrib_operator(exported: Callable[..., Bundle]) -> None:
+    bundle = exported("12b", "int8", verify=False)
+    graphs = [onnx.load(bundle.path(role, "onnx"), load_external_data=False) for role in ("target", "target_head", "drafter")]
+    facts, layout = bundle.manifest.onnx, bundle.manifest.cache_layout
+    assert facts is not None
+    assert {(opset.domain, opset.version) for graph in graphs for opset in graph.opset_import} == {("", facts.opset), ("com.microsoft", 1)}
+    used = {node.op_type for graph in graphs for node in nodes_of(graph.graph) if node.domain == "com.microsoft"}
+    assert set(facts.contrib_ops) == used >= {"GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits"}
+    inputs = {value.name: [size.dim_value for size in value.type.tensor_type.shape.dim] for value in graphs[0].graph.input}
+    for buffer in layout.buffers:
+        for name in (buffer.key, buffer.value):
+            shape = inputs.pop(name)
+            assert (shape[1], shape[3]) == (buffer.kv_heads, buffer.head_dim)
+    assert not [name for name in inputs if name.startswith(("key.", "value."))]
+    assert {buffer.layer for buffer in layout.buffers} == set(layout.full.owner_layers) | set(layout.sliding.owner_layers)  # type: ignore[union-attr]
+    read = {value.name for value in graphs[2].graph.input if value.name.startswith("key.")}
+    assert read == {f"key.{layer}" for layer in layout.drafter_sources}
+
+
+def locations(graph: Any) -> dict[tuple[str, str], int]:
+    """(file, offset) -> length of each piece of external data."""
+    found = {}
+    for tensor in graph.graph.initializer:
+        entry = {item.key: item.value for item in tensor.external_data}
+        if entry:
+            found[entry["location"], entry["offset"]] = int(entry["length"])
+    return found
+
+
+def test_the_embeddings_bytes_are_there_once_for_target_head_and_drafter(exported: Callable[..., Bundle]) -> None:
+    bundle = exported("e2b", "int8", verify=False)
+    target, head, drafter = (
+        locations(onnx.load(bundle.path(role, "onnx"), load_external_data=False)) for role in ("target", "target_head", "drafter")
+    )
+    assert head.items() <= target.items(), "the head is the target's embedding"
+    foreign = {place: length for place, length in drafter.items() if place[0].startswith("target")}
+    assert foreign == head
+    for (name, offset), length in (target | drafter).items():
+        assert int(offset) + length <= (bundle.folder / name).stat().st_size
+
+
+def test_an_untied_head_has_its_own_bytes(member_folder: Folders, exported: Callable[..., Bundle], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "untied"
+    shutil.copytree(settled(member_folder, "31b"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    bundle = exported("31b", target=str(folder))
+    assert parity_of(bundle)["unquantized"]["max_abs_difference"] < 1e-4
+    target, head = (locations(onnx.load(bundle.path(role, "onnx"), load_external_data=False)) for role in ("target", "target_head"))
+    assert not set(target) & set(head)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_experts_are_rounded_like_other_weights(weights: str, exported: Callable[..., Bundle]) -> None:
+    parity = parity_of(exported("26b-a4b", weights))
+    assert 0 < parity["quantized"]["mean_kl"] < (0.01 if weights == "int8" else 0.5)
+
+
+def test_a_gguf_is_no_source_of_graphs(exported: Callable[..., Bundle], member_folder: Folders, tmp_path: Path) -> None:
+    from edge_export.checkpoint.checkpoint import open_checkpoint
+    from edge_export.gguf.writer import write_gguf
+
+    write_gguf(open_checkpoint(member_folder("e2b")), tmp_path / "target.gguf", "f16", lambda _: None)
+    with pytest.raises(ExportError, match="is a GGUF; ONNX graphs are made from a checkpoint"):
+        exported(target=str(tmp_path / "target.gguf"), drafter=str(member_folder("e2b-assistant")))
+
+
+def test_too_small_a_disk_is_told_before_anything_is_written(exported: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    with pytest.raises(ExportError, match="the ONNX graphs need about"):
+        exported()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounded_matrices_mean_what_onnxruntime_computes(bits: Any) -> None:
+    """Zero and outermost steps, both nibbles and signs: MatMulNBits on unit vectors gives the matrix that was stored."""
+    import onnxruntime
+
+    from edge_export.onnx.block_quantization import WeightSpec, quantize_matrix
+
+    weight = np.random.default_rng(1).standard_normal((24, 128)).astype(np.float32)
+    weight[3, :32] = 0
+    packed = quantize_matrix(weight, WeightSpec(bits=bits, block=32), None)
+    assert packed.packed.shape == (24, 4, 4 * bits)
+    helper = onnx.helper
+    node = helper.make_node(
+        "MatMulNBits", ["a", "b", "scales"], ["y"], domain="com.microsoft", K=128, N=24, bits=bits, block_size=32, accuracy_level=1
+    )
+    graph = helper.make_graph(
+        [node], "one",
+        [helper.make_tensor_value_info("a", 1, [128, 128])], [helper.make_tensor_value_info("y", 1, [128, 24])],
+        [onnx.numpy_helper.from_array(packed.packed, "b"), onnx.numpy_helper.from_array(packed.scales, "scales")],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)], ir_version=10)
+    stored = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"a": np.eye(128, dtype=np.float32)})[0].T
+    blocks, largest = np.abs(weight - stored).reshape(24, 4, 32), np.abs(weight).reshape(24, 4, 32).max(axis=2, keepdims=True)
+    assert (blocks <= largest / (1 << (bits - 1)) * 1.001).all(), "within a step; half of one but at the end without a mirror image"
+    assert np.abs(stored[3, :32]).max() == 0
+
+
+def test_both_formats_lie_in_one_bundle(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+    arguments = ["--reference-pair", "-o", str(tmp_path / "out"), "--format", "both", "--target-quant", "f16", "--drafter-quant", "f16",
+                 "--onnx-target", "int4", "--onnx-embedding", "int8", "--onnx-block", "64", "--no-verify", "--json"]  # fmt: skip
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    bundle = open_bundle(tmp_path / "out")
+    for kind in ("gguf", "onnx"):
+        assert bundle.has("target", kind)
+        assert bundle.has("drafter", kind)
+    assert bundle.file("target", "onnx").quantization == "int4-b64"
+    names = {name for name, _ in locations(onnx.load(bundle.path("drafter", "onnx"), load_external_data=False))}
+    assert names == {"drafter-int8-b64.onnx_data", "target-int4-b64.onnx_data"}
+    for backend in ("llama", "onnx"):
+        with open_session(tmp_path / "out", threads=1, backend=backend) as session:  # type: ignore[arg-type]
+            assert session.generate("def area(r):", max_tokens=8).text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--onnx-target", "int8"], "need --format onnx or both"),
+        (["--format", "onnx", "--target-quant", "q4_0"], "those of GGUF files"),
+        (["--format", "onnx", "--onnx-block", "16"], "is not one of"),
+    ],
+)
+def test_options_that_contradict_each_other_are_usage_errors(arguments: list[str], words: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["--reference-pair", "-o", str(tmp_path / "out"), *arguments])
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_calibration_weighs_onnx_weights_too(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="calibration runs in torch")
+    text = tmp_path / "text.txt"
+    text.write_text(Path(onnx_blocks.__file__).read_text())
+    target, drafter = map(str, reference_pair())
+    data = []
+    for calibrate in (None, text):
+        request = ExportRequest(
+            target=target, drafter=drafter, output=tmp_path / f"out{len(data)}", gguf=False, onnx=OnnxRequest(target="int4", drafter="f32"),
+            threads=1, verify=False, weighing=Weighing(calibrate=calibrate),
+        )  # fmt: skip
+        bundle = export_pair(request, Silent())
+        data.append({role: bundle.path(role, "onnx_data").read_bytes() for role in ("target_data", "drafter_data")})
+        assert set(bundle.manifest.importance or {}) == (set() if calibrate is None else {"target"})
+    assert len(data[0]["target_data"]) == len(data[1]["target_data"])
+    assert data[0]["target_data"] != data[1]["target_data"]
+    assert data[0]["drafter_data"] == data[1]["drafter_data"]

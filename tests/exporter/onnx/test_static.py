@@ -1,0 +1,191 @@
+"""Graphs of fixed shapes of every member against transformers, in plain operators alone, and what the manifest says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+
+from click.testing import CliRunner
+
+from edge_export.cli.command import main
+from edge_export.errors import ExportError
+from edge_export.onnx.request import OnnxRequest
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.bundle.onnx_graph import check_onnx
+from settled_pair import settled
+from silent import Silent
+
+Folders = Callable[[str], Path]
+GRAPHS = ("target_prefill", "target", "target_row", "drafter")
+
+
+@pytest.fixture
+def exported(member_folder: Folders, tmp_path: Path) -> Callable[..., Bundle]:
+    def made(member: str = "e2b", weights: Any = "f32", device: Any = "static", **changes: Any) -> Bundle:
+        onnx_request = OnnxRequest(**{"target": weights, "drafter": weights, "device": device, **changes.pop("onnx", {})})
+        values: dict[str, Any] = {
+            "target": str(settled(member_folder, member)), "drafter": str(settled(member_folder, f"{member}-assistant")),
+            "output": tmp_path / "out", "gguf": False, "onnx": onnx_request, "threads": 1, "context": 512,
+        }  # fmt: skip
+        bundle = export_pair(ExportRequest(**values | changes), Silent())
+        for graph in bundle.folder.glob("*.onnx"):
+            check_onnx(graph)  # whatever the form, the runtime opens it
+        return bundle
+
+    return made
+
+
+def parity_of(bundle: Bundle) -> dict[str, Any]:
+    assert bundle.manifest.parity is not None
+    return dict(bundle.manifest.parity["onnx"])
+
+
+@pytest.mark.parametrize("member", ["e2b", "e4b", "12b", "31b"])
+def test_float32_graphs_are_the_reference(member: str, exported: Callable[..., Bundle]) -> None:
+    parity = parity_of(exported(member))
+    assert parity["unquantized"]["max_abs_difference"] < 1e-4
+    assert parity["drafts"]["unquantized_agreement"] == 1
+
+
+@pytest.mark.parametrize(("weights", "most"), [("f16", 1e-6), ("int8", 0.005), ("int4", 0.3)])
+def test_rounded_weights_stay_near_and_float32_graphs_leave_no_trace(weights: str, most: float, exported: Callable[..., Bundle]) -> None:
+    bundle = exported("e2b", weights)
+    parity = parity_of(bundle)
+    assert parity["unquantized"]["max_abs_difference"] < 1e-4
+    assert 0 <= parity["quantized"]["mean_kl"] < most
+    listed = {file.path for file in bundle.manifest.files}
+    assert {path.name for path in bundle.folder.iterdir()} == listed | {"manifest.json", "config.yaml"}
+
+
+def test_shapes_are_fixed_and_operators_plain(exported: Callable[..., Bundle]) -> None:
+    bundle = exported("e4b", "int4", verify=False)
+    facts = bundle.manifest.static
+    assert facts is not None
+    rows = {"target_prefill": facts.prefill_rows, "target": facts.verify_rows, "target_row": 1, "drafter": 1}
+    for role in GRAPHS:
+        model = onnx.load(bundle.path(role, "onnx"), load_external_data=False)
+        assert {(opset.domain, opset.version) for opset in model.opset_import} == {("", 21)}
+        assert not {node.domain for node in model.graph.node} - {""}
+        for value in (*model.graph.input, *model.graph.output):
+            sizes = value.type.tensor_type.shape.dim
+            assert sizes
+            assert all(size.dim_value > 0 for size in sizes)
+        embedded = next(value for value in model.graph.input if value.name == "embedded")
+        assert embedded.type.tensor_type.shape.dim[1].dim_value == rows[role]
+        assert ("logits" in {value.name for value in model.graph.output}) == (role in ("target", "target_row"))
+        assert "DequantizeLinear" in {node.op_type for node in model.graph.node}
+    assert bundle.manifest.onnx is not None
+    assert (bundle.manifest.onnx.opset, bundle.manifest.onnx.contrib_ops) == (21, ())
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_columns_mean_the_weights_that_were_rounded(weights: Any, member_folder: Folders, tmp_path: Path) -> None:
+    """onnx's own DequantizeLinear and MatMul make of a stored matrix what was rounded."""
+    from onnx.reference import ReferenceEvaluator
+
+    from edge_export.checkpoint.checkpoint import open_checkpoint
+    from edge_export.checkpoint.safetensors import read_float_chunks
+    from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
+    from edge_export.onnx.static.weights import PlainGraph, PlainWeightFile
+    from edge_export.onnx.weights import WeightForm
+
+    checkpoint = open_checkpoint(settled(member_folder, "31b"))
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in ("q", "k", "v")]
+    spec = WeightSpec(bits=8 if weights == "int8" else 4, block=32)
+    with PlainWeightFile(tmp_path / "data.onnx_data") as file:
+        matrix = file.matrix(checkpoint, names, WeightForm(kind="blocks", spec=spec))
+    wanted = np.concatenate([
+        np.concatenate(list(read_float_chunks(checkpoint.tensors[name], "f32"))).reshape(checkpoint.tensors[name].shape) for name in names
+    ])  # fmt: skip
+    graph = PlainGraph("one")
+    graph.input("x", "f32", (1, matrix.columns, matrix.columns))
+    graph.output(graph.op("Identity", graph.linear("x", matrix), name="y"), "f32", (1, matrix.columns, matrix.rows))
+    graph.save(tmp_path / "one.onnx")
+    model = onnx.load(tmp_path / "one.onnx")
+    found = ReferenceEvaluator(model).run(None, {"x": np.eye(matrix.columns, dtype=np.float32)[None]})[0][0]
+    assert np.array_equal(found.T, dequantize(quantize_matrix(wanted, spec)))
+
+
+def test_experts_are_refused_and_nothing_is_left(exported: Callable[..., Bundle], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="picks its experts while it runs"):
+        exported("26b-a4b")
+    assert not (tmp_path / "out").exists()
+
+
+def test_int4_for_qnn_is_refused(exported: Callable[..., Bundle]) -> None:
+    with pytest.raises(ExportError, match="wrong products with int4"):
+        exported("12b", "int4", "qnn")
+
+
+def test_whole_numbers_beside_per_layer_embeddings_are_refused_for_qnn(exported: Callable[..., Bundle]) -> None:
+    with pytest.raises(ExportError, match=r"fails on whole numbers beside per-layer embeddings.*take f16"):
+        exported("e2b", "int8", "qnn")
+
+
+def test_openvinos_profile_shares_a_scale_among_128_weights(tmp_path: Path) -> None:
+    arguments = ["--reference-pair", "-o", str(tmp_path / "out"), "--format", "onnx", "--device", "openvino-npu", "--no-verify"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    bundle = open_bundle(tmp_path / "out")
+    assert bundle.file("target").quantization == "int4-b128"
+    assert bundle.manifest.static is not None
+    assert bundle.manifest.static.device == "openvino-npu"
+    model = onnx.load(bundle.path("target"), load_external_data=False)
+    nodes = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    assert {types[node.input[0]] for node in nodes} == {onnx.TensorProto.INT4}
+    assert all(len(node.input) == 2 for node in nodes), "symmetric: no zero points"
+    assert 128 in {attribute.i for node in nodes for attribute in node.attribute if attribute.name == "block_size"}
+
+
+def test_qnns_profile_rounds_what_goes_into_and_comes_out_of_matrices(exported: Callable[..., Bundle]) -> None:
+    bundle = exported("12b", "int8", "qnn")
+    parity = parity_of(bundle)
+    assert parity["unquantized"]["max_abs_difference"] < 1e-4
+    assert 0 < parity["quantized"]["mean_kl"] < 0.005
+    for role in GRAPHS:
+        graph = onnx.load(bundle.path(role, "onnx"), load_external_data=False).graph
+        types = {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in graph.initializer}
+        made = {name: node for node in graph.node for name in node.output}
+        stored = [node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] in types]
+        products = [node for node in graph.node if node.op_type == "MatMul" and made.get(node.input[1]) in stored]
+        assert len(products) == len(stored) > 0
+        for node in products:
+            weight = made[node.input[1]]
+            levels, scales = types[weight.input[0]], types[weight.input[1]]
+            assert levels[0] == onnx.TensorProto.INT8
+            assert scales[1] == levels[1][1:], "a scale for each channel"
+            assert made[node.input[0]].op_type == "DequantizeLinear"
+            (after,) = (other for other in graph.node if node.output[0] in other.input)
+            assert after.op_type == "QuantizeLinear"
+            assert types[after.input[2]][0] == onnx.TensorProto.UINT16
+        assert not [value.name for value in graph.output if value.name.startswith("range.")]
+
+
+def test_qnns_profile_is_float16_unless_asked(tmp_path: Path) -> None:
+    arguments = ["--reference-pair", "-o", str(tmp_path / "out"), "--format", "onnx", "--device", "qnn", "--no-verify"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert {open_bundle(tmp_path / "out").file(role, "onnx").quantization for role in GRAPHS} == {"f16"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "static"], "need --format onnx or both"),
+        (["--format", "onnx", "--device", "openvino-npu", "--onnx-block", "32"], "groups of its own"),
+    ],
+)
+def test_options_that_contradict_each_other_are_usage_errors(arguments: list[str], words: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["--reference-pair", "-o", str(tmp_path / "out"), *arguments])
+    assert result.exit_code == 2
+    assert words in result.output

@@ -1,0 +1,108 @@
+"""In which form each matrix of the ONNX graphs is stored, and what the rounded sparse head computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+
+from edge_export.checkpoint.centroid_rows import cluster_rows
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.reference_pair import reference_pair
+from edge_export.gguf.split_head import token_order
+from edge_export.onnx.block_quantization import WeightSpec, round_rows
+from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graphs.sparse_head import sparse_head
+from edge_export.onnx.weights import WeightFile, WeightForm
+from settled_pair import settled
+
+Bundles = Callable[..., Path]
+Folders = Callable[[str], Path]
+
+
+def forms_of(graph: Path) -> Counter[tuple[int, int, int]]:
+    """How many products there are of each (rows, bits, block)."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    for node in onnx.load(graph, load_external_data=False).graph.node:
+        if node.op_type == "MatMulNBits":
+            values = {attribute.name: attribute.i for attribute in node.attribute}
+            found[values["N"], values["bits"], values["block_size"]] += 1
+    return found
+
+
+def test_int4_is_mixed_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
+    """The shipped pair: 4 owners of 8 layers, Q of 256 and 512 rows, K and V of 64 and 128, gates and what is fed of 512."""
+    mixed, plain = (next(onnx_pair("int4", **asked).glob("target-int4-*.onnx")) for asked in ({}, {"block": 32}))
+    assert (mixed.name, plain.name) == ("target-int4-mixed.onnx", "target-int4-b32.onnx")
+    found = forms_of(mixed)
+    # What comes back from the per-layer embeddings has rows of 32 weights.
+    assert {form: count for form, count in found.items() if form[1] == 8} == {(64, 8, 128): 3, (128, 8, 128): 1, (256, 8, 32): 8}
+    assert {block for rows, bits, block in found if bits == 4} == {128}
+    assert {(bits, block) for _, bits, block in forms_of(plain)} == {(4, 32)}
+    head = forms_of(mixed.with_name("target-head-int4-mixed.onnx"))
+    assert head == {(4096, 4, 64): 1}
+
+
+def test_where_the_keys_are_the_values_they_stand_apart_too(member_folder: Folders, tmp_path: Path) -> None:
+    from edge_export.onnx.request import OnnxRequest
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest
+    from silent import Silent
+
+    pair = [str(settled(member_folder, name)) for name in ("12b", "12b-assistant")]
+    parities: list[dict[str, Any]] = []
+    for asked in ({}, {"block": 32}):
+        request = ExportRequest(
+            target=pair[0], drafter=pair[1], output=tmp_path / str(asked), gguf=False, threads=1, context=512,
+            onnx=OnnxRequest(target="int4", drafter="int8", **asked),
+        )  # fmt: skip
+        parity = export_pair(request, Silent()).manifest.parity
+        assert parity is not None
+        parities.append(parity["onnx"])
+    assert all(parity["unquantized"]["max_abs_difference"] < 1e-4 for parity in parities)
+    assert 0 < parities[0]["quantized"]["mean_kl"] < 0.5
+
+
+def test_the_rounded_sparse_head_scores_as_the_rows_it_was_made_of(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(reference_pair()[1])
+    model, order = checkpoint.assistant, token_order(checkpoint)
+    form = WeightForm(kind="blocks", spec=WeightSpec(bits=8, block=32))
+    graph = Graph("head")
+    hidden = graph.input("hidden", "f32", (1, 1, model.hidden_size))
+    with WeightFile(tmp_path / "head.onnx_data") as weights:
+        head = sparse_head(checkpoint, weights, form)
+    scores, tokens = head(graph, hidden)
+    graph.output(scores, "f32", ("n",))
+    assert tokens is not None
+    graph.output(tokens, "i64", ("n",))
+    graph.save(tmp_path / "head.onnx")
+    session = ort.InferenceSession(str(tmp_path / "head.onnx"))
+    levels, scales = round_rows(np.concatenate(list(cluster_rows(checkpoint, order))))
+    rows: Any = levels * scales[:, None]
+    place = np.argsort(order)
+    for seed in range(5):
+        value = np.random.default_rng(seed).standard_normal(model.hidden_size).astype(np.float32) + np.float32(0.5 * seed)
+        value[seed] = 50  # beside which one of 255 levels is nearly nothing
+        found, ids = session.run(None, {"hidden": value[None, None]})
+        wanted = rows[place[ids]] @ value
+        # What two roundings to 8 bits leave of a channel, times the weights.
+        left = (value.max() - value.min()) / 255 / 255
+        assert (np.abs(found - wanted) <= 0.51 * left * np.abs(rows[place[ids]]).sum(axis=1) + 1e-4).all()
+        assert len(set(ids.tolist())) == len(ids) == model.top_centroids * model.vocab_size // model.centroids
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (64, 256)])
+def test_rounded_rows_are_within_half_a_step(shape: tuple[int, int]) -> None:
+    weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    weight[0] = 0
+    levels, scales = round_rows(weight)
+    assert (scales[0], levels[0].any()) == (0, False)
+    assert (np.abs(levels * scales[:, None] - weight) <= 0.5001 * scales[:, None]).all()
+    assert (np.abs(levels.astype(int)).max(axis=1)[1:] == 127).all()

@@ -1,0 +1,193 @@
+"""Reading, converting and writing weights, on checkpoints made by hand: no torch needed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import struct
+import tracemalloc
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiny_members import write_tokenizer
+
+pytest.importorskip("gguf")
+
+from edge_export.checkpoint import safetensors as safetensors_file
+from edge_export.checkpoint.architecture import parse_architecture
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.safetensors import StoredTensor, read_chunks, read_float_chunks, to_bfloat16
+from edge_export.checkpoint.tensor_shapes import needed_shapes
+from edge_export.errors import CheckpointError
+from edge_export.gguf.model_card import read_card
+from edge_export.gguf.writer import write_gguf
+
+CONFIG: dict[str, Any] = {
+    "model_type": "gemma4_text", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 32, "sliding_window": 32,
+    "max_position_embeddings": 256, "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+# Of the file below, written with gguf 0.19. It changes only when a file that was already right would change.
+GOLDEN = "b4acb9aba23224544f310899c9c845c54f91e91714d14801562cf736fe52fa58"
+
+
+def write_by_hand(folder: Path, config: dict[str, Any] = CONFIG, scale: float = 1.0) -> Path:
+    """A checkpoint whose float32 weights are scale * (1, 2, 3, ...) / 256 in the order of the names."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    header, data = {}, b""
+    for name, shape in sorted(needed_shapes(parse_architecture(config, folder)).items()):
+        values = (np.arange(1, prod(shape) + 1, dtype=np.float32) / 256 * np.float32(scale)).tobytes()
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [len(data), len(data) + len(values)]}
+        data += values
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    write_tokenizer(folder)
+    return folder
+
+
+def stored(path: Path, values: np.ndarray[Any, Any], dtype: str) -> StoredTensor:
+    path.write_bytes(b"skipped!" + values.tobytes())
+    return StoredTensor(name="w", path=path, dtype=dtype, shape=values.shape, offset=8, bytes=values.nbytes)
+
+
+def test_golden_file(tmp_path: Path) -> None:
+    folder = write_by_hand(tmp_path / "golden")
+    write_gguf(open_checkpoint(folder), tmp_path / "golden.gguf", "bf16", lambda _: None)
+    assert hashlib.sha256((tmp_path / "golden.gguf").read_bytes()).hexdigest() == GOLDEN
+
+
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0xFF800000, 0x80000000, 0x7F800001, 0xFFC00000], np.uint32)
+    expected = [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0xFF80, 0x8000, 0x7FC0, 0xFFC0]
+    assert to_bfloat16(bits.view(np.float32)).tolist() == expected
+
+
+def test_bfloat16_equals_torch() -> None:
+    torch = pytest.importorskip("torch")
+    values = np.random.default_rng(3).integers(0, 1 << 32, 20_000, dtype=np.uint32).view(np.float32)
+    values = values[np.isfinite(values)]
+    assert np.array_equal(to_bfloat16(values), torch.from_numpy(values).bfloat16().view(torch.uint16).numpy())
+
+
+def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "CHUNK_ELEMENTS", 7)
+    halves = np.arange(33, dtype=np.float16) / 3
+    tensor = stored(tmp_path / "w", halves, "F16")
+    pieces = [piece.copy() for piece in read_float_chunks(tensor, "f32")]
+    assert [len(piece) for piece in pieces] == [7, 7, 7, 7, 5]
+    assert np.array_equal(np.concatenate(pieces), halves.astype(np.float32))
+    order = stored(tmp_path / "order", np.arange(20, dtype=np.int64), "I64")
+    assert np.concatenate([piece.copy() for piece in read_chunks(order)]).tolist() == list(range(20))
+
+
+def test_bfloat16_source_is_exact(tmp_path: Path) -> None:
+    bits = np.arange(0, 1 << 16, dtype=np.uint16)
+    tensor = stored(tmp_path / "w", bits, "BF16")
+    assert np.array_equal(next(iter(read_float_chunks(tensor, "bf16"))), bits)
+    widened = next(iter(read_float_chunks(tensor, "f32")))
+    assert np.array_equal(widened.view(np.uint32), bits.astype(np.uint32) << 16)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("I64", np.int64), ("U8", np.uint8)])
+def test_integers_are_no_weights(dtype: str, kind: type, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"'w' is {dtype}"):
+        list(read_float_chunks(stored(tmp_path / "w", np.ones(4, kind), dtype), "f32"))
+
+
+def test_file_cut_while_it_is_read(tmp_path: Path) -> None:
+    tensor = stored(tmp_path / "w", np.ones(100, np.float32), "F32")
+    (tmp_path / "w").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="ended inside 'w'"):
+        list(read_float_chunks(tensor, "f16"))
+
+
+def test_float16_overflow_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_by_hand(tmp_path / "large", scale=1e4))
+    with pytest.raises(CheckpointError, match="beyond float16; export with bf16 or f32"):
+        write_gguf(checkpoint, tmp_path / "large.gguf", "f16", lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["large"]
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "CHUNK_ELEMENTS", 1 << 14)
+    checkpoint = open_checkpoint(write_by_hand(tmp_path / "wide", CONFIG | {"intermediate_size": 1 << 15}))
+    tracemalloc.start()
+    write_gguf(checkpoint, tmp_path / "wide.gguf", "bf16", lambda _: None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (tmp_path / "wide.gguf").stat().st_size > 12 << 20
+    assert peak < 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["model"].update(type="Unigram"), "not a BPE tokenizer with byte fallback"),
+        (lambda t: t["model"].update(merges=[]), "has no merges"),
+        (lambda t: t["model"].update(merges=[["a"]]), "not a pair of pieces"),
+        (lambda t: t["model"]["vocab"].update({"new": 512}), "has 513 pieces, the model 512 rows"),
+        (lambda t: t["model"]["vocab"].update({"new": 600}), "leaves a hole or is taken"),
+        (lambda t: t["model"]["vocab"].update({"new": 3}), "leaves a hole or is taken"),
+        (lambda t: t["model"]["vocab"].update({"new": -1}), "no vocabulary of pieces and ids"),
+        (lambda t: t["added_tokens"].append({"id": 7}), "added tokens without a text or an id"),
+    ],
+)
+def test_broken_tokenizer(change: Any, message: str, tmp_path: Path) -> None:
+    folder = write_by_hand(tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    change(tokenizer)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=message):
+        write_gguf(open_checkpoint(folder), tmp_path / "out.gguf", "f32", lambda _: None)
+
+
+def test_tokenizer_of_another_folder(tmp_path: Path) -> None:
+    folder = write_by_hand(tmp_path / "model")
+    write_gguf(open_checkpoint(folder), tmp_path / "own.gguf", "f32", lambda _: None)
+    (tmp_path / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).rename(tmp_path / "tokenizer" / name)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        write_gguf(open_checkpoint(folder), tmp_path / "none.gguf", "f32", lambda _: None)
+    write_gguf(open_checkpoint(folder), tmp_path / "given.gguf", "f32", lambda _: None, tokenizer_folder=tmp_path / "tokenizer")
+    assert (tmp_path / "given.gguf").read_bytes() == (tmp_path / "own.gguf").read_bytes()
+
+
+LAUGHS = "".join(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefghijklm"))
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "---\ntags: [a\n---\n", "---\nlicense: {a: 1}\n---\n", "---\nversion: 0x" + "f" * 9000 + "\n---\n", "---\nname: 1:" + "1:" * 9000 + "1.5\n---\n",
+        f"---\na: &a [lol]\n{LAUGHS}license: *m\n---\n", "---\na: " + "[" * 50_000 + "]" * 50_000 + "\n---\n", "---\n" + "a: 1\n" * 100_000,
+    ],
+    ids=["no YAML", "object", "digits", "float", "billion laughs", "deep", "long"],
+)  # fmt: skip
+def test_unusable_model_card(card: str, tmp_path: Path) -> None:
+    folder = write_by_hand(tmp_path / "model")
+    (folder / "README.md").write_text(card)
+    with pytest.raises(CheckpointError, match=r"README\.md"):
+        write_gguf(open_checkpoint(folder), tmp_path / "out.gguf", "f32", lambda _: None)
+    assert not (tmp_path / "out.gguf.part").exists()
+
+
+def test_no_more_of_a_model_card_is_read_than_its_front_matter_may_have(tmp_path: Path) -> None:
+    with (tmp_path / "README.md").open("wb") as file:
+        file.write(b"---\nlicense: mit\ntags: [a]\n---\n")
+        file.truncate(1 << 40)
+    assert read_card(tmp_path) == {"license": "mit", "tags": ["a"]}
+
+
+@pytest.mark.parametrize(("text", "message"), [("[" * 100_000, "is not JSON"), (" " * (2 << 20), "more than the 1048576")])
+def test_unusable_generation_config(text: str, message: str, tmp_path: Path) -> None:
+    folder = write_by_hand(tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json .*{message}"):
+        write_gguf(open_checkpoint(folder), tmp_path / "out.gguf", "f32", lambda _: None)

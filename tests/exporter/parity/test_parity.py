@@ -1,0 +1,152 @@
+"""Parity finds what is wrong with an export, and says why when it cannot look."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
+from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.errors import ParityError
+from edge_export.parity import gguf as parity
+from edge_export.parity.divergence import agrees, divergence
+from edge_export.pipeline import export
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from edge_runtime.drafting.acceptance_model import AcceptanceModel
+from settled_pair import settled
+from silent import Silent
+
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture
+def request_for(member_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ExportRequest]:
+    pytest.importorskip("llama_cpp", reason="llama.cpp runs the export")
+    root = member_folder("e2b").parent
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(root / "cache"))
+
+    def made(member: str = "e2b", **changes: Any) -> ExportRequest:
+        values: dict[str, Any] = {
+            "target": str(settled(member_folder, member)), "drafter": str(settled(member_folder, f"{member}-assistant")),
+            "output": tmp_path / "out", "target_quantization": "f16", "drafter_quantization": "f16", "threads": 1,
+        }  # fmt: skip
+        return ExportRequest(**values | changes)
+
+    return made
+
+
+@pytest.mark.parametrize("member", ["e2b", "31b", "26b-a4b"])
+def test_a_sound_export_is_measured(member: str, request_for: Callable[..., ExportRequest]) -> None:
+    result = export_pair(request_for(member, target_quantization="q8_0"), Silent()).manifest.parity
+    assert result is not None
+    plain, final, drafts = result["unquantized"], result["quantized"], result["drafts"]
+    assert 0 < plain["mean_kl"] < final["mean_kl"] < 0.05
+    assert plain["greedy_agreement"] >= 0.95
+    assert drafts["unquantized_agreement"] >= 0.95
+    learned = AcceptanceModel.from_json(drafts["confidence"])
+    assert learned is not None
+    stands = learned.forecast(1).stands
+    assert stands[11] > 0.9 > stands[0], "a sure drafter is right more often"
+    assert len(drafts["contexts"]) == 8
+    assert drafts["contexts"][0] > 32, "the first draft already stands past the sliding window"
+    assert set(result["versions"]) == {"torch", "transformers", "llama-cpp-python"}
+    assert json.loads(json.dumps(result)) == result
+
+
+def tampering(monkeypatch: pytest.MonkeyPatch, role: str, tensor: str) -> None:
+    """Makes the converter write zeros for one tensor."""
+    real = export.write_gguf
+
+    def wrong(checkpoint: Any, path: Path, *arguments: Any, **named: Any) -> None:
+        real(checkpoint, path, *arguments, **named)
+        if role in path.name:
+            info = next(info for info in read_gguf_header(path).tensors if info.name == tensor)
+            with path.open("r+b") as file:
+                file.seek(info.offset)
+                file.write(bytes(info.bytes))
+
+    monkeypatch.setattr(export, "write_gguf", wrong)
+
+
+@pytest.mark.parametrize(
+    ("role", "tensor", "figure"),
+    [
+        ("target", "blk.1.attn_v.weight", "largest logit difference"),
+        ("drafter", "blk.3.attn_output.weight", "share of drafts"),
+        ("drafter", "nextn.post_projection.weight", "share of drafts"),
+    ],
+)
+def test_a_wrong_weight_refuses_the_bundle(
+    role: str, tensor: str, figure: str, request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tampering(monkeypatch, role, tensor)
+    with pytest.raises(ParityError, match=rf"parity failed: the {figure}.* is .*wanted; the bundle is refused \(--no-verify"):
+        export_pair(request_for(), Silent())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_quantization_refuses_the_bundle(
+    request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = export.quantize_gguf
+
+    def wrong(source: Path, destination: Path, *arguments: Any, **named: Any) -> None:
+        real(source, destination, *arguments, **named)
+        info = next(info for info in read_gguf_header(destination).tensors if info.name == "token_embd.weight")
+        with destination.open("r+b") as file:
+            file.seek(info.offset)
+            file.write(bytes(info.bytes))
+
+    monkeypatch.setattr(export, "quantize_gguf", wrong)
+    with pytest.raises(ParityError, match=r"mean KL of the q8_0 target is .*at most 0.1 is wanted"):
+        export_pair(request_for(target_quantization="q8_0"), Silent())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "reason"),
+    [
+        ("torch", None, "torch is not installed"),
+        ("transformers", None, "transformers is not installed"),
+        ("transformers", "5.23.0", "transformers 5.23.0 cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can"),
+        ("transformers", "4.57.1", "transformers 4.57.1 cannot build"),
+        ("llama-cpp-python", None, "llama-cpp-python is not installed"),
+    ],
+)
+def test_what_is_missing_is_the_reason_to_skip(package: str, found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0", "transformers": "5.22.2", "llama-cpp-python": "0.3.36"}
+    monkeypatch.setattr(parity, "installed", lambda name: (versions | {package: found})[name])
+    assert (parity.why_not(1000) or "").startswith(reason)
+    monkeypatch.setattr(parity, "installed", lambda name: versions[name])
+    assert parity.why_not(1000) is None
+
+
+def test_a_reference_that_does_not_fit_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "installed", lambda name: "5.22.2")
+    monkeypatch.setattr(parity, "available_memory", lambda: 4_000_000)
+    assert parity.why_not(1_000_000) == "the float32 reference needs 4800000 bytes of memory, 4000000 are available"
+    assert parity.why_not(500_000) is None
+    monkeypatch.setattr(parity, "available_memory", lambda: None)
+    assert parity.why_not(1 << 60) is None
+
+
+def test_divergence_figures() -> None:
+    reference = np.array([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]], dtype=np.float32)
+    assert dataclasses.astuple(divergence(reference, reference)) == (0.0, 0.0, 1.0)
+    swapped = np.array([[0.0, 1.0, 2.0], [0.0, 3.0, 0.0]], dtype=np.float32)
+    found = divergence(reference, swapped)
+    weights = np.exp([3.0, 0.0, 0.0]) / np.exp([3.0, 0.0, 0.0]).sum()
+    assert found.max_abs_difference == 3.0
+    assert found.mean_kl == pytest.approx(3.0 * (weights[0] - weights[1]) / 2)
+    assert found.greedy_agreement == 0.5
+    assert divergence(reference, np.full_like(reference, np.nan)).mean_kl == float("inf")
+    assert agrees(np.array([1.0, 0.999, 0.0], dtype=np.float32), 1), "a tie within the noise"
+    assert not agrees(np.array([1.0, 0.9, 0.0], dtype=np.float32), 1)

@@ -1,0 +1,286 @@
+"""An export is whole or not there: the bundle opens, and whatever fails leaves the folder as it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
+from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.errors import ExportError
+from edge_export.output import atomic_folder
+from edge_export.pipeline import export
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from edge_runtime.bundle.bundle import MANIFEST_NAME, open_bundle
+
+Folders = Callable[[str], Path]
+STEPS = [
+    "resolve_pair", "cache_layout", "check_space", "write_gguf", "quantize_gguf", "write_body", "write_head", "measure_parity",
+    "read_vocabulary", "sha256_of", "manifest_source", "architecture", "open_bundle",
+]  # fmt: skip
+
+
+class Heard:
+    """A Progress that remembers."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int | None]] = []
+        self.done: list[int] = []
+        self.said: list[str] = []
+
+    def step(self, title: str, total_bytes: int | None) -> None:
+        self.steps.append((title, total_bytes))
+        self.done.append(0)
+
+    def advance(self, done_bytes: int) -> None:
+        self.done[-1] += done_bytes
+
+    def say(self, sentence: str) -> None:
+        self.said.append(sentence)
+
+
+@pytest.fixture
+def request_for(member_folder: Folders, tmp_path: Path) -> Callable[..., ExportRequest]:
+    def made(**changes: Any) -> ExportRequest:
+        values: dict[str, Any] = {
+            "target": str(member_folder("e2b")), "drafter": str(member_folder("e2b-assistant")), "output": tmp_path / "out",
+            "target_quantization": "f16", "drafter_quantization": "bf16", "verify": False, "threads": 1,
+        }  # fmt: skip
+        return ExportRequest(**values | changes)
+
+    return made
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"" for path in sorted(folder.rglob("*"))}
+
+
+def test_the_bundle_opens_and_says_where_it_came_from(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+    heard = Heard()
+    made = export_pair(request_for(target_quantization=None, drafter_quantization=None, context=700), heard)
+    bundle = open_bundle(tmp_path / "out")
+    assert bundle.manifest == made.manifest
+    assert [(f.role, f.path, f.quantization) for f in bundle.manifest.files] == [
+        ("target", "target-q4_0.gguf", "q4_0"), ("drafter", "drafter-q8_0.gguf", "q8_0"),
+        ("drafter_body", "drafter-body-q8_0.gguf", "q8_0"), ("drafter_head", "drafter-head-q8_0.gguf", "q8_0"),
+        ("tokenizer", "tokenizer.json", None), ("chat_template", "chat_template.jinja", None),
+    ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert len(list((tmp_path / "out").iterdir())) == 8, "the files of the manifest, the manifest and config.yaml, nothing unquantized"
+    assert bundle.manifest.runtime.context == bundle.manifest.cache_layout.full.capacity == 700
+    assert bundle.manifest.created_by.startswith("edge-mtp ")
+    weights = [f.name for f in bundle.manifest.sources["target"].files if f.name.endswith(".safetensors")]
+    assert len(weights) > 1, "every shard is named"
+    assert any("vision_tower" in name for name in bundle.manifest.left_out)
+    assert any("vision_tower" in sentence for sentence in heard.said)
+    assert bundle.manifest.parity == {"skipped": "it was switched off with --no-verify"}
+    assert read_gguf_header(bundle.path("target")).keys["general.file_type"] == 2
+
+
+def test_progress_ends_near_its_totals(request_for: Callable[..., ExportRequest]) -> None:
+    heard = Heard()
+    export_pair(request_for(), heard)
+    counted = [(title, total, done) for (title, total), done in zip(heard.steps, heard.done, strict=True) if total is not None]
+    assert len(counted) == 5
+    for title, total, done in counted:
+        assert done == pytest.approx(total, rel=0.1), title
+
+
+def test_a_gguf_is_taken_as_it_is(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+    first = export_pair(request_for(), Heard())
+    paths = [str(first.path(role)) for role in ("target", "drafter")]
+    second = export_pair(
+        request_for(target=paths[0], drafter=paths[1], output=tmp_path / "again", target_quantization=None, drafter_quantization=None, verify=True),
+        Heard(),
+    )  # fmt: skip
+    for role in ("target", "drafter"):
+        assert second.file(role).sha256 == first.file(role).sha256
+        assert second.file(role).quantization == first.file(role).quantization
+    assert second.manifest.cache_layout == first.manifest.cache_layout
+    assert second.manifest.architecture.parameters == first.manifest.architecture.parameters
+    assert second.path("chat_template").read_bytes() == first.path("chat_template").read_bytes()
+    assert second.manifest.parity == {"skipped": "the target and drafter came as GGUF, without a checkpoint to compare with"}
+    open_bundle(tmp_path / "again")
+    with pytest.raises(ExportError, match="taken as it is"):
+        export_pair(request_for(target=paths[0], target_quantization="q8_0", output=tmp_path / "third"), Heard())
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_failing_step_leaves_nothing(
+    step: str, request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise ExportError(f"{step} failed on purpose")
+
+    monkeypatch.setattr(export, "measure_parity", lambda *_: {"skipped": "not what is tested"})
+    monkeypatch.setattr(export, step, failing)
+    with pytest.raises(ExportError, match=f"{step} failed on purpose"):
+        export_pair(request_for(target_quantization="q8_0", verify=True), Heard())
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device", "file")])
+def test_the_old_bundle_survives_a_failed_replacement(
+    error: BaseException, request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_pair(request_for(), Heard())
+    before = snapshot(tmp_path)
+
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(export, "manifest_source", failing)
+    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ExportError):
+        export_pair(request_for(force=True, context=64), Heard())
+    assert snapshot(tmp_path) == before
+
+
+def test_the_old_bundle_comes_back_when_the_new_one_cannot_be_moved_in(
+    request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_pair(request_for(), Heard())
+    before = snapshot(tmp_path)
+    rename = Path.rename
+
+    def refusing(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise PermissionError(13, "Permission denied", str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    monkeypatch.setattr(atomic_folder, "exchange", lambda *_: False)
+    with pytest.raises(ExportError, match="Permission denied"):
+        export_pair(request_for(force=True, context=64), Heard())
+    assert snapshot(tmp_path) == before
+
+
+def test_a_disk_that_says_only_at_the_end_that_it_is_full_leaves_the_old_bundle(
+    request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_pair(request_for(), Heard())
+    before = snapshot(tmp_path)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ExportError, match="No space left on device"):
+        export_pair(request_for(force=True, context=64), Heard())
+    assert snapshot(tmp_path) == before
+
+
+def test_force_replaces_a_bundle_and_nothing_else(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+    export_pair(request_for(), Heard())
+    with pytest.raises(ExportError, match=r"exists already; .*--force"):
+        export_pair(request_for(context=64), Heard())
+    export_pair(request_for(force=True, context=64), Heard())
+    assert open_bundle(tmp_path / "out").manifest.runtime.context == 64
+    (tmp_path / "out" / MANIFEST_NAME).unlink()
+    before = snapshot(tmp_path)
+    with pytest.raises(ExportError, match="is not a bundle"):
+        export_pair(request_for(force=True), Heard())
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "manifest", ["{}", "[", '{"manifest_version": 3, "files": []}', '{"schema_version": 1, "created_by": "us", "files": []}',
+                 '{"schema_version": 1, "created_by": "edge-mtp 1", "files": ["a"]}'],
+)  # fmt: skip
+def test_force_takes_no_manifest_of_others_for_a_bundle(manifest: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(manifest)
+    with pytest.raises(ExportError, match="is not a bundle"):
+        atomic_folder.check_output(tmp_path, force=True)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "sub/target-f16.gguf", "link"])
+def test_force_replaces_no_bundle_with_files_of_others(name: str, request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+    export_pair(request_for(), Heard())
+    foreign = tmp_path / "out" / name
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.symlink_to(tmp_path) if name == "link" else foreign.write_text("mine")
+    with pytest.raises(ExportError, match=f"{name} is no file of the bundle"):
+        export_pair(request_for(force=True), Heard())
+    assert os.path.lexists(foreign)
+
+
+def test_a_bundle_is_not_replaced_by_what_is_made_of_it(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+    export_pair(request_for(), Heard())
+    before = snapshot(tmp_path)
+    changes = {"target": str(tmp_path / "out" / "target-f16.gguf"), "target_quantization": None}
+    with pytest.raises(ExportError, match=r"target-f16\.gguf lies in .*out, which --force would replace"):
+        export_pair(request_for(force=True, **changes), Heard())
+    assert snapshot(tmp_path) == before
+
+
+def test_a_bundle_that_appears_meanwhile_is_not_replaced(
+    request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = export.manifest_source
+
+    def appearing(*arguments: Any, **named: Any) -> Any:
+        (tmp_path / "out").mkdir(exist_ok=True)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(export, "manifest_source", appearing)
+    with pytest.raises(ExportError, match="exists already"):
+        export_pair(request_for(), Heard())
+    assert snapshot(tmp_path) == {"out": b""}
+
+
+def dead_process() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_leftovers_of_killed_exports_go_and_those_of_running_ones_stay(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
+        for process in (dead_process(), running.pid):
+            (tmp_path / f".out.partial-{process}").mkdir()
+        (tmp_path / ".other.partial-1").mkdir()
+        export_pair(request_for(), Heard())
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f".out.partial-{running.pid}", ".other.partial-1", "out"])
+
+
+def test_a_bundle_whose_replacement_was_killed_midway_is_put_back(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+    export_pair(request_for(), Heard())
+    before = snapshot(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / f".out.replaced-{dead_process()}")
+    with pytest.raises(ExportError, match="exists already"):
+        atomic_folder.check_output(tmp_path / "out", force=False)
+    assert snapshot(tmp_path / "out") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_no_space_is_refused_with_both_numbers(
+    request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1234))
+    with pytest.raises(ExportError, match=rf"{tmp_path} has 1234 bytes free, the export needs about \d+ .*another disk"):
+        export_pair(request_for(), Heard())
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"target_quantization": "q3_x"}, "quantization 'q3_x' is unknown; choose one of q4_0"),
+        ({"context": 5000}, "context 5000 is not in 1..1024"),
+        ({"output": Path("/nowhere/at/all")}, "/nowhere/at is no folder"),
+        ({"target": "/nowhere"}, "the target /nowhere does not exist"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], sentence: str, request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=sentence):
+        export_pair(request_for(**changes), Heard())
+    assert snapshot(tmp_path) == {}

@@ -1,0 +1,52 @@
+"""A few of the faults of scripts/checks/faults.py, whose long campaigns are in docs/security.md."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("the limits and signals are Linux's", allow_module_level=True)
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
+from edge_export.checkpoint.reference_pair import reference_pair
+from edge_export.errors import ExportError
+from edge_export.pipeline import export
+from edge_export.pipeline.request import ExportRequest
+from faults import KINDS, Outcome, campaign
+from silent import Silent
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_that_fails_leaves_the_old_bundle_or_the_new_one(kind: str) -> None:
+    outcomes: list[Outcome] = []
+    campaign(kind, 3, 3, outcomes.append)
+    assert len(outcomes) == 3
+    if kind in ("kill", "interrupt"):
+        assert {outcome.left for outcome in outcomes} <= {"old", "new", "none"}
+    else:
+        assert "old" in {outcome.left for outcome in outcomes}, "at least one limit was hit"
+
+
+@pytest.mark.parametrize("megabytes", [2, 9, 14])
+def test_a_disk_that_is_full_sooner_than_it_seemed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megabytes: int) -> None:
+    """A real file system that takes no more; the check before the export is told otherwise, as when others fill the disk meanwhile."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        monkeypatch.setattr(export, "check_space", lambda *_: None)
+        pair = reference_pair()
+        request = ExportRequest(target=str(pair[0]), drafter=str(pair[1]), output=place / "bundle", verify=False)
+        with pytest.raises(ExportError, match=r"No space left on device|could not quantize"):
+            export.export_pair(request, Silent())
+        assert list(place.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(place)], check=True)

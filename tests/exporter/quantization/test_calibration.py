@@ -1,0 +1,192 @@
+"""Calibration: what is summed is what the matrices are multiplied with, for every member, and both options reach the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="calibration runs transformers")
+pytest.importorskip("transformers", reason="calibration runs transformers")
+gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+pytest.importorskip("llama_cpp", reason="llama.cpp quantizes")
+
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.errors import ExportError
+from edge_export.gguf.writer import write_gguf
+from edge_export.parity import gguf as parity
+from edge_export.parity.gguf import load_reference
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from edge_export.quantization import calibration
+from edge_export.quantization.calibration import CalibrationRequest, calibrate, read_text
+from edge_export.quantization.importance import Importance, fitted
+from edge_export.quantization.importance_sources import SAVED, Weighing
+from edge_export.quantization.llama_quantize import quantize_gguf
+from edge_runtime.bundle.bundle import ImportanceSource, open_bundle
+from silent import Silent
+
+Folders = Callable[[str], Path]
+TEXT = "a reader opens the file, looks at its first letters and decides. " * 60
+TOKENS = 1024
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def request_for(member_folder: Folders, text: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], CalibrationRequest]:
+    monkeypatch.setattr(calibration, "MAX_CHUNKS", 2)
+    monkeypatch.setattr(calibration, "DRAFT_EVERY", 128)
+
+    def made(member: str) -> CalibrationRequest:
+        target, drafter = member_folder(member), member_folder(f"{member}-assistant")
+        return CalibrationRequest(
+            target_folder=target, drafter_folder=drafter, tokenizer_folder=target, text=text, parameters=1000, window=32, context=1024, threads=1
+        )  # fmt: skip
+
+    return made
+
+
+@pytest.mark.parametrize("member", ["e2b", "12b", "26b-a4b"])
+def test_every_matrix_of_both_is_heard(member: str, request_for: Callable[[str], CalibrationRequest]) -> None:
+    request, heard = request_for(member), []
+    made = calibrate(request, heard.append)
+    assert sum(heard) == made.source.bytes == len(TEXT)
+    assert made.source.tokens == TOKENS
+    target = fitted(made.target, open_checkpoint(request.target_folder), made.source)
+    assert request.drafter_folder is not None
+    drafter = fitted(made.drafter, open_checkpoint(request.drafter_folder), made.source)
+    assert {"token_embd.weight", "nextn.pre_projection.weight", "nextn.post_projection.weight"} <= set(drafter.values)
+    assert "token_embd.weight" in target.values
+    assert not [name for name in target.values if "ffn_gate_inp" in name], "the router is not quantized"
+    drafts = 2 * 3 * calibration.DRAFT_LENGTH
+    assert made.drafter["blk.0.attn_q.weight"].counts.tolist() == [drafts]
+    assert made.target["blk.0.attn_q.weight"].counts.tolist() == [TOKENS]
+
+
+def test_the_sums_are_those_of_the_inputs(request_for: Callable[[str], CalibrationRequest]) -> None:
+    request = replace(request_for("26b-a4b"), drafter_folder=None)
+    made = calibrate(request)
+    assert made.drafter == {}
+    seen: dict[str, Any] = {}
+    model = load_reference(request.target_folder)
+    layer = next(module for name, module in model.named_modules() if name.endswith("layers.2"))
+    layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.setdefault("down", []).append(inputs[0]))
+    layer.experts.register_forward_pre_hook(lambda module, inputs: seen.setdefault("experts", []).append(inputs))
+    with torch.inference_mode():
+        for chunk in calibration._chunks(request, TEXT):
+            model(input_ids=torch.tensor([chunk]))
+        down = torch.cat([rows[0] for rows in seen["down"]]).double()
+        rows, chosen = (torch.cat([inputs[i] for inputs in seen["experts"]]) for i in range(2))
+        gate_up = torch.einsum("th,eoh->teo", rows, layer.experts.gate_up_proj)
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = layer.experts.act_fn(gate) * up
+        taken = torch.nn.functional.one_hot(chosen, len(layer.experts.gate_up_proj)).sum(1).double()
+    assert np.allclose(made.target["blk.2.ffn_down.weight"].sums, (down**2).sum(0).numpy(), rtol=1e-4)
+    first, second = made.target["blk.2.ffn_gate_up_exps.weight"], made.target["blk.2.ffn_down_exps.weight"]
+    assert np.array_equal(first.counts, taken.sum(0).numpy())
+    assert first.counts.sum() == 2 * TOKENS
+    assert np.allclose(first.sums, torch.einsum("te,th->eh", taken, rows.double() ** 2).reshape(-1).numpy(), rtol=1e-4)
+    assert np.allclose(second.sums, torch.einsum("te,tei->ei", taken, inner.double() ** 2).reshape(-1).numpy(), rtol=1e-4)
+
+
+def test_texts_that_cannot_be_used(request_for: Callable[[str], CalibrationRequest], text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text.write_text(" \n ")
+    with pytest.raises(ExportError, match=r"the calibration text .*text.txt is empty; give text of the kind"):
+        read_text(text)
+    text.write_bytes(b"abc\xff")
+    with pytest.raises(ExportError, match=r"text.txt is not UTF-8 text \(byte 3\)"):
+        read_text(text)
+    with pytest.raises(ExportError, match=r"nowhere.txt cannot be read \(No such file"):
+        read_text(text.with_name("nowhere.txt"))
+    text.write_text("a reader opens the file")
+    with pytest.raises(ExportError, match=r"text.txt has \d+ tokens, at least 511 are needed; give a longer one"):
+        calibrate(request_for("e2b"))
+    monkeypatch.setattr(calibration, "MAX_TEXT_BYTES", 5)
+    with pytest.raises(ExportError, match="has more than 5 bytes"):
+        read_text(text)
+    monkeypatch.undo()
+    monkeypatch.setattr(parity, "available_memory", lambda: 1)
+    with pytest.raises(
+        ExportError, match=r"but the float32 reference needs 4800 bytes of memory, 1 are available; make an importance matrix"
+    ):
+        calibrate(request_for("e2b"))
+
+
+def test_llama_cpp_keeps_what_is_important(member_folder: Folders, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(member_folder("e2b-text"))
+    write_gguf(checkpoint, tmp_path / "plain.gguf", "f32", lambda _: None)
+    counts = np.ones((1, 64), np.float32)
+    counts[:, ::16] = 1000
+    source = ImportanceSource(kind="imatrix", name="made", bytes=1, sha256="0")
+    importance = Importance(source=source, values={"blk.0.attn_q.weight": counts})
+    files = {"blind.gguf": None, "seeing.gguf": importance}
+    for name, given in files.items():
+        quantize_gguf(tmp_path / "plain.gguf", tmp_path / name, "q4_0", 1, importance=given)
+    wanted, blind, seeing = (matrix(tmp_path / name, "blk.0.attn_q.weight") for name in ("plain.gguf", *files))
+    assert np.mean((seeing - wanted)[:, ::16] ** 2) < 0.5 * np.mean((blind - wanted)[:, ::16] ** 2)
+    assert np.array_equal(matrix(tmp_path / "blind.gguf", "blk.0.ffn_up.weight"), matrix(tmp_path / "seeing.gguf", "blk.0.ffn_up.weight"))
+
+
+def matrix(path: Path, name: str) -> Any:
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+@pytest.fixture
+def export_for(member_folder: Folders, tmp_path: Path) -> Callable[..., ExportRequest]:
+    def made(**changes: Any) -> ExportRequest:
+        values: dict[str, Any] = {
+            "target": str(member_folder("e2b")), "drafter": str(member_folder("e2b-assistant")), "output": tmp_path / "out",
+            "target_quantization": "q4_0", "drafter_quantization": "q4_0", "verify": False, "threads": 1,
+        }  # fmt: skip
+        return ExportRequest(**values | changes)
+
+    return made
+
+
+def test_what_a_text_gave_can_be_saved_and_given_back(
+    export_for: Callable[..., ExportRequest], request_for: Callable[[str], CalibrationRequest], text: Path, tmp_path: Path
+) -> None:
+    request_for("e2b")  # for its small limits
+    export_pair(export_for(output=tmp_path / "plain"), Silent())
+    export_pair(export_for(output=tmp_path / "text", weighing=Weighing(calibrate=text, save=tmp_path)), Silent())
+    files = Weighing(imatrix=tmp_path / SAVED["target"], drafter_imatrix=tmp_path / SAVED["drafter"])
+    export_pair(export_for(output=tmp_path / "file", weighing=files), Silent())
+    plain, calibrated, weighed = (open_bundle(tmp_path / name) for name in ("plain", "text", "file"))
+    for role in ("target", "drafter"):
+        assert plain.file(role).sha256 != calibrated.file(role).sha256
+        assert matrix(calibrated.path(role), "blk.0.attn_q.weight") == pytest.approx(matrix(weighed.path(role), "blk.0.attn_q.weight"))
+        assert calibrated.manifest.importance[role].kind == "calibration"
+        assert calibrated.manifest.importance[role].tokens == TOKENS
+        assert weighed.manifest.importance[role].name == SAVED[role]
+    assert plain.manifest.importance == {}
+
+
+def test_importance_that_nothing_would_use_is_refused(
+    export_for: Callable[..., ExportRequest], request_for: Callable[[str], CalibrationRequest], text: Path, tmp_path: Path
+) -> None:
+    request_for("e2b")
+    path = tmp_path / "some.dat"
+
+    def refused(match: str, **changes: Any) -> None:
+        with pytest.raises(ExportError, match=match):
+            export_pair(export_for(**changes), Silent())
+        assert not (tmp_path / "out").exists()
+
+    plain = {"target_quantization": "f16", "drafter_quantization": "q8_0"}
+    refused("neither model is quantized here in a way that importance changes", weighing=Weighing(calibrate=text), **plain)
+    refused("the drafter is not quantized .*leave .*some.dat out", weighing=Weighing(drafter_imatrix=path), drafter_quantization="q8_0")
+    refused("some.dat cannot be read", weighing=Weighing(imatrix=path))
+    made = export_pair(export_for(output=tmp_path / "made", **plain), Silent())
+    given = {"target": str(made.path("target")), "target_quantization": None, "weighing": Weighing(calibrate=text)}
+    refused("calibration runs the target in transformers, and .*gguf is a GGUF; give its checkpoint", **given)

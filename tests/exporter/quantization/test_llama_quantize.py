@@ -1,0 +1,91 @@
+"""Quantization through llama.cpp: the files it makes, and how its failures and deaths are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.checkpoint.gguf_source import quantization_of
+from edge_export.errors import ExportError
+from edge_export.gguf.writer import write_gguf
+from edge_export.quantization import llama_quantize as quantize
+from edge_export.quantization.llama_quantize import QUANTIZATIONS, check_quantization, expected_bytes, quantize_gguf
+
+pytest.importorskip("llama_cpp", reason="llama.cpp quantizes")
+Folders = Callable[[str], Path]
+Q4_0, Q8_0 = 2, 8
+
+
+@pytest.fixture
+def source(member_folder: Folders, tmp_path: Path) -> Path:
+    path = tmp_path / "source.gguf"
+    write_gguf(open_checkpoint(member_folder("e2b-text")), path, "f32", lambda _: None)
+    return path
+
+
+@pytest.mark.parametrize(("quantization", "kind"), [("q8_0", Q8_0), ("q4_0", Q4_0)])
+def test_matrices_get_the_type_and_progress_counts_the_file(quantization: str, kind: int, source: Path, tmp_path: Path) -> None:
+    written: list[int] = []
+    quantize_gguf(source, tmp_path / "out.gguf", quantization, 1, written.append)
+    header = read_gguf_header(tmp_path / "out.gguf")
+    types = {tensor.name: tensor.type for tensor in header.tensors}
+    assert types["blk.0.attn_q.weight"] == kind
+    assert quantization_of(header) == quantization
+    assert sum(written) == (tmp_path / "out.gguf").stat().st_size
+    before = read_gguf_header(source)
+    assert {tensor.name: tensor.shape for tensor in header.tensors} == {tensor.name: tensor.shape for tensor in before.tensors}
+
+
+def test_rows_that_k_quants_cannot_hold_fall_back(source: Path, tmp_path: Path) -> None:
+    quantize_gguf(source, tmp_path / "out.gguf", "q4_k_m", 1)
+    assert quantization_of(read_gguf_header(tmp_path / "out.gguf")) == "q4_k_m"
+
+
+def test_every_name_is_known_and_others_are_refused() -> None:
+    for quantization in QUANTIZATIONS:
+        check_quantization(quantization)
+        assert 0.4 < expected_bytes(1000, quantization) / 1000 < 2.1
+    with pytest.raises(ExportError, match="'Q4' is unknown; choose one of q4_0, q4_k_m, q5_k_m, q6_k, q8_0, f16, bf16"):
+        check_quantization("Q4")
+
+
+def test_llama_cpps_own_words_are_quoted(source: Path, tmp_path: Path) -> None:
+    source.write_bytes(source.read_bytes()[:5000])
+    with pytest.raises(ExportError, match=r"could not quantize source.gguf to q8_0.*: .*(gguf|read|load)"):
+        quantize_gguf(source, tmp_path / "out.gguf", "q8_0", 1)
+
+
+def test_a_missing_folder_is_an_error_not_a_crash(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="could not quantize"):
+        quantize_gguf(source, tmp_path / "nowhere" / "out.gguf", "q8_0", 1)
+
+
+def test_a_dying_child_is_an_error(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = tmp_path / "dying"
+    dying.write_text("#!/bin/sh\necho 'loading' >&2\necho 'x.c:7: GGML_ASSERT(n > 0) failed' >&2\nkill -ABRT $$\n")
+    dying.chmod(0o755)
+    monkeypatch.setattr(quantize.sys, "executable", str(dying))
+    with pytest.raises(ExportError, match=r"\(it died by signal 6\): x.c:7: GGML_ASSERT"):
+        quantize_gguf(source, tmp_path / "out.gguf", "q8_0", 1)
+
+
+def test_the_child_ends_with_an_interrupted_parent(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping = tmp_path / "sleeping"
+    sleeping.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/process\nexec sleep 600\n")
+    sleeping.chmod(0o755)
+    monkeypatch.setattr(quantize.sys, "executable", str(sleeping))
+
+    def interrupted(_: int) -> None:
+        if (tmp_path / "process").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_gguf(source, tmp_path / "out.gguf", "q8_0", 1, interrupted)
+    process = int((tmp_path / "process").read_text())
+    assert not Path(f"/proc/{process}").exists()

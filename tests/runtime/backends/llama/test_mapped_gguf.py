@@ -1,0 +1,97 @@
+"""Rows that a graph of ggml expands out of a mapped GGUF, against gguf-py's own dequantization of the whole tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+
+from edge_runtime.backends.llama.ggml_graph import GgmlContext
+from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.llama.mapped_gguf import MappedTensor, map_gguf
+from edge_runtime.errors import BackendError
+
+COUNT, WIDTH = 11, 512
+NAME = "token_embd.weight"
+# What llama.cpp's quantizations leave a token embedding in. gguf-py cannot make the K types: their blocks are random bytes with sound scales.
+TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+SCALES = {"Q4_K": [0, 1], "Q5_K": [0, 1], "Q6_K": [104]}
+
+
+def quantized(kind: Any) -> Any:
+    random = np.random.default_rng(1)
+    if kind.name not in SCALES:
+        return gguf.quants.quantize(random.normal(size=(COUNT, WIDTH)).astype(np.float32), kind)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, size=(COUNT, WIDTH // block, size), dtype=np.uint8)
+    for place in SCALES[kind.name]:
+        blocks.view(np.float16)[..., place] = random.uniform(0.001, 0.1, size=blocks.shape[:2])
+    return blocks.reshape(COUNT, -1)
+
+
+def opened(path: Path, tensor: str = NAME, count: int = COUNT, width: int = WIDTH) -> MappedTensor:
+    return map_gguf(library(), path, (tensor,)).tensor(tensor, (width, count))
+
+
+def write(path: Path, kind: Any, data: Any) -> Path:
+    writer = gguf.GGUFWriter(path, "gemma4")
+    writer.add_tensor("before", np.ones(3, np.float32))
+    writer.add_tensor(NAME, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_rows_are_bit_for_bit_gguf_s(tmp_path: Path, name: str) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    data = quantized(kind)
+    wanted = gguf.quants.dequantize(data, kind)
+    context = GgmlContext(library())
+    index = context.numbers(1)
+    row = context.row(context.mapped(opened(write(tmp_path / "model.gguf", kind, data))), index)
+    graph = context.graph(row)
+    context.allocate()
+    for place in (3, 0, COUNT - 1, 3):
+        context.array(index, 1, np.int32)[0] = place
+        context.compute(graph)
+        assert np.array_equal(context.array(row, WIDTH).view(np.uint32), wanted[place].view(np.uint32))
+    context.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    kind = gguf.GGMLQuantizationType.Q8_0
+    return write(tmp_path / "model.gguf", kind, quantized(kind))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "count", "width", "words"),
+    [("output.weight", COUNT, WIDTH, "no tensor output.weight"), (NAME, COUNT + 1, WIDTH, "not"), (NAME, COUNT, WIDTH * 2, "not")],
+)
+def test_another_tensor_is_refused(path: Path, tensor: str, count: int, width: int, words: str) -> None:
+    with pytest.raises(BackendError, match=words):
+        opened(path, tensor, count, width)
+
+
+def test_a_type_that_cannot_be_multiplied_is_refused(tmp_path: Path) -> None:
+    numbers = np.zeros((COUNT, WIDTH), np.int32)
+    with pytest.raises(BackendError, match="is i32, not f32"):
+        opened(write(tmp_path / "model.gguf", gguf.GGMLQuantizationType.I32, numbers))
+
+
+def test_a_truncated_or_foreign_file_is_refused(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-200])
+    with pytest.raises(BackendError, match=r"is truncated|cannot read"):
+        opened(path)
+    path.write_bytes(b"GGUF" + b"\xff" * 64)
+    with pytest.raises(BackendError, match=r"corrupt|version"):
+        opened(path)

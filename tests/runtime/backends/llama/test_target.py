@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edge_runtime.backends.llama import library as llama_library
+from edge_runtime.backends.llama.llama_cpp import LlamaDrafter, LlamaOptions, LlamaTarget, open_pair
+from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.errors import BackendError, RequestError
+
+# Kernels differ by the number of rows and caches are float16; logits of the pair reach about 10.
+LOGIT_TOLERANCE = 0.03
+NEAR_TIE = 0.08
+
+
+def options(**changes: Any) -> LlamaOptions:
+    return LlamaOptions(**{"context": 1024, "threads": 1, "batch": 64, **changes})
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(300, 4096) for _ in range(count)]
+
+
+def window(pair: Any) -> int:
+    return int(json.loads((pair.target_checkpoint / "config.json").read_text())["sliding_window"])
+
+
+@pytest.fixture(scope="module")
+def opened(reference_pair: Any) -> Iterator[tuple[LlamaTarget, LlamaDrafter]]:
+    target, drafter = open_pair(reference_pair.target, reference_pair.drafter, options())
+    assert drafter is not None
+    with target:
+        yield target, drafter
+
+
+@pytest.fixture
+def target(opened: tuple[LlamaTarget, LlamaDrafter]) -> LlamaTarget:
+    opened[0].rollback(0)
+    return opened[0]
+
+
+@pytest.fixture
+def drafter(opened: tuple[LlamaTarget, LlamaDrafter]) -> LlamaDrafter:
+    return opened[1]
+
+
+def assert_same_logits(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> None:
+    np.testing.assert_allclose(one, other, atol=LOGIT_TOLERANCE)
+    top = np.sort(one, axis=1)
+    clear = top[:, -1] - top[:, -2] > NEAR_TIE
+    assert (one.argmax(1) == other.argmax(1))[clear].all()
+    assert clear.any()
+
+
+@pytest.mark.parametrize("before", [1, 300])
+def test_verifying_rows_together_equals_one_by_one(target: LlamaTarget, before: int) -> None:
+    tokens = random_tokens(1, before + 13)
+    target.prefill(tokens[:before])
+    together = target.verify(tokens[before:]).copy()
+    assert together.shape == (13, target.vocabulary.size)
+    assert together.dtype == np.float32
+    target.rollback(before)
+    single = np.stack([target.verify([token])[0].copy() for token in tokens[before:]])
+    assert_same_logits(together, single)
+
+
+@pytest.mark.parametrize("before", [20, 500])
+def test_rolled_back_rows_can_be_verified_again(target: LlamaTarget, before: int) -> None:
+    tokens = random_tokens(2, before + 13)
+    target.prefill(tokens[:before])
+    first = target.verify(tokens[before:]).copy()
+    for _ in range(3):
+        target.rollback(before + 1)
+        target.verify(random_tokens(3, 12))
+        target.rollback(before + 1)
+        assert target.length == before + 1
+        assert_same_logits(first[1:], target.verify(tokens[before + 1 :]))
+
+
+@pytest.mark.parametrize("batch", [32, 128])
+def test_rewinds_within_the_slack_are_right_beyond_the_window(reference_pair: Any, batch: int) -> None:
+    generator = random.Random(batch)
+    with LlamaTarget(reference_pair.target, options(batch=batch, draft=False)) as target:
+        assert MAX_DRAFT_LENGTH <= target.rewind_slack < target.context
+        kept: list[int] = []
+        greatest, backs = 0, [0] * 6 + [2, 12, target.rewind_slack]
+        while greatest < 4 * window(reference_pair):
+            tokens = random_tokens(generator.random(), generator.choice([1, 4, 13]))  # type: ignore[arg-type]
+            target.verify(tokens)
+            kept += tokens
+            greatest = max(greatest, len(kept))
+            lowest = max(1, greatest - target.rewind_slack, len(kept) - generator.choice(backs))
+            kept = kept[:lowest]
+            target.rollback(lowest)
+        rewound = target.verify(random_tokens(4, 13)).copy()
+        target.rollback(0)
+        target.prefill(kept)
+        assert_same_logits(target.verify(random_tokens(4, 13)), rewound)
+
+
+def test_a_rollback_behind_the_sliding_cache_is_refused_and_changes_nothing(target: LlamaTarget) -> None:
+    tokens = random_tokens(5, 701)
+    target.prefill(tokens[:700])
+    with pytest.raises(RequestError, match="cannot roll back 600 rows to 100"):
+        target.rollback(100)
+    after = target.verify(tokens[700:]).copy()
+    target.rollback(0)
+    target.prefill(tokens[:700])
+    assert_same_logits(after, target.verify(tokens[700:]))
+
+
+def test_prefill_may_have_any_length_and_equals_verify(target: LlamaTarget) -> None:
+    tokens = random_tokens(6, 131)
+    for first in range(0, 130, 13):
+        target.verify(tokens[first : first + 13])
+    by_verify, hidden = target.verify(tokens[130:]).copy(), target.hidden_row
+    assert hidden is not None
+    by_verify_hidden = hidden.copy()
+    target.rollback(0)
+    target.prefill(tokens)
+    assert target.length == 131
+    assert target.hidden_row is not None
+    np.testing.assert_allclose(target.hidden_row, by_verify_hidden, atol=LOGIT_TOLERANCE)
+    target.rollback(130)
+    assert_same_logits(by_verify, target.verify(tokens[130:]))
+    target.prefill([])
+    assert target.length == 131
+
+
+def test_the_drafter_reads_the_target_s_memory(target: LlamaTarget, drafter: LlamaDrafter) -> None:
+    library = llama_library.library()
+    assert library.staging.llama_get_ctx_other(drafter._pointer) == target.shared._pointer
+    own_view = library.api.llama_get_memory(drafter._pointer)
+    for length in (40, 7):
+        target.rollback(0)
+        target.prefill(random_tokens(7, length))
+        assert library.api.llama_memory_seq_pos_max(own_view, 0) == length - 1
+        drafter.draft(500, 4)
+        assert library.api.llama_memory_seq_pos_max(own_view, 0) == length - 1
+
+
+def test_drafts_leave_the_cache_as_it_is(target: LlamaTarget, drafter: LlamaDrafter) -> None:
+    tokens = random_tokens(9, 213)
+    target.prefill(tokens[:200])
+    plain = target.verify(tokens[200:]).copy()
+    target.rollback(200)
+    target.rollback(0)
+    target.prefill(tokens[:200])
+    drafts = drafter.draft(tokens[200], 12)
+    assert len(drafts) == 12
+    assert target.length == 200
+    assert drafter.draft(tokens[200], 12) == drafts
+    assert_same_logits(plain, target.verify(tokens[200:]))
+
+
+def test_the_drafter_follows_the_last_kept_row(target: LlamaTarget, drafter: LlamaDrafter) -> None:
+    tokens = random_tokens(10, 60)
+    target.prefill(tokens[:50])
+    target.verify(tokens[50:58])
+    target.rollback(53)
+    after_rollback = drafter.draft(tokens[53], 3)
+    target.rollback(0)
+    target.prefill(tokens[:53])
+    assert drafter.draft(tokens[53], 3) == after_rollback
+
+
+def test_without_a_hidden_row_there_is_no_draft(target: LlamaTarget, drafter: LlamaDrafter) -> None:
+    assert drafter.draft(5, 3) == []
+    tokens = random_tokens(11, 30)
+    target.prefill(tokens)
+    assert drafter.draft(5, 0) == []
+    target.rollback(20)
+    assert drafter.draft(5, 3) == []
+    target.verify(tokens[20:22])
+    assert len(drafter.draft(5, 3)) == 3
+
+
+@pytest.mark.parametrize("count", [5, 60, 200, 300])
+def test_drafts_equal_the_reference_with_the_dense_head(reference_pair: Any, opened: Any, target: LlamaTarget, count: int) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    load = {"dtype": torch.float32, "local_files_only": True}
+    model = transformers.AutoModelForCausalLM.from_pretrained(reference_pair.target_checkpoint, **load).eval()
+    assistant = transformers.Gemma4AssistantForCausalLM.from_pretrained(reference_pair.drafter_checkpoint, **load).eval()
+    assistant.config.use_ordered_embeddings = False
+    tokens = random_tokens(count, count + 1)
+    target.prefill(tokens[:count])
+    drafts = opened[1].draft(tokens[count], 5)
+    with torch.no_grad():
+        output = model(torch.tensor([tokens[:count]]), output_hidden_states=True, return_shared_kv_states=True)
+        shared, hidden, last = output.shared_kv_states, output.hidden_states[-1][:, -1:], tokens[count]
+        # llama.cpp's window ends at the drafter's own position, which has no row: one row less than transformers takes.
+        rows = window(reference_pair) - 1
+        shared = {**shared, "sliding_attention": tuple(part[:, :, -rows:] for part in shared["sliding_attention"])}
+        for draft in drafts:
+            embeddings = torch.cat([model.get_input_embeddings()(torch.tensor([[last]])), hidden], dim=-1)
+            step = assistant(inputs_embeds=embeddings, shared_kv_states=shared, position_ids=torch.tensor([[count]]))
+            logits, hidden = step.logits[0, -1], step.last_hidden_state
+            last = int(logits.argmax())
+            if draft != last:
+                assert float(logits[last] - logits[draft]) < NEAR_TIE
+                break
+
+
+def test_a_failed_decode_leaves_the_cache_as_it_was(target: LlamaTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = random_tokens(12, 200)
+    target.prefill(tokens[:20])
+    right = target.verify(tokens[20:25]).copy()
+    target.rollback(20)
+    decode, calls = target.shared._api.llama_decode, []
+
+    def fail_second(context: Any, batch: Any) -> int:
+        calls.append(batch.n_tokens)
+        return int(decode(context, batch)) if len(calls) == 1 else -3
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target.shared._api, "llama_decode", fail_second)
+        with pytest.raises(BackendError, match=r"failed on 64 target rows with code -3, the computation failed"):
+            target.prefill(tokens[20:])
+    assert calls == [64, 64]
+    assert target.length == 20
+    assert target.hidden_row is None
+    assert_same_logits(right, target.verify(tokens[20:25]))
+
+
+def test_a_failed_draft_step_is_an_error(target: LlamaTarget, drafter: LlamaDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.prefill(random_tokens(13, 10))
+    with monkeypatch.context() as patch:
+        patch.setattr(target.shared._api, "llama_decode", lambda *_: 2)
+        with pytest.raises(BackendError, match=r"failed on 1 drafter rows with code 2, the computation was aborted"):
+            drafter.draft(5, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        ([], "there is no token to decode"),
+        ([99999], "token id 99999 is not in the vocabulary of 4096"),
+        ([5, -1], "token id -1 is not in the vocabulary"),
+        ([5] * 14, "14 rows are too many for one verify"),
+        ([5] * 1025, r"0 \+ 1025 tokens exceed the context of 1024"),
+    ],
+)
+def test_requests_that_cannot_be_served(target: LlamaTarget, tokens: list[int], sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        target.verify(tokens)
+    assert target.length == 0
+
+
+def test_requests_to_the_drafter_that_cannot_be_served(target: LlamaTarget, drafter: LlamaDrafter) -> None:
+    target.prefill([5])
+    with pytest.raises(RequestError, match="token id 4096"):
+        drafter.draft(4096, 1)
+    with pytest.raises(RequestError, match="a draft of 13 tokens"):
+        drafter.draft(5, 13)
+    with pytest.raises(RequestError, match="cannot roll back to 2"):
+        target.rollback(2)
+
+
+@pytest.mark.parametrize("wrong", [{"context": 0}, {"threads": 0}, {"batch": 16}, {"max_draft_length": 13}, {"max_draft_length": -1}])
+def test_options_out_of_range(wrong: dict[str, int]) -> None:
+    with pytest.raises(RequestError, match=r"-?[0-9]+"):
+        options(**wrong)
+
+
+def test_files_that_do_not_load(reference_pair: Any, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF" + b"\xff" * 100)
+    with pytest.raises(BackendError, match=r"damaged.gguf has GGUF version"):
+        LlamaTarget(damaged, options())
+    with pytest.raises(BackendError, match="is not a file"):
+        LlamaTarget(tmp_path / "missing.gguf", options())
+    with pytest.raises(BackendError, match="has the architecture 'gemma4-assistant', not 'gemma4'"):
+        LlamaTarget(reference_pair.drafter, options())
+    with pytest.raises(RequestError, match="context 999999 is beyond"):
+        LlamaTarget(reference_pair.target, options(context=999999))
+    with pytest.raises(BackendError, match="has the architecture 'gemma4', not 'gemma4-assistant'"):
+        open_pair(reference_pair.target, reference_pair.target, options())
+
+
+def test_a_drafter_of_another_target_is_refused(reference_pair: Any, target: LlamaTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "hidden_size", target.hidden_size * 2)
+    with pytest.raises(BackendError, match=r"no drafter of this target: target hidden size \d+ against \d+"):
+        LlamaDrafter(reference_pair.drafter, target, options())
+
+
+def test_a_library_that_shares_no_memory_is_refused(reference_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_library.library().staging, "llama_get_ctx_other", lambda _: None)
+    with pytest.raises(BackendError, match="a KV cache of its own"):
+        open_pair(reference_pair.target, reference_pair.drafter, options())
+
+
+def test_closing_twice_is_harmless_and_ends_all_use(reference_pair: Any) -> None:
+    target, drafter = open_pair(reference_pair.target, reference_pair.drafter, options())
+    assert drafter is not None
+    target.prefill([5])
+    target.close()
+    target.close()
+    drafter.close()
+    for use in (lambda: target.verify([5]), lambda: target.prefill([5]), lambda: target.rollback(0), lambda: drafter.draft(5, 1)):
+        with pytest.raises(RequestError, match="is closed"):
+            use()
+
+
+def test_a_target_without_a_drafter_keeps_no_hidden_rows(reference_pair: Any) -> None:
+    target, drafter = open_pair(reference_pair.target, None, options(draft=False))
+    with target:
+        assert drafter is None
+        target.prefill([5, 6, 7])
+        assert np.isfinite(target.verify([8])).all()
+        assert target.hidden_row is None
+
+
+@pytest.mark.parametrize("version", ["0.3.35", "0.3.37", "0.4.0", "1.0"])
+def test_other_library_versions_are_refused(version: str) -> None:
+    with pytest.raises(BackendError, match=r"is .*, but the MTP interface is known for 0.3.36 only; run: pip install 'edge-mtp\[llama\]'"):
+        llama_library.check_version(version)
+
+
+def test_missing_symbols_are_named() -> None:
+    staging = SimpleNamespace(**dict.fromkeys(llama_library.STAGING_SYMBOLS[:3]))
+    with pytest.raises(BackendError, match="lacks llama_get_ctx_other; run"):
+        llama_library.check_symbols(staging, "0.3.36")
+
+
+def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(BackendError, match=r"llama-cpp-python is not installed .*; run: pip install 'edge-mtp\[llama\]'"):
+        llama_library.library.__wrapped__()
+
+
+def test_the_log_quotes_the_first_error_and_joins_continued_lines() -> None:
+    ring = llama_library.LogRing()
+    assert ring.error() == ""
+    for level, text in [(2, "info\n"), (4, "load_one: bad "), (5, "magic\n"), (4, "load_all: failed\n")]:
+        ring.add(level, text)
+    assert ring.error() == "bad magic"
+    ring.clear()
+    assert ring.error() == ""
+
+
+def test_importing_the_backend_loads_no_library() -> None:
+    code = "import sys, edge_runtime.backends.llama.llama_cpp, edge_runtime.calibration.crash_probe; sys.exit('llama_cpp' in sys.modules)"
+    path = os.pathsep.join(sys.path)
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, check=False).returncode == 0

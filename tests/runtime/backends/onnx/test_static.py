@@ -1,0 +1,239 @@
+"""Graphs of fixed shapes behind the same seam: what the graphs of open shapes compute, with rows the host keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+
+import edge_export
+import edge_runtime
+from edge_export.onnx.request import OnnxRequest
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from edge_runtime.backends.onnx.open import OrtOptions, fallbacks, open_onnx
+from edge_runtime.backends.onnx.static_drafter import StaticOrtDrafter
+from edge_runtime.backends.onnx.static_target import StaticOrtTarget
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.errors import BackendError, BundleError, RequestError
+from edge_runtime.session.open import open_session
+from silent import Silent
+
+PAIR = Path(edge_export.__file__).parent / "reference_pair"
+PROMPT = json.loads((PAIR / "prompts.code.json").read_text())[0]
+# Sums of float32 in another order; logits of the pair reach about 10.
+TOLERANCE = 1e-4
+OPENVINO = os.environ.get("EDGE_MTP_OPENVINO_PYTHON")
+Bundles = Callable[[str], Path]
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(300, 4096, count).tolist()
+
+
+@pytest.fixture(scope="module")
+def static_pair(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+    """Returns a function from weights to the shipped pair as a bundle of static graphs, exported once."""
+    root = tmp_path_factory.mktemp("static")
+
+    def bundle_of(weights: Any) -> Path:
+        output = root / weights
+        if not output.is_dir():
+            onnx = OnnxRequest(target=weights, drafter=weights, device="static")
+            request = ExportRequest(
+                target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, context=512, verify=False, gguf=False, onnx=onnx
+            )
+            export_pair(request, Silent())
+        return output
+
+    return bundle_of
+
+
+def opened(folder: Path, **changes: Any) -> tuple[Any, Any]:
+    target, drafter, _ = open_onnx(open_bundle(folder), OrtOptions(**{"context": 512, "threads": 1, **changes}), None)
+    return target, drafter
+
+
+@pytest.fixture
+def static(static_pair: Bundles) -> Iterator[tuple[StaticOrtTarget, StaticOrtDrafter]]:
+    target, drafter = opened(static_pair("f32"))
+    assert isinstance(target, StaticOrtTarget)
+    assert isinstance(drafter, StaticOrtDrafter)
+    with target:
+        yield target, drafter
+
+
+@pytest.fixture
+def dynamic(onnx_pair: Bundles) -> Iterator[tuple[Any, Any]]:
+    target, drafter = opened(onnx_pair("f32"))
+    with target:
+        yield target, drafter
+
+
+def test_logits_and_drafts_are_those_of_open_shapes_beyond_the_window_and_after_roll_backs(
+    static: tuple[Any, Any], dynamic: tuple[Any, Any]
+) -> None:
+    generator, tokens = np.random.default_rng(3), random_tokens(1, 512)
+    pairs = (static, dynamic)
+    for target, _ in pairs:
+        target.prefill(tokens[:100])
+    while pairs[0][0].length < 480:
+        length, rows = static[0].length, int(generator.integers(1, 8))
+        logits = [target.verify(tokens[length : length + rows]) for target, _ in pairs]
+        assert np.abs(logits[0] - logits[1]).max() < TOLERANCE
+        kept = length + int(generator.integers(1, rows + 1))
+        for target, _ in pairs:
+            target.rollback(kept)
+        drafts = [drafter.draft(tokens[kept], 4) for _, drafter in pairs]
+        assert drafts[0] == drafts[1]
+        assert np.abs(static[0].hidden_row - dynamic[0].hidden_row).max() < TOLERANCE
+
+
+def test_prefills_of_any_length_fill_the_same_rows(static: tuple[Any, Any], dynamic: tuple[Any, Any]) -> None:
+    tokens = random_tokens(2, 400)
+    for cuts in ([], [1, 2, 67, 300], [64, 128, 399]):
+        static[0].rollback(0)
+        for first, last in zip([0, *cuts], [*cuts, 399], strict=True):
+            static[0].prefill(tokens[first:last])
+        dynamic[0].rollback(0)
+        dynamic[0].prefill(tokens[:399])
+        assert np.abs(static[0].verify(tokens[399:]) - dynamic[0].verify(tokens[399:])).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("weights", ["f32", "f16", "int8", "int4"])
+def test_drafts_leave_greedy_output_as_it_is(weights: str, static_pair: Bundles) -> None:
+    with open_session(static_pair(weights), threads=1, uniform_rows=True) as session:
+        plain, drafted = (session.generate(PROMPT, max_tokens=60, draft_length=n) for n in (0, 3))
+        assert plain.text() == drafted.text()
+        assert plain.tokens == drafted.tokens
+        assert drafted.stats.acceptance_rate is not None
+        assert drafted.stats.acceptance_rate > 0.3
+
+
+def test_rows_that_the_window_needs_bound_the_roll_back(static: tuple[Any, Any]) -> None:
+    target, _ = static
+    tokens = random_tokens(5, 400)
+    target.prefill(tokens)
+    assert 1 < target.rollback_floor <= 400 - target.rewind_slack
+    with pytest.raises(RequestError, match="older rows are gone"):
+        target.rollback(target.rollback_floor - 1)
+    wanted = target.verify(tokens[:1]).copy()
+    target.rollback(400 - target.rewind_slack)
+    target.verify(tokens[400 - target.rewind_slack : 400])
+    assert np.abs(target.verify(tokens[:1]) - wanted).max() < TOLERANCE
+
+
+def test_a_host_may_choose_and_stop(static: tuple[Any, Any], dynamic: tuple[Any, Any]) -> None:
+    tokens = random_tokens(6, 60)
+    found = []
+    for target, drafter in (static, dynamic):
+        target.prefill(tokens)
+        seen: list[tuple[int, ...]] = []
+
+        def second(logits: Any, candidates: Any = None, seen: list[tuple[int, ...]] = seen) -> int:
+            seen.append(tuple(sorted(candidates)))
+            return int(candidates[np.argsort(logits)[-2]])
+
+        shares: list[float] = []
+        chosen = drafter.draft(7, 3, choose=second)
+        stopped = drafter.draft(7, 4, go_on=lambda share, shares=shares: shares.append(share) or len(shares) < 2)
+        drafter.least_probability = 0.999999
+        found.append((chosen, seen, stopped, np.round(shares, 4).tolist(), drafter.draft(7, 4)))
+    assert found[0] == found[1]
+    assert len(found[0][2]) == 2
+
+
+def test_the_drafter_reads_the_targets_own_rows(static: tuple[Any, Any]) -> None:
+    target, drafter = static
+    target.prefill(random_tokens(8, 80))
+    before = drafter.draft(500, 4)
+    for array in target.rows.arrays.values():
+        array *= -1
+    assert drafter.draft(500, 4) != before
+
+
+def test_every_node_runs_on_the_cpu_and_the_report_says_so(static: tuple[Any, Any]) -> None:
+    target, drafter = static
+    assert fallbacks("CPUExecutionProvider", target, drafter) == []
+    sentences = fallbacks("OtherExecutionProvider", target, drafter)
+    assert len(sentences) == 4
+    assert all("fell back from OtherExecutionProvider to CPUExecutionProvider" in sentence for sentence in sentences)
+
+
+def test_the_bundles_context_cannot_be_exceeded(static_pair: Bundles) -> None:
+    with pytest.raises(RequestError, match="context 513 is beyond the 512 tokens"):
+        opened(static_pair("f32"), context=513)
+    with pytest.raises(RequestError, match="names a device"):
+        opened(static_pair("f32"), provider="cpu:NPU")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        (("static", "verify_rows"), 3, "manifest's input 'embedded'"),
+        (("static", "prefill_rows"), 1 << 40, "are not sound"),
+        (("cache_layout", "buffers", 0, "rows"), 1 << 40, "too long|as long as"),
+        (("cache_layout", "buffers", 0, "head_dim"), 32, "manifest's input|export"),
+        (("architecture", "vocab_size"), 1 << 20, "rows of"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_the_graphs_is_refused(
+    key: tuple[Any, ...], value: int, words: str, static_pair: Bundles, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(static_pair("f32"), folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    place = manifest
+    for part in key[:-1]:
+        place = place[part]
+    assert place[key[-1]] != value
+    place[key[-1]] = value
+    (folder / "manifest.json").write_text(with_hash(manifest))
+    with pytest.raises((BundleError, BackendError), match=words):
+        opened(folder)
+
+
+_ON_OPENVINO = """
+import json, sys
+import numpy as np
+from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
+from edge_runtime.bundle.bundle import open_bundle
+said, found = [], {}
+for provider in ("cpu", "openvino:CPU"):
+    target, drafter, _ = open_onnx(open_bundle(sys.argv[1]), OrtOptions(context=512, threads=1, provider=provider), None, said.append)
+    tokens = np.random.default_rng(1).integers(300, 4096, 240).tolist()
+    target.prefill(tokens[:200])
+    found[provider] = target.verify(tokens[200:206]).copy(), drafter.draft(tokens[206], 4)
+    nodes = target.assignments() | {"drafter": drafter.assignments()}
+    target.close()
+cpu, openvino = found.values()
+print(json.dumps({"difference": float(np.abs(cpu[0] - openvino[0]).max()), "same_drafts": cpu[1] == openvino[1], "said": said,
+                  "providers": sorted({name for graph in nodes.values() for name in graph}), "graphs": len(nodes)}))
+"""
+
+
+@pytest.mark.skipif(
+    OPENVINO is None, reason="EDGE_MTP_OPENVINO_PYTHON names no Python with onnxruntime-openvino, which replaces onnxruntime"
+)
+@pytest.mark.parametrize(("weights", "most"), [("f32", 1e-3), ("int4", 0.5)])
+def test_openvinos_cpu_device_runs_every_node(weights: str, most: float, static_pair: Bundles) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(edge_runtime.__file__).parent.parent)}
+    command = [str(OPENVINO), "-c", _ON_OPENVINO, str(static_pair(weights))]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["providers"] == ["OpenVINOExecutionProvider"]
+    assert (found["said"], found["graphs"]) == ([], 4)
+    assert found["difference"] < most
+    assert weights != "f32" or found["same_drafts"]

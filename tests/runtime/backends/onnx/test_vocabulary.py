@@ -1,0 +1,79 @@
+"""The tokenizer of the ONNX path gives what llama.cpp's gives for the same checkpoint."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+
+from edge_runtime.backends.llama.vocabulary import LlamaVocabulary
+from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.session.open import open_session
+
+Both = tuple[TokenizerVocabulary, LlamaVocabulary]
+
+
+@pytest.fixture(scope="module")
+def both(onnx_pair: Callable[[str], Path], exported_pair: Path, probe_memory: None) -> Iterator[Both]:
+    bundle = open_bundle(onnx_pair("f32"))
+    assert bundle.manifest.onnx is not None
+    own = TokenizerVocabulary(bundle.path("tokenizer"), bundle.manifest.onnx, bundle.manifest.architecture.vocab_size)
+    with open_session(exported_pair, threads=1, drafter="none", backend="llama") as session:
+        theirs = session.vocabulary
+        assert isinstance(theirs, LlamaVocabulary)
+        yield own, theirs
+
+
+TEXTS = [
+    "",
+    " ",
+    "def f(n):\n\treturn n\n",
+    "naïve  café — Straße",
+    "日本語 🤖",
+    "a\x00b",
+    "\ud83e",
+    "<bos><|turn>user<turn|>",
+    "   \n\n\n  x",
+    'a<|channel>b <|"|> c<tool|>',
+]
+
+
+def test_the_same_tokens(both: Both) -> None:
+    own, theirs = both
+    generator = random.Random(3)
+    letters = "abcdef ()[]:\n\t_=+*0123456789äß€日🤖'\"<>|"
+    texts = TEXTS + ["".join(generator.choices(letters, k=generator.randrange(1, 60))) for _ in range(200)]
+    for text in texts:
+        assert own.encode(text) == theirs.encode(text), text
+        assert own.encode(text, add_bos=False, parse_special=True) == theirs.encode(text, add_bos=False, parse_special=True), text
+
+
+def test_the_same_bytes_and_the_same_ends(both: Both) -> None:
+    own, theirs = both
+    assert own.size == theirs.size
+    assert own.bos == theirs.bos
+    assert own.eos == theirs.eos
+    assert own.eog_tokens == theirs.eog_tokens
+    assert dict(own.control_tokens) == dict(theirs.control_tokens)
+    for token in range(own.size):
+        assert own.piece(token) == theirs.piece(token), token
+        assert own.piece(token, special=True) == theirs.piece(token, special=True), token
+
+
+def test_ids_and_files_that_are_none(both: Both, onnx_pair: Callable[[str], Path], tmp_path: Path) -> None:
+    own, _ = both
+    for token in (-1, own.size):
+        with pytest.raises(RequestError, match="not in the vocabulary"):
+            own.piece(token)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    graphs = open_bundle(onnx_pair("f32")).manifest.onnx
+    assert graphs is not None
+    with pytest.raises(BundleError, match="is no tokenizer"):
+        TokenizerVocabulary(tmp_path / "tokenizer.json", graphs, 10)

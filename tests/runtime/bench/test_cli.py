@@ -1,0 +1,231 @@
+"""The edge-bench command: a small real benchmark, its files made again from its records, refusals, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from bench_records import fixed, whole_benchmark
+from edge_devices.energy.protocol import Plan, characterise_meter, measure
+from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.run_log import write_log
+from edge_runtime.bench import cli
+from edge_runtime.bench.measure.record_file import RecordFile
+from edge_runtime.bench.measure.records import read_records
+from edge_runtime.errors import BackendError
+from simulated_session import SimulatedMachine
+
+
+def bench(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "250"})
+
+
+@pytest.fixture
+def made_up(tmp_path: Path) -> Path:
+    path = tmp_path / "made-up.jsonl"
+    with RecordFile(path) as file:
+        for record in whole_benchmark():
+            file.add(record)
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(exported_pair: Path, probe_memory: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    folder = tmp_path_factory.mktemp("bench")
+    result = bench(
+        exported_pair, "--domains", "code,chat", "--lengths", "3", "--policies", "stepped", "--drafters", "dense,lookup", "--repeats", "2",
+        "--max-tokens", "12", "--contexts", "32,4000", "--concurrency", "1,2", "--kv-types", "q8_0", "--threads", "1", "--check", "none",
+        "--runs", folder / "run.jsonl", "--json", folder / "figures.json",
+    )  # fmt: skip
+    return result, folder
+
+
+def test_a_real_pair_is_measured_in_all_respects(measured):
+    result, folder = measured
+    assert result.exit_code == 0, result.output
+    for words in ("All domains", "dense 3", "lookup stepped", "Cost curve", "Several requests at once", "Types of KV cache", "peak, dense"):
+        assert words in result.stdout
+    assert "a text of 4000 tokens is left out" in result.stdout
+    records = read_records(folder / "run.jsonl")
+    assert records.header.machine["usable_processors"] >= 1
+    runs = [run for run in records.runs if run.part == "domains"]
+    assert len(runs) == 2 * 2 * 5
+    assert {run.domain for run in records.runs if run.part == "contexts"} == {"32"}
+    assert all(run.prompt_tokens == 32 for run in records.runs if run.part == "contexts")
+    assert {(m.drafter, m.sequences) for m in records.memory} == {("dense", 1), ("lookup", 1), ("dense", 2)}
+    assert all(m.peak_bytes > 20_000_000 for m in records.memory)
+    assert [len(curve.verify_seconds) for curve in records.cost_curves] == [13, 13]
+    assert [c.clients for c in records.concurrency].count(2) == 4
+    assert [cost.kv_type for cost in records.kv_types] == ["f16", "q8_0"]
+
+
+def test_drafts_are_accepted_and_outputs_are_plain_decodings(measured):
+    figures = json.loads((measured[1] / "figures.json").read_text())
+    rows = {row["label"]: row for row in figures["overall"]}
+    assert rows["plain"]["acceptance_rate"] is None
+    assert rows["dense 3"]["acceptance_rate"] > 0.2
+    assert rows["dense 3"]["equal"] == rows["dense 3"]["compared"] == 4
+    assert all(level["equal"] == level["compared"] for level in figures["concurrency"])
+
+
+def test_figures_made_again_are_the_same(measured, tmp_path):
+    _, folder = measured
+    again = bench("--report", folder / "run.jsonl", "--json", "-")
+    assert again.exit_code == 0
+    assert json.loads(again.stdout) == json.loads((folder / "figures.json").read_text())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_report_of_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    result = bench("--report", tmp_path / "pipe")
+    assert result.exit_code == 1
+    assert "a pipe, which cannot be read twice" in result.stderr
+
+
+def test_a_report_becomes_tables_and_a_page(made_up, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
+    result = bench("--report", made_up, "--html", tmp_path / "report.html", "--json", tmp_path / "figures.json")
+    assert result.exit_code == 0, result.output
+    assert "dense 2" in result.stdout
+    assert "1.50 [" in result.stdout
+    assert (tmp_path / "report.html").read_text().count("<svg") == 6
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["figures.json", "made-up.jsonl", "report.html"]
+
+
+def test_energy_comes_from_its_log(made_up, tmp_path):
+    machine = SimulatedMachine()
+    measured = characterise_meter(machine.system, machine, machine.load)
+    machine.recorder = Recorder(machine.system, machine)
+    machine.recorder.poll()
+    workloads = {"plain": machine.workload(12.0), "dense 2": machine.workload(14.0, decode_s=1.0)}
+    write_log(tmp_path / "energy.jsonl", measure(machine.system, machine.recorder, workloads, measured, Plan(repeats=4, rest_s=1.0)))
+    result = bench("--report", made_up, "--energy", tmp_path / "energy.jsonl")
+    assert result.exit_code == 0, result.output
+    assert "saves energy" in result.stdout
+    assert "scope package" in result.stdout
+    result = bench("--report", made_up, "--energy", made_up)
+    assert result.exit_code == 1
+    assert "line 1 is no line of a run log" in result.stderr
+
+
+def test_without_a_meter_energy_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "find_meter", lambda _: None)
+    monkeypatch.setattr(cli, "measure", lambda *_: pytest.fail("measured"))
+    result = bench("bundle", "--energy", tmp_path / "energy.jsonl")
+    assert result.exit_code == 1
+    assert "no energy meter on this machine" in result.stderr
+
+
+class Interrupted:
+    """A benchmark that is stopped in the middle."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def records(self):
+        yield from whole_benchmark()[:9]
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "Benchmark", Interrupted)
+    result = bench("bundle", "--runs", tmp_path / "run.jsonl")
+    assert result.exit_code == 130
+    assert "dense 2" in result.stdout
+    assert "stopped by Ctrl-C" in result.stdout
+    records = read_records(tmp_path / "run.jsonl")
+    assert len(records.runs) == 8
+    assert "stopped" in records.notes[-1]
+    assert [p.name for p in tmp_path.iterdir()] == ["run.jsonl"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+def test_ctrl_c_at_a_real_run(exported_pair, probe_memory, tmp_path):
+    runs = tmp_path / "run.jsonl"
+    code = "from edge_runtime.bench.cli import main; main()"
+    options = ["--domains", "code", "--lengths", "2", "--policies", "none", "--drafters", "dense", "--repeats", "999", "--max-tokens", "8"]
+    command = [sys.executable, "-c", code, exported_pair, *options, "--threads", "1", "--check", "none", "--runs", runs]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
+        partial = runs.with_name("run.jsonl.partial")
+        for _ in range(600):
+            if child.poll() is not None or (partial.exists() and partial.read_bytes().count(b'"kind": "run"') >= 10):
+                break
+            time.sleep(0.05)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert "dense 2" in out
+    assert "Traceback" not in err
+    assert len(read_records(runs).runs) >= 10
+    assert not partial.exists()
+
+
+class Failing(Interrupted):
+    """A benchmark that fails in the middle."""
+
+    def records(self):
+        yield from whole_benchmark()[:9]
+        raise BackendError("the computation failed")
+
+
+def test_a_failure_says_what_and_keeps_the_records(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "Benchmark", Failing)
+    result = bench("bundle", "--runs", tmp_path / "run.jsonl")
+    assert (result.exit_code, "Error: the computation failed" in result.stderr) == (1, True)
+    assert len(read_records(tmp_path / "run.jsonl").runs) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "give a BUNDLE to measure, or --report"),
+        (["bundle", "--report", "x"], 2, "give a BUNDLE to measure, or --report"),
+        (["--report", "x", "--runs", "y"], 2, "nothing for --runs"),
+        (["--report", "missing.jsonl"], 1, "missing.jsonl cannot be read"),
+        (["bundle", "--against", "vllm=x"], 2, "is not llama.cpp=PATH"),
+        (["bundle", "--lengths", "99"], 1, "not all in 1..12"),
+        (["bundle", "--policies", "luck"], 1, "policy 'luck' is unknown"),
+        (["bundle", "--drafters", "none"], 1, "no drafter"),
+        (["bundle", "--drafters", "dense,split,best"], 1, "drafter 'best' is unknown"),
+        (["bundle", "--domains", "none"], 1, "no prompt to measure with"),
+        (["bundle", "--domains", "weather"], 1, "domain 'weather' is unknown"),
+        (["bundle", "--concurrency", "0"], 1, "numbers of clients '0'"),
+        (["bundle", "--kv-types", "q2"], 1, "KV type 'q2' is unknown"),
+        (["bundle", "--meter", "sundial"], 1, "no meter 'sundial' here"),
+        (["nowhere"], 1, "nowhere is not a bundle"),
+    ],
+)
+def test_refusals_say_what_to_do(arguments, code, words):
+    result = bench(*arguments)
+    assert result.exit_code == code
+    assert words in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.output
+
+
+def test_two_sets_of_one_name_are_refused(tmp_path):
+    (tmp_path / "code.json").write_text('["x"]')
+    result = bench("bundle", "--prompts", tmp_path / "code.json")
+    assert (result.exit_code, "two sets of prompts named 'code'" in result.stderr) == (1, True)
+
+
+def test_a_page_is_refused_before_measuring_where_its_library_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(cli, "measure", lambda *_: pytest.fail("measured"))
+    result = bench("bundle", "--html", tmp_path / "r.html")
+    assert (result.exit_code, "pip install 'edge-mtp[report]'" in result.stderr) == (1, True)
+
+
+def test_help_has_examples():
+    result = bench("--help")
+    assert "edge-bench --report run.jsonl" in result.stdout
+    assert "--against" in result.stdout
+    assert fixed(3).label == "dense 3"

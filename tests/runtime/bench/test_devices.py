@@ -1,0 +1,370 @@
+"""edge-bench on other machines: phones behind the real adb, a host behind the real sshd. Most runs are played, one is real."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from edge_devices.transports.adb import AdbTransport
+from edge_devices.transports.base import shell
+from edge_runtime.bench import cli
+from edge_runtime.bench.devices import remote_run as remote
+from edge_runtime.bench.measure.records import read_records
+from fake_adbd import FakeAdbd
+from phones import Desk
+from ssh_host import SshHost
+from stub_package import stub_package
+
+
+def bench(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "250"})
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(remote, "WATCH_SECONDS", 0.2)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stub_package(tmp_path_factory.mktemp("packages") / "played")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is deployed need not be a bundle: the device's edge-bench would refuse it, and that one is played."""
+    folder = tmp_path_factory.mktemp("bundles") / "my bundle"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    (folder / "target.gguf").write_bytes(bytes(100_000))
+    return folder
+
+
+@pytest.fixture
+def daemon(desk: Desk) -> Iterator[FakeAdbd]:
+    daemon = desk.phone()
+    yield daemon
+    desk.adb("disconnect", daemon.serial)
+
+
+def hold(daemon: FakeAdbd) -> Path:
+    """Keeps played benchmarks of this phone in the middle until the file is removed."""
+    path = daemon.phone.path(f"{AdbTransport.FOLDER}/hold")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def in_background(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def until_seen(daemon: FakeAdbd, words: str, times: int = 1) -> None:
+    """Waits until the watch on the phone has written something."""
+    folder, end = daemon.phone.path(f"{AdbTransport.FOLDER}/runs"), time.monotonic() + 30
+    while not any(path.read_text().count(words) >= times for path in folder.glob("*/watch.jsonl")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def when_running(daemon: FakeAdbd, then: Callable[[], object]) -> threading.Thread:
+    """Does something once the benchmark is in its middle."""
+
+    def wait() -> None:
+        until_seen(daemon, '"look"', times=4)
+        then()
+
+    return in_background(wait)
+
+
+def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "own prompts.json"
+    prompts.write_text('["one", "two"]')
+    result = bench(
+        bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path / "results", "--run", "first", "--lengths", "2,3",
+        "--check", "none", "--prompts", prompts, "--json", tmp_path / "figures.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "All domains" in result.stdout
+    assert "package: " in result.stderr
+    assert "run first has begun" in result.stderr
+    assert "before the run: the frequency governor is schedutil" in result.stdout
+    folder = tmp_path / "results/first" / f"adb-{daemon.serial.replace(':', '-')}"
+    assert {p.name for p in folder.iterdir()} == {"runs.jsonl", "watch.jsonl", "log", "device.json"}
+    assert json.loads((tmp_path / "figures.json").read_text())["overall"][0]["label"] == "plain"
+    job = daemon.phone.path(f"{AdbTransport.FOLDER}/runs/first")
+    words = (job / "arguments").read_text().split()
+    assert words[2:] == [
+        "--runs",
+        "runs.jsonl",
+        "--prompts",
+        f"{AdbTransport.FOLDER}/inputs/first/1.json",
+        "--lengths",
+        "2,3",
+        "--check",
+        "none",
+    ]
+    again = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path / "results", "--run", "second")
+    assert "0 files, 0.0 MB sent" in again.stderr
+
+
+def test_several_phones_are_compared(desk: Desk, daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    other = desk.phone()
+    other.phone.says("getprop ro.product.model", "Other <b>\n")
+    arguments = ("--package", package, "--results", tmp_path / "results", "--run", "both", "--html", tmp_path / "page.html")
+    result = bench(bundle, "--adb", daemon.serial, "--adb", other.serial, *arguments)
+    assert result.exit_code == 0, result.output
+    for name in (daemon.serial, other.serial, "Fake One", "Other <b>", "What to know of these runs"):
+        assert name in result.stdout
+    assert "Other &lt;b&gt;" in (tmp_path / "page.html").read_text()
+    compared = bench("--compare", tmp_path / "results")
+    assert compared.stdout == result.stdout
+    desk.adb("disconnect", other.serial)
+
+
+@pytest.mark.slow
+def test_one_of_two_phones_fails(desk: Desk, daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    hot = desk.phone()
+    hot.phone.battery(celsius=50)
+    arguments = ("--package", package, "--results", tmp_path, "--run", "half")
+    result = bench(bundle, "--adb", daemon.serial, "--adb", hot.serial, *arguments)
+    assert result.exit_code == 0
+    assert f"left out: adb:{hot.serial}: the phone has 50 °C: let it cool" in result.stderr
+    assert "All domains" in result.stdout
+    alone = bench(bundle, "--adb", hot.serial, *arguments)
+    assert alone.exit_code == 1
+    assert alone.stderr.splitlines()[-1] == f"Error: adb:{hot.serial}: the phone has 50 °C: let it cool."
+    assert not hot.phone.path(f"{AdbTransport.FOLDER}/package").exists()
+    desk.adb("disconnect", hot.serial)
+
+
+@pytest.mark.slow
+def test_heat_and_a_charger_in_the_middle_are_named(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    held = hold(daemon)
+
+    def disturb() -> None:
+        daemon.phone.says("dumpsys thermalservice", "Thermal Status: 3\n")
+        daemon.phone.battery(usb=True, celsius=41)
+        daemon.phone.write("/sys/class/thermal/thermal_zone0/temp", "88000\n")
+        until_seen(daemon, '"temperature_c": 88.0')
+        held.unlink()
+
+    thread = when_running(daemon, disturb)
+    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    thread.join()
+    assert result.exit_code == 0, result.output
+    assert "Android throttled because of heat (thermal status severe)" in result.stdout
+    assert "the power source changed from battery to USB" in result.stdout
+    assert json.loads(next(tmp_path.rglob("device.json")).read_text())["hottest_c"] == 88.0
+    assert "3 records; domains: 3 of 9" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("level", "words"), [pytest.param(60, "the device restarted", marks=pytest.mark.slow), (2, "the battery ran empty: 2 %")]
+)
+def test_a_restart_keeps_what_was_measured(desk: Desk, daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path, level: int, words: str) -> None:  # fmt: skip
+    hold(daemon)
+
+    def restart() -> None:
+        daemon.phone.battery(level=level)
+        until_seen(daemon, f'"charge_percent": {level},')
+        daemon.reboot()
+        time.sleep(0.3)
+        desk.connect(daemon)
+
+    thread = when_running(daemon, restart)
+    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    thread.join()
+    assert result.exit_code == 0, result.output
+    assert words in result.stdout
+    assert len(read_records(next(tmp_path.rglob("runs.jsonl"))).runs) == 2
+
+
+@pytest.mark.slow
+def test_unplugging_does_not_end_a_run(desk: Desk, daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    held = hold(daemon)
+
+    def unplug() -> None:
+        daemon.faults.silent = True
+        daemon.unplug()
+        held.unlink()
+        time.sleep(1.5)
+        daemon.faults.silent = False
+        desk.connect(daemon)
+
+    thread = when_running(daemon, unplug)
+    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    thread.join()
+    assert result.exit_code == 0, result.output
+    assert "Waiting for it; the run goes on there." in result.stderr
+    assert "All domains" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_the_cable_to_be_pulled(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    daemon.phone.battery(usb=True)
+    job = daemon.phone.path(f"{AdbTransport.FOLDER}/runs/waiting")
+    settle = package.parent / "settle"
+    stub_package(settle)
+    python = settle / "bin/edge-python"
+    # The ten seconds that a gauge takes to settle are one here.
+    python.write_text(
+        python.read_text().replace(
+            '"$@"', '-c "import sys, edge_devices.remote.job_monitor as j; j.SETTLING_SECONDS = 1; sys.exit(j.main(sys.argv[3:]))" "$@"'
+        )
+    )
+    files = json.loads((settle / "package.json").read_text())
+    files["files"] = []
+    (settle / "package.json").write_text(json.dumps(files))
+
+    def unplug() -> None:
+        while not (job / "watch.jsonl").exists() or (job / "watch.jsonl").read_text().count("look") < 2:
+            time.sleep(0.05)
+        assert not (job / "arguments").exists()
+        daemon.phone.battery(usb=False)
+
+    thread = in_background(unplug)
+    result = bench(bundle, "--adb", daemon.serial, "--package", settle, "--results", tmp_path, "--unplugged", "--run", "waiting")
+    thread.join()
+    assert result.exit_code == 0, result.output
+    assert "unplug the device now" in result.stderr
+    assert "changed from USB" not in result.stdout  # waiting is no part of the run
+
+
+def test_joules_come_home_with_their_scope(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    arguments = (bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--energy", "yes")
+    daemon.phone.battery(usb=True)
+    refused = bench(*arguments)
+    assert refused.exit_code == 1
+    assert "USB supplies power: unplug it to measure at the battery" in refused.stderr
+    daemon.phone.battery()
+    result = bench(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "scope package" in result.stdout
+    assert "J/output token" in result.stdout
+    assert next(tmp_path.rglob("energy.jsonl")).exists()
+    assert "Energy, scope package" in bench("--compare", tmp_path).stdout
+
+
+def test_a_phone_is_cleaned_without_a_bundle(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    assert bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--deploy-only").exit_code == 0
+    assert bench("--adb", daemon.serial, "--clean").exit_code == 0
+    assert not daemon.phone.path(AdbTransport.FOLDER).exists()
+
+
+@pytest.mark.slow
+def test_a_run_is_followed_by_name_and_cleaned_up(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    held = hold(daemon)
+    arguments = (bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--run", "named")
+    thread = in_background(lambda: bench(*arguments))
+    when_running(daemon, held.unlink).join()
+    thread.join()
+    result = bench(*arguments, "--clean")
+    assert result.exit_code == 0, result.output
+    assert "run named is there already: following it" in result.stderr
+    assert "governor is schedutil" in result.stdout  # what was seen before the run is remembered
+    assert not daemon.phone.path(AdbTransport.FOLDER).exists()
+
+
+@pytest.mark.slow
+def test_a_run_is_stopped_by_name(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    hold(daemon)
+    arguments = (bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--run", "long")
+    said: list[Result] = []
+    thread = in_background(lambda: said.append(bench(*arguments)))
+    when_running(daemon, lambda: None).join()
+    assert bench(*arguments, "--stop").exit_code == 0
+    thread.join()
+    assert said[0].exit_code == 0, said[0].output
+    assert "ended from outside" in said[0].stdout or "3 records" in said[0].stderr
+    hold(daemon).unlink()
+
+
+def test_deploying_only_starts_nothing(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--deploy-only")
+    assert result.exit_code == 0, result.output
+    folder = daemon.phone.path(AdbTransport.FOLDER)
+    assert (folder / "package/bin/edge-bench").stat().st_mode & 0o111
+    assert (folder / "bundles/my bundle/target.gguf").stat().st_size == 100_000
+    assert not (folder / "runs").exists()
+
+
+def test_a_benchmark_that_fails_there_says_why_here(daemon: FakeAdbd, bundle: Path, tmp_path: Path) -> None:
+    failing = stub_package(tmp_path / "failing", code=1)
+    result = bench(bundle, "--adb", daemon.serial, "--package", failing, "--results", tmp_path / "results")
+    assert result.exit_code == 1
+    assert "the run brought no figures: Error: the model does not fit" in result.stderr.splitlines()[-1]
+
+
+def test_a_full_phone_is_told_before_anything_runs(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    daemon.faults.room = 5_000
+    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    assert result.exit_code == 1
+    assert "no space left on the device" in result.stderr.splitlines()[-1]
+    assert not daemon.phone.path(f"{AdbTransport.FOLDER}/runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--adb", "X"), "needs --package"),
+        (("--adb", "X", "--package", "PACKAGE", "--runs", "r"), "--runs is for this machine"),
+        (("--adb", "X", "--package", "PACKAGE", "--run", "../x"), "is no name for a run"),
+        (("--adb", "X", "--package", "PACKAGE", "--stop"), "--stop needs the name"),
+        (("--adb", "X", "--package", "NOWHERE"), "is no device package"),
+        (("--adb", "X", "--package", "PACKAGE", "--lengths", "x"), "draft lengths"),
+        (("--ssh", "-oProxyCommand=id", "--package", "PACKAGE"), "is no host"),
+    ],
+)
+def test_what_cannot_be_asked_of_a_device(arguments: tuple[str, ...], words: str, package: Path, bundle: Path, tmp_path: Path) -> None:
+    known = {"PACKAGE": str(package), "NOWHERE": str(tmp_path / "nowhere")}
+    result = bench(bundle, *(known.get(a, a) for a in arguments))
+    assert result.exit_code == 1
+    assert words in result.stderr.splitlines()[-1]
+
+
+def test_a_package_for_another_processor_is_refused(daemon: FakeAdbd, bundle: Path, tmp_path: Path) -> None:
+    arm = stub_package(tmp_path / "arm", platform="android-arm64")
+    result = bench(bundle, "--adb", daemon.serial, "--package", arm, "--results", tmp_path / "results")
+    assert result.exit_code == 1
+    assert "the package is for android-arm64, the device's processor is" in result.stderr
+
+
+def test_comparing_nothing_is_refused(tmp_path: Path) -> None:
+    assert "there is no runs.jsonl below" in bench("--compare", tmp_path).stderr
+    assert bench("--compare", tmp_path, tmp_path).exit_code == 2
+
+
+@pytest.mark.slow
+def test_a_real_benchmark_over_ssh_drafts_what_this_machine_drafts(host: SshHost, exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:  # fmt: skip
+    package = stub_package(tmp_path / "package", real=True)
+    what = ("--domains", "code", "--drafters", "split", "--lengths", "2", "--policies", "none", "--repeats", "1", "--max-tokens", "8", "--contexts", "none", "--warm-up", "0", "--threads", "1")  # fmt: skip
+    arguments = ("--ssh", "pi", "--ssh-config", host.config, "--package", package, "--results", tmp_path / "results", "--run", "there")
+    folder = ("--device-folder", tmp_path / "device folder")
+    result = bench(exported_pair, *what, *arguments, *folder)
+    assert result.exit_code == 0, result.output
+    here = bench(exported_pair, *what, "--runs", tmp_path / "here.jsonl")
+    assert here.exit_code == 0, here.output
+    there = read_records(tmp_path / "results/there/ssh-pi/runs.jsonl")
+    assert [(r.variant, r.output, r.drafted, r.accepted) for r in there.runs] == [
+        (r.variant, r.output, r.drafted, r.accepted) for r in read_records(tmp_path / "here.jsonl").runs
+    ]
+
+
+def test_links_that_lose_exit_codes_do_as_well(desk: Desk, package: Path, bundle: Path, tmp_path: Path) -> None:
+    daemon = desk.phone(connect=False)
+    daemon.faults.features = "cmd,stat_v2"
+    desk.connect(daemon)
+    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "1" in shell(AdbTransport(daemon.serial), "echo 1")
+    desk.adb("disconnect", daemon.serial)

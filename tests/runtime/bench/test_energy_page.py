@@ -1,0 +1,172 @@
+"""The report of an energy log: recomputed from the recorded trace alone, drawn, and looked at by a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from chromium import chromium
+from edge_devices.energy.protocol import Plan, characterise_meter, measure
+from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.report import make_report
+from edge_devices.energy.run_log import RunLog, write_log
+from edge_devices.energy.virtual_meters import AwaitedMeter
+from edge_devices.machine.state import DeviceState
+from edge_devices.meters.base import Kind
+from edge_devices.meters.trace import Trace
+from edge_runtime.bench.cli import main
+from edge_runtime.bench.measure.energy import is_energy_log, measure_energy, read_energy
+from simulated_session import SimulatedMachine
+
+pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
+from edge_runtime.bench.report.energy_plots import energy_plots, power_curve
+
+HOSTILE = "</svg><script>alert(1)</script>$\\frac{1}$"
+
+
+def recorded(kind: Kind, *, refresh_s: float, name: str = "split 3") -> RunLog:
+    """Plain decoding at 12 W, drafting at 14 W but faster, and loops of each phase; the second repeat of drafting was throttled."""
+    machine = SimulatedMachine(kind, refresh_s=refresh_s)
+    measured = characterise_meter(machine.system, machine, machine.load)
+    machine.recorder = Recorder(machine.system, machine)
+    machine.recorder.poll()
+    workloads = {
+        "plain": machine.workload(12.0, prefill_s=0.3, prefill_watts=18.0), name: machine.workload(12.0, decode_s=1.2, prefill_s=0.3, prefill_watts=18.0),
+        "calibrate:prefill": machine.workload(18.0, tokens=0), "calibrate:decode": machine.workload(12.0),
+    }  # fmt: skip
+    log = measure(machine.system, machine.recorder, workloads, measured, Plan(repeats=3, rest_s=3.0, warm_ups=1), machine.load)
+    at = next(i for i, run in enumerate(log.runs) if run.variant == name)
+    log.runs[at] = replace(log.runs[at], after=DeviceState(throttled=0x50005))
+    return log
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("energy") / "energy.jsonl"
+    write_log(path, recorded(Kind.COUNTER, refresh_s=0.001))
+    return path
+
+
+def bench(*arguments: object) -> Result:
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+def test_an_energy_log_is_reported_alone(path: Path) -> None:
+    assert is_energy_log(path)
+    result = bench("--report", path)
+    assert result.exit_code == 0, result.output
+    assert "scope package" in result.stdout
+    assert "J/request by phase, calibrated" in result.stdout
+    assert "get_throttled 0x50005" in result.stdout
+    record = json.loads(bench("--report", path, "--json", "-").stdout)
+    plain, drafted = record["variants"]
+    assert plain["phase_joules"]["prefill"]["value"] == pytest.approx(18.0 * 0.3, rel=1e-3)
+    assert plain["phase_joules"]["decode"]["value"] == pytest.approx(12.0 * 2, rel=1e-3)
+    assert abs(plain["closure"]) < 0.01
+    assert plain["closes"]
+    assert drafted["saves_energy"]
+
+
+def test_the_curve_is_the_devices_power(path: Path) -> None:
+    for log in (recorded(Kind.COUNTER, refresh_s=0.001), recorded(Kind.SAMPLER, refresh_s=0.2)):
+        curve = power_curve(log.trace)
+        run = next(run for run in log.runs if run.variant == "calibrate:decode")
+        inside = [w for a, b, w in curve if a > run.start_s and b < run.end_s]
+        assert len(inside) > 5
+        assert inside == pytest.approx([12.0] * len(inside), rel=1e-3)
+        assert len(power_curve(log.trace, 50)) <= 51
+        joules = sum((b - a) * w for a, b, w in power_curve(log.trace, 50))
+        assert joules == pytest.approx(sum((b - a) * w for a, b, w in curve), rel=0.05)
+    assert power_curve(Trace(facts=log.facts)) == []
+
+
+def test_plots_name_scope_and_estimates(path: Path) -> None:
+    log = recorded(Kind.COUNTER, refresh_s=0.001)
+    report = make_report(log)
+    plots = energy_plots(report, log)
+    assert [plot.name for plot in plots] == ["power", "energy", "energy-phases"]
+    for plot in plots:
+        text = "".join(ET.fromstring(plot.svg).itertext())
+        assert "scope package" in text
+        assert "scope package (simulated)" in plot.title
+    for label in ("idle", "load step", "plain", "split 3", "split 3, refused", "calibrate:decode"):
+        assert label in "".join(ET.fromstring(plots[0].svg).itertext())
+    assert [plot.name for plot in energy_plots(report)] == ["energy", "energy-phases"]
+    assert all(plot.title.startswith("ESTIMATE, nothing was measured") for plot in energy_plots(replace(report, estimate=True), log))
+
+
+def test_names_from_outside_stay_text(tmp_path: Path) -> None:
+    log = recorded(Kind.SAMPLER, refresh_s=0.2, name=HOSTILE)
+    write_log(tmp_path / "log.jsonl", replace(log, facts=replace(log.facts, name=HOSTILE), warnings=[HOSTILE]))
+    result = bench("--report", tmp_path / "log.jsonl", "--html", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "page.html").read_text()
+    assert "<script" not in page
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ET.fromstring(svg)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_browser_shows_power_windows_and_intervals(path: Path, tmp_path: Path, theme: str) -> None:
+    assert bench("--report", path, "--html", tmp_path / "page.html").exit_code == 0
+    with chromium(tmp_path / "profile", theme=theme) as driver:
+        driver.get((tmp_path / "page.html").as_uri())
+        heading = driver.execute_script("return document.querySelector('h1').textContent")
+        boxes = driver.execute_script(
+            "return [...document.querySelectorAll('figure svg')].map(s => [s.getBoundingClientRect().width,"
+            " [...s.querySelectorAll('text')].filter(e => e.getBoundingClientRect().width > 0).map(e => e.textContent),"
+            " s.querySelectorAll('path').length])"
+        )
+        cells = driver.execute_script("return [...document.querySelectorAll('td')].map(c => c.textContent)")
+        complaints = [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+    assert heading == "Energy: simulated, scope package"
+    assert len(boxes) == 3
+    power, tokens, phases = boxes
+    assert all(width > 600 for width, _, _ in boxes)
+    assert power[2] > 12 + 12  # a span for each window at least
+    assert {"idle", "plain", "W, scope package"} <= set(power[1])
+    assert "above idle" in tokens[1]
+    assert {"prefill", "decode"} <= set(phases[1])
+    told = [re.fullmatch(r"(0\.\d+) \[(0\.\d+), (0\.\d+)\] \(n=3\)", cell) for cell in cells]
+    assert any(m and float(m[2]) <= float(m[1]) <= float(m[3]) and abs(float(m[1]) - 12.0 * 2 / 50) < 0.01 for m in told)
+    assert complaints == []
+
+
+def test_files_that_do_not_fit_are_refused(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("time,W\n0,1\n1,1\n")
+    result = bench("--report", path, "--energy", path)
+    assert (result.exit_code, "is an energy log itself" in result.stderr) == (1, True)
+    result = bench("--report", path, "--external", tmp_path / "table.csv")
+    assert (result.exit_code, "no load step shows" in result.stderr) == (1, True)
+    (tmp_path / "other.jsonl").write_text("{}\n")
+    assert not is_energy_log(tmp_path / "other.jsonl")
+    assert not is_energy_log(tmp_path / "nothing")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    assert not is_energy_log(tmp_path / "deep.jsonl")
+    assert "no energy log" in bench("--report", tmp_path / "other.jsonl", "--external", tmp_path / "table.csv").stderr
+    assert bench("bundle", "--external", tmp_path / "table.csv").exit_code == 2
+
+
+@pytest.mark.parametrize("kind", [Kind.COUNTER, None])
+def test_the_whole_protocol_writes_a_log_that_says_the_same(kind: Kind | None, tmp_path: Path) -> None:
+    """With a meter the figures come at once; with an external one (None) the log waits for its table."""
+    machine = SimulatedMachine()
+    path = tmp_path / "energy.jsonl"
+    workloads = {"plain": machine.workload(12.0), "split 3": machine.workload(12.0, decode_s=1.2)}
+    report, log = measure_energy(path, machine if kind else AwaitedMeter(), workloads, threads=1, system=machine.system, repeats=2)
+    assert is_energy_log(path)
+    assert [run.variant for run in log.runs] == ["plain", "split 3", "split 3", "plain"]
+    if report is None:
+        assert kind is None
+        assert len(log.loads) == 3
+        result = bench("--report", path)
+        assert (result.exit_code, "give that meter's table with --external" in result.stderr) == (1, True)
+        return
+    assert report.to_json() == read_energy(path)[0].to_json()
+    assert [v.joules_per_output_token.value for v in report.variants if v.joules_per_output_token] == pytest.approx([0.48, 0.288], rel=1e-3)

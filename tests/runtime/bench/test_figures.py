@@ -1,0 +1,179 @@
+"""Figures from records: paired ratios, their intervals, tables, and files that come back the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench_records import PEER_PLAIN, fixed, header, noisy_runs, rolling, run, whole_benchmark
+from edge_runtime.bench.measure.record_file import RecordFile, write_whole
+from edge_runtime.bench.measure.records import collect, line_of, read_records
+from edge_runtime.bench.measure.variants import BASELINE, LLAMA_CPP
+from edge_runtime.bench.report.figures import best_fixed, figures
+from edge_runtime.bench.report.ratios import paired_logs, ratio
+from edge_runtime.bench.report.tables import all_tables, machine_line, notes
+from edge_runtime.errors import RequestError
+
+
+def ratio_of(runs):
+    return ratio(paired_logs([r for r in runs if r.variant == fixed(3)], [r for r in runs if r.variant == BASELINE]))
+
+
+def test_ratio_is_the_geometric_mean_over_domains_of_median_pairs():
+    runs = []
+    for domain, seconds in (("a", (0.5, 0.5, 9.0)), ("b", (2.0, 2.0, 2.0))):
+        for repeat, taken in enumerate(seconds):
+            runs += [run(BASELINE, domain=domain, repeat=repeat), run(fixed(3), domain=domain, repeat=repeat, seconds=taken)]
+    found = ratio_of(runs)
+    assert found.value == pytest.approx(1.0)
+    assert (found.worst, found.pairs) == (pytest.approx(0.5), 6)
+
+
+def test_drift_that_both_sides_have_cancels_out():
+    runs = noisy_runs({"a": 1.25}, repeats=6, seed=1, noise=0.0, drift=0.5)
+    found = ratio_of(runs)
+    assert (found.value, found.low, found.high) == pytest.approx((1.25, 1.25, 1.25))
+    assert found.verdict == "faster"
+
+
+def test_one_repeat_gives_no_interval_and_no_claim():
+    found = ratio_of(noisy_runs({"a": 3.0}, repeats=1, seed=1))
+    assert (found.low, found.high, found.verdict) == (None, None, "")
+
+
+def test_without_pairs_there_is_no_ratio():
+    assert ratio_of([run(BASELINE, repeat=0), run(fixed(3), repeat=1)]) is None
+
+
+@pytest.mark.parametrize(("repeats", "domains"), [(2, 5), (3, 1), (4, 2), (6, 1), (6, 5)])
+def test_intervals_hold_the_truth_about_as_often_as_they_say(repeats, domains):
+    truths = {f"d{n}": 0.8 + 0.2 * n for n in range(domains)}
+    mean = 1.0
+    for truth in truths.values():
+        mean *= truth ** (1 / domains)
+    found = [ratio_of(noisy_runs(truths, repeats=repeats, seed=seed)) for seed in range(250)]
+    held = sum(r.low <= mean <= r.high for r in found) / len(found)
+    assert 0.90 <= held <= 1.0
+
+
+def test_the_same_records_give_the_same_figures():
+    records = collect(whole_benchmark())
+    assert figures(records).to_json() == figures(records).to_json()
+
+
+def test_rows_say_what_the_records_say():
+    result = figures(collect(whole_benchmark()))
+    rows = {row.variant: row for row in result.overall}
+    assert rows[BASELINE].speed_up is None
+    assert rows[BASELINE].tokens_per_second == pytest.approx(10 / 1.1)
+    two = rows[fixed(2)]
+    assert two.speed_up.value == pytest.approx(1.5)
+    assert (two.acceptance_rate, two.acceptance_by_position, two.tokens_per_round) == (0.5, (0.8, 0.2), 2.0)
+    assert two.token_p50_seconds == pytest.approx(1.1 / 1.5 / 10)
+    assert two.phase_seconds_per_token == pytest.approx({"draft": 0.011 / 1.5, "verify": 0.055 / 1.5, "other": 0.044 / 1.5})
+    assert (two.equal, two.compared) == (6, 6)
+    peer = rows[fixed(2, LLAMA_CPP)]
+    assert peer.speed_up.value == pytest.approx(0.5)
+    assert (peer.acceptance_rate, peer.compared) == (None, 0)
+    assert {row.domain for row in result.by_domain} == {"code", "prose"}
+
+
+def test_ours_is_held_against_the_peers_best_length_and_its_plain_decoding():
+    result = figures(collect(whole_benchmark()))
+    over = {(a.ours, a.peer): a.ratio.value for a in result.against}
+    assert over[rolling(), fixed(2, LLAMA_CPP)] == pytest.approx(2.4)
+    assert over[fixed(2), PEER_PLAIN] == pytest.approx(1.5)
+    assert (fixed(4), PEER_PLAIN) not in over, "only our best length is shown"
+    groups = {v: [run(v, seconds=s)] for v, s in ((BASELINE, 1.0), (fixed(1), 2.0), (fixed(2), 0.5))}
+    assert best_fixed(groups, "edge-mtp") == fixed(2)
+    assert best_fixed(groups, LLAMA_CPP) is None
+
+
+def test_levels_know_their_memory():
+    (level,) = figures(collect(whole_benchmark())).levels
+    assert (level.clients, level.tokens_per_second, level.peak_bytes) == (2, 20.0, 120_000_000)
+    assert (level.request_p50_seconds, level.request_p95_seconds) == (0.9, 1.0)
+
+
+def test_tables_have_as_many_cells_as_columns_and_only_what_was_measured():
+    result = figures(collect(whole_benchmark()))
+    tables = {table.name: table for table in all_tables(result)}
+    assert set(tables) == {"variants", "domains", "against", "acceptance", "phases", "contexts", "costs", "concurrency", "kv", "memory"}
+    for table in tables.values():
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert "a processor, 2 processors, 2 threads" in machine_line(result.records.header)
+    assert notes(result) == ["something was left out"]
+    only_plain = figures(collect([header(), run(BASELINE)]))
+    assert {table.name for table in all_tables(only_plain)} == {"variants", "phases", "memory"}
+
+
+def test_outputs_that_differ_are_said():
+    records = [header(), *(run(v, output=o) for v, o in ((BASELINE, "a"), (fixed(3), "b")))]
+    result = figures(collect(records))
+    assert "1 of 2 outputs differ" in notes(result)[0]
+
+
+def test_records_come_back_from_their_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    records = whole_benchmark()
+    with RecordFile(path) as file:
+        for record in records:
+            file.add(record)
+        assert not path.exists()
+    assert list(tmp_path.iterdir()) == [path]
+    assert read_records(path) == collect(records)
+
+
+def interrupted(path, records):
+    with RecordFile(path) as file:
+        for record in records:
+            file.add(record)
+        raise KeyboardInterrupt
+
+
+def test_an_error_keeps_what_was_measured_and_nothing_where_nothing_was(tmp_path):
+    path = tmp_path / "run.jsonl"
+    for records in ([header()], [header(), run(BASELINE)]):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(path, records)
+        assert [p.name for p in tmp_path.iterdir()] == (["run.jsonl"] if len(records) > 1 else [])
+
+
+def test_places_that_cannot_be_written_are_refused(tmp_path):
+    for refused in (lambda p: RecordFile(p), lambda p: write_whole(p, "x")):
+        with pytest.raises(RequestError, match="choose another place"):
+            refused(tmp_path / "missing" / "file")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(RequestError, match="choose another place"):
+        write_whole(tmp_path / "folder", "x")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def spoiled(**changes):
+    data = json.loads(line_of(run(fixed(3), drafted_at=(2, 2), accepted_at=(1, 1))))
+    return json.dumps(data | changes)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "", "[]", "{", "null", "[" * 100_000, '{"kind": "else"}', line_of(header()), '{"kind": "run"}', spoiled(seconds=0),
+        spoiled(seconds=float("nan")), spoiled(seconds=-1.0), spoiled(seconds="1"), spoiled(tokens=0), spoiled(tokens=10**400),
+        spoiled(seconds=10**400), spoiled(accepted=9), spoiled(drafted_at=[1]), spoiled(accepted_at=[3, 1]), spoiled(round_tokens=[1]),
+        spoiled(variant=None), spoiled(variant={"side": "x"}), '{"kind": "note"}',
+        '{"kind": "cost_curve", "drafter": "d", "length": 1, "verify_seconds": [-1], "draft_step_seconds": null}',
+    ],
+)  # fmt: skip
+def test_lines_that_no_benchmark_wrote_are_refused(tmp_path, line):
+    path = tmp_path / "run.jsonl"
+    path.write_text(line_of(header()) + line + "\n")
+    with pytest.raises(RequestError, match="line 2 is none of a benchmark"):
+        read_records(path)
+
+
+@pytest.mark.parametrize("text", ["", line_of(run(BASELINE)), line_of(header(schema=2)), '{"kind": "header"}\n'])
+def test_files_without_a_header_are_refused(tmp_path, text):
+    (tmp_path / "run.jsonl").write_text(text)
+    with pytest.raises(RequestError, match=r"run\.jsonl"):
+        read_records(tmp_path / "run.jsonl")

@@ -1,0 +1,123 @@
+"""A fleet of two hosts with two phones each: real Dask workers, each with an adb server and fake phones of its own. The runs are played."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import phones
+from bench_records import whole_benchmark
+from edge_runtime.bench import cli
+from edge_runtime.bench.measure.records import Run
+from stub_package import ROOT, stub_package
+
+distributed = pytest.importorskip("distributed", reason="needs edge-mtp[fleet]")
+pytest.importorskip("pyarrow", reason="needs edge-mtp[fleet]")
+pytestmark = pytest.mark.slow
+WORKER = """
+import sys
+from edge_runtime.bench import remote
+remote.POLL_SECONDS = 0.3
+from distributed.cli.dask_worker import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def desks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[phones.Desk]]:
+    if phones.NEEDS:
+        pytest.skip(phones.NEEDS)
+    made = [phones.Desk(tmp_path_factory.mktemp(f"desk{n}")) for n in range(2)]
+    for desk in made:
+        for _ in range(2):
+            desk.phone()
+    yield made
+    for desk in made:
+        desk.close()
+
+
+@pytest.fixture(scope="module")
+def scheduler(desks: list[phones.Desk], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a scheduler with a worker per desk."""
+    floors = os.pathsep.join(str(ROOT / floor) for floor in ("exporter", "runtime", "devices"))
+    with distributed.LocalCluster(n_workers=0, dashboard_address=None, protocol="tcp") as cluster, distributed.Client(cluster) as client:
+        address = cluster.scheduler_address
+        workers = []
+        for number, desk in enumerate(desks):
+            words = [
+                "--nthreads",
+                "2",
+                "--no-nanny",
+                "--no-dashboard",
+                "--local-directory",
+                str(tmp_path_factory.mktemp(f"worker{number}")),
+            ]
+            environment = os.environ | {"ANDROID_ADB_SERVER_PORT": str(desk.port), "PYTHONPATH": floors}
+            silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            workers.append(subprocess.Popen([sys.executable, "-c", WORKER, address, *words], env=environment, **silent))  # type: ignore[call-overload]
+        client.wait_for_workers(2, timeout=60)
+        yield address
+        for worker in workers:
+            worker.terminate()
+            worker.wait()
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    folder = tmp_path / "pair"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+def bench(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "250"})
+
+
+def test_four_phones_of_two_hosts_land_in_one_parquet_folder(
+    desks: list[phones.Desk], scheduler: str, bundle: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    import pyarrow.dataset as ds
+
+    package = stub_package(tmp_path / "package")
+    arguments = (bundle, "--fleet", scheduler, "--package", package, "--results", tmp_path / "fleet")
+    begin = time.monotonic()
+    result = bench(*arguments, "--run", "one")
+    assert result.exit_code == 0, result.output
+    print(f"four phones, two workers: {time.monotonic() - begin:.1f} s")
+    serials = {daemon.serial for desk in desks for daemon in desk.phones}
+    rows = ds.dataset(tmp_path / "fleet/parquet/requests").to_table().to_pylist()
+    assert {row["device"].rpartition("/")[2] for row in rows} == serials
+    assert len(rows) == 4 * sum(isinstance(record, Run) for record in whole_benchmark())
+    assert {p.name for p in (tmp_path / "fleet/one").glob("*/*")} == {"runs.jsonl", "watch.jsonl", "log", "device.json"}
+    assert "Fleet" in result.stdout
+    for serial in serials:
+        assert serial in result.stdout
+
+    desks[0].phones[0].phone.battery(celsius=50)
+    again = bench(*arguments, "--run", "two")
+    desks[0].phones[0].phone.battery()
+    assert again.exit_code == 0, again.output
+    assert "left out" in again.stderr
+    assert "let it cool" in again.stderr
+    assert len(list((tmp_path / "fleet/parquet/requests").iterdir())) == 4 + 3
+    compared = bench("--compare", tmp_path / "fleet")
+    assert compared.exit_code == 0, compared.output
+    assert "Fleet" in compared.stdout
+
+
+def test_a_fleet_that_cannot_be(scheduler: str, bundle: Path, tmp_path: Path) -> None:
+    package = stub_package(tmp_path / "package")
+    nobody = bench(bundle, "--fleet", scheduler, "--adb", "not-there", "--package", package, "--results", tmp_path)
+    assert nobody.exit_code == 1
+    assert "has a phone that can be used" in nobody.stderr
+    unknown = bench(bundle, "--fleet", "nonsense://x", "--package", package, "--results", tmp_path)
+    assert unknown.exit_code == 1
+    assert "cannot be reached" in unknown.stderr.splitlines()[-1]

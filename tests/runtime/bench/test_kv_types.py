@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from edge_runtime.bench.measure.kv_types import kv_cost_table, measure_kv_types
+from edge_runtime.bundle.kv_types import KV_TYPES, KvType
+from edge_runtime.cli.run import main
+from edge_runtime.errors import RequestError
+from edge_runtime.session.open import open_session
+
+pytestmark = pytest.mark.usefixtures("probe_memory")
+PAIR = Path(__file__).parents[3] / "exporter/edge_export/reference_pair"
+PROMPTS: list[str] = json.loads((PAIR / "prompts.code.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+@pytest.mark.parametrize("drafter", ["dense", "split"])
+def test_each_kv_type_is_lossless(exported_pair: Path, kv_type: KvType, drafter: str) -> None:
+    with open_session(exported_pair, threads=1, drafter=drafter, kv_type=kv_type) as opened:  # type: ignore[arg-type]
+        for prompt in PROMPTS[:4]:
+            drafted, plain = (opened.generate(prompt, max_tokens=80, draft_length=length) for length in (3, 0))
+            drafted.text()
+            plain.text()
+            assert drafted.tokens == plain.tokens
+            assert drafted.stats.accepted > 0
+
+
+def test_what_the_types_cost(exported_pair: Path) -> None:
+    """On the pair: acceptance on the same text within 3 points of float16's, the distributions of q8_0 far nearer than those of q4_0."""
+    costs = measure_kv_types(exported_pair, PROMPTS[:5], max_tokens=60, threads=1)
+    assert [cost.kv_type for cost in costs] == list(KV_TYPES)
+    f16, q8, q4 = costs
+    assert f16.kl_max == 0
+    assert f16.same_best == 1
+    assert f16.tokens == q4.tokens > 200
+    for cost in (q8, q4):
+        assert cost.acceptance_rate == pytest.approx(f16.acceptance_rate, abs=0.03)
+    assert 0 < 10 * q8.kl_mean < q4.kl_mean < 0.05
+    assert q4.same_best > 0.9
+    assert f16.cache_bytes / q4.cache_bytes == pytest.approx(32 / 9)
+    assert [line.split()[0] for line in kv_cost_table(costs).splitlines()[1:]] == list(KV_TYPES)
+
+
+def test_float16_is_measured_first_though_not_asked_for(exported_pair: Path) -> None:
+    costs = measure_kv_types(exported_pair, PROMPTS[:1], kv_types=["q8_0"], max_tokens=5, threads=1)
+    assert [cost.kv_type for cost in costs] == ["f16", "q8_0"]
+    with pytest.raises(RequestError, match="there is no prompt"):
+        measure_kv_types(exported_pair, [])
+
+
+def test_a_full_temporary_folder_is_a_sentence(exported_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(RequestError, match=r"takes no 0 MB .*No space left.*TMPDIR"):
+        measure_kv_types(exported_pair, PROMPTS[:1], max_tokens=5, threads=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_that_cannot_reserve_room_will_do(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unknown, raising=False)
+    assert measure_kv_types(exported_pair, PROMPTS[:1], kv_types=["f16"], max_tokens=5, threads=1)[0].tokens > 0
+
+
+def test_the_command_says_why_it_stopped_and_what_a_state_was_good_for(exported_pair: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    def run(*arguments: str) -> tuple[str, str]:
+        result = CliRunner().invoke(main, [str(exported_pair), "--threads", "1", *arguments])
+        assert result.exit_code == 0, result.output
+        return result.stdout, result.stderr
+
+    state = str(tmp_path / "state")
+    _, said = run("--context", "64", "--max-tokens", "1000", "--kv-type", "q8_0", "--save-state", state, PROMPTS[0])
+    assert "stopped: the context of 64 tokens is full; raise --context or shorten the prompt" in said
+    text, said = run("--context", "64", "--kv-type", "q8_0", "--load-state", state, "--max-tokens", "5", PROMPTS[0])
+    assert "tokens came from the state" in said
+    assert text == run("--context", "64", "--kv-type", "q8_0", "--max-tokens", "5", PROMPTS[0])[0]
+    _, said = run("--kv-type", "q8_0", "--load-state", state, "--max-tokens", "5", "a")
+    assert "came from the state" in said  # the beginning of the sequence
+    result = CliRunner().invoke(main, [str(exported_pair), "--load-state", state, "a"])
+    assert result.exit_code == 1
+    assert "open with --kv-type q8_0" in result.stderr
+    result = CliRunner().invoke(main, [str(exported_pair), "--load-state", state, "--compare", "a"])
+    assert result.exit_code == 2
+    result = CliRunner().invoke(main, [str(exported_pair), "--memory-limit", "30MB", "a"])
+    assert result.exit_code == 1
+    assert "but the limit is 30.0 MB" in result.stderr
+
+
+def test_the_configuration_chooses_type_and_limit(exported_pair: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("speculative_decoding: {cache: {kv_type: q4_0, memory_limit: 1GB}}", encoding="utf-8")
+    with open_session(exported_pair, threads=1, config=config) as opened:
+        assert opened.target.kv_type == "q4_0"  # type: ignore[attr-defined]
+    with open_session(exported_pair, threads=1, config=config, kv_type="q8_0") as opened:
+        assert opened.target.kv_type == "q8_0"  # type: ignore[attr-defined]
+    config.write_text("speculative_decoding: {cache: {memory_limit: 10MB}}", encoding="utf-8")
+    with pytest.raises(RequestError, match=r"but the limit is 10\.0 MB"):
+        open_session(exported_pair, threads=1, config=config)
+    with open_session(exported_pair, threads=1, config=config, memory_limit="1GB"):
+        pass

@@ -1,0 +1,113 @@
+"""llama.cpp's tools as a side: what they are asked, what they print, and every way in which they fail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bench_records import PEER_PLAIN, fixed
+from edge_runtime.bench.measure.llama_tools import LlamaTools, llama_tools
+from edge_runtime.bench.measure.prompts import PreparedPrompt, prepare, shipped_prompts
+from edge_runtime.bench.measure.runners import OurSide, Place
+from edge_runtime.bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.session.open import open_session
+
+PROMPT = PreparedPrompt(domain="d", number=0, ids=(1, 2, 3), text="a text")
+PLACE = Place(part="domains", domain="d", prompt=0, repeat=0)
+SAID = "decoded   20 tokens in    0.500 seconds, speed: 40 t/s\nn_drafted = 30\nn_predict = 20\nn_accept  = 12"
+BENCHED = '[ { "avg_ts": 80.0 } ]'
+
+
+@pytest.fixture
+def tools(tmp_path: Path):
+    """Makes stand-ins that note their arguments and print what they are told to."""
+    if os.name != "posix":
+        pytest.skip("the stand-ins are shell scripts")
+
+    def make(speculative: str = f"cat >&2 <<'X'\n{SAID}\nX", bench: str = f"echo '{BENCHED}'", repack: bool = True) -> LlamaTools:
+        for name, body in (("llama-speculative-simple", speculative), ("llama-bench", bench)):
+            path = tmp_path / name
+            path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{tmp_path}/arguments"\n{body}\n')
+            path.chmod(0o755)
+        return LlamaTools(tools=tmp_path, target=Path("t.gguf"), drafter=Path("d.gguf"), context=512, threads=2, repack=repack)
+
+    return make
+
+
+def asked(tools: LlamaTools) -> str:
+    return " ".join((tools.tools / "arguments").read_text().splitlines())
+
+
+def test_a_fixed_length(tools):
+    side = tools(repack=False)
+    run = side.run(fixed(4, LLAMA_CPP), PROMPT, 20, PLACE)
+    assert (run.tokens, run.seconds, run.drafted, run.accepted, run.output) == (20, 0.5, 30, 12, None)
+    assert "-m t.gguf -t 2 -ngl 0 -md d.gguf --spec-type draft-mtp --spec-draft-n-max 4 --temp 0 -c 512 -n 20" in asked(side)
+    assert asked(side).endswith("-p a text --no-repack")
+
+
+def test_its_default_length(tools):
+    side = tools()
+    side.run(Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT), PROMPT, 20, PLACE)
+    assert "n-max" not in asked(side)
+    assert "repack" not in asked(side)
+
+
+def test_plain_decoding_at_the_prompts_depth(tools):
+    side = tools()
+    run = side.run(PEER_PLAIN, PROMPT, 20, PLACE)
+    assert (run.tokens, run.seconds, run.drafted) == (20, 0.25, 0)
+    assert "-n 20 -d 3 -r 1" in asked(side)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "words"),
+    [
+        ("echo nothing", "no figures in 4 runs"),
+        ("echo broken model >&2; exit 3", "ended with 3: broken model"),
+        ("echo 'decoded 0 tokens in 0.1 seconds n_drafted = 1 n_accept = 1'", "not understood"),
+        ("echo 'decoded 9 tokens in 0.1 seconds n_drafted = 1 n_accept = 2'", "not understood"),
+    ],
+)
+def test_a_tool_that_fails_says_so(tools, speculative, words):
+    with pytest.raises(BackendError, match=words):
+        tools(speculative).run(fixed(4, LLAMA_CPP), PROMPT, 20, PLACE)
+
+
+@pytest.mark.parametrize("printed", ["nothing", "[]", "[{}]", '[{"avg_ts": 0}]', '[{"avg_ts": null}]'])
+def test_a_bench_without_figures_says_so(tools, printed):
+    with pytest.raises(BackendError, match="printed no figures"):
+        tools(bench=f"echo '{printed}'").run(PEER_PLAIN, PROMPT, 20, PLACE)
+
+
+def test_a_folder_without_tools_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="has no llama-speculative-simple"):
+        LlamaTools(tools=tmp_path, target=Path("t"), drafter=Path("d"), context=512, threads=2, repack=True)
+
+
+def test_a_tool_that_cannot_run_says_so(tools):
+    side = tools()
+    (side.tools / "llama-bench").chmod(0o644)
+    with pytest.raises(BackendError, match="did not run"):
+        side.run(PEER_PLAIN, PROMPT, 20, PLACE)
+
+
+@pytest.mark.peer
+def test_the_real_tools_on_the_reference_pair(exported_pair, probe_memory):
+    folder = os.environ.get("EDGE_MTP_LLAMA_CPP_BIN")
+    if not folder:
+        pytest.skip("needs llama.cpp's tools (EDGE_MTP_LLAMA_CPP_BIN names their folder)")
+    with open_session(exported_pair, threads=1, drafter="dense", check="none") as session:
+        prompts = prepare(shipped_prompts(["code", "chat"], 1), session)
+        side, ours = llama_tools(session, Path(folder), 1), OurSide(session)
+        for prompt in prompts:
+            run = side.run(fixed(3, LLAMA_CPP), prompt, 32, PLACE)
+            mine = ours.run(fixed(3), prompt, 32, PLACE)
+            assert run.tokens >= 32
+            # Its text may be cut elsewhere and its ties fall otherwise, but it drafts after the same prompt with the same drafter.
+            assert abs(run.accepted / run.drafted - mine.accepted / mine.drafted) < 0.35
+        assert side.run(PEER_PLAIN, prompts[0], 16, PLACE).tokens == 16
+        assert side.run(Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT), prompts[0], 16, PLACE).drafted > 0

@@ -1,0 +1,113 @@
+"""Measuring on scripted sessions: our side, phases, cost curves, several clients, what an energy protocol repeats."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench_records import fixed, rolling
+from edge_runtime.bench.measure.concurrency import alone, run_level
+from edge_runtime.bench.measure.energy import LOOP, energy_workloads
+from edge_runtime.bench.measure.prompts import PreparedPrompt
+from edge_runtime.bench.measure.runners import OurSide, Place, digest
+from edge_runtime.bench.measure.variants import BASELINE, OURS, Variant
+from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
+from edge_runtime.session.session import Session
+from scripted import make_session, next_token, plain_greedy
+from scripted_together import scripted_sessions
+
+PROMPT = PreparedPrompt(domain="d", number=0, ids=(1, 2, 3), text="")
+OTHER = PreparedPrompt(domain="d", number=1, ids=(4, 4), text="")
+PLACE = Place(part="domains", domain="d", prompt=0, repeat=0)
+STEPPED = Variant(side=OURS, drafter="dense", policy="stepped")
+PROFIT = Variant(side=OURS, drafter="dense", policy="profit")
+
+
+@pytest.mark.parametrize("variant", [BASELINE, fixed(1), fixed(4), rolling(), STEPPED])
+def test_every_variant_writes_what_plain_decoding_writes(variant):
+    run = OurSide(make_session()).run(variant, PROMPT, 30, PLACE)
+    assert run.output == digest(plain_greedy([1, 2, 3], 30))
+    assert (run.tokens, run.prompt_tokens, sum(run.round_tokens)) == (30, 3, 30)
+    assert sum(run.round_seconds) == pytest.approx(run.seconds)
+    assert run.accepted == run.drafted == sum(run.drafted_at) == 30 - len(run.round_tokens)
+
+
+def test_policies_and_lengths_draft_as_they_say():
+    side = OurSide(make_session())
+    lengths = {}
+    for variant in (BASELINE, fixed(2), rolling(), STEPPED):
+        side.session.drafter.lengths.clear()
+        side.run(variant, PROMPT, 40, PLACE)
+        lengths[variant] = side.session.drafter.lengths[:4]
+    assert lengths == {BASELINE: [], fixed(2): [2, 2, 2, 2], rolling(): [2, 3, 4, 5], STEPPED: [2, 6, 6, 6]}
+
+
+def test_a_policys_safety_net_is_its_own():
+    side = OurSide(make_session(lambda c, _: (next_token(c) + 1) % 17))
+    for _ in range(5):
+        worst = side.run(rolling(), PROMPT, 60, PLACE)
+    assert worst.drafted < 60, "the net stopped drafting"
+    assert side.run(STEPPED, PROMPT, 6, PLACE).drafted > 0, "and did not reach another policy"
+    assert side.run(fixed(3), PROMPT, 60, PLACE).drafted > 150, "nor fixed lengths"
+
+
+def test_phases_are_parts_of_the_time():
+    run = OurSide(make_session()).run(fixed(4), PROMPT, 30, PLACE)
+    assert 0 < run.draft_seconds < run.seconds
+    assert 0 < run.verify_seconds < run.seconds - run.draft_seconds
+
+
+def test_profit_learns_from_run_to_run():
+    asked = []
+
+    def costs():
+        asked.append(1)
+        return CostCurve(MeasuredCosts(verify=(1.0,) * 13, step=0.01))
+
+    opened = make_session()
+    session = Session(opened.bundle, opened.target, opened.drafter, opened.vocabulary, settings=opened.settings, costs=costs)
+    side = OurSide(session)
+    first, second = (side.run(PROFIT, PROMPT, 60, PLACE) for _ in range(2))
+    assert first.output == second.output == digest(plain_greedy([1, 2, 3], 60))
+    assert second.tokens / len(second.round_tokens) >= first.tokens / len(first.round_tokens) > 2
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("variant", [BASELINE, fixed(3), rolling()])
+def test_clients_at_once_get_what_they_would_get_alone(variant):
+    prompts = [PROMPT, OTHER]
+    expected = alone(make_session(), prompts, 12)
+    assert expected == [plain_greedy([1, 2, 3], 12), plain_greedy([4, 4], 12)]
+    together, sessions = scripted_sessions(3)
+    level = run_level(sessions, variant, prompts, expected, 12, 0)
+    assert (level.clients, level.requests, level.tokens) == (3, 6, 72)
+    assert (level.equal, level.compared) == (6, 6)
+    assert len(level.request_seconds) == 6
+    assert 0 < max(level.request_seconds) <= level.seconds
+    assert len(level.token_seconds) < 72
+    assert max(len(rows) for rows in together.forwards) == 3
+
+
+def test_outputs_of_several_clients_that_differ_are_counted():
+    _, sessions = scripted_sessions(2)
+    level = run_level(sessions, BASELINE, [PROMPT], [[0] * 12], 12, 0)
+    assert (level.equal, level.compared) == (0, 2)
+
+
+def test_energy_workloads_do_what_they_say():
+    session = make_session()
+    work = energy_workloads({"dense": OurSide(session)}, [BASELINE, fixed(3)], [PROMPT, OTHER], 8)
+    assert list(work) == ["plain", "dense 3", "calibrate:prefill", "calibrate:plain", "calibrate:verify", "calibrate:draft"]
+    first, second = work["dense 3"](), work["dense 3"]()
+    assert (first.emitted_tokens, first.prompt_tokens, second.prompt_tokens) == (8, 3, 2)
+    assert set(first.phases) == {"prefill", "draft", "verify"}
+    assert set(work["plain"]().phases) == {"prefill", "plain"}
+    session.target.rows.clear()
+    assert set(work["calibrate:plain"]().phases) == {"plain"}
+    assert session.target.rows == [1] * LOOP
+    session.target.rows.clear()
+    assert set(work["calibrate:verify"]().phases) == {"verify"}
+    assert session.target.rows == [4] * LOOP
+    session.drafter.lengths.clear()
+    assert set(work["calibrate:draft"]().phases) == {"draft"}
+    assert session.drafter.lengths == [3] * LOOP
+    assert set(work["calibrate:prefill"]().phases) == {"prefill"}

@@ -1,0 +1,183 @@
+"""The HTML report: parsed, and looked at by a browser in dark and in light."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from bench_records import fixed, run, whole_benchmark
+from chromium import chromium
+from edge_devices.energy.protocol import Plan, characterise_meter, measure
+from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.report import make_report
+from edge_runtime.bench.measure.records import collect
+from edge_runtime.bench.measure.variants import BASELINE
+from edge_runtime.bench.report.figures import Figures, figures
+from edge_runtime.bench.report.tables import all_tables
+from simulated_session import SimulatedMachine
+
+pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
+from edge_runtime.bench.report.html import report_page
+from edge_runtime.bench.report.plots import COLOURS, INK, all_plots
+
+PLOTS = ["speed-by-domain", "speed-by-length", "acceptance", "cost-curve", "phases", "contexts", "energy"]
+HOSTILE = "</svg><script>alert(1)</script>$\\frac{1}$"
+
+
+@pytest.fixture(scope="module")
+def energy():
+    """Plain decoding at 12 W for 2 s, drafting at 14 W for 1 s, 50 tokens each."""
+    machine = SimulatedMachine()
+    measured = characterise_meter(machine.system, machine, machine.load)
+    machine.recorder = Recorder(machine.system, machine)
+    machine.recorder.poll()
+    workloads = {"plain": machine.workload(12.0), "dense 2": machine.workload(14.0, decode_s=1.0)}
+    return make_report(measure(machine.system, machine.recorder, workloads, measured, Plan(repeats=4, rest_s=1.0)), baseline="plain")
+
+
+@pytest.fixture(scope="module")
+def result(energy) -> Figures:
+    return figures(collect(whole_benchmark()), energy)
+
+
+@pytest.fixture(scope="module")
+def page(result) -> str:
+    return report_page(result)
+
+
+class Outline(HTMLParser):
+    """Collects what a page holds: cells of tables, tags, and addresses of other places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.cells: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "action", "data"):
+                self.references.append(value)
+
+    def handle_data(self, text):
+        if self.cells:
+            self.cells[-1] += text
+
+
+def outline(page: str) -> Outline:
+    found = Outline()
+    found.feed(page)
+    return found
+
+
+def test_the_page_has_every_plot_and_every_figure(page, result):
+    found = outline(page)
+    assert [i.removeprefix("plot-") for i in found.ids if i.startswith("plot-")] == [
+        "speed-by-domain", "speed-by-length", "acceptance", "phases", "contexts", "cost-curve", "energy"
+    ]  # fmt: skip
+    assert found.tags.count("svg") == len(PLOTS)
+    cells = {cell.strip() for cell in found.cells}
+    for table in all_tables(result):
+        for row in table.rows:
+            assert {cell.strip() for cell in row} - cells <= {row[-1].strip()}, table.name
+    assert any(cell.startswith("1.50 [") for cell in cells)
+
+
+def test_the_page_needs_nothing_from_anywhere(page):
+    found = outline(page)
+    assert not {"script", "link", "img", "iframe", "object"} & set(found.tags)
+    assert all(reference.startswith("#") for reference in found.references)
+    assert "default-src 'none'" in page
+    assert not re.search(r"url\((?!#)", page)
+
+
+def test_plots_are_whole_and_do_not_share_ids(result):
+    plots = all_plots(result)
+    assert [plot.name for plot in plots] == PLOTS
+    seen: set[str] = set()
+    for plot in plots:
+        root = ET.fromstring(plot.svg)
+        ids = {element.get("id") for element in root.iter() if element.get("id")}
+        assert not ids & seen
+        seen |= ids
+        targets = re.findall(r'(?:xlink:href="#|url\(#)([^")]+)', plot.svg)
+        assert targets
+        assert set(targets) <= ids
+        assert root.get("aria-label") == plot.title
+        assert "currentColor" in plot.svg
+        assert INK not in plot.svg
+
+
+def test_bars_stand_where_the_figures_are(result):
+    (plot,) = [plot for plot in all_plots(result) if plot.name == "speed-by-domain"]
+    text = "".join(ET.fromstring(plot.svg).itertext())
+    for label in ("code", "prose", "dense 2 (its best length)", "dense rolling", "llama.cpp plain"):
+        assert label in text
+    assert "dense 4" not in text
+
+
+def test_the_same_figures_make_the_same_page(result, page):
+    assert report_page(result) == page
+
+
+def test_what_was_not_measured_has_no_plot():
+    plots = all_plots(figures(collect([whole_benchmark()[0], run(BASELINE)])))
+    assert [plot.name for plot in plots] == ["phases"]
+
+
+def test_names_from_outside_stay_text():
+    records = whole_benchmark()
+    header = replace(records[0], bundle=HOSTILE, machine={"processor": HOSTILE})
+    runs = [run(v, domain=HOSTILE, seconds=s, drafted_at=d, accepted_at=d) for v, s, d in ((BASELINE, 1.0, ()), (fixed(2), 0.5, (5,)))]
+    page = report_page(figures(collect([header, *runs])))
+    found = outline(page)
+    assert "script" not in found.tags
+    assert HOSTILE in found.cells
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ET.fromstring(svg)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_browser_shows_the_plots(page, tmp_path, theme):
+    (tmp_path / "report.html").write_text(page, encoding="utf-8")
+    with chromium(tmp_path / "profile", theme=theme) as driver:
+        driver.get((tmp_path / "report.html").as_uri())
+        boxes = driver.execute_script(
+            "return [...document.querySelectorAll('figure svg')].map(s => { const b = s.getBoundingClientRect();"
+            " const t = [...s.querySelectorAll('text')].filter(e => e.getBoundingClientRect().width > 0);"
+            " return [b.width, b.height, t.length, getComputedStyle(t[0]).fill, s.querySelectorAll('path,use').length]; })"
+        )
+        ink, paper = driver.execute_script("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
+        complaints = [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+    assert len(boxes) == len(PLOTS)
+    for width, height, texts, fill, shapes in boxes:
+        assert width > 600
+        assert height > 250
+        assert texts >= 4
+        assert shapes >= 5
+        assert fill == ink
+    assert complaints == []
+    light = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ink, paper)]
+    assert (light[0] > light[1]) == (theme == "dark")
+
+
+def test_series_can_be_seen_on_white_and_on_near_black():
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]  # WCAG 2, relative luminance
+
+    for colour in COLOURS:
+        here = luminance(colour)
+        assert (1.05 / (here + 0.05)) >= 3.0, colour
+        assert ((here + 0.05) / (luminance("#14181d") + 0.05)) >= 3.0, colour

@@ -1,0 +1,118 @@
+"""What edge-bench runs and in which order: prompts, variants, interleaving."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from edge_runtime.bench.measure.prompts import DOMAINS, PreparedPrompt, long_prompt, prepare, read_prompts, shipped_prompts
+from edge_runtime.bench.measure.schedule import Plan, context_plan
+from edge_runtime.bench.measure.variants import (
+    BASELINE,
+    CHOOSING_POLICIES,
+    our_variants,
+    parse_lengths,
+    parse_names,
+    parse_numbers,
+    peer_variants,
+)
+from edge_runtime.drafting.policies import POLICIES
+from edge_runtime.errors import RequestError
+from scripted import make_session
+
+PROMPTS = tuple(PreparedPrompt(domain="d", number=n, ids=(n, n + 1), text=str(n)) for n in range(3))
+
+
+def test_every_domain_ships_prompts_and_they_differ():
+    prompts = shipped_prompts(DOMAINS, 99)
+    assert {prompt.domain for prompt in prompts} == set(DOMAINS)
+    assert len({prompt.text for prompt in prompts}) == len(prompts) >= 3 * len(DOMAINS)
+    assert len(shipped_prompts(DOMAINS, 1)) == len(DOMAINS)
+
+
+def test_own_prompts_are_read_from_lists_objects_and_texts(tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps(["a", "b", "c"]))
+    (tmp_path / "sets.json").write_text(json.dumps({"left": ["a"], "right": ["b"]}))
+    (tmp_path / "letter.txt").write_text("Dear all,\n")
+    assert [(p.domain, p.number, p.text) for p in read_prompts(tmp_path / "mine.json", 2)] == [("mine", 0, "a"), ("mine", 1, "b")]
+    assert [p.domain for p in read_prompts(tmp_path / "sets.json", 2)] == ["left", "right"]
+    assert [(p.domain, p.text) for p in read_prompts(tmp_path / "letter.txt", 2)] == [("letter", "Dear all,\n")]
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '[""]', "[]", "3", '{"a": "b"}', '{"": ["b"]}', '{"' + "x" * 99 + '": ["b"]}', "[" * 5000])
+def test_files_that_hold_no_prompts_are_refused(tmp_path, text):
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(RequestError, match=r"bad\.json"):
+        read_prompts(tmp_path / "bad.json", 2)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    for name in ("bad.txt", "missing.txt"):
+        with pytest.raises(RequestError, match="cannot be read as UTF-8"):
+            read_prompts(tmp_path / name, 2)
+
+
+def test_prompts_become_ids():
+    (prompt,) = prepare(shipped_prompts(["code"], 1), make_session())
+    assert prompt.ids == tuple(ord(c) % 17 for c in prompt.text)
+
+
+def test_long_prompts_have_exactly_the_length_asked_for():
+    assert long_prompt(PROMPTS, 8) == (0, 1, 1, 2, 2, 3, 0, 1)
+    assert long_prompt(PROMPTS, 2) == (0, 1)
+
+
+@pytest.mark.parametrize(("text", "lengths"), [("3", (3,)), ("1-8", tuple(range(1, 9))), ("4, 2,2", (2, 4)), ("none", ())])
+def test_lengths_are_read(text, lengths):
+    assert parse_lengths(text) == lengths
+
+
+@pytest.mark.parametrize("text", ["", "0", "13", "1-13", "-1", "3-", "5-2", "a", "1,,2", "1-99999999999", "²"])
+def test_lengths_that_cannot_be_are_refused(text):
+    with pytest.raises(RequestError, match="draft lengths"):
+        parse_lengths(text)
+
+
+def test_numbers_and_names_are_read():
+    assert parse_numbers("128,8192", "lengths") == (128, 8192)
+    assert parse_names("b,a,b", ("a", "b"), "name") == ("b", "a")
+    assert parse_names("none", ("a",), "name") == ()
+    with pytest.raises(RequestError, match="name 'c' is unknown; choose from a, b"):
+        parse_names("a,c", ("a", "b"), "name")
+
+
+def test_variants_have_different_names_and_begin_with_plain():
+    variants = [*our_variants(["dense", "lookup"], [1, 2], CHOOSING_POLICIES), *peer_variants([1, 2])]
+    assert variants[0] == BASELINE
+    assert len({v.label for v in variants}) == len(variants) == 1 + 2 * (2 + len(CHOOSING_POLICIES)) + 4
+    assert set(CHOOSING_POLICIES) == set(POLICIES) - {"fixed"}
+
+
+@pytest.mark.parametrize("repeats", [2, 6])
+def test_each_variant_stands_as_early_as_late(repeats):
+    variants = tuple(our_variants(["dense"], [1, 2, 3], []))
+    plan = Plan(part="domains", variants=variants, prompts=PROMPTS, repeats=repeats, tokens=5)
+    steps = list(plan.steps())
+    assert len(steps) == len(plan) == repeats * 3 * 4
+    assert len({(s.place.repeat, s.prompt.number, s.variant) for s in steps}) == len(steps)
+    groups = [steps[i : i + 4] for i in range(0, len(steps), 4)]
+    for prompt in PROMPTS:
+        orders = [[s.variant for s in group] for group in groups if group[0].prompt == prompt]
+        mean_place = {v: sum(order.index(v) for order in orders) / len(orders) for v in variants}
+        assert set(mean_place.values()) == {1.5}
+    assert all(len({s.place for s in group}) == 1 for group in groups), "a prompt's variants follow each other"
+
+
+def test_warm_up_runs_each_variant_on_the_first_prompt_only():
+    plan = Plan(part="domains", variants=tuple(our_variants(["dense"], [1, 2], [])), prompts=PROMPTS, repeats=3, tokens=5)
+    steps = list(plan.warm_up(2))
+    assert len(steps) == 6
+    assert {s.prompt.number for s in steps} == {0}
+    assert list(plan.warm_up(0)) == []
+
+
+def test_context_plan_has_a_prompt_of_each_length():
+    plan = context_plan(PROMPTS, [BASELINE], [4, 9], repeats=1, tokens=5)
+    assert [(s.place.domain, len(s.prompt.ids)) for s in plan.steps()] == [("4", 4), ("9", 9)]

@@ -1,0 +1,224 @@
+"""The bundle reader: what it accepts, and that it refuses everything else with one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edge_devices.files.typed_json import from_json
+from edge_runtime.bundle.bundle import (
+    Architecture,
+    BundleFile,
+    CacheLayout,
+    LayerCache,
+    Manifest,
+    RuntimeSettings,
+    Source,
+    SourceFile,
+    open_bundle,
+)
+from edge_runtime.bundle.integrity import CHECK_MODES
+from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.errors import BundleError, RequestError
+
+GOLDEN = Path(__file__).parents[2] / "data" / "manifest-2.json"
+CONTENT = b"not really a model"
+
+
+def manifest(**changes: Any) -> Manifest:
+    base = Manifest(
+        schema_version=2, created_by="edge-mtp 0.1.0", created_at="2026-11-21T00:00:00Z",
+        sources={"target": Source(origin="some/folder", model_type="gemma4", files=(SourceFile(name="a", bytes=1, sha256="0" * 64),))},
+        architecture=Architecture(
+            family="custom", hidden_size=256, layers=4, vocab_size=4096, context_length=8192, parameters=10, drafter_hidden_size=192,
+            drafter_layers=2, drafter_parameters=5, ordered_embeddings=True,
+        ),
+        cache_layout=CacheLayout(
+            sliding=LayerCache(kv_heads=1, head_dim=64, dtype="f16", capacity=160, window=128, owner_layers=(0,)),
+            full=LayerCache(kv_heads=1, head_dim=128, dtype="f16", capacity=4096, window=None, owner_layers=(1,)),
+            layer_owners=(0, 1, 0, 1), drafter_sources=(0, 1), rewind_slack=12,
+        ),
+        files=(BundleFile(path="target.gguf", role="target", format="gguf", bytes=len(CONTENT),
+                          sha256=hashlib.sha256(CONTENT).hexdigest(), quantization="q4_0"),),
+        left_out=("vision tower",), parity={"kl": 0.001}, runtime=RuntimeSettings(),
+    )  # fmt: skip
+    return dataclasses.replace(base, **changes)
+
+
+def write(folder: Path, content: Manifest | str | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "target.gguf").write_bytes(CONTENT)
+    text = (content or manifest()).to_json() if not isinstance(content, str) else content
+    (folder / "manifest.json").write_text(text)
+    return folder
+
+
+def test_what_is_written_is_read(tmp_path):
+    bundle = open_bundle(write(tmp_path / "b"))
+    assert bundle.manifest == manifest()
+    assert bundle.path("target", "gguf").read_bytes() == CONTENT
+
+
+def test_golden_manifest_is_still_written_and_read_as_in_version_2(tmp_path):
+    """Guards the format: if this fails, readers in the field break, and SCHEMA_VERSION must grow."""
+    assert manifest().to_json() == GOLDEN.read_text()
+    assert from_json(Manifest, json.loads(GOLDEN.read_text()), "manifest") == manifest()
+
+
+def test_a_manifest_written_before_the_widths_were_in_it_is_read(tmp_path):
+    data = json.loads(GOLDEN.read_text())
+    for name in ("feed_forward_size", "per_layer_size", "drafter_feed_forward_size"):
+        del data["architecture"][name]
+    assert from_json(Manifest, data, "manifest") == manifest()
+
+
+def test_keys_a_newer_writer_adds_are_ignored(tmp_path):
+    data = json.loads(manifest().to_json()) | {"novelty": [1, 2]}
+    assert open_bundle(write(tmp_path / "b", with_hash(data))).manifest == manifest()
+
+
+def changed(path: str, value: Any) -> str:
+    data: Any = json.loads(manifest().to_json())
+    place = data
+    *parents, last = [int(p) if p.isdigit() else p for p in path.split(".")]
+    for part in parents:
+        place = place[part]
+    place[last] = value
+    return with_hash(data)
+
+
+FILE = json.loads(manifest().to_json())["files"][0]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "not JSON"),
+        ("[]", "no schema_version"),
+        ('{"schema_version": "1"}', "no schema_version"),
+        (with_hash({"schema_version": 2}), "is missing"),
+        (changed("schema_version", 3), "upgrade edge-mtp"),
+        (changed("schema_version", 1), "schema version 1, this reader knows 2; export"),
+        (changed("schema_version", -5), "schema version -5"),
+        ('{"schema_version": 2}', "sha256 at its own end"),
+        (manifest().to_json() + " ", "sha256 at its own end"),
+        (changed("files.0.path", "../target.gguf"), "outside the bundle"),
+        (changed("files.0.path", "/etc/passwd"), "outside the bundle"),
+        (changed("files.0.path", "a\\b"), "outside the bundle"),
+        (changed("files.0.path", ""), "outside the bundle"),
+        (changed("files.0.path", "other.gguf"), "is missing"),
+        (changed("files.0.bytes", 3), "the manifest says 3"),
+        (changed("files.0.sha256", "0" * 64), "sha256"),
+        (changed("files.0.bytes", "many"), "not int"),
+        (changed("files", {}), "not a list"),
+        (changed("cache_layout.layer_owners", [0, 1, 2, 1]), "own no rows"),
+        (changed("cache_layout.layer_owners", [0]), "own no rows"),
+        (changed("cache_layout.drafter_sources", [0, 5]), "own no rows"),
+        (changed("cache_layout.rewind_slack", 3), "rewind slack 3"),
+        (changed("architecture.layers", True), "not int"),
+        (changed("architecture.vocab_size", 0), r"vocab_size is 0, not 1 to 2\^53"),
+        (changed("architecture.hidden_size", -1), "hidden_size is -1"),
+        (changed("architecture.parameters", (1 << 53) + 1), r"not 1 to 2\^53"),
+        (changed("architecture.context_length", 10**400), "an integer of 1329 bits"),
+        (changed("architecture.per_layer_size", -1), "not 0 to"),
+        (changed("cache_layout.full.kv_heads", 0), r"full\.kv_heads is 0"),
+        (changed("cache_layout.sliding.window", -1), r"sliding\.window is -1"),
+        (changed("cache_layout.full.owner_layers", [-1]), r"owner_layers\[0\] is -1"),
+        (changed("files.0.bytes", -1), r"files\[0\]\.bytes is -1"),
+        (changed("sources.target.files.0.bytes", -1), r"sources\.target\.files\[0\]\.bytes is -1"),
+        (changed("parity", {"a": [{"b": float("inf")}]}), "not a finite number"),
+        (changed("parity", {"a": [10**400]}), "an integer of 1329 bits"),
+        (changed("files", [FILE, FILE | {"role": "drafter"}]), "twice"),
+        (changed("files", [FILE, FILE | {"path": "./target.gguf", "role": "drafter"}]), "twice"),
+        (changed("files", [FILE, FILE | {"path": "other"}]), "twice"),
+        (changed("files", [FILE] * 65), "lists 65 files, more than 64"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_refuses_with_a_sentence(tmp_path, content, words):
+    with pytest.raises(BundleError, match=words) as caught:
+        open_bundle(write(tmp_path / "b", content))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_folder_and_missing_role(tmp_path):
+    with pytest.raises(BundleError, match="not a bundle"):
+        open_bundle(tmp_path / "none")
+    with pytest.raises(BundleError, match="no gguf drafter"):
+        open_bundle(write(tmp_path / "b")).file("drafter", "gguf")
+
+
+@pytest.mark.parametrize("name", ["target.gguf", "manifest.json"])
+@pytest.mark.parametrize("place", ["b/inside", "outside"])
+@pytest.mark.parametrize("mode", CHECK_MODES)
+def test_links_are_refused(tmp_path, name, place, mode):
+    folder = write(tmp_path / "b")
+    (folder / name).rename(tmp_path / place)
+    (folder / name).symlink_to(tmp_path / place)
+    with pytest.raises(BundleError, match=rf"{name}.* is a link"):
+        open_bundle(folder, check=mode)
+
+
+def test_a_bundle_may_be_reached_through_a_link(tmp_path):
+    write(tmp_path / "b")
+    (tmp_path / "link").symlink_to("b")
+    assert open_bundle(tmp_path / "link").manifest == manifest()
+
+
+def test_a_manifest_that_is_a_pipe_is_refused_without_waiting(tmp_path):
+    folder = write(tmp_path / "b")
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    with pytest.raises(BundleError, match="not a regular file"):
+        open_bundle(folder)
+
+
+def test_every_flipped_bit_of_a_manifest_is_refused(tmp_path):
+    folder = write(tmp_path / "b")
+    raw = (folder / "manifest.json").read_bytes()
+    for place in range(len(raw)):
+        for bit in range(8):
+            (folder / "manifest.json").write_bytes(raw[:place] + bytes([raw[place] ^ 1 << bit]) + raw[place + 1 :])
+            with pytest.raises(BundleError):
+                open_bundle(folder, check="none")
+
+
+def test_no_check_beside_a_key_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="nothing to say about files that are not compared"):
+        open_bundle(write(tmp_path / "b"), check="none", public_key=tmp_path / "key.pub")
+
+
+def test_flipped_byte_is_found_unless_hashes_are_skipped(tmp_path):
+    folder = write(tmp_path / "b")
+    (folder / "target.gguf").write_bytes(b"N" + CONTENT[1:])
+    with pytest.raises(BundleError, match="sha256"):
+        open_bundle(folder)
+    assert open_bundle(folder, check="none")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+PLACES = [
+    "schema_version", "sources", "architecture", "architecture.layers", "cache_layout", "cache_layout.full", "cache_layout.sliding",
+    "cache_layout.layer_owners", "cache_layout.drafter_sources", "files", "files.0", "files.0.path", "files.0.bytes", "runtime", "parity",
+]  # fmt: skip
+
+
+@given(place=st.sampled_from(PLACES), value=JSON)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_json_anywhere_is_read_or_refused(tmp_path, place, value):
+    folder = write(tmp_path / "b", changed(place, value))
+    with contextlib.suppress(BundleError):
+        open_bundle(folder)

@@ -1,0 +1,201 @@
+"""Any changed byte of a bundle is refused, and the quick check is quick without believing what it never hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_runtime.bundle import integrity
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.integrity import CHECK_MODES, SAMPLE_BYTES, SAMPLES, is_intact, samples_of
+from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.errors import BundleError
+
+DATA = Path(__file__).parents[2] / "data" / "manifest-2.json"
+NAMES = ("target.gguf", "drafter.gguf", "tokenizer.json")
+# Larger than all samples together, so that some bytes are in none.
+LARGE = 3 * SAMPLES * SAMPLE_BYTES
+
+
+@pytest.fixture(autouse=True)
+def own_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGE_MTP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def make_bundle(folder: Path, size: int = 300) -> Path:
+    folder.mkdir()
+    record = json.loads(DATA.read_text())
+    record["files"] = []
+    for number, name in enumerate(NAMES):
+        content = hashlib.shake_128(bytes([number])).digest(size)
+        (folder / name).write_bytes(content)
+        role = name.partition(".")[0]
+        record["files"].append({"path": name, "role": role, "format": "gguf", "bytes": size, "sha256": hashlib.sha256(content).hexdigest()})
+    (folder / "manifest.json").write_text(with_hash(record))
+    return folder
+
+
+def age(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets so much time go by that the files' times are settled."""
+    now = time.time_ns() + 3_000_000_000
+    monkeypatch.setattr(integrity.time, "time_ns", lambda: now)
+    assert folder.is_dir()
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(NAMES), place=st.integers(0, 299), bit=st.integers(0, 7), mode=st.sampled_from(("fast", "full")))
+def test_any_flipped_bit_is_refused(tmp_path_factory: pytest.TempPathFactory, name: str, place: int, bit: int, mode) -> None:
+    folder = make_bundle(tmp_path_factory.mktemp("flipped") / "bundle")
+    open_bundle(folder, check=mode)
+    flip(folder / name, place, bit)
+    with pytest.raises(BundleError, match=rf"{name} does not have the sha256 of the manifest"):
+        open_bundle(folder, check=mode)
+
+
+@settings(max_examples=200, deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255), mode=st.sampled_from(CHECK_MODES))
+def test_any_changed_byte_of_the_manifest_is_refused(tmp_path_factory: pytest.TempPathFactory, place: float, value: int, mode) -> None:
+    folder = make_bundle(tmp_path_factory.mktemp("changed") / "bundle")
+    before = (folder / "manifest.json").read_bytes()
+    data = bytearray(before)
+    data[int(place * len(data))] = value
+    (folder / "manifest.json").write_bytes(data)
+    if data == before:
+        open_bundle(folder, check=mode)
+        return
+    with pytest.raises(BundleError):
+        open_bundle(folder, check=mode)
+
+
+@pytest.mark.parametrize("mode", CHECK_MODES)
+@pytest.mark.parametrize("harm", ["truncated", "longer", "missing", "folder", "link out"])
+def test_what_no_mode_takes(tmp_path: Path, mode, harm: str) -> None:
+    folder = make_bundle(tmp_path / "bundle")
+    open_bundle(folder, check=mode)
+    path = folder / "drafter.gguf"
+    content = path.read_bytes()
+    path.unlink()
+    if harm == "truncated":
+        path.write_bytes(content[:-1])
+    elif harm == "longer":
+        path.write_bytes(content + b"\0")
+    elif harm == "folder":
+        path.mkdir()
+    elif harm == "link out":
+        (tmp_path / "outside").write_bytes(content)
+        path.symlink_to(tmp_path / "outside")
+    with pytest.raises(BundleError, match=r"drafter\.gguf"):
+        open_bundle(folder, check=mode)
+
+
+@pytest.mark.parametrize("mode", ["fast", "full"])
+def test_swapped_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode) -> None:
+    folder = make_bundle(tmp_path / "bundle")
+    age(folder, monkeypatch)
+    open_bundle(folder, check=mode)
+    (folder / "target.gguf").rename(folder / "x")
+    (folder / "drafter.gguf").rename(folder / "target.gguf")
+    (folder / "x").rename(folder / "drafter.gguf")
+    with pytest.raises(BundleError, match="sha256"):
+        open_bundle(folder, check=mode)
+
+
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes the files that are hashed whole from now on."""
+    seen: list[str] = []
+    own = integrity.sha256_of
+    monkeypatch.setattr(integrity, "sha256_of", lambda path: seen.append(path.name) or own(path))
+    return seen
+
+
+def test_fast_hashes_a_file_once_and_full_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_bundle(tmp_path / "bundle")
+    age(folder, monkeypatch)
+    seen = hashed(monkeypatch)
+    open_bundle(folder)
+    assert sorted(seen) == sorted(NAMES)
+    open_bundle(folder)
+    open_bundle(folder, check="none")
+    assert len(seen) == 3
+    open_bundle(folder, check="full")
+    assert len(seen) == 6
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    open_bundle(copied)
+    assert len(seen) == 9, "a copy is hashed itself"
+
+
+def test_a_file_that_just_changed_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_bundle(tmp_path / "bundle")
+    seen = hashed(monkeypatch)
+    open_bundle(folder)
+    open_bundle(folder)
+    assert len(seen) == 6
+
+
+def test_times_that_were_set_back_do_not_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_bundle(tmp_path / "bundle", LARGE)
+    age(folder, monkeypatch)
+    open_bundle(folder)
+    path = folder / "target.gguf"
+    before = path.stat()
+    place = SAMPLE_BYTES + 1  # between the first two samples
+    samples = samples_of(path)
+    flip(path, place)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert samples_of(path) == samples
+    with pytest.raises(BundleError, match="sha256"):
+        open_bundle(folder)
+
+
+def test_the_samples_see_a_disk_that_changes_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_bundle(tmp_path / "bundle", LARGE) / "target.gguf"
+    sha256 = integrity.sha256_of(path)
+    age(tmp_path, monkeypatch)
+    assert is_intact(path, sha256, "fast")
+    same = integrity._identity(path)
+    monkeypatch.setattr(integrity, "_identity", lambda _: same)  # the system noticed nothing
+    for place in (0, LARGE - 1, LARGE // 2 // SAMPLE_BYTES * SAMPLE_BYTES):
+        flip(path, place)
+    assert not is_intact(path, sha256, "fast")
+
+
+@pytest.mark.parametrize("memory", ["", "[]", "{}", '{"key": 5}', "\0"])
+def test_a_damaged_memory_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    folder = make_bundle(tmp_path / "bundle")
+    age(folder, monkeypatch)
+    path = Path(os.environ["EDGE_MTP_CACHE"]) / integrity.CACHE_NAME
+    path.write_text(memory)
+    open_bundle(folder)
+    flip(folder / "target.gguf", 5)
+    with pytest.raises(BundleError, match="sha256"):
+        open_bundle(folder)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_bundle(tmp_path / "bundle")
+
+    def broken(_: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(integrity, "sha256_of", broken)
+    with pytest.raises(BundleError, match=r"target\.gguf cannot be read \(Input/output error\); check the disk"):
+        open_bundle(folder)

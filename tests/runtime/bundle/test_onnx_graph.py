@@ -1,0 +1,135 @@
+"""Graphs that would take any time or memory from a few bytes are refused before onnxruntime sees them."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export-onnx]")
+
+from onnx import TensorProto, helper, numpy_helper
+
+from edge_runtime.bundle import onnx_graph as onnx_header
+from edge_runtime.bundle.onnx_graph import LOOP_INPUT, MAX_GRAPH_BYTES, check_onnx
+from edge_runtime.errors import BundleError
+
+FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
+
+
+def value(name: str, kind: int = FLOAT, shape: tuple[Any, ...] = ()) -> Any:
+    return helper.make_tensor_value_info(name, kind, list(shape))
+
+
+def whole(name: str, numbers: Any) -> Any:
+    return numpy_helper.from_array(np.array(numbers, np.int64), name)
+
+
+def graph_of(nodes: list[Any], constants: list[Any] | tuple[()] = (), inputs: list[Any] | None = None) -> Any:
+    graph = helper.make_graph(nodes, "g", [value("x")] if inputs is None else inputs, [value("y")], list(constants))
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def check(model: Any, folder: Path) -> None:
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    check_onnx(path)
+
+
+def loop(times: str) -> Any:
+    inside = [value("i", INT64), value("go", BOOL), value("v")]
+    nodes = [helper.make_node("Identity", ["go"], ["still"]), helper.make_node("Identity", ["v"], ["w"])]
+    body = helper.make_graph(nodes, "body", inside, [value("still", BOOL), value("w")])
+    return helper.make_node("Loop", [times, "", "x"], ["y"], body=body)
+
+
+def counted(*nodes: Any, constants: tuple[Any, ...] = ()) -> Any:
+    return graph_of(list(nodes), list(constants), [value("x"), value(LOOP_INPUT, INT64), value("other", INT64)])
+
+
+def test_a_loop_goes_round_as_often_as_the_runtime_says(tmp_path: Path) -> None:
+    check(counted(loop(LOOP_INPUT)), tmp_path)
+    body = helper.make_graph([loop(LOOP_INPUT)], "inner", [], [value("y")])
+    around = helper.make_node("If", ["c"], ["z"], then_branch=body, else_branch=body)
+    for hostile in (
+        graph_of([loop("n")], [whole("n", 1 << 62)]), counted(loop("")), counted(loop("other")), graph_of([loop(LOOP_INPUT)]),
+        counted(loop(LOOP_INPUT), constants=(whole(LOOP_INPUT, 1 << 62),)), counted(loop(LOOP_INPUT), loop(LOOP_INPUT)), counted(around),
+    ):  # fmt: skip
+        with pytest.raises(BundleError, match=r"Loop"):
+            check(hostile, tmp_path)
+
+
+def test_what_is_repeated_is_repeated_for_a_few_heads(tmp_path: Path) -> None:
+    repeated = helper.make_node("Expand", ["x", "shape"], ["y"])
+    check(graph_of([repeated], [whole("shape", [1, 64, 1])]), tmp_path)
+    branch = helper.make_graph([repeated], "inner", [], [value("y")])
+    around = helper.make_node("If", ["c"], ["z"], then_branch=branch, else_branch=branch)
+    for nodes, constants in (
+        ([repeated], [whole("shape", [1, 2 << 30])]), ([repeated], [whole("shape", [1000] * 9)]), ([repeated], [whole("shape", [-1])]),
+        ([repeated], []), ([repeated], [whole("shape", [4]), whole("shape", [1 << 40])]), ([around], [whole("shape", [1, 64, 1])]),
+    ):  # fmt: skip
+        with pytest.raises(BundleError, match=r"Expand"):
+            check(graph_of(nodes, constants), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["ConstantOfShape", "Range", "Scan", "Tile", "Pad", "SequenceMap", "Resize", "OneHot", "RandomNormal"])
+def test_operators_that_make_much_of_little_are_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=f"operator '{kind}'"):
+        check(graph_of([helper.make_node(kind, ["x"], ["y"])]), tmp_path)
+
+
+def test_operators_are_those_of_their_own_domain(tmp_path: Path) -> None:
+    for domain, kind in (("com.microsoft", "Add"), ("", "GroupQueryAttention"), ("mine", "Add"), ("com.microsoft", "EPContext")):
+        with pytest.raises(BundleError, match=f"operator '{kind}' of '{domain}'"):
+            check(graph_of([helper.make_node(kind, ["x"], ["y"], domain=domain)]), tmp_path)
+
+
+def test_functions_and_sparse_or_empty_tensors_are_refused(tmp_path: Path) -> None:
+    model = graph_of([helper.make_node("Identity", ["x"], ["y"])])
+    model.functions.append(helper.make_function("", "Add", ["a"], ["b"], [helper.make_node("Identity", ["a"], ["b"])], []))
+    with pytest.raises(BundleError, match="field 25 of a model"):
+        check(model, tmp_path)
+    few = helper.make_tensor("s", FLOAT, [1], [1.0])
+    model = graph_of([helper.make_node("Identity", ["s"], ["y"])])
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(few, whole("i", [0]), [3_000_000_000]))
+    with pytest.raises(BundleError, match="field 15 of a graph"):
+        check(model, tmp_path)
+    with pytest.raises(BundleError, match="does not have the 12000000000 bytes"):
+        check(graph_of([], [TensorProto(name="t", data_type=FLOAT, dims=[3_000_000_000])]), tmp_path)
+
+
+def message(tag: int, data: bytes) -> bytes:
+    """A field of bytes, as protobuf writes it."""
+    size, length = len(data), b""
+    while size > 127:
+        length, size = length + bytes([size & 127 | 128]), size >> 7
+    return bytes([tag]) + length + bytes([size]) + data
+
+
+@pytest.mark.parametrize("kind", ["graphs", "names", "inputs", "nodes", "names of a node"])
+def test_fields_without_end_are_refused_and_take_little(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bytes are the least a field has; as many as are allowed take some 3 seconds."""
+    monkeypatch.setattr(onnx_header, "_MAX_FIELDS", 50_000)
+    pieces = {"graphs": b"\x3a\0", "names": b"\x12\0", "inputs": b"\x5a\0", "nodes": b"\x0a\x05\x22\x03Add", "names of a node": b"\x0a\0"}
+    data = pieces[kind] * ((2 << 20) // len(pieces[kind]))
+    if kind == "names of a node":
+        data = message(0x0A, data)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(data if kind == "graphs" else message(0x3A, data))
+    size = path.stat().st_size
+    tracemalloc.start()
+    with pytest.raises(BundleError, match=r"more than \d+ fields"):
+        check_onnx(path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < size + (2 << 20)
+
+
+def test_a_file_longer_than_any_graph_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "model.onnx").open("wb") as file:
+        file.truncate(MAX_GRAPH_BYTES + 1)
+    with pytest.raises(BundleError, match="more than any graph"):
+        check_onnx(tmp_path / "model.onnx")

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_runtime.calibration import crash_probe as probe
+from edge_runtime.calibration.child_process import signal_name
+from edge_runtime.calibration.crash_probe import probe_load_options
+from edge_runtime.errors import BackendError
+
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+
+# Children that record that they ran and then do to themselves what a bad build would do.
+RECORD = "import os, signal, sys, time; open(sys.argv[1], 'a').write('ran ' + ' '.join(sys.argv[2:]) + '\\n');"
+ALIVE = RECORD + "print('{\"alive\": true}')"
+DIES_WITH_REPACKING = RECORD + "'--no-extra-bufts' in sys.argv or os.kill(os.getpid(), signal.SIGSEGV); print('{\"alive\": true}')"
+DIES = RECORD + "os.kill(os.getpid(), signal.SIGILL)"
+HANGS = RECORD + "time.sleep(60)"
+REFUSES = RECORD + 'print(\'{"error": "the file is damaged"}\'); sys.exit(1)'
+SILENT = RECORD + "sys.exit(0)"
+
+
+class Machine:
+    """A folder with a cache and a log of the children that were started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cache = folder / "cache" / "probe.json"
+        self.notes: list[str] = []
+
+    def ask(self, script: str, *, quantizations: tuple[str, ...] = ("Q4_0", "Q8_0"), **more: Any) -> probe.ProbeAnswer:
+        command = [sys.executable, "-c", script, str(self.folder / "log")]
+        files = Path("target.gguf"), Path("drafter.gguf")
+        return probe_load_options(*files, quantizations, notify=self.notes.append, child_command=command, **more)
+
+    @property
+    def children(self) -> list[str]:
+        log = self.folder / "log"
+        return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.setenv(probe.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return Machine(tmp_path)
+
+
+def test_a_living_child_is_asked_once(machine: Machine) -> None:
+    first = machine.ask(ALIVE)
+    assert first.use_extra_bufts
+    assert not first.from_cache
+    assert len(machine.notes) == 1
+    assert "First use with Q4_0 and Q8_0" in machine.notes[0]
+    second = machine.ask(ALIVE)
+    assert second.use_extra_bufts
+    assert second.from_cache
+    assert len(machine.notes) == 1
+    assert machine.children == [f"ran --target {Path('target.gguf').resolve()} --drafter {Path('drafter.gguf').resolve()}"]
+
+
+def test_a_crash_leads_to_safer_options_which_are_remembered(machine: Machine) -> None:
+    answer = machine.ask(DIES_WITH_REPACKING)
+    assert not answer.use_extra_bufts
+    assert "died of SIGSEGV" in answer.reason
+    assert len(machine.notes) == 2
+    assert "SIGSEGV" in machine.notes[1]
+    assert "CMAKE_ARGS" in machine.notes[1]
+    assert [line.endswith("--no-extra-bufts") for line in machine.children] == [False, True]
+    assert not machine.ask(ALIVE).use_extra_bufts
+    assert len(machine.children) == 2
+
+
+def test_a_machine_where_nothing_works(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    with pytest.raises(
+        BackendError, match=r'died of SIGILL, without repacking it died of SIGILL; .*CMAKE_ARGS="-DGGML_NATIVE=OFF .*AVX512'
+    ):
+        machine.ask(DIES)
+    assert not machine.cache.exists()
+
+
+def test_a_child_that_hangs_is_ended(machine: Machine) -> None:
+    with pytest.raises(BackendError, match=r"gave no answer in 0.5 seconds, without repacking it gave no answer"):
+        machine.ask(HANGS, timeout_seconds=0.5)
+
+
+def test_a_sentence_of_the_child_is_passed_on(machine: Machine) -> None:
+    with pytest.raises(BackendError, match=r"^the file is damaged$"):
+        machine.ask(REFUSES)
+    assert len(machine.children) == 1
+    assert not machine.cache.exists()
+
+
+def test_an_exit_without_an_answer_is_no_answer(machine: Machine) -> None:
+    with pytest.raises(BackendError, match="ended with exit code 0"):
+        machine.ask(SILENT)
+
+
+def test_a_command_that_does_not_exist(machine: Machine) -> None:
+    with pytest.raises(BackendError, match="could not be started"):
+        probe_load_options(Path("t"), None, ["Q4_0"], notify=machine.notes.append, child_command=["/nonexistent/python"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b'{"KEY": 5}', b'{"KEY": {"quantizations": ["Q4_0", "Q8_0"], "use_extra_bufts": "yes"}}',
+        b'{"KEY": {"quantizations": ["Q4_0", 8], "use_extra_bufts": true}}',
+        b'{"another": {"quantizations": ["Q4_0", "Q8_0"], "use_extra_bufts": true}}', b"\xff\xfe", b"[" * 100000, b" " * (2 << 20),
+    ],
+    ids=["empty", "cut", "list", "number", "text", "quantization", "another machine", "bytes", "deep", "large"],
+)  # fmt: skip
+def test_a_damaged_cache_is_ignored_and_rewritten(machine: Machine, content: bytes) -> None:
+    machine.cache.parent.mkdir()
+    machine.cache.write_bytes(content.replace(b"KEY", probe.machine_key(["Q4_0", "Q8_0"]).encode()))
+    assert not machine.ask(ALIVE).from_cache
+    kept = json.loads(machine.cache.read_text())[probe.machine_key(["Q4_0", "Q8_0"])]
+    assert kept == {"quantizations": ["Q4_0", "Q8_0"], "use_extra_bufts": True}
+    assert machine.ask(ALIVE).from_cache
+    assert [path.name for path in machine.cache.parent.iterdir()] == ["probe.json"]
+
+
+def test_answers_are_kept_side_by_side(machine: Machine) -> None:
+    machine.ask(ALIVE)
+    machine.ask(DIES_WITH_REPACKING, quantizations=("Q4_K_M", "Q8_0"))
+    assert machine.ask(ALIVE).use_extra_bufts
+    assert not machine.ask(ALIVE, quantizations=("Q4_K_M", "Q8_0")).use_extra_bufts
+
+
+def test_a_cache_that_cannot_be_written_is_only_noted(machine: Machine) -> None:
+    machine.cache.parent.write_text("a file where the folder should be")
+    assert machine.ask(ALIVE).use_extra_bufts
+    assert "could not be kept" in machine.notes[-1]
+
+
+def test_the_key_follows_the_build_and_the_quantizations(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = probe.machine_key(["Q4_0"])
+    assert key == probe.machine_key(["Q4_0"])
+    assert key != probe.machine_key(["Q8_0"])
+    monkeypatch.setattr(probe, "system_info", lambda: "AMX_INT8 = 1")
+    assert key != probe.machine_key(["Q4_0"])
+
+
+def test_the_cache_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(probe.CACHE_VARIABLE, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert probe.cache_path() == tmp_path / ".cache" / "edge-mtp" / "probe.json"
+
+
+def test_the_child_decodes_the_pair_itself(machine: Machine, reference_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    answer = probe_load_options(reference_pair.target, reference_pair.drafter, ["F16", "F16"], notify=machine.notes.append)
+    assert answer.use_extra_bufts
+    assert not answer.from_cache
+    with pytest.raises(BackendError, match="has the architecture 'gemma4-assistant', not 'gemma4'"):
+        probe_load_options(reference_pair.drafter, None, ["F16"], notify=machine.notes.append)
+
+
+def test_signal_names() -> None:
+    assert signal_name(signal.SIGSEGV) == "SIGSEGV"
+    assert signal_name(250) == "signal 250"

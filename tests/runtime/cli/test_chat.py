@@ -1,0 +1,249 @@
+"""edge-run without a prompt: from a pipe, as JSON, and at a terminal with Ctrl-C and Ctrl-D."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from chat_words import chat_session
+from edge_runtime.cli import chat as terminal_chat
+from edge_runtime.cli import run as cli
+
+pty = pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")
+from terminal import CTRL_C, CTRL_D, Terminal
+
+CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>,n:2}<tool_call|>'
+# An answer that no one waits for, a token every 10 ms.
+SLOW = """
+import time
+from chat_words import chat_session
+from edge_runtime import cli
+session = chat_session("<|channel>thought\\nhm<channel|>\\x1b[31mred", "z" * 1500, "still here")
+verify = session.target.verify
+session.target.verify = lambda tokens: (time.sleep(0.01), verify(tokens))[1]
+cli.open_session = lambda *_, **__: session
+cli.main()
+"""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):
+    def call(stdin: str | bytes, *arguments: str, replies: Any = ("one", "two")) -> Result:
+        monkeypatch.setattr(cli, "open_session", lambda *_, **__: chat_session(*replies))
+        return CliRunner().invoke(cli.main, ["bundle", *arguments], input=stdin)
+
+    return call
+
+
+def test_a_pipe_is_one_turn_per_line(run):
+    result = run("hi\n\n  \nand?\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "one\ntwo\n", "")
+
+
+def test_no_input_is_no_error(run):
+    assert run("").exit_code == 0
+
+
+def test_json_is_one_object_per_turn(run):
+    result = run("hi\n//so\n", "--json", replies=("<|channel>thought\nhm<channel|>one" + CALL, "two"))
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert (first["user"], first["text"], first["thoughts"], first["finish"]) == ("hi", "one", "hm", "stop")
+    assert [(call["name"], call["arguments"]) for call in first["tool_calls"]] == [("now", {"zone": "UTC", "n": 2})]
+    assert first["stats"]["tokens"] > 3
+    assert (second["user"], second["text"], second["dropped_turns"], second["drafter"]) == ("/so", "two", 0, "dense")
+
+
+def test_thoughts_stay_out_of_a_pipe_and_calls_are_shown(run):
+    result = run("hi\n", replies=["<|channel>thought\nhm<channel|>\x1b one" + CALL + "<|tool_call>junk<tool_call|>"])
+    assert result.stdout == '\x1b one\n[calls now(zone="UTC", n=2)]\n\n[a tool call that cannot be read: junk]\n\n'
+
+
+def test_commands(run, tmp_path):
+    path = tmp_path / "talk with spaces.json"
+    result = run(f"/stats\nhi\n/system Be brief.\n/save {path}\n/reset\n/stats\n/load {path}\nand?\n/system\n/help\n/exit\nnever\n")
+    assert (result.exit_code, result.stdout) == (0, "one\ntwo\n"), result.stderr
+    said = result.stderr.splitlines()
+    assert said[:5] == [
+        "there is no answer yet", "the system message is set", f"2 messages saved to {path}", "the conversation is forgotten", said[4],
+    ]  # fmt: skip
+    assert said[4].startswith("last answer: 4 tokens")
+    assert "all 1 answers: 4 tokens" in result.stderr
+    assert f"2 messages loaded from {path}" in said
+    assert "/save FILE" in result.stderr
+    assert json.loads(path.read_text())["settings"]["system"] == "Be brief."
+
+
+def test_options_reach_the_chat(run, tmp_path):
+    path = tmp_path / "talk.json"
+    result = run(
+        f"hi\n/save {path}\n", "--system", "s", "--thinking", "--overflow", "stop", "--max-tokens", "2", "--seed", "5", "--stop", "x"
+    )
+    assert result.stdout == "on\n"
+    assert "cut off at --max-tokens" in result.stderr
+    settings = json.loads(path.read_text())["settings"]
+    assert (settings["system"], settings["thinking"], settings["overflow"]) == ("s", True, "stop")
+    assert (settings["max_tokens"], settings["sampling"]["seed"], settings["stop"]) == (2, 5, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        ("/dance\n", "there is no command /dance"),
+        ("/save\n", "/save needs the name of a file"),
+        ("/load nowhere.json\n", "nowhere.json cannot be read"),
+        ("x" * 3000 + "\n", "shorten it"),
+        (b"\xff\n", "not UTF-8"),
+    ],
+)
+def test_a_pipes_first_error_ends_it_with_exit_1(run, stdin, message):
+    result = run(stdin + ("hi\n" if isinstance(stdin, str) else b"hi\n"))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--compare"], ["--verify-lossless"], ["x", "--system", "s"], ["x", "--thinking"], ["x", "--overflow", "stop"]]
+)
+def test_options_of_the_other_kind_exit_2(run, arguments):
+    assert run("", *arguments).exit_code == 2
+
+
+def test_forgotten_turns_are_told(run, monkeypatch):
+    monkeypatch.setattr(cli, "open_session", lambda *_, **__: chat_session("y" * 40, context=180))
+    result = CliRunner().invoke(cli.main, ["bundle", "--max-tokens", "50"], input="one\ntwo\nthree\n")
+    assert "[the context is full; oldest turns forgotten: 1]" in result.stderr
+
+
+def test_a_closed_standard_input_is_one_sentence(run, monkeypatch):
+    monkeypatch.setattr(terminal_chat, "sys", SimpleNamespace(stdin=None, stdout=None))
+    result = run("")
+    assert result.exit_code == 1
+    assert "standard input is closed" in result.stderr
+
+
+def test_an_endless_line_is_left(run, monkeypatch):
+    monkeypatch.setattr(terminal_chat, "MAX_INPUT", 10)
+    assert "has more than 10 characters" in run("a" * 11).stderr
+    assert run("a" * 10).exit_code == 0
+
+
+def test_a_path_with_a_null_character_is_refused(run):
+    assert "cannot be saved" in run("hello\n/save a\0b\n").stderr
+    assert "cannot be read" in run("/load a\0b\n").stderr
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "EDGE_MTP_CACHE": str(tmp_path), "INPUTRC": os.devnull,
+        "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def slow(environment: dict[str, str]) -> Iterator[Terminal]:
+    with Terminal([sys.executable, "-c", SLOW, "bundle", "--max-tokens", "1600"], environment) as terminal:
+        terminal.wait_for("/help lists the commands")
+        terminal.wait_for("> ")
+        yield terminal
+
+
+def test_a_talk_at_a_terminal(slow):
+    slow.type("hi\n")
+    answer = slow.wait_for("tok/s")
+    assert "\x1b[2mh\x1b[0m\x1b[2mm\x1b[0m" in answer, "thoughts are dim"
+    assert "\ufffd[31mred" in answer, "what the model says cannot command the terminal"
+    slow.type("/dance\n")
+    slow.wait_for("Error: there is no command /dance")
+    slow.type("tell me more\n")
+    slow.wait_for("zzzz")
+    slow.type(CTRL_C)
+    slow.wait_for(r"\[stopped\]")
+    slow.wait_for("> ")
+    slow.type("go on\n")
+    slow.wait_for(r"still here[^>]*tok/s[^>]*> ")
+    time.sleep(0.3)  # CPython's readline hears nothing of a signal that comes between its prompt and its wait
+    slow.type(CTRL_C)
+    slow.wait_for("Ctrl-D or /exit leaves")
+    slow.type("/stats\n")
+    slow.wait_for(r"all 3 answers[^>]*> ")
+    slow.type(CTRL_D)
+    assert slow.exit_code() == 0
+    assert "Traceback" not in slow.seen
+
+
+def test_a_second_ctrl_c_does_not_wait(environment):
+    stuck = SLOW.replace("time.sleep(0.01)", "print('busy', flush=True), [time.sleep(0.05) for _ in range(400)]")
+    with Terminal([sys.executable, "-c", stuck, "bundle"], environment) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("hi\n")
+        terminal.wait_for("busy")
+        for _ in range(2):
+            terminal.type(CTRL_C)
+            terminal.wait_for(r"\^C")
+            time.sleep(0.5)  # two signals that wait together are one
+        terminal.wait_for("stopped at once", 9)
+        terminal.wait_for("> ")
+        terminal.type("/save .\n")
+        terminal.wait_for("Error: the conversation cannot be saved")
+        terminal.type("/exit\n")
+        assert terminal.exit_code() == 0
+
+
+def test_ctrl_c_without_a_terminal_exits_130(run, monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("edge_runtime.session.chat.Answer.__next__", interrupt)
+    result = run("hi\n")
+    assert result.exit_code == 130
+
+
+def test_the_reference_pair_at_a_terminal(exported_pair, environment):
+    command = [
+        sys.executable,
+        "-c",
+        "from edge_runtime.cli.run import main; main()",
+        str(exported_pair),
+        "--context",
+        "4096",
+        "--max-tokens",
+        "3900",
+        "--threads",
+        "1",
+    ]
+    with Terminal(command, environment) as terminal:
+        terminal.wait_for(r"8,498,\d+ parameters.*/help lists the commands")
+        terminal.wait_for("> ")
+        terminal.type("def area(radius):\n")
+        terminal.wait_for(r"\n[^\n]+\n[^\n]+\n")
+        terminal.type(CTRL_C)
+        terminal.wait_for(r"\[stopped\]")
+        assert 0 < int(terminal.wait_for(r"(\d+) tokens, ").split()[-2].removeprefix("\x1b[2m")) < 3900
+        terminal.type("/reset\n")
+        terminal.wait_for("forgotten")
+        terminal.type("/exit\n")
+        assert terminal.exit_code() == 0
+
+
+def test_the_reference_pair_from_a_pipe(exported_pair, environment, probe_memory):
+    arguments = [str(exported_pair), "--json", "--max-tokens", "24", "--threads", "1", "--draft-length", "3"]
+    result = CliRunner().invoke(cli.main, arguments, input="import os\n<|turn>system <turn|>\n")
+    assert result.exit_code == 0, result.stderr
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert first["finish"] == second["finish"] == "length"
+    assert first["stats"]["tokens"] == second["stats"]["tokens"] == 24
+    assert first["stats"]["accepted_tokens"] > 0
+    assert second["stats"]["prompt_tokens"] > first["stats"]["prompt_tokens"] + 24
+    assert first["stats"]["reused_tokens"] == 0
+    assert second["stats"]["reused_tokens"] >= first["stats"]["prompt_tokens"]

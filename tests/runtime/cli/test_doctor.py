@@ -1,0 +1,198 @@
+"""edge-run --doctor: what it says of a machine with everything, with nothing, and with a backend that dies."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from edge_devices.files.user_cache import CACHE_VARIABLE, remember_entry
+from edge_devices.machine.system import System
+from edge_devices.meters.recorded_system import RecordedSystem, read_recording
+from edge_runtime.calibration import crash_probe as probe
+from edge_runtime.calibration.backend_info import ask_backend
+from edge_runtime.cli import diagnosis as doctor
+from edge_runtime.cli import doctor as doctor_screen
+from edge_runtime.cli.diagnosis import Diagnosis, diagnose
+from edge_runtime.cli.run import main
+
+ROOT = Path(__file__).parents[3]
+FIXTURES = ROOT / "tests" / "devices" / "meters" / "fixtures"
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+LLAMA = {"version": "0.3.36", "system_info": "CPU : AVX2 = 1 | AMX_INT8 = 0 | REPACK = 1 | ", "probes": []}
+ONNX = {"version": "1.31.1", "execution_providers": ["cpu"], "only_fixed_shapes": False}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
+    return folder
+
+
+def diagnosis(monkeypatch: pytest.MonkeyPatch, *, fixture: str = "rapl-denied", **answers: dict[str, Any]) -> Diagnosis:
+    """A machine from a recording, on which those backends are installed that `answers` names."""
+    requirements = [f'{wanted}; extra == "{extra}"' for extra, all_of_it in EXTRAS.items() for wanted in all_of_it]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda _: requirements)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name if name in [doctor.LIBRARY[kind] for kind in answers] else None)
+    return diagnose(RecordedSystem(read_recording(FIXTURES / f"{fixture}.json")), lambda kind: answers[kind])
+
+
+def screen(found: Diagnosis, width: int = 500) -> str:
+    console = Console(width=width, file=io.StringIO())
+    console.print(doctor_screen.diagnosis_table(found))
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def test_a_machine_with_both_backends_is_ready(monkeypatch):
+    found = diagnosis(monkeypatch, llama=LLAMA, onnx=ONNX)
+    text = screen(found)
+    assert found.ready
+    assert "llama-cpp-python 0.3.36 with the MTP interface; built for AVX2 REPACK\n" in text
+    assert "not tried with a model yet" in text
+    assert "onnxruntime 1.31.1; execution providers: cpu" in text
+
+
+def test_without_a_backend_nothing_runs_and_the_line_to_install_it_is_there(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/cmake" if name == "cmake" else None)
+    monkeypatch.setattr(doctor.metadata, "version", only(**{"edge-mtp": "9.9"}))
+    found = diagnosis(monkeypatch)
+    text = screen(found)
+    assert not found.ready
+    assert "installing it compiles llama.cpp, which needs a C++ compiler first" in text
+    assert "onnxruntime is not installed" in text
+    assert (
+        found.install
+        == f"{sys.executable} -m pip install 'edge-mtp[llama,onnx,grammar,serve,export,package,sign,fleet,verify,optimum,report]'"
+    )
+    assert "lacks llguidance>=1.9,<2" in text
+
+
+def test_without_llama_cpp_onnx_graphs_can_be_exported_and_the_screen_says_so(monkeypatch):
+    there = {"edge-mtp": "9.9", "gguf": "1", "onnx": "2", "tokenizers": "3", "huggingface_hub": "4"}
+    monkeypatch.setattr(doctor.metadata, "version", only(**there))
+    states = {name: state for name, state, _ in doctor_screen.rows(diagnosis(monkeypatch, onnx=ONNX))}
+    assert (states["export-onnx"], states["export"]) == ("ok", "missing")
+
+
+def only(**versions: str):
+    def version(name: str) -> str:
+        if name not in versions:
+            raise doctor.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    return version
+
+
+def test_one_missing_extra_is_named_alone(monkeypatch):
+    real = doctor.metadata.version
+    wanted = [one for extra in diagnosis(monkeypatch).extras for one in (*extra.installed, *extra.missing)]
+    versions = {re.split(r"[^\w.-]", one)[0]: "1.0" for one in wanted}
+    versions.pop("uvicorn", None)
+    monkeypatch.setattr(doctor.metadata, "version", only(**versions | {"edge-mtp": real("edge-mtp")}))
+    found = diagnosis(monkeypatch, llama=LLAMA)
+    assert [extra.name for extra in found.extras if extra.missing] == ["serve"]
+    assert found.install.endswith("-m pip install 'edge-mtp[serve]'")
+
+
+def test_a_denied_meter_comes_with_its_remedy(monkeypatch):
+    row = next(row for row in doctor_screen.rows(diagnosis(monkeypatch)) if row[1] == "denied")
+    assert "rapl" in row[2]
+    assert "; " in row[2]
+
+
+def test_a_usable_meter_says_its_scope(monkeypatch):
+    found = diagnosis(monkeypatch, fixture="rapl-laptop")
+    assert ("energy meter", "ok") in [row[:2] for row in doctor_screen.rows(found)]
+    assert "scope package" in screen(found)
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "its library died of SIGILL when it was loaded"),
+        ('print(\'{"error": "too old"}\'); raise SystemExit(1)', "too old"),
+        ("raise SystemExit(3)", "its library ended with exit code 3 when it was loaded"),
+        ("print('nonsense')", "its library gave no answer when it was loaded"),
+        ("import time; time.sleep(60)", "its library gave no answer in 1 seconds when it was loaded"),
+    ],
+    ids=["signal", "sentence", "exit code", "nonsense", "hang"],
+)
+def test_a_library_that_fails_when_loaded_is_broken(monkeypatch, script, sentence):
+    answer = ask_backend("llama", [sys.executable, "-c", script], timeout_seconds=1.0 if "sleep" in script else 30.0)
+    found = diagnosis(monkeypatch, llama=answer)
+    assert not found.ready
+    row = next(row for row in doctor_screen.rows(found) if row[0] == "llama.cpp")
+    assert row[1] == "broken"
+    assert row[2].startswith(sentence)
+
+
+def test_a_dead_library_is_cured_by_another_build(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.3.36")
+    found = diagnosis(monkeypatch, llama={"error": "its library died of SIGILL when it was loaded"})
+    assert 'CMAKE_ARGS="-DGGML_NATIVE=OFF' in screen(found, width=2000)
+
+
+def test_probes_of_this_machine_are_shown(monkeypatch, cache):
+    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    for quantizations, answer in ((["Q4_0", "Q8_0"], True), (["Q4_K_M", "Q8_0"], False)):
+        kept = {"quantizations": quantizations, "use_extra_bufts": answer}
+        assert remember_entry(probe.cache_path(), probe.machine_key(quantizations), kept) is None
+    remember_entry(probe.cache_path(), "of another machine", {"quantizations": ["F16"], "use_extra_bufts": True})
+    text = screen(diagnosis(monkeypatch, llama=ask_backend("llama")))
+    assert "tried with Q4_0+Q8_0: works with all kernels; tried with Q4_K_M+Q8_0: works without weight repacking only" in text
+    assert "F16:" not in text
+    assert f"{cache} (${CACHE_VARIABLE}): probe.json with 3 " in text
+
+
+def test_onnxruntime_answers_for_itself(monkeypatch):
+    pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    answer = ask_backend("onnx")
+    assert "cpu" in answer["execution_providers"]
+    assert not answer["only_fixed_shapes"]
+
+
+@pytest.mark.parametrize("arguments", [["--doctor", "--json"], ["--json", "--doctor"], ["a-bundle", "--doctor", "--json"]])
+def test_the_command_needs_no_bundle_and_prints_one_object(monkeypatch, arguments):
+    monkeypatch.setattr(doctor_screen, "diagnose", lambda _: diagnosis(monkeypatch, llama=LLAMA))
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0
+    record = json.loads(result.stdout)
+    assert record["ready"] is True
+    assert record["backends"] == {"llama": LLAMA, "onnx": None}
+    assert {extra["name"] for extra in record["extras"]} == set(doctor.EXTRAS)
+
+
+def test_the_command_fits_on_a_screen(monkeypatch):
+    monkeypatch.setattr(doctor_screen, "diagnose", lambda _: diagnosis(monkeypatch, onnx=ONNX))
+    result = CliRunner().invoke(main, ["--doctor"], env={"COLUMNS": "100"})
+    assert result.exit_code == 0
+    assert "bundles can be run here" in result.stdout
+    assert len(result.stdout.splitlines()) <= 35
+
+
+def test_a_package_that_is_not_installed_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "version", only())
+    result = CliRunner().invoke(main, ["--doctor"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: edge-mtp is not installed for ")
+
+
+def test_every_extra_for_users_is_looked_at():
+    assert set(doctor.EXTRAS) == set(EXTRAS) - {"train", "dev", "docs"}
+
+
+def test_looking_changes_nothing(cache):
+    diagnose(System(), lambda _: {"error": "not asked"})
+    assert not cache.exists()

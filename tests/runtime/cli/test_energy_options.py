@@ -1,0 +1,191 @@
+"""What edge-run says of a run's energy, with a meter and without, and --explain."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from chat_words import chat_session
+from edge_devices.energy.replay import ReplayMeter
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, State, absent, present, usable
+from edge_devices.meters.trace import Trace
+from edge_runtime.cli import energy_options
+from edge_runtime.cli import run as cli
+from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
+from edge_runtime.session.session import Session
+from scripted import make_session
+
+FAST = 1000.0  # simulated seconds per second; the recorder's own pauses are real ones
+FACTS = MeterFacts(name="rails", kind=Kind.COUNTER, scope=Scope.RAILS, source="test", refresh_s=0.05, resolution=1e-6, poll_s=0.002)
+WATTS = 5.0
+
+
+@pytest.fixture(scope="module")
+def recording() -> Trace:
+    return Trace.of(FACTS, [Sample(step * 0.05, step * 0.05 * WATTS) for step in range(400_000)])
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):
+    def call(*arguments: str, findings: list[Finding] | None = None, session: Session | None = None, pause: float = 0.0) -> Result:
+        opened = session or make_session()
+        verify = opened.target.verify
+
+        def slow(tokens):
+            time.sleep(pause)
+            return verify(tokens)
+
+        opened.target.verify = slow  # type: ignore[method-assign]
+        monkeypatch.setattr(cli, "open_session", lambda *_, **__: opened)
+        if findings is not None:
+            monkeypatch.setattr(energy_options, "find_meters", lambda _: findings)
+        return CliRunner().invoke(cli.main, ["bundle", "abc", *arguments])
+
+    return call
+
+
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch, recording: Trace) -> Finding:
+    system = System(clock=lambda: time.perf_counter() * FAST, sleep=lambda s: time.sleep(s / FAST))
+    monkeypatch.setattr(energy_options, "System", lambda: system)
+    return usable(ReplayMeter(system, recording))
+
+
+def test_a_run_says_its_joules_per_token_with_interval_and_scope(run: Any, meter: Finding) -> None:
+    result = run("--max-tokens", "30", findings=[absent("rapl", "no"), meter], pause=0.003)
+    assert result.exit_code == 0, result.output
+    line = next(line for line in result.stderr.splitlines() if "J/token" in line)
+    assert "[" in line
+    assert "scope rails" in line
+    assert "(replay:rails)" in line
+
+
+def test_the_figure_is_that_of_the_meter(run: Any, meter: Finding) -> None:
+    begin = time.perf_counter()
+    record = json.loads(run("--json", "--max-tokens", "30", findings=[meter], pause=0.003).stdout)
+    longest = (time.perf_counter() - begin) * FAST * WATTS / 30
+    stats, energy = record["stats"], record["energy"]
+    shortest = stats["decode_seconds"] * FAST * WATTS / 30
+    assert 0.97 * shortest < energy["joules_per_token"]["value"] < longest
+    assert energy["meter"]["scope"] == "rails"
+    assert "energy_reason" not in record
+
+
+def test_a_run_too_short_for_the_meter_has_no_figure_but_a_reason(run: Any, meter: Finding) -> None:
+    slow = MeterFacts(**{**vars(FACTS), "refresh_s": 2000.0})
+    gauge = ReplayMeter(System(), Trace.of(slow, [Sample(0.0, 0.0), Sample(1e6, 1.0)]))
+    record = json.loads(run("--json", findings=[usable(gauge)]).stdout)
+    assert record["energy"] is None
+    assert "too short" in record["energy_reason"]
+
+
+def test_no_meter_is_said_once_and_is_no_error(run: Any) -> None:
+    result = run(findings=[absent("rapl", "this machine has none")])
+    assert result.exit_code == 0
+    assert result.stderr.count("no energy meter on this machine") == 1
+    assert "energy" not in result.stdout
+    record = json.loads(run("--json", findings=[]).stdout)
+    assert record["energy"] is None
+    assert record["energy_reason"] == "no energy meter on this machine"
+
+
+def test_a_meter_can_be_named(run: Any, meter: Finding) -> None:
+    denied = present("rapl:package", "only root may read it", "chmod it")
+    assert run("--meter", "replay:rails", findings=[denied, meter], pause=0.003).exit_code == 0
+    result = run("--meter", "rapl:package", findings=[denied, meter])
+    assert (result.exit_code, "only root may read it" in result.stderr) == (1, True)
+    assert "there is no meter 'wall' here" in run("--meter", "wall", findings=[meter]).stderr
+
+
+def test_a_source_that_is_not_usable_is_not_read(run: Any) -> None:
+    assert "no energy meter" in run(findings=[Finding(name="x", state=State.PRESENT, reason="denied")]).stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--objective", "energy", "--policy", "rolling"),
+        ("--objective", "energy", "--draft-length", "2"),
+        ("--objective", "watts"),
+        ("--objective", "time", "--phase-power", "/dev/null"),
+        ("--explain", "--compare"),
+    ],
+)
+def test_contradictions_are_usage_errors(run: Any, arguments: tuple[str, ...]) -> None:
+    assert run(*arguments, findings=[]).exit_code == 2
+
+
+def profiting() -> Session:
+    session = make_session()
+    session.drafter.stepwise = False  # type: ignore[union-attr]
+    costs = CostCurve(MeasuredCosts(verify=tuple(0.01 + 0.001 * n for n in range(MAX_ROWS)), step=0.0005))
+    return Session(session.bundle, session.target, session.drafter, session.vocabulary, costs=lambda: costs)
+
+
+def test_explain_says_a_line_about_each_round(run: Any) -> None:
+    result = run("--explain", "--max-tokens", "20", findings=[], session=profiting())
+    lines = [line for line in result.stderr.splitlines() if line.startswith("  ") or line.startswith("round")]
+    heads = lines[0].split("  ")
+    assert [h.strip() for h in heads if h.strip()][:4] == ["round", "mode", "drafted", "verified"]
+    rows = [line.split() for line in lines[1:]]
+    assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1))
+    assert sum(int(row[7]) for row in rows) == 20
+    assert rows[0][1] == "draft"
+    assert all(int(row[4]) >= int(row[3]) + 1 for row in rows)
+    assert len({len(line[: line.index("draft") + 5]) for line in lines[1:] if "draft" in line}) == 1
+    assert len(result.stdout.strip()) > 8
+
+
+def test_explain_without_profit_says_what_came_of_it(run: Any) -> None:
+    rows = [line.split() for line in run("--explain", "--draft-length", "2", findings=[], session=profiting()).stderr.splitlines()]
+    first = rows[1]
+    assert first[:6] == ["1", "draft", "-", "2", "3", "2"]
+    assert first[6] == first[8] == "-"
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch):
+    def call(stdin: str, *arguments: str, findings: list[Finding]) -> Result:
+        session = chat_session("a long answer " * 3, "another answer " * 3)
+        verify = session.target.verify
+        session.target.verify = lambda tokens: (time.sleep(0.002), verify(tokens))[1]  # type: ignore[method-assign]
+        monkeypatch.setattr(cli, "open_session", lambda *_, **__: session)
+        monkeypatch.setattr(energy_options, "find_meters", lambda _: findings)
+        return CliRunner().invoke(cli.main, ["bundle", *arguments], input=stdin)
+
+    return call
+
+
+def test_a_chat_says_its_joules_per_token_when_asked(chat: Any, meter: Finding) -> None:
+    result = chat("hi\nand?\n/stats\n", findings=[meter])
+    assert result.exit_code == 0, result.output
+    last, every = [line for line in result.stderr.splitlines() if line.startswith("energy of")]
+    assert last.startswith("energy of the last answer: ")
+    assert every.startswith("energy of 2 answers with a figure: ")
+    assert all("J/token, scope rails, idle power" in line for line in (last, every))
+    records = [json.loads(line) for line in chat("hi\n", "--json", findings=[meter]).stdout.splitlines()]
+    assert records[0]["energy"]["joules_per_token"]["value"] > 0
+    assert records[0]["energy"]["meter"]["scope"] == "rails"
+
+
+def test_a_chat_without_a_meter_says_so_when_asked(chat: Any) -> None:
+    result = chat("hi\n/stats\n", findings=[])
+    assert "energy of the last answer: no energy meter on this machine" in result.stderr
+    record = json.loads(chat("hi\n", "--json", findings=[]).stdout)
+    assert (record["energy"], record["energy_reason"]) == (None, "no energy meter on this machine")
+
+
+def test_an_estimate_is_only_made_when_asked_for_and_says_so(run: Any) -> None:
+    result = run("--meter", "estimate:2,5", "--max-tokens", "60", findings=[], pause=0.02)
+    assert result.exit_code == 0, result.output
+    assert "ESTIMATE, nothing was measured" in result.stderr
+    record = json.loads(run("--meter", "estimate:2,5", "--max-tokens", "60", "--json", findings=[], pause=0.02).stdout)
+    assert record["energy"], record["energy_reason"]
+    assert record["energy"]["meter"]["estimate"] is True
+    refused = run("--meter", "estimate:2", findings=[])
+    assert (refused.exit_code, "estimate:IDLE,CORE" in refused.stderr) == (1, True)

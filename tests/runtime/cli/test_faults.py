@@ -1,0 +1,112 @@
+"""Backends that lie, clocks that jump, memory that runs out: one sentence, the right exit code, and the session goes on where it can."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_runtime.cli import run as cli
+from edge_runtime.decoding.acceptance import accept_greedy
+from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.errors import OUT_OF_MEMORY, BackendError, EdgeRuntimeError
+from scripted import VOCABULARY, ScriptedTarget, make_session, plain_greedy
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=1), SamplingParams(temperature=0.0, repetition_penalty=1.3)],
+)
+@pytest.mark.parametrize("acceptance", ["rejection", "match"])
+def test_logits_with_nan_end_the_request_with_their_cause(monkeypatch: pytest.MonkeyPatch, params: SamplingParams, acceptance: str) -> None:
+    session = make_session()
+    sound = ScriptedTarget.verify
+
+    def broken(self, tokens):
+        logits = sound(self, tokens)
+        if self.length > 20:
+            logits[0, 5] = np.nan
+        return logits
+
+    monkeypatch.setattr(ScriptedTarget, "verify", broken)
+    with pytest.raises(EdgeRuntimeError, match=r"NaN|logit is nan"):
+        session.generate([1, 2], max_tokens=60, draft_length=3, sampling=params, acceptance=acceptance).text()
+    monkeypatch.setattr(ScriptedTarget, "verify", sound)
+    generation = session.generate([1, 2], max_tokens=10, draft_length=3)
+    generation.text()
+    assert generation.tokens == plain_greedy([1, 2], 10), "the session takes further requests"
+
+
+def test_a_row_behind_the_first_mismatch_is_not_looked_at() -> None:
+    logits = np.zeros((2, VOCABULARY), np.float32)
+    logits[0, 4], logits[1] = 1, np.nan
+    assert accept_greedy([3], logits).next_token == 4
+    with pytest.raises(BackendError, match="NaN"):
+        accept_greedy([4], logits)
+
+
+@settings(max_examples=50, deadline=None)
+@given(jumps=st.lists(st.integers(-(10**9), 10**9), min_size=1, max_size=5))
+def test_a_clock_that_jumps_changes_no_token_and_no_duration(jumps: list[int]) -> None:
+    """The wall clock is only written down; what is measured and waited for goes by the monotonic one."""
+    calls = iter(range(10**6))
+
+    class Jumping(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.datetime.fromtimestamp(2 * 10**9 + jumps[next(calls) % len(jumps)], tz)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: float(jumps[next(calls) % len(jumps)]))
+        patch.setattr(datetime, "datetime", Jumping)
+        session = make_session()
+        generation = session.generate([1, 2], max_tokens=20, draft_length=3)
+        generation.text()
+        record = session.record(generation)
+    assert generation.tokens == plain_greedy([1, 2], 20)
+    assert 0 <= record["stats"]["decode_seconds"] < 10
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"), [(MemoryError(), 1, f"Error: {OUT_OF_MEMORY}\n"), (KeyboardInterrupt(), 130, "stopped\n")]
+)
+def test_what_the_command_says(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "open_session", failing)
+    result = CliRunner().invoke(cli.main, ["bundle", "prompt"])
+    assert (result.exit_code, result.output) == (code, said)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is a limit of Linux")
+def test_a_memory_limit_while_a_bundle_is_opened_is_one_sentence(exported_pair: Path, tmp_path: Path) -> None:
+    import os
+    import subprocess
+
+    code = """
+import resource, sys
+from edge_runtime.cli.run import main
+import edge_runtime.backends.llama.target
+from edge_runtime.backends.llama.library import library
+library()
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (size, size))
+main(sys.argv[2:])
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "EDGE_MTP_CACHE": str(tmp_path), "GGML_NO_BACKTRACE": "1"}
+    options = [str(exported_pair), "--drafter", "none", "--threads", "1", "--max-tokens", "4", "--context", "256", "x"]
+    for megabytes in (2, 12, 25):
+        child = subprocess.run(
+            [sys.executable, "-c", code, str(megabytes << 20), *options], env=environment, capture_output=True, text=True, check=False
+        )
+        assert child.returncode == 1, child.stderr
+        assert "Traceback" not in child.stderr
+        assert "Error: " in child.stderr.strip().splitlines()[-1]

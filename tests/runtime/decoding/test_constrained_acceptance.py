@@ -1,0 +1,238 @@
+"""Constrained output with drafts equals constrained plain decoding: token for token when greedy, by chi-square when sampled."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, MatchRule, RejectionRule, acceptance_rule
+from edge_runtime.decoding.constrained_acceptance import constrained
+from edge_runtime.decoding.sampling import Sampler, SamplingParams
+from edge_runtime.drafting.prompt_lookup import LookupDrafter
+from edge_runtime.errors import RequestError
+from edge_runtime.text.constraints import Constraint, Regex
+from edge_runtime.text.grammar import Grammars
+from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, chi_square_p, random_rows, write
+from tables import TableVocabulary
+
+# "ab" may be spelled in two ways, and 6 is the end.
+VOCABULARY = TableVocabulary([b"a", b"b", b"c", b"ab", b"ca", b"", b"<eos>"], frozenset({6}))
+GRAMMARS = Grammars(VOCABULARY, VOCABULARY.size)
+END, SIZE, PROMPT, TOKENS, RUNS = 6, VOCABULARY.size, [1, 2], 4, 1500
+TARGET = random_rows(1, SIZE)
+# The first is whole at many places, the second closes by itself, the third forces most tokens.
+PATTERNS = ["(ab|c)*", "[ab]{2,4}c", "a(bca)*b?"]
+
+DRAFTERS = {
+    "right": lambda target: StochasticDrafter(target, TARGET),
+    "wrong": lambda target: StochasticDrafter(target, lambda context: -TARGET(context)),
+    "random": lambda target: StochasticDrafter(target, random_rows(2, SIZE)),
+    "sparse": lambda target: StochasticDrafter(target, random_rows(3, SIZE), support=lambda c: [(c[-1] + 2) % SIZE, (c[-1] + 1) % SIZE]),
+    "certain": lambda target: CertainDrafter(target, random_rows(4, SIZE)),
+    "lookup": LookupDrafter,
+}
+
+
+@functools.cache
+def compiled(pattern: str) -> Constraint:
+    return GRAMMARS.constrain(Regex(pattern))
+
+
+def constrain(pattern: str) -> Constraint:
+    """A constraint at its beginning, compiled once."""
+    first = compiled(pattern)
+    return type(first)(first._matcher.deep_copy(), first._eog, first._size)
+
+
+def run(target, drafter, rule, pattern: str, *, length: int, tokens: int = TOKENS) -> tuple[int, ...]:
+    constraint = constrain(pattern)
+    return write(target, drafter, PROMPT, constrained(rule, constraint), length=length, tokens=tokens, ends=constraint.advance)
+
+
+def masked_greedy(row, pattern: str, tokens: int) -> tuple[int, ...]:
+    """The reference: one token at a time, every row masked."""
+    constraint, out = constrain(pattern), []
+    while len(out) < tokens:
+        out.append(int(np.where(constraint.allowed(()), row([*PROMPT, *out]), -np.inf).argmax()))
+        if constraint.advance(out[-1]):
+            break
+    return tuple(out)
+
+
+def exact(params: SamplingParams, pattern: str) -> dict[tuple[int, ...], float]:
+    """Probability of each sequence that constrained plain sampling can write, by enumeration."""
+    sampler, done = Sampler(params), {}
+    open_ends: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        longer = {}
+        for sequence, probability in open_ends.items():
+            constraint = constrain(pattern)
+            for token in sequence:
+                constraint.advance(token)
+            context = [*PROMPT, *sequence]
+            following = sampler(np.where(constraint.allowed(()), TARGET(context), -np.inf).astype(np.float32), context)
+            for token, share in zip(following.tokens.tolist(), following.probabilities.tolist(), strict=True):
+                over = token == END or constraint.closed([token])
+                (done if over else longer)[(*sequence, token)] = probability * share
+        open_ends = longer
+    return done | open_ends
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_greedy_equals_plain_greedy(pattern, drafter):
+    for seed in range(12):
+        row = random_rows(seed, SIZE)
+        expected = masked_greedy(row, pattern, 30)
+        for length in (0, 1, 3, 8):
+            target = StochasticTarget(row)
+            opened = DRAFTERS[drafter](target) if length else None
+            assert run(target, opened, GREEDY, pattern, length=length, tokens=30) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "drafter"),
+    [(PATTERNS[1], None), *((PATTERNS[0], drafter) for drafter in DRAFTERS), (PATTERNS[1], "random"), (PATTERNS[2], "sparse")],
+)
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_sampled_keeps_the_distribution(pattern, method, drafter):
+    params = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.4)
+    target, random = StochasticTarget(TARGET), np.random.default_rng(21).random
+    opened = DRAFTERS[drafter](target) if drafter else None
+    rule = {"rejection": RejectionRule, "match": MatchRule}[method]
+    observed = Counter(run(target, opened, rule(Sampler(params), PROMPT, random), pattern, length=3) for _ in range(RUNS))
+    assert chi_square_p(observed, exact(params, pattern)) > 1e-3
+
+
+class UnmaskedDrafts:
+    """A rule that lets the drafter draw what it likes but still counts its draw as coming from the masked distribution."""
+
+    any_prefix = False
+
+    def __init__(self, rule, constraint):
+        self._rule = constrained(rule, constraint)
+        self._inner = rule
+        self.admit = self._rule.admit
+        self.accept = self._rule.accept
+
+    def choose(self, logits, tokens=None):
+        token = self._rule.choose(logits, tokens)
+        if token is not None and len(self._inner._drawn) == 1:
+            likeliest = int(self._inner._proposed[0].tokens[self._inner._proposed[0].probabilities.argmax()])
+            self._inner._drawn[0] = self._rule._drawn[0] = token = likeliest
+        return token
+
+
+def test_the_chi_square_sees_drafts_drawn_otherwise_than_they_count():
+    target, random = StochasticTarget(TARGET), np.random.default_rng(21).random
+
+    def once() -> tuple[int, ...]:
+        constraint = constrain(PATTERNS[0])
+        rule = UnmaskedDrafts(RejectionRule(Sampler(SamplingParams()), PROMPT, random), constraint)
+        drafter = DRAFTERS["random"](target)
+        return write(target, drafter, PROMPT, rule, length=2, tokens=TOKENS, ends=constraint.advance)
+
+    assert chi_square_p(Counter(once() for _ in range(RUNS)), exact(SamplingParams(), PATTERNS[0])) < 1e-6
+
+
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_a_drafter_that_is_the_target_is_always_right(method):
+    """Drafts are masked as the target is, so nothing is rejected."""
+    params = SamplingParams(temperature=0, presence_penalty=0.5, penalty_window=3)
+    target = StochasticTarget(TARGET)
+    rule = acceptance_rule(params, method, PROMPT)
+    tokens = run(target, StochasticDrafter(target, TARGET), rule, "[abc]*", length=4, tokens=50)
+    assert len(target.rows) == -(-len(tokens) // 5)
+
+
+class Watched(StochasticTarget):
+    """Remembers what it was asked to verify."""
+
+    def verify(self, tokens):
+        self.verified.append(list(tokens))
+        return super().verify(tokens)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("method", [None, *ACCEPTANCE_METHODS])
+def test_drafts_that_violate_the_grammar_never_reach_the_target(drafter, method):
+    for pattern in PATTERNS:
+        target = Watched(TARGET)
+        target.verified = []
+        rule = acceptance_rule(SamplingParams(seed=3), method, PROMPT) if method else GREEDY
+        constraint, emitted = constrain(pattern), []
+
+        def ends(token: int, constraint: Constraint = constraint, emitted: list[int] = emitted) -> bool:
+            emitted.append(token)
+            return constraint.advance(token)
+
+        write(target, DRAFTERS[drafter](target), PROMPT, constrained(rule, constraint), length=6, tokens=40, ends=ends)
+        at = 0
+        for rows in target.verified:
+            before = constrain(pattern)
+            for token in emitted[:at]:
+                before.advance(token)
+            assert before.valid(rows[1:]) == len(rows) - 1
+            at += kept(rows, emitted, at)
+
+
+def kept(rows: list[int], emitted: list[int], at: int) -> int:
+    """How many tokens a round emitted: the drafts that stand there, and one more."""
+    count = 0
+    while count < len(rows) - 1 and emitted[at + count : at + count + 1] == [rows[1 + count]]:
+        count += 1
+    return count + 1
+
+
+def test_a_drafter_without_a_valid_candidate_ends_its_draft():
+    constraint = constrain("ab")
+    for rule in (GREEDY, acceptance_rule(SamplingParams(seed=1), "rejection", PROMPT), acceptance_rule(SamplingParams(), "match", PROMPT)):
+        choose = constrained(rule, constraint).choose
+        assert choose is not None
+        logits = np.array([3.0, 2.0], dtype=np.float32)
+        assert choose(logits, np.array([2, 4])) is None
+        assert choose(logits, np.array([2, 0])) == 0
+        assert choose(logits, np.array([0, 1])) == 1
+        assert choose(logits, np.array([0, 1])) is None  # the text is closed: nothing to draft
+
+
+def test_a_ban_of_the_drafters_last_candidate_ends_its_draft_too():
+    params = SamplingParams(logit_bias={0: -np.inf}, seed=1)
+    choose = constrained(acceptance_rule(params, "rejection", PROMPT), constrain("[abc]+")).choose
+    assert choose is not None
+    assert choose(np.array([3.0], dtype=np.float32), np.array([0])) is None
+
+
+def test_a_ban_of_all_that_is_valid_is_refused():
+    target = StochasticTarget(TARGET)
+    rule = acceptance_rule(SamplingParams(logit_bias={0: -np.inf}), "rejection", PROMPT)
+    with pytest.raises(RequestError, match="no token can be drawn"):
+        run(target, None, rule, "a+", length=0)
+
+
+def test_a_model_without_finite_logits_is_refused():
+    target = StochasticTarget(lambda context: np.full(SIZE, np.nan, np.float32))
+    with pytest.raises(RequestError, match="no finite logit"):
+        run(target, None, GREEDY, "b+", length=0)
+
+
+def test_the_request_ends_with_the_token_that_closes_the_text():
+    for length in (0, 2, 5):
+        target = StochasticTarget(TARGET)
+        drafter = StochasticDrafter(target, TARGET) if length else None
+        tokens = run(target, drafter, GREEDY, "[ab]{2,4}c", length=length, tokens=30)
+        assert VOCABULARY.text(list(tokens)).endswith("c")
+        assert END not in tokens
+
+
+def test_the_targets_logits_stay_as_they_are():
+    rows = np.stack([TARGET([1, 2]), TARGET([2, 0])])
+    before = rows.copy()
+    for rule in (GREEDY, acceptance_rule(SamplingParams(seed=1), "rejection", PROMPT)):
+        constrained(rule, constrain("a+")).accept([0], rows)
+        assert np.array_equal(rows, before)

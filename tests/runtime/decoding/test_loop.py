@@ -1,0 +1,110 @@
+"""The loop against scripted models: output, cache, counts and stop rules, for right, wrong and half-right drafters."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_runtime.decoding.loop import Decoding, Round, decode
+from edge_runtime.drafting.policies import Fixed
+from scripted import VOCABULARY, ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
+
+
+def right(context: list[int], position: int) -> int:
+    return next_token(context)
+
+
+def wrong(context: list[int], position: int) -> int:
+    return (next_token(context) + 1) % VOCABULARY
+
+
+def run(prompt: list[int], guess, length: int, max_tokens: int, stop=frozenset(), context: int = 512):
+    target = ScriptedTarget(context=context)
+    drafter = ScriptedDrafter(target, guess)
+    target.prefill(prompt[:-1])
+    rounds: list[Round] = []
+    emitted: list[int] = []
+    for one in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=max_tokens, ends=stop.__contains__)):
+        rounds.append(one)
+        emitted += one.tokens
+        assert target.cache == (prompt + emitted)[:-1], "the cache holds all tokens but the newest"
+    return target, drafter, rounds, emitted
+
+
+@pytest.mark.parametrize("length", range(9))
+@pytest.mark.parametrize("guess", [right, wrong])
+def test_output_is_the_targets_own(length, guess):
+    _, _, _, emitted = run([1, 2, 3], guess, length, 40)
+    assert emitted == plain_greedy([1, 2, 3], 40)
+
+
+def test_right_drafter_accepts_everything_and_saves_forwards():
+    target, _, rounds, emitted = run([1, 2, 3], right, 3, 40)
+    assert all(r.accepted == r.drafted == 3 for r in rounds)
+    assert len(target.rows) == 10
+    assert len(emitted) == 40
+
+
+def test_wrong_drafter_still_moves_one_token_a_round():
+    target, _, rounds, _ = run([1, 2, 3], wrong, 3, 10)
+    assert [r.accepted for r in rounds] == [0] * 10
+    assert [len(r.tokens) for r in rounds] == [1] * 10
+    # The last rounds draft less: drafts never reach past max_tokens.
+    assert target.rows == [4] * 7 + [3, 2, 1]
+
+
+def test_accepts_the_longest_correct_prefix_only():
+    def two_right(context, position):
+        return right(context, position) if position < 2 else wrong(context, position)
+
+    _, _, rounds, emitted = run([5], two_right, 4, 30)
+    assert all(r.accepted == 2 for r in rounds[:-1])
+    assert emitted == plain_greedy([5], 30)
+
+
+def test_length_zero_never_calls_the_drafter():
+    target, drafter, rounds, _ = run([1, 2], right, 0, 12)
+    assert drafter.lengths == []
+    assert target.rows == [1] * 12
+    assert all(r.drafted == 0 for r in rounds)
+
+
+@given(seed=st.integers(0, 10**6), length=st.integers(0, 12), max_tokens=st.integers(1, 60), share=st.floats(0, 1))
+@settings(max_examples=150, deadline=None)
+def test_any_drafter_gives_the_plain_output(seed, length, max_tokens, share):
+    chance = random.Random(seed)
+
+    def sometimes(context, position):
+        return right(context, position) if chance.random() < share else chance.randrange(VOCABULARY)
+
+    prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 9))]
+    target, _, rounds, emitted = run(prompt, sometimes, length, max_tokens)
+    assert emitted == plain_greedy(prompt, max_tokens)
+    assert sum(target.rows) == sum(r.drafted + 1 for r in rounds)
+
+
+@given(seed=st.integers(0, 10**6), length=st.integers(0, 8), stop=st.sets(st.integers(0, VOCABULARY - 1), max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_stops_exactly_where_plain_decoding_does(seed, length, stop):
+    prompt = [seed % VOCABULARY, (seed // 17) % VOCABULARY]
+    _, _, rounds, emitted = run(prompt, right, length, 50, frozenset(stop))
+    assert emitted == plain_greedy(prompt, 50, frozenset(stop))
+    assert all(t not in stop for t in emitted[:-1])
+    assert all(r.accepted <= len(r.tokens) for r in rounds)
+
+
+@pytest.mark.parametrize("length", [0, 3, 8])
+def test_fills_the_context_and_ends_there(length):
+    target, _, _, emitted = run([1, 2, 3], right, length, 100, context=20)
+    assert target.length == 20
+    assert emitted == plain_greedy([1, 2, 3], 18)
+
+
+def test_drafts_stay_inside_the_rewind_slack():
+    target = ScriptedTarget(rewind_slack=2)
+    drafter = ScriptedDrafter(target, wrong)
+    list(decode(target, drafter, Decoding(target, 1, Fixed(8), max_tokens=10)))
+    assert max(drafter.lengths) == 2

@@ -1,0 +1,231 @@
+"""Whole sampled sequences with drafts have the exact distribution of plain sampling: chi-square against enumeration.
+
+Every run is seeded, so a test passes always or never. A right rule gives p below 0.001 once in a thousand tests; the biased rules below
+are seen at 1e-6 with the same counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from edge_runtime.decoding import acceptance_rules as rules
+from edge_runtime.decoding.acceptance import Verdict
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, MatchRule, RejectionRule
+from edge_runtime.decoding.sampling import Sampler, SamplingParams
+from edge_runtime.drafting.policies import CountingPolicy
+from edge_runtime.errors import BackendError
+from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, chi_square_p, chi_square_tail, exact, random_rows, write
+
+VOCABULARY, PROMPT, TOKENS, RUNS = 5, [1, 2], 4, 1500
+LIKELY, BIASED = 1e-3, 1e-6
+TARGET = random_rows(1, VOCABULARY)
+
+OPTIONS = {
+    "plain": SamplingParams(),
+    "temperature 0.5": SamplingParams(temperature=0.5),
+    "temperature 1.7": SamplingParams(temperature=1.7),
+    "top-k": SamplingParams(top_k=3),
+    "top-p": SamplingParams(top_p=0.8),
+    "min-p": SamplingParams(min_p=0.15),
+    "repetition penalty": SamplingParams(repetition_penalty=1.8),
+    "frequency and presence penalties": SamplingParams(frequency_penalty=0.6, presence_penalty=0.5, penalty_window=3),
+    "logit bias": SamplingParams(logit_bias={0: 1.5, 3: -np.inf}),
+    "all": SamplingParams(
+        temperature=0.8, top_k=4, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=-0.3, logit_bias={2: 1.0}
+    ),
+}
+
+
+def overconfident(context):
+    logits = np.zeros(VOCABULARY, dtype=np.float32)
+    logits[int(TARGET(context).argmin())] = 8.0
+    return logits
+
+
+DRAFTERS = {
+    "right": lambda target: StochasticDrafter(target, TARGET),
+    "wrong": lambda target: StochasticDrafter(target, lambda context: -TARGET(context)),
+    "random": lambda target: StochasticDrafter(target, random_rows(2, VOCABULARY)),
+    "overconfident": lambda target: StochasticDrafter(target, overconfident),
+    "sparse": lambda target: StochasticDrafter(target, random_rows(3, VOCABULARY), support=lambda c: [(c[-1] + 2) % 5, (c[-1] + 1) % 5]),
+    "certain": lambda target: CertainDrafter(target, random_rows(4, VOCABULARY)),
+}
+
+
+def count(drafter: str | None, params: SamplingParams, make_rule, *, seed: int, runs: int = RUNS, length: int = 2) -> Counter:
+    target = StochasticTarget(TARGET)
+    sampler, random = Sampler(params), np.random.default_rng(seed).random
+    opened = DRAFTERS[drafter](target) if drafter else None
+    return Counter(write(target, opened, PROMPT, make_rule(sampler, PROMPT, random), length=length, tokens=TOKENS) for _ in range(runs))
+
+
+def rule_class(method: str):
+    return {"rejection": RejectionRule, "match": MatchRule}[method]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_every_option_keeps_the_distribution(name, method):
+    observed = count("random", OPTIONS[name], rule_class(method), seed=11)
+    assert chi_square_p(observed, exact(TARGET, OPTIONS[name], PROMPT, TOKENS)) > LIKELY
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_every_drafter_keeps_the_distribution(drafter, method):
+    params = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.4)
+    observed = count(drafter, params, rule_class(method), seed=12, length=3)
+    assert chi_square_p(observed, exact(TARGET, params, PROMPT, TOKENS)) > LIKELY
+
+
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_plain_sampling_has_it_too(method):
+    assert (
+        chi_square_p(count(None, SamplingParams(), rule_class(method), seed=13), exact(TARGET, SamplingParams(), PROMPT, TOKENS)) > LIKELY
+    )
+
+
+def draws_again_from_the_target(drafts, proposed, target, random):
+    """Forgets to take the drafter's share away after a rejection."""
+    for i, draft in enumerate(drafts):
+        if random() * proposed[i].of(draft) >= target(i).of(draft):
+            return Verdict(accepted=i, next_token=target(i).draw(random()))
+    return Verdict(accepted=len(drafts), next_token=target(len(drafts)).draw(random()))
+
+
+def accepts_what_is_likely(drafts, proposed, target, random):
+    """Accepts with the target's probability alone, and resamples rightly."""
+    for i, draft in enumerate(drafts):
+        if random() >= target(i).of(draft):
+            return Verdict(accepted=i, next_token=target(i).less(proposed[i]).draw(random()))
+    return Verdict(accepted=len(drafts), next_token=target(len(drafts)).draw(random()))
+
+
+@pytest.mark.parametrize("biased", [draws_again_from_the_target, accepts_what_is_likely])
+def test_the_chi_square_sees_a_biased_rule(monkeypatch, biased):
+    monkeypatch.setattr(rules, "accept_by_rejection", biased)
+    observed = count("random", SamplingParams(), RejectionRule, seed=11)
+    assert chi_square_p(observed, exact(TARGET, SamplingParams(), PROMPT, TOKENS)) < BIASED
+
+
+class ForgetfulRule(RejectionRule):
+    """Penalises by the past before the round only, not by the drafts before a position."""
+
+    def _target(self, drafts, logits, position):
+        return super()._target([], logits, position)
+
+
+def test_the_chi_square_sees_penalties_at_the_wrong_place():
+    params = OPTIONS["frequency and presence penalties"]
+    observed = count("right", params, ForgetfulRule, seed=11, length=3)
+    assert chi_square_p(observed, exact(TARGET, params, PROMPT, TOKENS)) < BIASED
+
+
+class DroppingDrafter(StochasticDrafter):
+    """Draws a token and then thinks better of it."""
+
+    def draft(self, last, draft_length, choose=None, go_on=None):
+        return super().draft(last, draft_length, choose)[:-1]
+
+
+def test_a_drafter_that_drops_what_it_drew_is_refused():
+    target = StochasticTarget(TARGET)
+    rule = RejectionRule(Sampler(SamplingParams()), PROMPT, np.random.default_rng(1).random)
+    with pytest.raises(BackendError, match="must return all tokens it drew"):
+        write(target, DroppingDrafter(target, TARGET), PROMPT, rule, length=2, tokens=TOKENS)
+
+
+def test_rejection_accepts_everything_from_a_drafter_that_is_the_target():
+    target = StochasticTarget(TARGET)
+    rule = RejectionRule(Sampler(OPTIONS["all"]), PROMPT, np.random.default_rng(1).random)
+    write(target, StochasticDrafter(target, TARGET), PROMPT, rule, length=4, tokens=50)
+    assert len(target.rows) == 10  # 5 tokens a forward
+
+
+def test_match_drafts_under_the_same_bias_and_penalties():
+    """Greedy but for a ban and a penalty: a drafter that is the target is then always right, position by position."""
+    params = SamplingParams(temperature=0, presence_penalty=1.5, penalty_window=3, logit_bias={2: -np.inf})
+    target = StochasticTarget(TARGET)
+    rule = MatchRule(Sampler(params), PROMPT, np.random.default_rng(1).random)
+    write(target, StochasticDrafter(target, TARGET), PROMPT, rule, length=4, tokens=50)
+    assert len(target.rows) == 10
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_match_with_a_seed_writes_the_same_with_any_drafts(length):
+    def run(drafter, length):
+        target = StochasticTarget(TARGET)
+        rule = MatchRule(Sampler(OPTIONS["all"]), PROMPT, np.random.default_rng(5).random)
+        return write(target, DRAFTERS[drafter](target), PROMPT, rule, length=length, tokens=40)
+
+    plain = run("right", 0)
+    assert all(run(drafter, length) == plain for drafter in DRAFTERS)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "degrees", "tail"), [(18.307, 10, 0.05), (29.588, 10, 0.001), (149.449, 100, 0.001), (77.929, 100, 0.95)]
+)
+def test_the_approximation_agrees_with_printed_tables(statistic, degrees, tail):
+    """Critical values: NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.6.7.4."""
+    assert chi_square_tail(statistic, degrees) == pytest.approx(tail, rel=0.1)
+
+
+class Choosy(CountingPolicy):
+    """Verifies the first draft alone where the drafter is unsure of the last; `bold` does so even where all must be verified."""
+
+    def __init__(self, *, bold: bool = False) -> None:
+        self._bold = bold
+        self.left_out = 0
+
+    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:
+        self._may, self._sure = any_prefix or self._bold, []
+        return 3
+
+    def go_on(self, confidence: float) -> bool:  # type: ignore[override]
+        self._sure.append(confidence)
+        return True
+
+    def keep(self, drafted: int) -> int:
+        kept = 1 if drafted and self._may and self._sure[-1] < 0.6 else drafted
+        self.left_out += drafted - kept
+        return kept
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Learns nothing."""
+
+
+def choosy(method: str, *, bold: bool = False) -> tuple[float, int]:
+    target, params = StochasticTarget(TARGET), SamplingParams()
+    rule = rule_class(method)(Sampler(params), PROMPT, np.random.default_rng(17).random)
+    policy = Choosy(bold=bold)
+    drafter = StochasticDrafter(target, random_rows(5, VOCABULARY, spread=1.0))
+    observed = Counter(write(target, drafter, PROMPT, rule, policy=policy, tokens=TOKENS) for _ in range(2 * RUNS))
+    return chi_square_p(observed, exact(TARGET, params, PROMPT, TOKENS)), policy.left_out
+
+
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_leaving_drafts_unverified_keeps_the_distribution(method):
+    likely, left_out = choosy(method)
+    assert likely > LIKELY
+    assert (left_out > 0) == (method == "match")
+
+
+def test_the_chi_square_sees_why_rejection_must_verify_all_drafts(monkeypatch):
+    """What a draft made the drafter think of the next one says what was drawn: to drop it then is to draw again."""
+    monkeypatch.setattr(RejectionRule, "accept", forgiving(RejectionRule.accept))
+    likely, left_out = choosy("rejection", bold=True)
+    assert left_out > 0
+    assert likely < BIASED
+
+
+def forgiving(accept):
+    """The rule without its refusal of missing drafts."""
+
+    def judge(self, drafts, logits):
+        del self._drawn[len(drafts) :]
+        return accept(self, drafts, logits)
+
+    return judge

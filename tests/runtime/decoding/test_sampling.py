@@ -1,0 +1,185 @@
+"""The distribution of one row, against a plain dense reading of the same rules; and what is refused at the door."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_runtime.decoding.distribution import Distribution
+from edge_runtime.decoding.sampling import Sampler, SamplingParams
+from edge_runtime.errors import RequestError
+
+SIZE = 12
+# Distinct multiples of 1/4: a bias or a penalty can make ties.
+rows = st.permutations(range(-SIZE, SIZE)).map(lambda values: np.array(values[:SIZE], dtype=np.float32) / 4)
+params = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.05, 5),
+    top_k=st.integers(0, SIZE + 3),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.5, 2),
+    frequency_penalty=st.floats(-1, 1),
+    presence_penalty=st.floats(-1, 1),
+    penalty_window=st.integers(1, 6),
+    logit_bias=st.dictionaries(st.integers(1, SIZE - 1), st.floats(-5, 5) | st.just(-math.inf), max_size=3),
+)
+pasts = st.lists(st.integers(0, SIZE - 1), max_size=10)
+
+
+def naive(logits, recent, wanted: SamplingParams) -> np.ndarray:
+    """Every step one after the other, in llama.cpp's order. Logits stay float32, so that rounding makes the same ties as in the sampler."""
+    row = logits.copy()
+    for token, bias in wanted.logit_bias.items():
+        row[token] += np.float32(bias)
+    penalty = np.float32(wanted.repetition_penalty)
+    window = recent[-wanted.penalty_window :]
+    for token in set(window):
+        value = row[token] / penalty if row[token] > 0 else row[token] * penalty
+        row[token] = float(value) - window.count(token) * wanted.frequency_penalty - wanted.presence_penalty
+    row = row.astype(np.float64)
+    order = sorted(range(SIZE), key=lambda t: -row[t])
+    order = order[: wanted.top_k or SIZE]
+    weights = np.exp(row[order] - row.max())
+    reached = np.cumsum(weights) / weights.sum() >= wanted.top_p
+    count = int(np.flatnonzero(reached)[0]) + 1 if reached.any() else len(order)
+    order = [t for t, w in zip(order[:count], weights, strict=False) if w >= wanted.min_p]
+    out = np.zeros(SIZE)
+    out[order] = np.exp((row[order] - row.max()) / wanted.temperature)
+    return out / out.sum()
+
+
+def dense(distribution: Distribution) -> np.ndarray:
+    out = np.zeros(SIZE)
+    out[distribution.tokens] = distribution.probabilities
+    return out
+
+
+@given(logits=rows, recent=pasts, wanted=params)
+@settings(max_examples=300, deadline=None)
+def test_equals_the_naive_reading(logits, recent, wanted):
+    before = logits.copy()
+    got = Sampler(wanted)(logits, recent)
+    np.testing.assert_allclose(dense(got), naive(logits, recent, wanted), atol=1e-5)
+    np.testing.assert_array_equal(logits, before)
+    assert (got.probabilities > 0).all()
+    assert (np.diff(got.tokens) > 0).all()
+
+
+@given(logits=rows, recent=pasts, wanted=params, order=st.permutations(range(SIZE)))
+@settings(max_examples=150, deadline=None)
+def test_a_sparse_row_of_all_tokens_is_the_dense_row(logits, recent, wanted, order):
+    whole, sparse = Sampler(wanted)(logits, recent), Sampler(wanted)(logits[order], recent, np.array(order))
+    np.testing.assert_array_equal(whole.tokens, sparse.tokens)
+    np.testing.assert_allclose(whole.probabilities, sparse.probabilities)
+    assert Sampler(wanted).likeliest(logits, recent) == Sampler(wanted).likeliest(logits[order], recent, np.array(order))
+
+
+@given(logits=rows, recent=pasts, wanted=params)
+@settings(max_examples=100, deadline=None)
+def test_a_sparse_row_never_gives_a_token_it_lacks(logits, recent, wanted):
+    tokens = np.array([7, 0, 4], dtype=np.int32)
+    assert set(Sampler(wanted)(logits[:3], recent, tokens).tokens.tolist()) <= {0, 4, 7}
+
+
+def test_temperature_zero_is_the_likeliest_token_after_bias_and_penalties():
+    row = np.array([1.0, 3.0, 2.0], dtype=np.float32)
+    assert Sampler(SamplingParams(temperature=0))(row).tokens.tolist() == [1]
+    assert Sampler(SamplingParams(temperature=0, logit_bias={1: -math.inf}))(row).tokens.tolist() == [2]
+    assert Sampler(SamplingParams(temperature=0, repetition_penalty=2.0)).likeliest(row, [1]) == 2
+    assert not Sampler(SamplingParams(temperature=0, top_k=3)).adjusts
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_of_equal_logits_at_the_edge_of_top_k_the_first_stay(k):
+    row = np.array([1, 2, 0, 2, 1, 2, 1], dtype=np.float32)
+    assert Sampler(SamplingParams(top_k=k))(row).tokens.tolist() == sorted([1, 3, 5, 0, 4][:k])
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30])
+def test_extreme_temperatures_stay_finite(temperature):
+    got = Sampler(SamplingParams(temperature=temperature))(np.array([-1e4, 3.0, 2.0], dtype=np.float32))
+    assert got.probabilities.sum() == pytest.approx(1)
+    assert got.of(1) >= got.of(2)
+
+
+def test_the_nucleus_of_a_large_flat_vocabulary_is_exact():
+    row = np.random.default_rng(1).normal(0, 1, 50_000).astype(np.float32)
+    weights = np.sort(np.exp(row.astype(np.float64)))[::-1]
+    wanted = int(np.searchsorted(np.cumsum(weights), 0.9 * weights.sum())) + 1
+    assert len(Sampler(SamplingParams(top_p=0.9))(row).tokens) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"temperature": True}, "temperature is True"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_k": 2.5}, "top_k is 2.5"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"min_p": -0.5}, "min_p is -0.5"),
+        ({"min_p": 2}, "min_p is 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300"),
+        ({"presence_penalty": 1e308}, r"presence_penalty is 1e\+308"),
+        ({"logit_bias": {1: -1e308}}, r"logit_bias\[1\] is -1e\+308"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty is inf"),
+        ({"presence_penalty": math.nan}, "presence_penalty is nan"),
+        ({"penalty_window": 0}, "penalty_window is 0"),
+        ({"logit_bias": {-1: 2.0}}, "logit_bias is -1"),
+        ({"logit_bias": {"5": 2.0}}, "logit_bias is '5'"),
+        ({"logit_bias": {5: math.inf}}, r"logit_bias\[5\] is inf"),
+        ({"seed": -3}, "seed is -3"),
+    ],
+)
+def test_nonsense_is_refused_with_its_value(options, words):
+    with pytest.raises(RequestError, match=words):
+        SamplingParams(**options)
+
+
+@given(st.floats(allow_nan=True), st.integers(-5, 5), st.floats(), st.floats())
+@settings(deadline=None)
+def test_what_passes_the_door_can_be_drawn_from(temperature, top_k, top_p, min_p):
+    try:
+        wanted = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    except RequestError:
+        assert not (temperature >= 0 and math.isfinite(temperature) and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1)
+        return
+    got = Sampler(wanted)(np.array([0.5, -1.0, 4.0, 0.25], dtype=np.float32))
+    assert got.probabilities.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("row", [[math.nan, 1.0], [-math.inf, -math.inf], [math.inf, 0.0]])
+def test_rows_that_give_no_token_are_refused(row):
+    with pytest.raises(RequestError, match="no token can be drawn"):
+        Sampler(SamplingParams())(np.array(row, dtype=np.float32))
+
+
+def test_the_callers_mapping_may_change_later():
+    bias = {1: 1.0}
+    wanted = SamplingParams(logit_bias=bias)
+    bias[1] = math.nan
+    assert wanted.logit_bias == {1: 1.0}
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.floats(0, 1, exclude_max=True))
+def test_draw_follows_the_cumulative_distribution(weights, uniform):
+    total, tokens = sum(weights), np.arange(len(weights)) * 3
+    drawn = Distribution.proportional(tokens, np.array(weights, dtype=np.float64)).draw(uniform) // 3
+    assert sum(weights[:drawn]) <= uniform * total * (1 + 1e-12)
+    assert uniform * total * (1 - 1e-12) <= sum(weights[: drawn + 1])
+
+
+def test_equal_distributions_leave_the_distribution_itself():
+    whole = Distribution.proportional(np.arange(3), np.array([1.0, 2.0, 3.0]))
+    assert whole.less(whole) is whole
+    assert whole.less(Distribution.certain(1)).tokens.tolist() == [0, 2]

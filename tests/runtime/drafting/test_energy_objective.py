@@ -1,0 +1,219 @@
+"""Fewest joules per token: costs by the power of each phase, where it comes from, and when the objective is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
+from edge_runtime.calibration.power_probe import PowerProbe
+from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
+from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
+from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, Costs, MeasuredCosts
+from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower, read_phase_power
+from edge_runtime.drafting.policies import Fixed, Timing
+from edge_runtime.drafting.profit_policy import Profit
+from edge_runtime.errors import ConfigError, RequestError
+from edge_runtime.session.open import open_session
+from scripted import ScriptedDrafter, ScriptedTarget, next_token
+from simulated_rounds import CURVES, LINEAR, ExactCosts, rate
+
+
+def planned(step: float, power: PhasePower | None, *, prior: float = 0.7, curve: tuple[float, ...] = LINEAR) -> int:
+    """The length that profit would draft before it has seen anything."""
+    costs = ExactCosts(curve, step)
+    return Profit(costs if power is None else EnergyCosts(costs, power), PositionModel(prior=prior), stepwise=False).draft_length()
+
+
+def test_cheap_drafting_watts_lengthen_drafts_and_dear_ones_shorten_them() -> None:
+    even = planned(6.0, PhasePower(draft=5.0, verify=5.0))
+    assert even == planned(6.0, None)
+    assert planned(6.0, PhasePower(draft=0.5, verify=5.0)) > even
+    assert planned(6.0, PhasePower(draft=40.0, verify=5.0)) < even
+
+
+def test_a_verify_of_several_rows_at_more_watts_than_plain_decoding_can_make_drafts_not_pay() -> None:
+    assert planned(1.0, PhasePower(draft=5.0, verify=5.0)) > 0
+    assert planned(1.0, PhasePower(draft=5.0, verify=20.0, plain=5.0)) == 0
+
+
+@given(
+    step=st.floats(0.1, 20), prior=st.floats(0.05, 0.97), verify=st.floats(0.5, 50), low=st.floats(0.1, 50), factor=st.floats(1, 20),
+    curve=st.sampled_from(sorted(CURVES)),
+)  # fmt: skip
+def test_a_draft_never_gets_longer_as_drafting_takes_more_watts(
+    step: float, prior: float, verify: float, low: float, factor: float, curve: str
+) -> None:  # fmt: skip
+    lengths = [planned(step, PhasePower(draft=w, verify=verify), prior=prior, curve=CURVES[curve]) for w in (low, low * factor)]
+    assert lengths[0] >= lengths[1]
+
+
+@given(scale=st.floats(0.01, 100), draft=st.floats(0.1, 50), verify=st.floats(0.1, 50), prior=st.floats(0.05, 0.97))
+def test_only_the_ratio_of_the_watts_matters(scale: float, draft: float, verify: float, prior: float) -> None:
+    def costs(factor: float) -> EnergyCosts:
+        return EnergyCosts(ExactCosts(LINEAR, 2.0), PhasePower(draft=draft * factor, verify=verify * factor))
+
+    assert costs(scale).draft(1) / costs(scale).verify(3) == pytest.approx(costs(1).draft(1) / costs(1).verify(3))
+
+
+@pytest.mark.parametrize("power", [PhasePower(draft=1.0, verify=9.0), PhasePower(draft=9.0, verify=6.0, plain=3.0)])
+@pytest.mark.parametrize("curve", sorted(CURVES))
+def test_it_takes_at_most_a_few_percent_more_joules_than_the_best_fixed_length(curve: str, power: PhasePower) -> None:
+    joules = EnergyCosts(ExactCosts(CURVES[curve], 1.0), power)
+
+    def mean(policy) -> float:
+        return sum(rate(joules, policy(), lambda _: 0.7, 600, seed) for seed in range(3)) / 3
+
+    best = max(mean(lambda n=n: Fixed(n)) for n in range(13))
+    assert mean(lambda: Profit(joules, AcceptanceModel())) > 0.94 * best
+
+
+def test_timings_go_to_the_seconds_below() -> None:
+    seconds = CostCurve(MeasuredCosts(verify=(0.01,) * MAX_ROWS, step=0.001))
+    joules = EnergyCosts(seconds, PhasePower(draft=2.0, verify=4.0, plain=3.0))
+    assert (joules.verify(1), joules.verify(2), joules.draft(1)) == (pytest.approx(0.03), pytest.approx(0.04), pytest.approx(0.002))
+    for _ in range(200):
+        joules.learn(Timing(length=10, steps=1, draft_seconds=0.002, rows=2, verify_seconds=0.02))
+    assert joules.verify(2) == pytest.approx(0.08, rel=0.05)
+    assert joules.draft(1) == pytest.approx(0.004, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "does not say the watts of draft and verify"),
+        ('{"draft": 1}', "does not say the watts of draft and verify"),
+        ('{"draft": 0, "verify": 2}', "0 W in the phase draft is no power"),
+        ('{"draft": 1, "verify": NaN}', "nan W in the phase verify is no power"),
+        ('{"draft": true, "verify": 2}', "True W in the phase draft is no power"),
+        ('{"draft": 1, "verify": 2, "plain": 1e9}', "W in the phase plain is no power"),
+        ('{"estimate": true, "phase_watts": {"draft": 1, "verify": 2}}', "is an estimate"),
+        pytest.param('{"draft": 1, "verify": 2}' + " " * (1 << 20), "more than", id="too large"),
+    ],
+)
+def test_a_file_of_watts_that_cannot_be_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "watts.json").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_phase_power(tmp_path / "watts.json")
+
+
+def test_a_report_with_calibration_loops_is_a_file_of_watts(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps({"meter": "m", "phase_watts": {"draft": 3, "verify": 5.5, "prefill": 7}}))
+    assert read_phase_power(tmp_path / "report.json") == PhasePower(draft=3, verify=5.5)
+
+
+class Loaded:
+    """A counter and a clock that only the work moves: each kind of work takes its own watts."""
+
+    facts = MeterFacts(
+        name="made-up", kind=Kind.COUNTER, scope=Scope.PACKAGE, source="test", refresh_s=0.02, resolution=1e-6, poll_s=0.002,
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.state = Sample(0.0, 0.0)
+
+    @property
+    def now(self) -> float:
+        return self.state.time_s
+
+    def work(self, seconds: float, watts: float) -> None:
+        self.state = Sample(self.now + seconds, self.state.value + seconds * watts)
+        time.sleep(0.0005)  # the recorder's pauses are real ones
+
+    def read(self) -> Sample:
+        return self.state
+
+
+class LoadedTarget(ScriptedTarget):
+    def __init__(self, meter: Loaded) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def verify(self, tokens):
+        self._meter.work(0.05, 4.0 if len(tokens) == 1 else 9.0)
+        return super().verify(tokens)
+
+
+class LoadedDrafter(ScriptedDrafter):
+    def __init__(self, target: ScriptedTarget, meter: Loaded) -> None:
+        super().__init__(target, lambda c, _: next_token(c))
+        self._meter = meter
+
+    def draft(self, *arguments):
+        self._meter.work(0.01, 2.5)
+        return super().draft(*arguments)
+
+
+def test_power_is_measured_in_loops_of_each_phase_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path))
+    meter, said = Loaded(), []
+    target = LoadedTarget(meter)
+    probe = PowerProbe(system=System(clock=lambda: meter.now), meter=meter, notify=said.append)
+    power = probe(target, LoadedDrafter(target, meter), 1, 13, "key")
+    assert power.to_json() == pytest.approx({"draft": 2.5, "verify": 9.0, "plain": 4.0}, rel=0.02)
+    assert target.length == 0
+    assert "measuring the power of each phase with made-up, about 33 s" in said[0]
+    before = meter.now
+    assert probe(target, None, 1, 13, "key") == power
+    assert meter.now == before
+    with pytest.raises(RequestError, match="no drafter whose power"):
+        probe(target, None, 1, 13, "another key")
+
+
+def test_by_a_meters_power_the_fewest_joules_take_other_drafts_than_the_most_tokens_per_second(tmp_path, monkeypatch) -> None:
+    """From the meter to the length: a verify of several rows takes 9 W here, plain decoding 4 W."""
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path))
+    meter = Loaded()
+    target = LoadedTarget(meter)
+    probe = PowerProbe(system=System(clock=lambda: meter.now), meter=meter, notify=lambda _: None)
+    power = probe(target, LoadedDrafter(target, meter), 1, 13, "key")
+    seconds = ExactCosts(LINEAR, 1.0)
+    by_time, by_energy = planned(1.0, None), planned(1.0, power)
+    assert by_energy != by_time
+    joules, accept = EnergyCosts(seconds, power), 0.7
+
+    def per_token(costs: Costs, length: int) -> float:
+        return (costs.verify(length + 1) + costs.draft(length)) / sum(accept**i for i in range(length + 1))
+
+    assert per_token(joules, by_energy) < per_token(joules, by_time)
+    assert per_token(seconds, by_time) < per_token(seconds, by_energy)
+
+
+def objective(**tuning: str) -> SpeculativeConfig:
+    return SpeculativeConfig(tuning=TuningConfig(objective="energy", **tuning))
+
+
+def test_the_objective_is_refused_without_power_and_without_profit(exported_pair: Path) -> None:
+    with pytest.raises(RequestError, match=r"no usable energy meter here .* and no file of calibrated watts"):
+        open_session(exported_pair, config=objective())
+    with pytest.raises(RequestError, match="for the policy profit, not rolling"):
+        open_session(exported_pair, config=objective(policy="rolling"), power=PhasePower(draft=1, verify=2))
+
+
+def test_a_session_weighs_joules(exported_pair: Path, probe_memory: None) -> None:
+    with open_session(exported_pair, config=objective(), power=PhasePower(draft=2.0, verify=50.0)) as session:
+        profit = session.profit()
+        assert profit is not None
+        assert session.settings.objective == "energy"
+        text = "".join(session.generate("def area(r):", max_tokens=24))
+        joules = profit.last
+    with open_session(exported_pair) as plain:
+        assert "".join(plain.generate("def area(r):", max_tokens=24, draft_length=0)) == text
+        seconds = plain.profit()
+        assert seconds is not None
+        assert joules is not None
+        # A forward of one row in joules is fifty times that in seconds; machines under load differ by factors, not by tens.
+        assert 5 < 1 / joules.plain_rate / seconds._costs.verify(1) < 500
+
+
+def test_the_watts_must_be_powers() -> None:
+    with pytest.raises(ConfigError):
+        replace(PhasePower(draft=1, verify=2), verify=-1)

@@ -1,0 +1,417 @@
+"""Draft length by profit, against simulated machines and drafters whose truth is known."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_devices.files.user_cache import MAX_REMEMBERED
+from edge_runtime.calibration.acceptance_cache import DraftMemory
+from edge_runtime.calibration.cost_probe import measure_costs, remember_costs, remembered_costs, start_and_step, steady
+from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
+from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
+from edge_runtime.drafting.policies import Fixed, Timing
+from edge_runtime.drafting.profit_policy import Profit
+from scripted import ScriptedDrafter, ScriptedTarget, make_session, next_token, plain_greedy
+from simulated_rounds import CURVES, FLAT, LINEAR, NOT_REPACKED, REPACKED, STEEP, ExactCosts, rate
+
+TOKENS, SEEDS = 300, 5
+
+
+def took(*, length: int = 100, rows: int = 1, verify: float = 0.0, steps: int = 0, draft: float = 0.0, requests: int = 1) -> Timing:
+    return Timing(length=length, steps=steps, draft_seconds=draft, rows=rows, verify_seconds=verify, requests=requests)
+
+
+@cache
+def static_rates(curve: str, step: float, acceptance: float) -> list[float]:
+    """Rate of each fixed length, 0 first, in the long run: a round of n drafts emits 1 + p + ... + p^n tokens (Leviathan et al. 2023)."""
+    verify = CURVES[curve]
+    return [sum(acceptance**i for i in range(n + 1)) / (n * step + verify[n]) for n in range(13)]
+
+
+def test_the_simulation_agrees_with_the_formula() -> None:
+    costs = ExactCosts(REPACKED, 1.0)
+    for n in (0, 3, 7):
+        simulated = statistics.mean(rate(costs, Fixed(n), lambda _: 0.7, 20_000, seed) for seed in range(2))
+        assert simulated == pytest.approx(static_rates("repacked", 1.0, 0.7)[n], rel=0.02)
+
+
+@cache
+def profit_rate(curve: str, step: float, acceptance: float) -> float:
+    costs = ExactCosts(CURVES[curve], step)
+    return statistics.mean(rate(costs, Profit(costs, AcceptanceModel()), lambda _: acceptance, TOKENS, seed) for seed in range(SEEDS))
+
+
+GRID = [(curve, step, p) for curve in CURVES for step in (0.3, 1.0, 4.0) for p in (0.0, 0.3, 0.5, 0.7, 0.85, 0.95)]
+
+
+def test_it_is_on_average_within_two_percent_of_the_best_fixed_length_and_nowhere_far_off() -> None:
+    ratios = [profit_rate(*point) / max(static_rates(*point)) for point in GRID]
+    assert statistics.geometric_mean(ratios) > 1.0
+    assert min(ratios) > 0.95
+
+
+def test_once_it_has_seen_200_tokens_it_regrets_next_to_nothing() -> None:
+    def settled(curve: str, step: float, p: float) -> float:
+        costs, rates = ExactCosts(CURVES[curve], step), []
+        for seed in range(4):
+            policy = Profit(costs, AcceptanceModel())
+            rate(costs, policy, lambda _: p, 200, 100 + seed)
+            rates.append(rate(costs, policy, lambda _: p, 600, seed))
+        return statistics.mean(rates) / max(static_rates(curve, step, p))
+
+    ratios = [settled(*point) for point in GRID]
+    assert statistics.geometric_mean(ratios) > 1.0
+    assert sum(ratio > 0.98 for ratio in ratios) >= 0.95 * len(GRID)
+    assert min(ratios) > 0.97
+
+
+def test_it_is_never_slower_than_plain_decoding_by_more_than_two_percent_but_for_what_learning_takes() -> None:
+    ratios = {point: profit_rate(*point) / static_rates(*point)[0] for point in GRID}
+    assert min(ratios.values()) > 0.97, min(ratios, key=ratios.__getitem__)
+    useless = [ratio for (_, _, p), ratio in ratios.items() if p == 0]
+    assert min(useless) >= 0.98
+
+
+@pytest.mark.parametrize(
+    ("curve", "step", "p"), [("repacked", 4.0, 0.5), ("repacked", 4.0, 0.4), ("repacked", 1.0, 0.3), ("steep", 1.0, 0.5)]
+)
+def test_where_drafts_hardly_fail_to_pay_it_loses_two_percent_at_most_in_the_long_run(curve: str, step: float, p: float) -> None:
+    costs = ExactCosts(CURVES[curve], step)
+    rates = [rate(costs, Profit(costs, AcceptanceModel()), lambda _: p, 3000, seed) for seed in range(3)]
+    assert statistics.mean(rates) / static_rates(curve, step, p)[0] >= 0.98
+
+
+def test_drafts_that_look_bad_are_not_verified() -> None:
+    """After three sure drafts a hopeless fourth: it costs a row and brings nothing. Where all must be verified, it is."""
+    policy = Profit(ExactCosts(STEEP, 0.1), AcceptanceModel(), longest=4)
+
+    def draft(*, any_prefix: bool) -> int:
+        policy.draft_length(any_prefix=any_prefix)
+        for confidence in (0.999, 0.999, 0.999, 0.01):
+            policy.go_on(confidence)
+        return policy.keep(4)
+
+    assert draft(any_prefix=True) == 3
+    assert draft(any_prefix=False) == 4
+    policy.observe(4, 3)
+    assert (policy.last.drafted, policy.last.verified) == (4, 4)
+
+
+def test_a_draft_that_nobody_told_of_can_still_be_kept() -> None:
+    policy = Profit(ExactCosts(FLAT, 0.1), PositionModel(), stepwise=False)
+    length = policy.draft_length()
+    assert policy.keep(length) == length
+    policy.observe(length, length)
+    assert policy.last.expected > 1
+
+
+def test_a_drafter_that_never_asks_is_listened_to_as_well() -> None:
+    """As a lookup: after drafts that all failed, some heard ones that are right bring it back."""
+    policy = Profit(ExactCosts(LINEAR, 1e-6), PositionModel(), stepwise=False)
+
+    def play(rounds: int, *, right: bool) -> int:
+        drafted = 0
+        for _ in range(rounds):
+            length = policy.draft_length()
+            if policy.listening:
+                policy.hear(right)
+                length = 0
+            policy.observe(policy.keep(length), length if right else 0)
+            drafted += length
+        return drafted
+
+    play(60, right=False)
+    assert play(20, right=False) == 0
+    assert play(60, right=True) > 60
+
+
+def test_a_sure_drafter_is_expected_to_stay_sure() -> None:
+    model = AcceptanceModel()
+    sure, unsure = model.kind(0.999, 0), model.kind(0.3, 0)
+    for _ in range(30):
+        model.observe([sure, sure, sure], 3, 3)
+        model.observe([unsure, unsure], 2, 1)
+    known = model.forecast(4)
+    assert known.further.shape == (5, 13)
+    assert known.further[4][sure] > 2 * known.further[4][unsure]
+    assert known.follows.sum(axis=1) == pytest.approx(1)
+    assert known.first.sum() == pytest.approx(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 12), max_size=12), st.integers(0, 12), st.integers(0, 12)), max_size=40))
+def test_what_was_learned_survives_being_written_down(rounds) -> None:
+    model = AcceptanceModel()
+    for kinds, verified, accepted in rounds:
+        verified = min(verified, len(kinds))
+        model.observe(kinds, verified, min(accepted, verified))
+    again = AcceptanceModel.from_json(json.loads(json.dumps(model.to_json())))
+    assert again is not None
+    before, after = model.forecast(12), again.forecast(12)
+    assert after.stands == pytest.approx(before.stands, abs=1e-6)
+    assert after.further == pytest.approx(before.further, abs=1e-5)
+    assert not again.observed
+
+
+def test_drafts_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
+    def stands(memory: DraftMemory) -> float:
+        return float(memory.model.forecast(1).stands[8])
+
+    memory = DraftMemory(["pair", "split"], tmp_path / "new")
+    memory.save()
+    assert not (tmp_path / "new").exists(), "nothing was learned"
+    for _ in range(50):
+        memory.model.observe([8], 1, 0)
+    memory.save()
+    assert stands(DraftMemory(["pair", "split"], tmp_path / "new")) == pytest.approx(stands(memory))
+    assert stands(DraftMemory(["pair", "dense"], tmp_path / "new")) > 0.8
+    exported = DraftMemory(["another pair"], tmp_path / "new", exported=memory.model.to_json())
+    assert stands(exported) < 0.3, "what the bundle says comes before nothing"
+    assert stands(DraftMemory(["pair", "split"], tmp_path / "new", exported=AcceptanceModel().to_json())) < 0.2, (
+        "and after what was seen here"
+    )
+    assert stands(DraftMemory(["another pair"], tmp_path / "new", exported={"seen": "x"})) > 0.8
+    path = tmp_path / "new" / "drafts.json"
+    written = json.loads(path.read_text())
+    (key,) = written
+    good = written[key]
+    for damage in (
+        {"seen": [1]},
+        3,
+        {**good, "seen": ["x"] * 13},
+        {**good, "stood": [1e5] * 13},
+        {**good, "first": [-1.0] * 13},
+        {**good, "follows": [[1e300] * 13] * 13},
+        {**good, "first": [float("nan")] * 13},
+    ):
+        path.write_text(json.dumps({key: damage}))
+        assert stands(DraftMemory(["pair", "split"], tmp_path / "new")) > 0.8
+
+
+@pytest.mark.parametrize("curve", ["linear", "repacked"])
+def test_it_finds_its_way_back_when_the_domain_changes(curve: str) -> None:
+    costs = ExactCosts(CURVES[curve], 1.0)
+    easy, hard = (max(static_rates(curve, 1.0, p)) for p in (0.85, 0.3))
+    oracle = 2 / (1 / easy + 1 / hard)
+    rates = [rate(costs, Profit(costs, AcceptanceModel()), lambda n: 0.85 if n // 150 % 2 == 0 else 0.3, 1200, s) for s in range(SEEDS)]
+    assert statistics.mean(rates) > 0.95 * oracle
+
+
+def test_the_cheap_batches_of_a_curve_are_found() -> None:
+    """Four rows cost less than two or three on the repacked curve: so drafts of 3, or 2 and a row that is thrown away."""
+    policy = Profit(ExactCosts(REPACKED, 0.3), PositionModel(prior=0.7), stepwise=False)
+    assert policy.draft_length() == 3
+    assert [policy.padding(n) for n in range(4)] == [0, 2, 1, 0]
+
+
+def test_where_one_row_is_dear_even_plain_decoding_pads() -> None:
+    policy = Profit(ExactCosts(NOT_REPACKED, 40.0), PositionModel(prior=0.05), stepwise=False)
+    assert policy.draft_length() == 0
+    assert policy.padding(0) == 1
+
+
+def test_a_sure_drafter_is_followed_further_than_an_unsure_one() -> None:
+    def drafted(confidence: float) -> int:
+        policy = Profit(ExactCosts(LINEAR, 0.5), AcceptanceModel())
+        policy.draft_length()
+        count = 1
+        while policy.go_on(confidence) and count < 12:
+            count += 1
+        return count
+
+    assert drafted(0.999) > drafted(0.6) >= drafted(0.1) == 1
+
+
+def test_confidence_counts_for_what_it_proved_to_be() -> None:
+    model = AcceptanceModel()
+    sure, unsure = model.kind(0.97, 0), model.kind(0.25, 0)
+    assert model.forecast(1).stands[sure] > 0.9
+    for _ in range(60):
+        model.observe([sure], 1, 0)
+        model.observe([unsure], 1, 1)
+    assert model.forecast(1).stands[sure] < 0.2
+    assert model.forecast(1).stands[unsure] > 0.8
+
+
+def test_where_drafts_are_useless_it_only_listens_and_within_its_budget() -> None:
+    costs = ExactCosts(STEEP, 2.0)
+    policy = Profit(costs, AcceptanceModel())
+    modes = []
+    for _ in range(500):
+        length = policy.draft_length()
+        if length:
+            policy.go_on(0.02)
+        if policy.listening:
+            policy.hear(False)
+            length = 0
+        policy.observe(length, 0)
+        modes.append(policy.last.mode)
+    assert modes[-100:].count("draft") == 0
+    assert 0 < modes.count("listen") <= 500 * 0.01 * costs.verify(1) / costs.draft(1) + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.floats(0.001, 100), min_size=13, max_size=13), st.floats(1e-9, 50), st.integers(0, 12),
+    st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=120), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, happenings, stepwise, any_prefix) -> None:
+    policy = Profit(ExactCosts(verify, step), AcceptanceModel() if stepwise else PositionModel(), longest=longest, stepwise=stepwise)
+    for confidence, stands in happenings:
+        length = policy.draft_length(any_prefix=any_prefix)
+        assert 0 <= length <= longest
+        drafted = 0
+        while drafted < length:
+            drafted += 1
+            if stepwise and not policy.go_on(confidence):
+                break
+        if policy.listening:
+            assert length == 1
+            policy.hear(stands)
+            drafted = 0
+        verified = policy.keep(drafted)
+        assert 0 <= verified <= drafted
+        assert verified == drafted or any_prefix
+        drafted = verified
+        assert drafted + 1 <= drafted + 1 + policy.padding(drafted) <= longest + 1
+        policy.observe(drafted, drafted if stands else 0)
+        assert policy.last is not None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([REPACKED, LINEAR, FLAT, STEEP]), st.floats(0, 1))
+def test_output_with_profit_is_plain_decoding_s_own(seed: int, verify: tuple[float, ...], wrong: float) -> None:
+    import random
+
+    dice = random.Random(seed)
+    session = make_session(lambda context, _: next_token(context) if dice.random() >= wrong else 0)
+    policy = Profit(ExactCosts(verify, 1.0), PositionModel(), stepwise=False)
+    generation = session.generate([1, 2, 3], max_tokens=50, policy=policy)
+    list(generation.rounds())
+    assert generation.tokens == plain_greedy([1, 2, 3], 50)
+
+
+def test_costs_follow_what_rounds_really_take() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    for _ in range(100):
+        curve.learn(took(length=100, rows=4, verify=2 * LINEAR[3], steps=3, draft=9.0))
+    assert curve.verify(4) == pytest.approx(2 * LINEAR[3], rel=0.05)
+    assert curve.draft(3) == pytest.approx(9.0, rel=0.05)
+
+
+def test_what_begins_a_draft_is_told_from_what_each_token_takes() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    for _ in range(100):
+        for steps in (1, 3, 8):
+            curve.learn(took(rows=0, steps=steps, draft=2.0 + 0.5 * steps))
+    assert [curve.draft(n) for n in (0, 1, 8)] == [0.0, pytest.approx(2.5, rel=0.05), pytest.approx(6.0, rel=0.05)]
+    assert start_and_step([0, 1, 2, 3], [9.0, 2.5, 3.0, 3.5]) == (pytest.approx(2.0), pytest.approx(0.5))
+    assert start_and_step([0, 1, 2], [0.0, 0.4, 0.8]) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.4))
+    assert start_and_step([0, 0], [1.0, 1.0])[1] < 1e-6, "a drafter that drafts nothing costs nothing"
+
+
+def test_listening_pays_for_what_beginning_a_draft_takes() -> None:
+    """A drafter whose first token costs as much as a verify is listened to once in a hundred tokens."""
+    costs = CostCurve(MeasuredCosts(verify=STEEP, step=1.0, start=19.0))
+    policy = Profit(costs, AcceptanceModel())
+    heard = 0
+    for _ in range(1000):
+        length = policy.draft_length()
+        if length:
+            policy.go_on(0.02)
+        if policy.listening:
+            heard += 1
+            policy.hear(False)
+        policy.observe(policy.keep(length) if not policy.listening else 0, 0)
+    assert 5 <= heard <= 11
+
+
+def test_a_hiccup_moves_costs_a_little_only() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    curve.learn(took(length=100, rows=4, verify=1e6, steps=3, draft=1e6))
+    assert curve.verify(4) < 1.2 * LINEAR[3]
+    assert curve.draft(3) < 3.7
+
+
+def test_longer_texts_have_costs_of_their_own() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    for _ in range(200):
+        curve.learn(took(length=4000, rows=1, verify=3 * LINEAR[0], steps=0, draft=0.0))
+    assert curve.verify(1) == pytest.approx(3 * LINEAR[0], rel=0.05)
+    assert curve.verify(8) > 1.3 * LINEAR[7], "all rows attend to the longer text"
+    curve.learn(took(length=100, rows=8, verify=LINEAR[7], steps=0, draft=0.0))
+    assert curve.verify(8) == pytest.approx(LINEAR[7], rel=0.05)
+
+
+def test_batches_of_several_requests_go_on_in_the_manner_of_the_measured_ones() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    assert curve.verify(40) == pytest.approx(LINEAR[0] + 4 * 39)
+    repacked = CostCurve(MeasuredCosts(verify=REPACKED, step=1.0))
+    assert repacked.verify(16) < repacked.verify(15), "multiples of four stay the cheap ones"
+
+
+def test_the_first_real_batch_of_several_requests_is_believed_most() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    foreseen = curve.verify(20)
+    for _ in range(4):
+        curve.learn(took(rows=20, verify=1.8 * foreseen, steps=6, draft=3.0, requests=2))
+    assert curve.verify(20) == pytest.approx(1.8 * foreseen, rel=0.1)
+    assert curve.verify(4) == LINEAR[3], "and says nothing about smaller ones"
+    assert curve.draft(3) == 3.0
+    assert 2 * curve.draft(3, 2) == pytest.approx(3.0, rel=0.15)
+
+
+def test_requests_that_share_a_forward_draft_no_further_than_the_batch_of_all_pays() -> None:
+    """On a steep curve drafts pay for one request, hardly for four: their rows make one batch."""
+
+    def planned(costs: ExactCosts, requests: int) -> int:
+        policy = Profit(costs, PositionModel(prior=0.7), stepwise=False)
+        return policy.draft_length(requests)
+
+    free_rows = ExactCosts((10.0,) * 13, 0.1)
+    dear_beyond_eight = ExactCosts((10.0,) * 8 + tuple(10.0 + 10 * n for n in range(1, 6)), 0.1)
+    assert min(planned(free_rows, 1), planned(free_rows, 4)) >= 4
+    assert planned(dear_beyond_eight, 1) >= 4 > planned(dear_beyond_eight, 4) >= 1
+    assert [planned(ExactCosts(STEEP, 4.0), n) for n in (1, 2, 4)][-1] == 0
+
+
+def test_measuring_asks_for_every_number_of_rows_and_leaves_nothing_behind() -> None:
+    target = ScriptedTarget()
+    costs = measure_costs(target, ScriptedDrafter(target, lambda c, _: 0), 1, max_seconds=0.0)
+    assert len(costs.verify) == MAX_ROWS
+    assert costs.step > 0
+    assert sorted(set(target.rows)) == list(range(1, 13)), "the slack of 12 bounds it"
+    assert target.length == 0
+
+
+def test_a_machine_that_is_now_faster_and_now_slower_is_measured_by_shares() -> None:
+    speeds, truth = (1.0, 1.3, 0.9, 1.1, 2.5), (10.0, 18.0, 1.0)
+    rounds = [[speed * one for one in truth] for speed in speeds]
+    rounds[1][0] *= 5  # another process, for a moment
+    figures = steady(rounds)
+    assert [figure / figures[0] for figure in figures] == pytest.approx([1.0, 1.8, 0.1])
+    assert sum(figures) == pytest.approx(0.9 * sum(truth))
+
+
+def test_costs_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
+    path = tmp_path / "new" / "costs.json"
+    costs = MeasuredCosts(verify=LINEAR, step=0.5)
+    remember_costs(path, "a", costs)
+    busy = MeasuredCosts(verify=tuple(2 * v if n else v / 2 for n, v in enumerate(LINEAR)), step=0.1)
+    for again in (costs.combined(busy), busy.combined(costs)):
+        assert (again.verify, again.step, again.times) == (LINEAR, 0.5, 2)
+    remember_costs(path, "b", MeasuredCosts(verify=FLAT, step=0.1))
+    assert remembered_costs(path, "a") == costs
+    assert remembered_costs(path, "c") is None
+    for i in range(MAX_REMEMBERED + 5):
+        remember_costs(path, f"n{i}", costs)
+    assert remembered_costs(path, "a") is None, "the oldest are forgotten"
+    for damage in ("", "[]", '{"a": {"verify_seconds": [1], "draft_step_seconds": 1}}', '{"a": {"verify_seconds": 3}}', "{" * 5000):
+        path.write_text(damage)
+        assert remembered_costs(path, "a") is None

@@ -1,0 +1,99 @@
+"""The safety net: shortens, stops, comes back; leaves alone what was fixed by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.drafting.policies import Fixed, Stepped
+from edge_runtime.drafting.rejection_window import Event
+from edge_runtime.drafting.safety_net import FIRST_WAIT, LONGEST_WAIT, PROBE_TOKENS, Guarded, SafetyNet
+from edge_runtime.errors import RequestError
+from scripted import make_session, next_token, plain_greedy
+
+
+def run(net: SafetyNet, length: int, count: int, accepts: bool) -> tuple[list[int], list[Event]]:
+    """Plays `count` rounds of a fixed length over the net; returns the lengths and the events."""
+    events: list[Event] = []
+    policy = Guarded(Fixed(length), net, events.append)
+    lengths = []
+    for _ in range(count):
+        lengths.append(policy.draft_length())
+        policy.observe(lengths[-1], lengths[-1] if accepts else 0)
+    return lengths, events
+
+
+def test_bad_drafts_are_halved_then_stopped():
+    net = SafetyNet(window=12)
+    lengths, events = run(net, 6, 21, accepts=False)
+    assert lengths == [6] * 2 + [3] * 4 + [1] * 12 + [0] * 3
+    assert [(event.kind, event.longest) for event in events] == [("shortened", 3), ("shortened", 1), ("stopped", 0)]
+    assert "drafts have at most 3 tokens for now" in events[0].sentence
+    assert "drafting stops" in events[2].sentence
+
+
+def test_probes_are_cheap_and_rarer_each_time():
+    net = SafetyNet(window=2)
+    run(net, 1, 2, accepts=False)
+    lengths, events = run(net, 8, 4000, accepts=False)
+    assert not events
+    assert max(lengths) == 1
+    assert lengths[:FIRST_WAIT] == [0] * FIRST_WAIT
+    assert lengths[FIRST_WAIT : FIRST_WAIT + PROBE_TOKENS + 1] == [1] * PROBE_TOKENS + [0]
+    assert sum(lengths[1000:]) <= PROBE_TOKENS * (3000 // LONGEST_WAIT + 1)
+
+
+def test_good_drafts_come_back_step_by_step():
+    net = SafetyNet(window=12)
+    run(net, 1, 12, accepts=False)
+    lengths, events = run(net, 4, FIRST_WAIT + PROBE_TOKENS + 60, accepts=True)
+    assert [event.kind for event in events] == ["resumed"]
+    assert "accepted again" in events[0].sentence
+    assert lengths[-1] == 4
+    after = lengths[FIRST_WAIT:]
+    assert after == sorted(after)
+
+
+def test_good_drafts_are_left_alone():
+    lengths, events = run(SafetyNet(), 8, 200, accepts=True)
+    assert lengths == [8] * 200
+    assert not events
+
+
+def test_plain_decoding_never_hears_of_the_net():
+    lengths, events = run(SafetyNet(window=1), 0, 200, accepts=False)
+    assert lengths == [0] * 200
+    assert not events
+
+
+@given(st.lists(st.floats(0, 1), max_size=300), st.integers(1, 60), st.floats(0.05, 0.95))
+def test_never_longer_than_the_policy_asks(shares, window, limit):
+    policy, net = Stepped(), SafetyNet(window=window, limit=limit)
+    guarded = Guarded(policy, net)
+    for share in shares:
+        length = guarded.draft_length()
+        assert 0 <= length <= min(policy.draft_length(), net.longest)
+        assert 0 <= net.longest <= MAX_DRAFT_LENGTH
+        guarded.observe(length, int(length * share))
+
+
+@pytest.mark.parametrize("limit", [0, 1, -0.5])
+def test_a_limit_that_is_no_share_is_refused(limit):
+    with pytest.raises(RequestError, match="the rejection limit is"):
+        SafetyNet(limit=limit)
+
+
+def test_a_session_guards_what_it_chose_itself_and_only_that():
+    session = make_session(guess=lambda context, _: (next_token(context) + 1) % 17)
+    fixed = session.generate([1, 2], max_tokens=60, draft_length=2)
+    assert [one.drafted for one in fixed.rounds()][:-1] == [2] * 58 + [1]
+    own = session.generate([1, 2], max_tokens=200)
+    drafted = [one.drafted for one in own.rounds()]
+    assert drafted[:26] == [2] * 25 + [1]
+    assert drafted[80] == 0
+    assert [event.kind for event in own.watch.events] == ["shortened", "stopped"]
+    assert own.tokens == plain_greedy([1, 2], 200)
+    again = session.generate([1, 2], max_tokens=10)
+    assert [one.drafted for one in again.rounds()] == [0] * 10, "what one request learned serves the next"

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_runtime.bundle.bundle import LayerCache, open_bundle
+from edge_runtime.bundle.kv_types import KV_TYPES, check_kv_type, row_bytes
+from edge_runtime.errors import ConfigError, RequestError
+from edge_runtime.planning.memory import MemoryPlan, Opening, largest_context, memory_plan, smaller_kv_type
+from edge_runtime.planning.memory_check import available_memory, check_memory, memory_bytes
+from edge_runtime.session.open import open_session
+from scripted import MANIFEST
+
+SLIDING = LayerCache(kv_heads=1, head_dim=64, dtype="f16", capacity=256, window=128, owner_layers=(0, 1, 2))
+FULL = LayerCache(kv_heads=2, head_dim=128, dtype="f16", capacity=1024, window=None, owner_layers=(3,))
+MEMBER = replace(MANIFEST, cache_layout=replace(MANIFEST.cache_layout, sliding=SLIDING, full=FULL))
+# Opens a bundle in a process of its own and says what llama.cpp allocated, by name, and how large the process got.
+MEASURE = """
+import json, re, sys
+from pathlib import Path
+from edge_runtime.backends.llama.llama_cpp import LlamaOptions, open_pair
+from edge_runtime.backends.llama.library import library
+target, drafter, kv_type, context, sequences = sys.argv[1:]
+log, sizes = library().log, {}
+add = log.add
+def watch(level, text):
+    if found := re.search(r"(\\w+) buffer size = *([\\d.]+) MiB", text):
+        sizes[found[1]] = sizes.get(found[1], 0) + float(found[2]) * 2**20
+    add(level, text)
+log.add = watch
+options = LlamaOptions(context=int(context), threads=1, kv_type=kv_type, sequences=int(sequences))
+opened, assistant = open_pair(Path(target), Path(drafter), options)
+opened.prefill([300 + i % 3000 for i in range(600)])
+opened.verify(list(range(300, 313)))
+assistant.draft(5, 3)
+status = Path("/proc/self/status")
+# Not getrusage: its peak begins with that of the process that started this one.
+peak = re.search(r"VmHWM:\\s*(\\d+) kB", status.read_text()) if status.is_file() else None
+print(json.dumps({**sizes, "peak": int(peak[1]) * 1024 if peak else None}))
+"""
+
+
+def opening(**changes: Any) -> Opening:
+    values = {"context": 1024, "kv_type": "f16", "sequences": 1, "batch": 512, "verify_rows": 13, "drafters": ("dense",), "repack": True}
+    return Opening(**{**values, **changes})
+
+
+def test_a_row_takes_what_ggml_gives_it() -> None:
+    assert [row_bytes(FULL, kind) for kind in KV_TYPES] == [2 * 256 * 2, 2 * 256 * 34 // 32, 2 * 256 * 18 // 32]
+
+
+def test_heads_that_blocks_do_not_divide_are_refused() -> None:
+    layout = replace(MEMBER.cache_layout, sliding=replace(SLIDING, head_dim=80))
+    assert check_kv_type(layout, "f16") == "f16"
+    with pytest.raises(RequestError, match="q8_0 stores 32 values together, which the sliding heads' 80 are no multiple of; choose f16"):
+        check_kv_type(layout, "q8_0")
+    with pytest.raises(RequestError, match="KV type 'q5_1' is unknown; choose one of f16, q8_0, q4_0"):
+        check_kv_type(layout, "q5_1")
+
+
+def test_sliding_layers_hold_windows_and_a_batch_only() -> None:
+    def rows(context: int, sequences: int) -> int:
+        full = replace(MEMBER.cache_layout, full=replace(FULL, owner_layers=()))
+        return memory_plan(replace(MEMBER, cache_layout=full), opening(context=context, sequences=sequences)).cache // (256 * 3)
+
+    assert [rows(c, n) for c, n in [(100, 1), (1024, 1), (4096, 1), (4096, 4), (300, 2)]] == [256, 768, 768, 1024, 768]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GB", 2 * 10**9), ("512 MiB", 512 << 20), ("1.5g", None), (123456, 123456), ("100kb", 100000), ("1e9", None),
+                       ("0", None), ("-1GB", None), ("", None), ("9" * 40, None), ("inf", None)]
+)  # fmt: skip
+def test_amounts_of_memory(text: str | int, size: int | None) -> None:
+    if size is not None:
+        assert memory_bytes(text) == size
+        return
+    with pytest.raises(ConfigError, match=r"the memory limit is .*; write a number of bytes"):
+        memory_bytes(text)
+
+
+def test_a_refusal_names_what_fits() -> None:
+    asked = opening(context=65536)
+    fits = memory_plan(MEMBER, replace(asked, context=20000)).total
+    with pytest.raises(RequestError) as caught:
+        check_memory(MEMBER, asked, fits, None)
+    context = int(re.search(r"a context of at most (\d+)", str(caught.value))[1])  # type: ignore[index]
+    assert context == 20224  # 20000 in steps of 256
+    assert memory_plan(MEMBER, replace(asked, context=context)).total <= fits
+    assert memory_plan(MEMBER, replace(asked, context=context + 1)).total > fits
+    assert "but the limit is" in str(caught.value)
+
+
+def test_a_smaller_kv_type_is_named_where_it_helps() -> None:
+    asked = opening(context=65536)
+    fits = memory_plan(MEMBER, replace(asked, kv_type="q8_0")).total
+    assert smaller_kv_type(MEMBER, asked, fits, reserved_only=False) == "q8_0"
+    with pytest.raises(RequestError, match=r"or KV type q8_0$"):
+        check_memory(MEMBER, asked, fits, None)
+    assert largest_context(MEMBER, asked, 1000, reserved_only=False) is None
+    with pytest.raises(RequestError, match="use a smaller bundle"):
+        check_memory(MEMBER, asked, 1000, None)
+
+
+def test_mapped_weights_count_against_a_limit_but_not_against_the_machine(exported_pair: Path) -> None:
+    manifest = open_bundle(exported_pair, check="none").manifest
+    plan = memory_plan(manifest, opening())
+    assert plan.weights > 20_000_000
+    said: list[str] = []
+    assert check_memory(manifest, opening(), None, plan.reserved, said.append) == plan
+    assert len(said) == 1
+    assert "read from disk again and again" in said[0]
+    assert check_memory(manifest, opening(), None, plan.total, said.append) == plan
+    assert len(said) == 1
+    with pytest.raises(RequestError, match="are available"):
+        check_memory(manifest, opening(), None, plan.reserved - 1)
+    with pytest.raises(RequestError, match="the limit is"):
+        check_memory(manifest, opening(), plan.total - 1, None)
+
+
+def test_available_memory_heeds_the_control_group(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) is None
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert available_memory(tmp_path) == 8000 * 1024
+    group = tmp_path / "sys/fs/cgroup/box"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("700000\n")
+    assert available_memory(tmp_path) == 8000 * 1024
+    (group / "memory.max").write_text("1000000\n")
+    (group / "memory.stat").write_text("anon 500000\nfile 200000\n")
+    assert available_memory(tmp_path) == 500000
+
+
+def test_nothing_is_opened_beyond_the_limit(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_probe(*_: Any, **__: Any) -> None:
+        raise AssertionError("opened")
+
+    monkeypatch.setattr("edge_runtime.calibration.crash_probe.probe_load_options", no_probe)
+    with pytest.raises(RequestError, match=r"but the limit is 1\.0 MB"):
+        open_session(exported_pair, memory_limit="1MB")
+
+
+@pytest.mark.parametrize(("kv_type", "context", "sequences"), [("f16", 1024, 1), ("q8_0", 4096, 2), ("q4_0", 8192, 1)])
+def test_the_plan_is_what_llama_cpp_takes(exported_pair: Path, kv_type: str, context: int, sequences: int) -> None:
+    """K/V rows to the rounding of the log, activations never above the plan and within 25% of it; the process within 35%."""
+    bundle = open_bundle(exported_pair, check="none")
+    plan: MemoryPlan = memory_plan(bundle.manifest, opening(kv_type=kv_type, context=context, sequences=sequences))
+    paths = [str(bundle.path(role, "gguf")) for role in ("target", "drafter")]
+    command = [sys.executable, "-c", MEASURE, *paths, kv_type, str(context), str(sequences)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    measured = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment).stdout)
+    assert measured["KV"] == pytest.approx(plan.cache, abs=0.02 * 2**20)
+    assert 0.75 * plan.buffers < measured["compute"] + measured["output"] < plan.buffers
+    if measured["peak"] is not None:  # Linux
+        assert measured["peak"] == pytest.approx(plan.total, rel=0.35)

@@ -1,0 +1,210 @@
+"""The plan: arithmetic that holds on made-up devices, what it refuses, and how it is shown beside a measurement."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_devices.machine.profiles import profiles
+from edge_runtime.bundle.bundle import Architecture, BundleFile, open_bundle
+from edge_runtime.cli import plan as plan_command
+from edge_runtime.cli import run as cli
+from edge_runtime.cli.plan import device_speed, manifest_plan, plan_lines, product_operations
+from edge_runtime.cli.plan_measuring import Measured
+from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.errors import RequestError
+from edge_runtime.planning.memory import MemoryPlan
+from edge_runtime.planning.speed import DeviceSpeed, PairFacts, Range, SpeedPlan, deviation, pair_facts, speed_plan
+from scripted import MANIFEST
+
+GB, G = 1e9, 1e9
+FACTS = PairFacts(
+    target_bytes=1.2 * GB, step_bytes=12e6, parameters=1.9e9, head_parameters=0.4e9, drafter_parameters=12e6, layers=35, drafter_layers=4,
+    kv_bytes=40e6,
+)  # fmt: skip
+
+
+def device(gb: float, operations: float) -> DeviceSpeed:
+    return DeviceSpeed(
+        name="made up", bandwidth=Range.between(0.8 * gb * GB, 1.25 * gb * GB), bandwidth_from="test",
+        operations=Range.between(0.8 * operations * G, 1.25 * operations * G), operations_from="test",
+    )  # fmt: skip
+
+
+def plan(gb: float = 20, operations: float = 4000, facts: PairFacts = FACTS, power: PhasePower | None = None) -> SpeedPlan:
+    return speed_plan(facts, device(gb, operations), MemoryPlan(process=1, weights=2, repacked=3, cache=4, buffers=5), 8, power)
+
+
+def test_plain_decoding_reads_the_weights_once_per_token() -> None:
+    found = plan()
+    assert found.plain.low < 20 * GB / FACTS.target_bytes < found.plain.high
+    assert found.plain.middle == pytest.approx(20 * GB / FACTS.target_bytes, rel=0.1)
+
+
+def test_a_device_that_computes_slowly_is_bound_by_that() -> None:
+    found = plan(gb=1000, operations=100)
+    assert found.plain.middle == pytest.approx(100 * G / (2 * FACTS.parameters), rel=0.1)
+    assert found.draft_length == (0, 0, 0)
+    assert plan(operations=4000).draft_length[1] > 0
+
+
+def test_reading_and_computing_add_up_and_at_best_overlap_for_one_row() -> None:
+    found = plan(gb=12, operations=40)  # 0.1 s to read, 0.095 s for a row
+    assert found.verify_seconds[0] == pytest.approx(0.1 + 0.095, rel=0.03)
+    assert found.verify_seconds[8] - found.verify_seconds[0] == pytest.approx(8 * 0.095)
+    assert 1 / found.plain.high == pytest.approx(max(0.1 / 1.25, 0.095 / 1.25), rel=0.03)
+
+
+def test_few_bytes_per_weight_make_a_row_dear_beside_reading() -> None:
+    def shape(target_bytes: float) -> float:
+        found = speed_plan(
+            replace(FACTS, target_bytes=target_bytes), device_speed("raspberry-pi-5", None), MemoryPlan(process=1, weights=2, repacked=3, cache=4, buffers=5), 8,
+            None,
+        )  # fmt: skip
+        return found.verify_seconds[3] / found.verify_seconds[0]
+
+    assert shape(1.1 * GB) > shape(3.8 * GB) > 1
+
+
+def test_a_prefill_leaves_the_head_out() -> None:
+    with_head = replace(FACTS, head_parameters=0.0)
+    assert plan().prefill.middle / plan(facts=with_head).prefill.middle == pytest.approx(1.9 / 1.5, rel=0.01)
+
+
+@given(
+    gb=st.floats(1, 500), operations=st.floats(1, 1e5), size=st.floats(1e6, 3e10), parameters=st.floats(1e6, 4e10),
+    step=st.floats(1e5, 1e9), layers=st.integers(1, 80),
+)  # fmt: skip
+def test_ranges_are_in_order_and_drafts_never_make_the_plan_slower(
+    gb: float, operations: float, size: float, parameters: float, step: float, layers: int
+) -> None:
+    facts = replace(FACTS, target_bytes=size, parameters=parameters, step_bytes=step, layers=layers, head_parameters=parameters / 5)
+    found = plan(gb, operations, facts, PhasePower(draft=2.0, verify=5.0))
+    for value in (found.plain, found.drafted, found.prefill, found.step_seconds, found.joules_per_token):
+        assert value is not None
+        assert 0 < value.low <= value.middle <= value.high
+    assert found.drafted.middle >= found.plain.middle
+    low, best, high = found.draft_length
+    assert 0 <= low <= best <= high <= 8
+    assert list(found.verify_seconds) == sorted(found.verify_seconds)
+
+
+@given(gb=st.floats(1, 200), factor=st.floats(1, 10))
+def test_more_bandwidth_is_never_slower(gb: float, factor: float) -> None:
+    assert plan(gb * factor).plain.middle >= plan(gb).plain.middle * 0.999
+
+
+def test_joules_are_seconds_times_watts_and_unknown_without_watts() -> None:
+    assert plan().joules_per_token is None
+    assert "--phase-power" in plan().derived["joules"]
+    once, twice = (plan(power=PhasePower(draft=w, verify=w)).joules_per_token for w in (4.0, 8.0))
+    assert once is not None
+    assert twice is not None
+    assert twice.middle == pytest.approx(2 * once.middle)
+    assert once.middle == pytest.approx(4.0 / plan().drafted.middle, rel=1e-6)
+
+
+def test_tables_that_rows_are_looked_up_in_are_not_read_and_of_experts_only_those_in_use() -> None:
+    own = Architecture(
+        family="E2B", hidden_size=1536, layers=35, vocab_size=262144, context_length=4096, parameters=4_600_000_000, drafter_hidden_size=256,
+        drafter_layers=4, drafter_parameters=78_000_000, ordered_embeddings=True, feed_forward_size=12288, per_layer_size=256,
+    )  # fmt: skip
+    file = BundleFile(path="t", role="target", format="gguf", bytes=3_000_000_000, sha256="", quantization="q4_0")
+    manifest = replace(MANIFEST, architecture=own, files=(file, replace(file, role="drafter", bytes=90_000_000)))
+    facts = pair_facts(manifest, "dense", 1024, "f16")
+    assert facts.parameters == 4_600_000_000 - 262144 * 35 * 256
+    assert facts.target_bytes == pytest.approx(3e9 * facts.parameters / 4.6e9)
+    experts = replace(
+        own, family="26B-A4B", hidden_size=2816, layers=30, parameters=25_800_000_000, feed_forward_size=7744, per_layer_size=0
+    )  # fmt: skip
+    active = pair_facts(replace(manifest, architecture=experts), "dense", 1024, "f16").parameters
+    assert 3.4e9 < active < 5e9
+
+
+def test_every_profile_with_a_memory_speed_gives_a_plan_and_the_others_a_reason(exported_pair: Path) -> None:
+    manifest = open_bundle(exported_pair, check="none").manifest
+    known = {name for name, found in profiles().items() if found.effective_gb_per_s or found.peak_gb_per_s}
+    assert "raspberry-pi-5" in known
+    for name in known:
+        assert manifest_plan(manifest, device_speed(name, None), context=512).plain.low > 0
+    for name in profiles().keys() - known:
+        with pytest.raises(RequestError, match="has no memory speed"):
+            device_speed(name, None)
+    with pytest.raises(RequestError, match="there is no device profile 'toaster'"):
+        device_speed("toaster", None)
+
+
+def test_the_split_drafter_is_planned_where_there_is_one(exported_pair: Path) -> None:
+    manifest, speed = open_bundle(exported_pair, check="none").manifest, device_speed("raspberry-pi-5", None)
+    split, dense = (manifest_plan(manifest, speed, context=512, drafter=kind) for kind in ("split", "dense"))
+    assert manifest_plan(manifest, speed, context=512).step_seconds == split.step_seconds
+    assert split.step_seconds.middle < dense.step_seconds.middle
+    with pytest.raises(RequestError, match="about GGUF files with a dense or split drafter"):
+        manifest_plan(manifest, speed, context=512, drafter="lookup")
+    with pytest.raises(RequestError, match="about GGUF files"):
+        manifest_plan(MANIFEST, speed, context=512)
+
+
+def test_this_machine_is_probed() -> None:
+    assert 1e8 < product_operations() < 1e14
+    speed = device_speed(None, 1)
+    assert "this machine" in speed.name
+    assert speed.operations is not None
+
+
+def test_measured_figures_stand_beside_their_predictions() -> None:
+    found = plan()
+    measured = Measured(
+        memory_bytes=10**12, prefill=found.prefill.middle, plain=2 * found.plain.middle, drafted=1.0, step_seconds=found.step_seconds.middle,
+        verify_seconds=found.verify_seconds, draft_length=0.0,
+    )  # fmt: skip
+    lines = {line.split()[0]: line for line in plan_lines(found, measured)}
+    assert "+0%, in range" in lines["prefill"]
+    assert "-50%, OUT OF RANGE" in lines["plain"]
+    assert "OUT OF RANGE" in lines["memory"]
+    assert "how:" in lines
+    assert "not known" in lines["J/token"]
+
+
+def test_a_deviation_from_nothing_is_said_as_it_is() -> None:
+    assert deviation(0.0, Range(low=0, middle=1, high=2)) == "+1, in range"
+    assert deviation(4.0, Range(low=0, middle=0, high=2)) == "-4, OUT OF RANGE"
+
+
+@pytest.fixture
+def run(exported_pair: Path, probe_memory: None):
+    def call(*arguments: str) -> Result:
+        return CliRunner().invoke(cli.main, [str(exported_pair), *arguments])
+
+    return call
+
+
+def test_a_plan_of_a_bundle_opens_no_model(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cli, "open_session", lambda *_, **__: pytest.fail("a model was opened"))
+    (tmp_path / "watts.json").write_text('{"draft": 2, "verify": 4}')
+    result = run("--plan", "--json", "--profile", "raspberry-pi-5", "--phase-power", str(tmp_path / "watts.json"))
+    found = json.loads(result.stdout)["plan"]
+    assert found["joules_per_token"]["low"] > 0
+    assert set(found["draft_length"]) == {"low", "middle", "high"}
+    assert found["memory"]["total"] > found["memory"]["reserved"] > 0
+
+
+def test_a_plan_is_held_against_this_machine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_command, "product_operations", lambda: 5e10)
+    result = run("--plan", "--measure", "--json", "--threads", "1")
+    record = json.loads(result.stdout)
+    assert record["measured"]["plain"] > 0
+    assert len(record["measured"]["verify_seconds"]) == 13
+    assert record["plan"]["device"].startswith("this machine")
+
+
+@pytest.mark.parametrize("arguments", [("--profile", "apple-m"), ("--measure",), ("--plan", "--measure", "--profile", "apple-m")])
+def test_contradictions_are_usage_errors(run: Any, arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == 2

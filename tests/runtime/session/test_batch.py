@@ -1,0 +1,190 @@
+"""Several requests in one context: outputs equal those of sessions of their own, whatever joins, leaves or fails beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.errors import RequestError
+from edge_runtime.session.generation import PREFILL_ROWS
+from edge_runtime.session.open import Sessions, open_session, open_sessions
+from scripted import plain_greedy
+from scripted_together import scripted_sessions
+
+PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
+
+
+def test_each_request_gets_what_it_would_get_alone() -> None:
+    together, sessions = scripted_sessions(3)
+    prompts = [[1, 2, 3], [4], [9, 9, 1, 5]]
+    started = [s.generate(p, max_tokens=n, draft_length=3) for s, p, n in zip(sessions.sessions, prompts, (40, 7, 23), strict=True)]
+    list(sessions.run(started))
+    for generation, prompt, n in zip(started, prompts, (40, 7, 23), strict=True):
+        assert generation.tokens == plain_greedy(prompt, n)
+        assert generation.finish_reason == "length"
+    assert together.forwards[0] == [4, 4, 4], "the first forward serves all three"
+    assert len(together.forwards[-1]) == 1, "the longest goes on alone"
+
+
+def test_requests_of_one_session_wait_for_each_other() -> None:
+    _, sessions = scripted_sessions(2)
+    first, second = sessions.sessions
+    started = [first.generate([1], max_tokens=5), first.generate([2], max_tokens=5), second.generate([3], max_tokens=9)]
+    list(sessions.run(started))
+    assert [g.tokens for g in started] == [plain_greedy([1], 5), plain_greedy([2], 5), plain_greedy([3], 9)]
+
+
+def test_one_that_leaves_does_not_disturb_the_others() -> None:
+    _, sessions = scripted_sessions(2)
+    staying = sessions.sessions[0].generate([1, 2], max_tokens=30, draft_length=4)
+    leaving = sessions.sessions[1].generate([3, 4], max_tokens=30, draft_length=4)
+    step = sessions.lockstep
+    step.add(staying)
+    step.step()
+    step.add(leaving)
+    step.step()
+    step.remove(leaving)
+    with pytest.raises(RequestError, match="cannot share a sequence"):
+        step.add(sessions.sessions[0].generate([5]))
+    joining = sessions.sessions[1].generate([5, 6], max_tokens=9)
+    step.add(joining)
+    while step.running:
+        step.step()
+    assert step.step() == []
+    assert staying.tokens == plain_greedy([1, 2], 30)
+    assert joining.tokens == plain_greedy([5, 6], 9)
+
+
+def test_a_full_context_ends_only_its_own_request() -> None:
+    _, sessions = scripted_sessions(2, context=16)
+    long, short = sessions.sessions[0].generate([1] * 10, max_tokens=50), sessions.sessions[1].generate([2], max_tokens=12)
+    list(sessions.run([long, short]))
+    assert long.finish_reason == "context"
+    assert len(long.tokens) == 16 - 9
+    assert short.tokens == plain_greedy([2], 12)
+
+
+def test_a_long_prompt_joins_piece_by_piece() -> None:
+    _, sessions = scripted_sessions(2, context=4096)
+    running = sessions.sessions[0].generate([1, 2], max_tokens=20, draft_length=0)
+    long = [i % 17 for i in range(2 * PREFILL_ROWS + 100)]
+    joining = sessions.sessions[1].generate(long, max_tokens=5)
+    step = sessions.lockstep
+    step.add(running)
+    step.join(joining)
+    for pieces in (1, 2, 3):
+        assert len(step.step()) == 1, "the other one goes on"
+        assert joining.target.length == min(pieces * PREFILL_ROWS, len(long) - 1)
+    with pytest.raises(RequestError, match="cannot share a sequence"):
+        step.join(sessions.sessions[1].generate([5]))
+    while step.running:
+        step.step()
+    assert running.tokens == plain_greedy([1, 2], 20)
+    assert joining.tokens == plain_greedy(long, 5)
+
+
+def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, sessions = scripted_sessions(2)
+    good, bad = sessions.sessions[0].generate([1, 2], max_tokens=20), sessions.sessions[1].generate([3], max_tokens=20)
+    step = sessions.lockstep
+    step.add(bad)
+    step.add(good)
+    step.step()
+    error = RequestError("no token can be drawn")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bad.decoding, "settle", fail)
+    assert [one for one, _ in step.step()] == [good]
+    assert step.failures == ((bad, error),)
+    assert bad.target.length == 0
+    while step.running:
+        step.step()
+        assert step.failures == ()
+    assert good.tokens == plain_greedy([1, 2], 20)
+    again = sessions.sessions[1].generate([4], max_tokens=9)
+    list(sessions.run([again]))
+    assert again.tokens == plain_greedy([4], 9)
+
+
+def test_after_a_failure_of_all_nothing_is_left_in_the_caches() -> None:
+    _, sessions = scripted_sessions(2)
+    for session in sessions.sessions:
+        sessions.lockstep.join(session.generate([1, 2, 3], max_tokens=20))
+        sessions.lockstep.step()
+    sessions.lockstep.clear()
+    assert sessions.lockstep.running == ()
+    assert [session.target.length for session in sessions.sessions] == [0, 0]
+
+
+def test_onnxruntime_runs_one_at_a_time(onnx_pair: Callable[[str], Path]) -> None:
+    bundle = onnx_pair("f32")
+    with open_session(bundle, context=256, backend="onnx") as alone:
+        generation = alone.generate(PROMPTS[0], max_tokens=30, draft_length=3)
+        generation.text()
+    with open_sessions(bundle, 1, context=256, backend="onnx") as sessions:
+        stepped = sessions.sessions[0].generate(PROMPTS[0], max_tokens=30, draft_length=3)
+        list(sessions.run([stepped]))
+    assert (stepped.tokens, stepped.stats.accepted) == (generation.tokens, generation.stats.accepted)
+    assert stepped.stats.accepted > 0
+    with pytest.raises(RequestError, match=r"2 sessions at once run on llama\.cpp only"):
+        open_sessions(bundle, 2, backend="onnx")
+
+
+@pytest.fixture(scope="module")
+def several(exported_pair: Path, probe_memory: Path) -> Sessions:
+    pytest.importorskip("llama_cpp")
+    with open_sessions(exported_pair, 3, context=512, drafter="dense") as sessions:
+        yield sessions
+
+
+@pytest.mark.parametrize("drafter", ["dense", "split", "lookup", "none"])
+def test_llama_sequences_equal_single_sessions(exported_pair: Path, probe_memory: Path, drafter) -> None:
+    pytest.importorskip("llama_cpp")
+    with open_session(exported_pair, context=512, drafter=drafter) as alone:
+        wanted = []
+        for prompt in PROMPTS:
+            generation = alone.generate(prompt, max_tokens=60, draft_length=3)
+            generation.text()
+            wanted.append((generation.tokens, generation.stats.accepted))
+    with open_sessions(exported_pair, 3, context=512, drafter=drafter) as sessions:
+        started = [sessions.sessions[i % 3].generate(prompt, max_tokens=60, draft_length=3) for i, prompt in enumerate(PROMPTS)]
+        list(sessions.run(started))
+    assert [(g.tokens, g.stats.accepted) for g in started] == wanted
+
+
+def test_llama_sessions_used_in_turn_keep_their_own_texts(several: Sessions) -> None:
+    first, second = several.sessions[0], several.sessions[1]
+    alone = first.generate(PROMPTS[0], max_tokens=40, draft_length=3)
+    alone.text()
+    one, other = first.generate(PROMPTS[0], max_tokens=40, draft_length=3), second.generate(PROMPTS[1], max_tokens=40, draft_length=3)
+    for _ in zip(one.rounds(), other.rounds(), strict=False):
+        pass
+    assert one.tokens[: len(alone.tokens)] == alone.tokens[: len(one.tokens)]
+
+
+def test_a_seed_repeats_itself_beside_others(several: Sessions) -> None:
+    params = SamplingParams(temperature=0.8, seed=5)
+    outputs = []
+    for beside in (False, True):
+        wanted = several.sessions[0].generate(PROMPTS[0], max_tokens=30, sampling=params, draft_length=3, acceptance="match")
+        others = [several.sessions[i].generate(PROMPTS[i], max_tokens=20) for i in (1, 2)] if beside else []
+        list(several.run([wanted, *others]))
+        outputs.append(wanted.tokens)
+    assert outputs[0] == outputs[1]
+
+
+def test_long_texts_beside_each_other_slide_their_windows(several: Sessions) -> None:
+    prompts = [[2, *range(100 + i, 400 + i)] for i in range(3)]
+    alone = []
+    for session, prompt in zip(several.sessions, prompts, strict=True):
+        generation = session.generate(prompt, max_tokens=150, draft_length=4)
+        list(generation.rounds())
+        alone.append(generation.tokens)
+    together = [s.generate(p, max_tokens=150, draft_length=4) for s, p in zip(several.sessions, prompts, strict=True)]
+    list(several.run(together))
+    assert [g.tokens for g in together] == alone

@@ -1,0 +1,116 @@
+"""Cancelling one of several sessions never disturbs another: whatever joins, leaves, fails or overflows, and whenever.
+
+The loop and the lockstep are Python on one thread; what runs beside it is the server's worker, which hands over through queues and locks
+of the standard library. There is no C of ours, so there is nothing of ours for a thread sanitiser to look at.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_runtime.session.generation import Generation
+from edge_runtime.session.open import Sessions, open_session, open_sessions
+from scripted import VOCABULARY, plain_greedy
+from scripted_together import scripted_sessions
+
+COUNT = 3
+ACTS = st.lists(
+    st.tuples(
+        st.integers(0, COUNT - 1), st.sampled_from(("start", "join", "cancel", "step", "step", "step")),
+        st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30), st.integers(1, 25), st.integers(0, 6),
+    ),
+    min_size=5, max_size=40,
+)  # fmt: skip
+
+
+def has_begun(running: Sequence[Generation]) -> list[Generation]:
+    """Those whose prompt is in the cache; before, the rows may still be those of the request before."""
+    return [one for one in running if one.tokens]
+
+
+@settings(max_examples=80, deadline=None)
+@given(acts=ACTS)
+def test_every_output_is_a_prefix_of_its_own_text_alone(acts) -> None:
+    """Requests start, join, are cancelled and end in any order; each says what it would say alone, and its cache holds only its own."""
+    _, sessions = scripted_sessions(COUNT, context=64)
+    running: dict[int, Generation] = {}
+    seen: list[tuple[Generation, list[int], int]] = []
+    for number, act, prompt, most, draft_length in acts:
+        session, step = sessions.sessions[number], sessions.lockstep
+        busy = any(one.target is session.target for one in step.running)
+        if act in ("start", "join") and not busy:
+            generation = session.generate(prompt, max_tokens=most, draft_length=draft_length)
+            (step.add if act == "start" else step.join)(generation)
+            running[number] = generation
+            seen.append((generation, prompt, most))
+        elif act == "cancel" and number in running:
+            step.remove(running.pop(number))
+        else:
+            step.step()
+        for one in has_begun(step.running):
+            text = [*one.prompt, *one.tokens]
+            assert one.target.tokens.tolist() == text[: one.target.length], "rows of another's tokens"
+    while sessions.lockstep.running:
+        sessions.lockstep.step()
+    for generation, prompt, most in seen:
+        alone = plain_greedy(prompt, most)
+        assert generation.tokens == alone[: len(generation.tokens)]
+        if generation.finish_reason == "length":
+            assert generation.tokens == alone
+
+
+@pytest.fixture(scope="module")
+def several(exported_pair: Path, probe_memory: None) -> Iterator[Sessions]:
+    pytest.importorskip("llama_cpp")
+    with open_sessions(exported_pair, COUNT, context=256, threads=1) as sessions:
+        yield sessions
+
+
+PROMPTS = ("class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown fox")
+MOST = 40
+
+
+@pytest.fixture(scope="module")
+def alone(exported_pair: Path, probe_memory: None) -> dict[str, list[int]]:
+    """What each prompt gives by itself."""
+    pytest.importorskip("llama_cpp")
+    texts = {}
+    with open_session(exported_pair, context=256, threads=1) as session:
+        for prompt in PROMPTS:
+            generation = session.generate(prompt, max_tokens=MOST, draft_length=0)
+            generation.text()
+            texts[prompt] = generation.tokens
+    return texts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cancelled_requests_leave_the_others_alone_on_llama_cpp(several: Sessions, alone: dict[str, list[int]], seed: int) -> None:
+    chance, step = random.Random(seed), several.lockstep
+    step.clear()
+    seen: list[tuple[Generation, str]] = []
+    cancelled = 0
+    for _ in range(60):
+        free = [s for s in several.sessions if all(one.target is not s.target for one in step.running)]
+        if free and chance.random() < 0.5:
+            prompt = chance.choice(PROMPTS)
+            generation = chance.choice(free).generate(prompt, max_tokens=MOST, draft_length=chance.randint(0, 6))
+            (step.add if chance.random() < 0.5 else step.join)(generation)
+            seen.append((generation, prompt))
+        elif step.running and chance.random() < 0.2:
+            step.remove(chance.choice(step.running))
+            cancelled += 1
+        step.step()
+        for one in has_begun(step.running):
+            assert one.target.tokens.tolist() == [*one.prompt, *one.tokens][: one.target.length]
+    while step.running:
+        step.step()
+    assert cancelled
+    for generation, prompt in seen:
+        assert generation.tokens == alone[prompt][: len(generation.tokens)]
+        assert generation.finish_reason in ("length", "stop", None)

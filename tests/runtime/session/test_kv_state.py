@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edge_runtime.bundle.kv_types import KvType
+from edge_runtime.errors import RequestError
+from edge_runtime.session.kv_state_file import MAGIC
+from edge_runtime.session.open import Sessions, open_session, open_sessions
+from edge_runtime.session.session import Session
+from scripted import make_session
+
+pytestmark = pytest.mark.usefixtures("probe_memory")
+# The pair's sliding window is 128 tokens.
+WINDOW = 128
+
+
+def text(length: int) -> list[int]:
+    """`length` tokens that no part of repeats the part before."""
+    return [2, *(300 + (i * i * 7 + i * 13) % 3000 for i in range(length - 1))]
+
+
+@pytest.fixture(scope="module")
+def session(exported_pair: Path, probe_memory: None) -> Iterator[Session]:
+    with open_session(exported_pair, threads=1, drafter="dense") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def other(exported_pair: Path, probe_memory: None) -> Iterator[Session]:
+    with open_session(exported_pair, threads=1, drafter="dense") as opened:
+        yield opened
+
+
+def write(session: Session, prompt: list[int], tokens: int, *, reuse: bool = False) -> tuple[list[int], int, int]:
+    """Greedy tokens, how many of the prompt were in the cache, how many were drafted."""
+    generation = session.generate(prompt, max_tokens=tokens, draft_length=3, reuse_prefix=reuse)
+    generation.text()
+    return generation.tokens, generation.stats.reused_tokens, generation.stats.drafted
+
+
+@pytest.fixture
+def saved(session: Session, tmp_path: Path) -> Path:
+    write(session, text(40), 8)
+    session.save_state(tmp_path / "state")
+    return tmp_path / "state"
+
+
+@pytest.mark.parametrize("length", [20, 100, 3 * WINDOW, 800])
+def test_a_restored_session_goes_on_as_the_uninterrupted_one(session: Session, other: Session, tmp_path: Path, length: int) -> None:
+    prompt = text(length)
+    begun, _, _ = write(session, prompt, 10)
+    session.save_state(tmp_path / "state")
+    longer = [*prompt, *begun]
+    expected, reused, _ = write(session, longer, 40, reuse=True)
+    assert reused == len(longer) - 1
+    write(other, text(500)[::-1], 5)
+    other.load_state(tmp_path / "state")
+    assert other.target.length == len(longer) - 1
+    assert other.target.tokens.tolist() == longer[:-1]
+    assert other.drafter is not None
+    assert other.drafter.draft(begun[-1], 3) == []  # no hidden row yet
+    got, reused, drafted = write(other, longer, 40, reuse=True)
+    assert reused == len(longer) - 1
+    assert got == expected
+    assert drafted > 0
+
+
+def test_beyond_the_window_a_restored_state_rewinds_one_token_only(session: Session, other: Session, tmp_path: Path) -> None:
+    write(session, text(3 * WINDOW), 1)
+    session.save_state(tmp_path / "state")
+    other.load_state(tmp_path / "state")
+    length = other.target.length
+    assert other.target.rollback_floor == length - 1
+    with pytest.raises(RequestError, match="cannot roll back 2 rows"):
+        other.target.rollback(length - 2)
+    other.target.verify(text(13))
+    assert other.target.rollback_floor <= length
+    other.target.rollback(length)  # the newest forward always comes off
+    got, reused, _ = write(other, text(3 * WINDOW)[:-5], 5, reuse=True)
+    assert reused == 0
+    assert got == write(session, text(3 * WINDOW)[:-5], 5)[0]
+
+
+def test_within_the_window_a_restored_state_can_be_rewound_to_any_length(session: Session, other: Session, saved: Path) -> None:
+    other.load_state(saved)
+    assert other.target.rollback_floor == 0
+    _, reused, _ = write(other, text(40)[:20], 5, reuse=True)
+    assert reused == 19
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+def test_states_of_quantized_caches(exported_pair: Path, tmp_path: Path, session: Session, kv_type: KvType) -> None:
+    with open_session(exported_pair, threads=1, drafter="dense", kv_type=kv_type) as quantized:
+        begun, _, _ = write(quantized, text(300), 6)
+        quantized.save_state(tmp_path / "state")
+        longer = [*text(300), *begun]
+        expected, _, _ = write(quantized, longer, 30, reuse=True)
+        quantized.load_state(tmp_path / "state")
+        got, reused, _ = write(quantized, longer, 30, reuse=True)
+        assert (got, reused) == (expected, len(longer) - 1)
+    with pytest.raises(RequestError, match=f"KV type '{kv_type}', this session f16; open with --kv-type {kv_type}"):
+        session.load_state(tmp_path / "state")
+
+
+def test_sequences_save_and_load_without_touching_each_other(exported_pair: Path, tmp_path: Path) -> None:
+    def finish(sessions: Sessions, number: int, prompt: list[int]) -> tuple[list[int], int]:
+        generation = sessions.sessions[number].generate(prompt, max_tokens=20, draft_length=3, reuse_prefix=True)
+        for _ in sessions.run([generation]):
+            pass
+        return generation.tokens, generation.stats.reused_tokens
+
+    with open_sessions(exported_pair, 3, threads=1, drafter="dense") as sessions:
+        first, second = text(300), text(200)[::-1]
+        begun, _ = finish(sessions, 0, first)
+        also, _ = finish(sessions, 1, second)
+        sessions.sessions[0].save_state(tmp_path / "first")
+        sessions.sessions[2].load_state(tmp_path / "first")
+        expected, _ = finish(sessions, 0, [*first, *begun])
+        undisturbed, reused = finish(sessions, 1, [*second, *also])
+        assert reused == len(second) + len(also) - 1
+        assert finish(sessions, 2, [*first, *begun]) == (expected, len(first) + len(begun) - 1)
+    with open_sessions(exported_pair, 2, threads=1, drafter="dense") as sessions:
+        assert finish(sessions, 1, [*second, *also])[0] == undisturbed
+
+
+def test_a_state_is_written_whole_or_not_at_all(session: Session, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = saved.read_bytes()
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(RequestError, match=r"cannot be written to .*No space left"):
+        session.save_state(saved)
+    assert saved.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["state"]
+    with pytest.raises(RequestError, match="cannot be written"):
+        session.save_state(tmp_path / "nowhere" / "state")
+
+
+def parts(path: Path) -> tuple[dict[str, object], bytes]:
+    data = path.read_bytes()
+    length = int.from_bytes(data[8:12], "little")
+    return json.loads(data[12 : 12 + length]), data[12 + length :]
+
+
+def rewrite(path: Path, header: dict[str, object], body: bytes, *, sign: bool = False) -> None:
+    import hashlib
+
+    if sign:
+        header = {**header, "sha256": hashlib.sha256(body).hexdigest()}
+    text = json.dumps(header).encode()
+    path.write_bytes(MAGIC + len(text).to_bytes(4, "little") + text + body)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "has version 2"), ({"target_sha256": "0" * 64}, "is of another target"), ({"kv_type": "q4_0"}, "open with --kv-type q4_0"),
+        ({"tokens": 10**12}, "its header says"), ({"state_bytes": 10**15}, "its header says"), ({"tokens": -1}, "holds -1 tokens"),
+        ({"sha256": "0" * 64}, "does not have the sha256"), ({"tokens": "many"}, "damaged header"), ({"version": True}, "damaged header"),
+    ],
+)  # fmt: skip
+def test_headers_that_lie_are_refused_and_nothing_changes(session: Session, saved: Path, change: dict[str, object], message: str) -> None:
+    header, body = parts(saved)
+    rewrite(saved, {**header, **change}, body)
+    write(session, text(30), 3)
+    kept = session.target.tokens.tolist()
+    with pytest.raises(RequestError, match=message):
+        session.load_state(saved)
+    assert session.target.tokens.tolist() == kept
+    assert write(session, text(30), 3, reuse=True)[1] == 29
+
+
+def test_files_that_are_no_states_are_refused(session: Session, saved: Path, tmp_path: Path) -> None:
+    data = saved.read_bytes()
+    for damage, message in [
+        (b"", "is not a saved KV state"), (b"GGUF" + data, "is not a saved KV state"), (data[:8] + b"\xff\xff\xff\xff" + data[12:], "a header of"),
+        (data[:-1], "its header says"), (data + b"x", "its header says"), (data[:9], "a header of"),
+        (data[:-1] + bytes([data[-1] ^ 1]), "does not have the sha256"),
+    ]:  # fmt: skip
+        saved.write_bytes(damage)
+        with pytest.raises(RequestError, match=message):
+            session.load_state(saved)
+    with pytest.raises(RequestError, match="is not a file"):
+        session.load_state(tmp_path)
+
+
+def test_rows_that_lie_never_reach_llama_cpp(session: Session, saved: Path) -> None:
+    """The sha256 is right in each: a file may come from anybody."""
+    header, body = parts(saved)
+    tokens = 4 * int(str(header["tokens"]))
+    first = tokens + 16  # after magic, sequence, streams and cells come cells of position, sequences, sequence
+    lies = {
+        "do not stand": (first, struct.pack("<i", 10**9)), "where they belong": (first + 4, struct.pack("<I", 9)),
+        "more than one stream": (tokens + 8, struct.pack("<I", 7)), "rows of": (tokens + 12, struct.pack("<I", 2**31)),
+        "tokens outside": (0, struct.pack("<i", -5)),
+    }  # fmt: skip
+    write(session, text(30), 3)
+    for message, (place, value) in lies.items():
+        rewrite(saved, header, body[:place] + value + body[place + len(value) :], sign=True)
+        with pytest.raises(RequestError, match=message):
+            session.load_state(saved)
+    for cut in (1, 1000, len(body) - tokens - 4):
+        rewrite(saved, {**header, "state_bytes": len(body) - tokens - cut}, body[:-cut], sign=True)
+        with pytest.raises(RequestError, match="damaged"):
+            session.load_state(saved)
+    assert write(session, text(30), 3, reuse=True)[1] == 29
+
+
+def test_a_longer_text_than_the_context_is_refused(exported_pair: Path, session: Session, tmp_path: Path) -> None:
+    write(session, text(600), 1)
+    session.save_state(tmp_path / "state")
+    with open_session(exported_pair, threads=1, context=512, drafter="none") as small:
+        with pytest.raises(RequestError, match="has 600 tokens, the context 512; open with --context 1024"):
+            small.load_state(tmp_path / "state")
+        with pytest.raises(RequestError, match="the KV cache is empty"):
+            small.save_state(tmp_path / "empty")
+
+
+def test_a_backend_that_cannot_save_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="this backend cannot save or load a KV state"):
+        make_session().save_state(tmp_path / "state")

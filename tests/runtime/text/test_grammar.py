@@ -1,0 +1,299 @@
+"""Constraints: what they allow at each state, that looking ahead leaves no trace, and what hostile grammars cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+jsonschema = pytest.importorskip("jsonschema", reason="needs edge-mtp[dev]")
+
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, Regex
+from edge_runtime.text.grammar import Grammars, grammars_for
+from edge_runtime.text.grammar_limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS
+from scripted import LetterVocabulary
+from tables import byte_vocabulary
+
+VOCABULARY = byte_vocabulary(
+    b"a", b"aa", b'{"', b'":', b'"}', b'", "', b"abc", b"true", b"12", b"  ", b", ", b"]}", "é".encode(), b'":"', b"<|call>"
+)
+GRAMMARS = Grammars(VOCABULARY, VOCABULARY.size)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 150}, "maxItems": 3},
+        "kind": {"enum": ["one", "two", None]},
+    },
+    "required": ["name", "ages", "kind"],
+    "additionalProperties": False,
+}
+ARITHMETIC = Gbnf('root ::= term ([-+*/] term){0,4}\nterm ::= number | "(" root ")"\nnumber ::= [0-9]{1,3}\n')
+SOURCES: dict[str, ConstraintSource] = {
+    "regex": Regex(r"(a|b[c-e]{2}|é)+(12|\.)?"),
+    "gbnf": ARITHMETIC,
+    "schema": JsonSchema(SCHEMA),
+}
+
+
+def walk(constraint: Constraint, seed: int, longest: int = 400) -> list[int]:
+    """Emits random tokens that the constraint allows until it is closed; the end is taken where it is offered, every third time."""
+    chance, tokens = random.Random(seed), []
+    while len(tokens) < longest:
+        choices = np.flatnonzero(constraint.allowed(())).tolist()
+        words = [token for token in choices if token not in VOCABULARY.eog_tokens]
+        end = len(words) < len(choices) and (not words or chance.random() < 0.3)
+        tokens.append(chance.choice(sorted(VOCABULARY.eog_tokens)) if end else chance.choice(words))
+        if constraint.advance(tokens[-1]):
+            break
+    return tokens
+
+
+def is_valid(name: str, text: str) -> bool:
+    if name == "regex":
+        return re.fullmatch(SOURCES[name].pattern, text) is not None  # type: ignore[union-attr]
+    if name == "gbnf":
+        return re.fullmatch(r"[-+*/()0-9]+", text) is not None and isinstance(eval(re.sub(r"\b0+(\d)", r"\1", text).replace("/", "+")), int)
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_whatever_is_allowed_to_the_end_is_valid(name):
+    ended = 0
+    for seed in range(60):
+        constraint = GRAMMARS.constrain(SOURCES[name])
+        tokens = walk(constraint, seed)
+        if constraint.whole:
+            ended += 1
+            assert is_valid(name, VOCABULARY.text(tokens)), VOCABULARY.text(tokens)
+    assert ended > 30
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_one_token_is_allowed_where_the_mask_says_so(name):
+    """`allows` and `valid` ask the library another question than the mask does; at every state of some walks they agree."""
+    for seed in range(4):
+        walked, asked, checked = (GRAMMARS.constrain(SOURCES[name]) for _ in range(3))
+        for token in walk(walked, seed, 60):
+            mask = checked.allowed(())
+            assert [asked.allows((), t) for t in range(VOCABULARY.size)] == mask.tolist()
+            assert [asked.valid([t]) for t in range(VOCABULARY.size)] == mask.astype(int).tolist()
+            assert asked.advance(token) == checked.advance(token)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_looking_ahead_leaves_no_trace(name):
+    chance = random.Random(5)
+    for seed in range(10):
+        tokens = walk(GRAMMARS.constrain(SOURCES[name]), seed, 40)
+        looked, plain = GRAMMARS.constrain(SOURCES[name]), GRAMMARS.constrain(SOURCES[name])
+        for place, token in enumerate(tokens):
+            other = [token]
+            while other and looked.valid(other) == len(other) and len(other) < 5 and not looked.closed(other):
+                other.append(int(chance.choice(np.flatnonzero(looked.allowed(other)))))
+            right = tokens[place : place + chance.randrange(4)]
+            for ahead in (right, right[:1], other[:3]):
+                if looked.valid(ahead) == len(ahead):
+                    looked.allowed(ahead)
+            assert np.array_equal(looked.allowed(()), plain.allowed(()))
+            assert looked.whole == plain.whole
+            assert looked.advance(token) == plain.advance(token)
+
+
+def test_the_end_is_allowed_exactly_where_the_text_is_whole():
+    constraint = GRAMMARS.constrain(Regex("aab?"))
+    ends = []
+    for letter in "aab":
+        ends.append((constraint.whole, constraint.allowed(())[[0, 1]].tolist(), constraint.closed(())))
+        closed = constraint.advance(VOCABULARY.encode(letter)[0])
+    assert ends == [(False, [False] * 2, False), (False, [False] * 2, False), (True, [True] * 2, False)]
+    assert closed
+    assert constraint.whole
+    assert np.flatnonzero(constraint.allowed(())).tolist() == [0, 1]
+
+
+def test_an_end_among_the_drafts_closes_what_follows():
+    constraint = GRAMMARS.constrain(Regex("a+"))
+    a = VOCABULARY.encode("a")[0]
+    assert constraint.valid([a, a, 0, a]) == 3
+    assert constraint.closed([a, 0])
+    assert np.flatnonzero(constraint.allowed([a, 0])).tolist() == [0, 1]
+    assert not constraint.advance(a)
+    assert constraint.advance(1)
+    assert constraint.whole
+
+
+def test_all_spellings_of_a_text_are_allowed():
+    constraint = GRAMMARS.constrain(Regex("aaa"))
+    assert {VOCABULARY.piece(int(t)) for t in np.flatnonzero(constraint.allowed(()))} == {b"a", b"aa"}
+    assert np.flatnonzero(constraint.allowed(())).size == 3  # one of them is there twice
+
+
+def test_a_control_token_is_no_text_even_where_it_is_shown():
+    constraint = GRAMMARS.constrain(Regex("[^x]+"))
+    assert constraint.valid(VOCABULARY.encode("<|call>")) == 7
+    assert not constraint.allows((), VOCABULARY.pieces.index(b"<|call>"))
+
+
+def test_sessions_on_one_vocabulary_share_a_table():
+    vocabulary = byte_vocabulary()
+    assert grammars_for(vocabulary, vocabulary.size) is grammars_for(vocabulary, vocabulary.size)
+    assert grammars_for(byte_vocabulary(), vocabulary.size) is not grammars_for(vocabulary, vocabulary.size)
+
+
+def test_characters_of_several_bytes_may_be_spelled_by_bytes():
+    constraint = GRAMMARS.constrain(Regex("é"))
+    first, second = VOCABULARY.pieces.index(b"\xc3"), VOCABULARY.pieces.index(b"\xa9")
+    assert constraint.valid([first, second]) == 2
+    assert constraint.valid([VOCABULARY.pieces.index("é".encode())]) == 1
+
+
+def test_blanks_between_json_parts_are_bounded():
+    constraint = GRAMMARS.constrain(JsonSchema({"type": "array"}))
+    assert constraint.valid(VOCABULARY.encode("[ 1")) == 3
+    assert constraint.valid(VOCABULARY.encode("[  1")) == 2
+    assert constraint.valid(VOCABULARY.encode("[\n    1")) == 7
+    assert constraint.valid(VOCABULARY.encode("[" + "\n" * 9)) == 3
+    own = GRAMMARS.constrain(JsonSchema({"type": "array", "x-guidance": {"whitespace_flexible": False}}))
+    assert own.valid(VOCABULARY.encode("[1,2]")) == 5
+    assert own.valid(VOCABULARY.encode("[ 1")) == 1
+
+
+def test_a_schema_may_be_text_or_a_dictionary():
+    for schema in (SCHEMA, json.dumps(SCHEMA)):
+        assert GRAMMARS.constrain(JsonSchema(schema)).valid(VOCABULARY.encode('{"name":"a')) == 10
+    assert GRAMMARS.constrain(JsonSchema(True)).valid(VOCABULARY.encode("[1,{}]")) == 6
+
+
+def test_gbnf_takes_unicode_escapes_comments_and_classes():
+    grammar = Gbnf('# a comment\nroot ::= "\\u00e9\\u0041" [^"\\\\\\]x] ("," # one\n  word)?\nword ::= [\\u00e0-\\u00ff]+\n')
+    constraint = GRAMMARS.constrain(grammar)
+    assert constraint.valid(VOCABULARY.encode("éAb,éà")) == len("éAb,éà".encode())
+    for text in ("éA]", "éAx", 'éA"', "éB"):
+        assert constraint.valid(VOCABULARY.encode(text)) < len(text.encode())
+
+
+REFUSED = {
+    "no JSON": (JsonSchema("{"), "is no JSON"),
+    "no schema": (JsonSchema("[]"), "is a list"),
+    "false": (JsonSchema(False), "schema is false"),
+    "not supported": (JsonSchema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+    "without end": (JsonSchema({"$ref": "#"}), "no token of this vocabulary leads"),
+    "a file": (JsonSchema({"$ref": "file:///etc/passwd"}), "file:///etc/passwd"),
+    "not GBNF": (Gbnf('root = "a"'), "Expected ::="),
+    "a rule missing": (Gbnf("root ::= other"), "'other' not found"),
+    "no root": (Gbnf('a ::= "a"'), "No 'root' rule"),
+    "no character": (Gbnf('root ::= "\\UFFFFFFFF"'), "is no character"),
+    "an open group": (Regex("(a"), "unclosed group"),
+    "look-around": (Regex("a(?=b)"), "look-around"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_is_one_sentence_with_the_reason(name):
+    source, words = REFUSED[name]
+    with pytest.raises(RequestError, match=re.escape(words)) as caught:
+        GRAMMARS.constrain(source)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+BOMBS = {
+    "a large schema": JsonSchema('{"enum": ["' + "x" * (1 << 20) + '"]}'),
+    "nested JSON": JsonSchema('{"items":' * 50_000 + "{}" + "}" * 50_000),
+    "JSON nested beyond the library": JsonSchema('{"items":' * 300 + "{}" + "}" * 300),
+    "a chain of schemas": JsonSchema({"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(20_000)}, "$ref": "#/$defs/d0"}),
+    "references without a target": JsonSchema({"allOf": [{"$ref": f"#x{i}"} for i in range(20_000)]}),
+    "remainders": JsonSchema({"type": "integer", "multipleOf": 10_000_019}),
+    "remainders together": JsonSchema({"allOf": [{"type": "integer", "multipleOf": prime} for prime in (10007, 10009, 10037)]}),
+    "decimal remainders": JsonSchema({"type": "number", "multipleOf": 0.1234567}),
+    "products of alternatives": JsonSchema(
+        {"allOf": [{"anyOf": [{"properties": {f"a{i}_{j}": {"type": "integer"}}} for j in range(10)]} for i in range(8)]}
+    ),
+    "a large grammar": Gbnf('root ::= "' + "a" * 70_000 + '"'),
+    "a chain of rules": Gbnf("root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(5000)) + 'r5000 ::= "a"\n'),
+    "nested groups": Gbnf("root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "doubling rules": Gbnf("root ::= r0 r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(40)) + 'r40 ::= "a"\n'),
+    "a large pattern": Regex("a" * 70_000),
+    "nested pattern": Regex("(" * 30_000 + "a" + ")" * 30_000),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_soon(name):
+    began = time.process_time()
+    with pytest.raises(RequestError):
+        walk(GRAMMARS.constrain(BOMBS[name]), 1)
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    "source", [Regex("((a{1000}){1000}){1000}"), Regex("(a|b)*a(a|b){200}"), JsonSchema({"minItems": 10**9, "type": "array"})]
+)
+def test_what_only_looks_like_a_bomb_is_served(source):
+    began = time.process_time()
+    walk(GRAMMARS.constrain(source), 1, 100)
+    assert time.process_time() - began < 5
+
+
+DEEPEST = f"""
+from edge_runtime.text.constraints import Gbnf, JsonSchema
+from edge_runtime.text.grammar import Grammars
+from tables import byte_vocabulary
+
+vocabulary = byte_vocabulary()
+grammars = Grammars(vocabulary, vocabulary.size)
+levels = {MAX_SCHEMA_LEVELS}
+wraps = {{
+    "plain": (2, lambda inner: inner),
+    "items": (3, lambda inner: {{"type": "array", "items": inner}}),
+    "properties": (4, lambda inner: {{"type": "object", "properties": {{"a": inner}}, "required": ["a"]}}),
+    "allOf": (5, lambda inner: {{"allOf": [inner, {{"type": ["null", "array"]}}]}}),
+    "anyOf": (5, lambda inner: {{"anyOf": [inner, {{"type": "string"}}]}}),
+    "deep": (61, lambda inner: [inner := {{"type": "array", "items": inner}} for _ in range(59)][-1]),
+}}
+for name, (depth, wrap) in wraps.items():
+    count = (levels - 70) // depth
+    schemas = {{f"d{{i}}": wrap({{"$ref": f"#/$defs/d{{i + 1}}"}}) for i in range(count)}}
+    grammars.constrain(JsonSchema({{"$defs": schemas | {{f"d{{count}}": {{"type": "null"}}}}, "$ref": "#/$defs/d0"}})).allowed(())
+    print(name, count, flush=True)
+rules = {MAX_GRAMMAR_RULES} - 2
+for name, tail in (("tokens", ""), ("rules", " root")):
+    for nested in (0, 20):
+        body = lambda i: '("a" ' * nested + f"r{{i + 1}}" + ' | "b" "c"' + tail + ")" * nested
+        chain = "".join(f"r{{i}} ::= {{body(i)}}\\n" for i in range(rules))
+        try:
+            grammars.constrain(Gbnf("root ::= r0 r0\\n" + chain + f'r{{rules}} ::= "a"\\n')).allowed(())
+        except Exception as error:
+            print(error)
+        print(name, nested, flush=True)
+print("alive")
+"""
+
+
+def test_the_deepest_grammars_that_are_served_leave_the_process_alive():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run([sys.executable, "-c", DEEPEST], capture_output=True, text=True, env=environment, timeout=120)
+    assert child.stdout.endswith("alive\n"), child.stdout + child.stderr
+    assert child.returncode == 0
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(BackendError, match=r"pip install 'edge-mtp\[grammar\]'"):
+        Grammars(VOCABULARY, VOCABULARY.size)
+
+
+def test_a_vocabulary_without_an_end_is_refused():
+    with pytest.raises(RequestError, match="no token that ends a text"):
+        Grammars(LetterVocabulary(), 17)

@@ -1,0 +1,82 @@
+"""Characters are never split and stop strings never leak, whatever the pieces."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_runtime.errors import RequestError
+from edge_runtime.text.stream import OutputText, StopStrings, TextStream
+
+
+@given(st.text(), st.integers(1, 5))
+def test_any_split_gives_the_same_text(text, size):
+    data, stream = text.encode("utf-8", "surrogatepass"), TextStream()
+    whole = data.decode("utf-8", "replace")
+    pieces = [stream.feed(data[i : i + size]) for i in range(0, len(data), size)]
+    assert "".join(pieces) + stream.finish() == whole
+
+
+def test_half_a_character_waits():
+    stream = TextStream()
+    assert stream.feed(b"caf\xc3") == "caf"
+    assert stream.feed(b"\xa9") == "é"
+    assert stream.finish() == ""
+
+
+def test_unfinished_character_is_marked():
+    stream = TextStream()
+    stream.feed(b"\xe4\xb8")
+    assert stream.finish() == "\ufffd"
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """The definition: character by character, until a stop string is complete; then without the longest that is."""
+    for end in range(1, len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            return text[: end - max(map(len, hits))]
+    return text
+
+
+letters = st.text("abc", max_size=40)
+
+
+@given(letters, st.lists(st.text("abc", min_size=1, max_size=5), max_size=3), st.data())
+@settings(max_examples=400, deadline=None)
+def test_any_split_cuts_where_the_whole_text_is_cut(text, stops, data):
+    stream, out, wanted = StopStrings(stops), "", cut(text, stops)
+    rest = text
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        out += stream.feed(rest[:size])
+        rest = rest[size:]
+        assert wanted.startswith(out), "a part of a stop string leaked, or text after it"
+    assert out + stream.finish() == wanted
+    assert (stream.found is not None) == (wanted != text)
+
+
+@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=3), max_size=3), st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_bytes_of_any_text_are_cut_alike(text, stops, size):
+    data, output = text.encode("utf-8", "surrogatepass"), OutputText(stops)
+    wanted = cut(data.decode("utf-8", "replace"), stops)
+    pieces = [output.feed(data[i : i + size]) for i in range(0, len(data), size)]
+    assert pieces == sorted(pieces), "once stopped, always stopped"
+    assert output.take() + output.finish() == wanted
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back():
+    stream = StopStrings(["</end>"])
+    assert stream.feed("x < y </e") == "x < y "
+    assert stream.feed("m>") == "</em>"
+    assert stream.feed("z</end>more") == "z"
+    assert stream.found == "</end>"
+    assert stream.feed("more") == stream.finish() == ""
+
+
+@pytest.mark.parametrize(("stops", "words"), [([""], "0 characters"), (["x" * 1001], "1001 characters"), ("END", "the string 'END'")])
+def test_stop_strings_that_make_no_sense_are_refused(stops, words):
+    with pytest.raises(RequestError, match=words):
+        StopStrings(stops)
