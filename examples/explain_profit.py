@@ -16,7 +16,7 @@ with edge_runtime.open_session(sys.argv[1]) as session:
         sys.exit("this session has another policy, or no drafter")
     generation = session.generate(
         "import os\n", max_tokens=64, on_round=edge_runtime.Explain(lambda: profit.last, session.settings.objective, print)
-    )  # fmt: skip
+    )
     text = "".join(generation)
     stats = generation.stats
     print(f"\n{stats.tokens} tokens in {stats.rounds} rounds, {stats.tokens_per_second:.0f} tok/s\n{text}")

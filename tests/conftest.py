@@ -38,9 +38,14 @@ def exported_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     output = tmp_path_factory.mktemp("exported") / "bundle"
     request = ExportRequest(
-        target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, target_quantization="f16", drafter_quantization="f16",
-        context=1024, verify=False,
-    )  # fmt: skip
+        target=str(PAIR / "target"),
+        drafter=str(PAIR / "drafter"),
+        output=output,
+        target_quantization="f16",
+        drafter_quantization="f16",
+        context=1024,
+        verify=False,
+    )
     export_pair(request, Silent())
     return output
 
@@ -63,9 +68,14 @@ def onnx_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         output = root / "-".join([weights, *(f"{key}-{value}" for key, value in sorted(changes.items()))])
         if not output.is_dir():
             request = ExportRequest(
-                target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, context=1024, verify=False, gguf=False,
+                target=str(PAIR / "target"),
+                drafter=str(PAIR / "drafter"),
+                output=output,
+                context=1024,
+                verify=False,
+                gguf=False,
                 onnx=OnnxRequest(target=weights, drafter=weights, **changes),
-            )  # fmt: skip
+            )
             export_pair(request, Silent())
         return output
 

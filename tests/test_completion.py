@@ -49,9 +49,16 @@ def test_every_command_writes_its_completion(name, shell):
 def test_options_are_offered(name):
     offered = completions(name, "--")
     assert "--help" in offered
-    assert {option for p in COMMANDS[name].params if isinstance(p, click.Option) and not p.hidden for option in p.opts if option.startswith("--")} <= {
-        *offered, "--version",
-    }  # fmt: skip
+    assert {
+        option
+        for p in COMMANDS[name].params
+        if isinstance(p, click.Option) and not p.hidden
+        for option in p.opts
+        if option.startswith("--")
+    } <= {
+        *offered,
+        "--version",
+    }
 
 
 def test_choices_are_offered():

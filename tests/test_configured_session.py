@@ -43,9 +43,12 @@ def support(drafter: object) -> int:
 def test_a_configured_session_is_opened_as_configured_and_stays_lossless(exported_pair: Path, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     file = config_file(
-        tmp_path, drafter={"sparse_output": True}, verifier={"parallel_batch_size": 5}, cache={"max_context_length": 300},
+        tmp_path,
+        drafter={"sparse_output": True},
+        verifier={"parallel_batch_size": 5},
+        cache={"max_context_length": 300},
         tuning={"policy": "rolling", "initial_horizon": 2},
-    )  # fmt: skip
+    )
     with open_session(exported_pair, threads=1, config=file, monitoring=MonitorOptions(log=log)) as session:
         assert (session.drafter_kind, session.target.context, session.settings.longest_draft) == ("split", 300, 4)
         plain = session.generate(PROMPT, max_tokens=80, draft_length=0).text()
@@ -84,9 +87,10 @@ def test_the_bundles_own_file_is_read(exported_pair: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(("rows", "drafter"), [(2, "split"), (5, "dense"), (2, None)])
 def test_only_what_the_target_was_opened_for_is_measured(exported_pair: Path, tmp_path: Path, rows: int, drafter: str | None) -> None:
     file = config_file(
-        tmp_path, verifier={"parallel_batch_size": rows},
+        tmp_path,
+        verifier={"parallel_batch_size": rows},
         tuning={"policy": "profit", "initial_horizon": min(rows - 1, 2), "min_horizon": min(rows - 1, 1), "max_horizon": rows - 1},
-    )  # fmt: skip
+    )
     with open_session(exported_pair, threads=1, config=file, context=300, drafter=drafter, check="none") as session:
         plain = session.generate(PROMPT, max_tokens=40, draft_length=0).text()
         assert session.generate(PROMPT, max_tokens=40).text() == plain

@@ -29,9 +29,27 @@ if shutil.which("qemu-aarch64-static") is None:
 
 pytestmark = pytest.mark.slow
 WHAT = (
-    "--domains", "code", "--lengths", "2", "--policies", "none", "--repeats", "1", "--max-tokens", "6", "--contexts", "none", "--warm-up", "0",
-    "--threads", "1", "--backend", "onnx", "--context", "256",
-)  # fmt: skip
+    "--domains",
+    "code",
+    "--lengths",
+    "2",
+    "--policies",
+    "none",
+    "--repeats",
+    "1",
+    "--max-tokens",
+    "6",
+    "--contexts",
+    "none",
+    "--warm-up",
+    "0",
+    "--threads",
+    "1",
+    "--backend",
+    "onnx",
+    "--context",
+    "256",
+)
 
 
 def bench(*arguments: str | Path) -> Result:
@@ -86,9 +104,21 @@ def test_a_phone_from_package_to_report(
     phone = desk.phone(cpu="cortex-a76")
     begin = time.monotonic()
     result = bench(
-        onnx_pair("int4"), *WHAT, "--adb", phone.serial, "--package", package("android-arm64"), "--results", tmp_path / "results", "--run", "one",
-        "--html", tmp_path / "page.html", "--device-folder", tmp_path / "device",
-    )  # fmt: skip
+        onnx_pair("int4"),
+        *WHAT,
+        "--adb",
+        phone.serial,
+        "--package",
+        package("android-arm64"),
+        "--results",
+        tmp_path / "results",
+        "--run",
+        "one",
+        "--html",
+        tmp_path / "page.html",
+        "--device-folder",
+        tmp_path / "device",
+    )
     print(result.stderr, f"phone, deployed and measured under emulation: {time.monotonic() - begin:.0f} s")
     assert result.exit_code == 0, result.output
     there = read_records(next((tmp_path / "results").rglob("runs.jsonl")))
@@ -120,9 +150,21 @@ def test_a_pi_from_package_to_report(
     begin = time.monotonic()
     try:
         result = bench(
-            onnx_pair("int4"), *WHAT, "--ssh", "pi", "--ssh-config", host.config, "--device-folder", tmp_path / "device", "--package",
-            package("linux-arm64"), "--results", tmp_path / "results", "--run", "one",
-        )  # fmt: skip
+            onnx_pair("int4"),
+            *WHAT,
+            "--ssh",
+            "pi",
+            "--ssh-config",
+            host.config,
+            "--device-folder",
+            tmp_path / "device",
+            "--package",
+            package("linux-arm64"),
+            "--results",
+            tmp_path / "results",
+            "--run",
+            "one",
+        )
     finally:
         host.stop()
         pi.close()

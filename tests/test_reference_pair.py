@@ -117,10 +117,29 @@ def test_llama_cpps_own_tool_runs_the_pair_and_accepts_as_much(exported_pair: Pa
         counts["ours"][0] += generation.stats.accepted
         counts["ours"][1] += generation.stats.drafted
         command = [
-            str(Path(folder) / "llama-speculative-simple"), "-m", str(exported_pair / "target-f16.gguf"), "-md", str(exported_pair / "drafter-f16.gguf"),
-            "--spec-type", "draft-mtp", "--spec-draft-n-max", "3", "--temp", "0", "-n", "119", "-c", "1024", "-ngl", "0", "--no-escape",
-            "-t", "2", "-p", prompt,
-        ]  # fmt: skip
+            str(Path(folder) / "llama-speculative-simple"),
+            "-m",
+            str(exported_pair / "target-f16.gguf"),
+            "-md",
+            str(exported_pair / "drafter-f16.gguf"),
+            "--spec-type",
+            "draft-mtp",
+            "--spec-draft-n-max",
+            "3",
+            "--temp",
+            "0",
+            "-n",
+            "119",
+            "-c",
+            "1024",
+            "-ngl",
+            "0",
+            "--no-escape",
+            "-t",
+            "2",
+            "-p",
+            prompt,
+        ]
         found = peer_counts(command)
         counts["peer"][0] += int(found["accept"])
         counts["peer"][1] += int(found["drafted"])

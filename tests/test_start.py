@@ -69,10 +69,13 @@ def test_other_faults_are_not_taken_for_the_outputs():
 @pytest.mark.parametrize(
     ("command", "module"),
     [
-        ("edge-run", "numpy"), ("edge-run", "edge_runtime.cli.run"), ("edge-bench", "edge_runtime.config.schema"), ("edge-devices", "click"),
+        ("edge-run", "numpy"),
+        ("edge-run", "edge_runtime.cli.run"),
+        ("edge-bench", "edge_runtime.config.schema"),
+        ("edge-devices", "click"),
         ("edge-export", "edge_export.cli.command"),
     ],
-)  # fmt: skip
+)
 def test_ctrl_c_while_modules_load(command, module):
     interrupting = f"""
 import os, signal, sys
@@ -89,10 +92,11 @@ sys.meta_path.insert(0, Interrupting())
 @pytest.mark.parametrize(
     ("command", "argument", "place"),
     [
-        ("edge-run", "--doctor", "edge_runtime.cli.doctor.diagnose"), ("edge-devices", "detect", "edge_devices.cli.detect_device"),
+        ("edge-run", "--doctor", "edge_runtime.cli.doctor.diagnose"),
+        ("edge-devices", "detect", "edge_devices.cli.detect_device"),
         ("edge-devices", "probe", "edge_devices.cli.record"),
     ],
-)  # fmt: skip
+)
 def test_ctrl_c_ends_commands_that_do_not_hear_it_themselves(command, argument, place):
     module, _, name = place.rpartition(".")
     before = f"import {module} as module\ndef interrupted(*_, **__): raise KeyboardInterrupt\nmodule.{name} = interrupted"

@@ -29,9 +29,24 @@ from edge_devices.meters.search import find_meters
 OUT_OF_MEMORY = "there is not enough memory; close other programs"
 # Of all the flags a kernel prints, those that matrix kernels are chosen by.
 SPEED_FEATURES = {
-    "avx", "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16", "asimddp", "asimdhp", "i8mm", "bf16",
-    "sve", "sve2", "sme",
-}  # fmt: skip
+    "avx",
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_int8",
+    "amx_bf16",
+    "asimddp",
+    "asimdhp",
+    "i8mm",
+    "bf16",
+    "sve",
+    "sve2",
+    "sme",
+}
 
 
 class PlainErrors(click.Group):
@@ -115,7 +130,11 @@ def memory_text(found: Profile) -> str:
 
 
 @main.command()
-@click.option("--measure", is_flag=True, help="Also poll each usable meter under a load that goes on and off: its refresh, lag, cost of a read. Seconds, a slow gauge two minutes.")  # fmt: skip
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Also poll each usable meter under a load that goes on and off: its refresh, lag, cost of a read. Seconds, a slow gauge two minutes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def meters(measure: bool, as_json: bool) -> None:
     """List the energy meters: usable here, present but not usable and why, absent."""

@@ -74,7 +74,7 @@ def host_work(bundle: Bundle, target: LlamaTarget, threads: int, rounds: int) ->
     hidden, vocabulary = bundle.manifest.architecture.drafter_hidden_size, target.vocabulary.size
     weights = read_head(
         library(), bundle.path("drafter_head"), hidden_size=hidden, target_hidden_size=target.hidden_size, vocabulary=vocabulary
-    )  # fmt: skip
+    )
     table = map_gguf(library(), bundle.path("target", "gguf"), (EMBEDDING,)).tensor(EMBEDDING, (target.hidden_size, vocabulary))
     head = SparseHead(library(), weights, table, threads)
     noise = np.random.default_rng(0)
@@ -113,11 +113,15 @@ def measure(bundle: Bundle, options: LlamaOptions, tokens: int, draft_length: in
         target.prefill(text[:-1])
         facts = bundle.manifest.architecture
         return {
-            "bundle": str(bundle.folder), "drafter_hidden_size": facts.drafter_hidden_size, "vocabulary": facts.vocab_size,
-            "threads": options.threads, "tokens": len(text), "rounds": rounds,
+            "bundle": str(bundle.folder),
+            "drafter_hidden_size": facts.drafter_hidden_size,
+            "vocabulary": facts.vocab_size,
+            "threads": options.threads,
+            "tokens": len(text),
+            "rounds": rounds,
             "steps": draft_steps(drafters, text[-1], draft_length, rounds),
             "split_host_work": host_work(bundle, target, options.threads, rounds) if has_split(bundle) else None,
-        }  # fmt: skip
+        }
 
 
 def table(record: dict[str, Any]) -> Table:

@@ -29,16 +29,27 @@ from edge_runtime.errors import EdgeRuntimeError
 @click.option("--threads", type=click.IntRange(min=1))
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here.")
 def main(
-    bundle: Path, files: tuple[Path, ...], count: int, max_tokens: int, draft_length: int, kv_types: tuple[KvType, ...],
-    threads: int | None, json_path: Path | None,
-) -> None:  # fmt: skip
+    bundle: Path,
+    files: tuple[Path, ...],
+    count: int,
+    max_tokens: int,
+    draft_length: int,
+    kv_types: tuple[KvType, ...],
+    threads: int | None,
+    json_path: Path | None,
+) -> None:
     """Compare the KV types on BUNDLE."""
     prompts = [prompt for file in files for prompt in json.loads(file.read_text(encoding="utf-8"))[:count]]
     try:
         costs = measure_kv_types(
-            bundle, prompts, kv_types=kv_types, max_tokens=max_tokens, draft_length=draft_length, threads=threads,
+            bundle,
+            prompts,
+            kv_types=kv_types,
+            max_tokens=max_tokens,
+            draft_length=draft_length,
+            threads=threads,
             notify=lambda text: click.echo(text, err=True),
-        )  # fmt: skip
+        )
     except EdgeRuntimeError as error:
         raise click.ClickException(str(error)) from error
     if json_path:

@@ -58,10 +58,14 @@ class Side:
         """Opens it, on ONNX Runtime with weights kept packed unless `extra` is "unpacked"."""
         onnx = self.backend == "onnx"
         options = {
-            "backend": self.backend, "threads": self.threads, "context": self.context, "check": "none",
+            "backend": self.backend,
+            "threads": self.threads,
+            "context": self.context,
+            "check": "none",
             "keep_packed": onnx and self.extra != "unpacked",
-            "uniform_rows": self.extra == "uniform", "notify": (lambda text: click.echo(text, err=True)) if say else (lambda _: None),
-        }  # fmt: skip
+            "uniform_rows": self.extra == "uniform",
+            "notify": (lambda text: click.echo(text, err=True)) if say else (lambda _: None),
+        }
         return open_session(self.bundle, **cast(OpenOptions, options))
 
 
@@ -90,9 +94,11 @@ def opening(side: Side) -> dict[str, float]:
             pass
         used = _resident()
     return {
-        "seconds": seconds, "opened_bytes": opened.total - before.total, "used_bytes": used.total - before.total,
+        "seconds": seconds,
+        "opened_bytes": opened.total - before.total,
+        "used_bytes": used.total - before.total,
         "used_anonymous_bytes": used.anonymous - before.anonymous,
-    }  # fmt: skip
+    }
 
 
 def _resident() -> Resident:
@@ -130,7 +136,7 @@ def fill(session: Session, length: int) -> None:
 
 def forwards(
     sessions: dict[str, Session], context: int, row_counts: Sequence[int], draft_length: int, repeats: int, typical: Typical
-) -> dict[str, dict[str, float]]:  # fmt: skip
+) -> dict[str, dict[str, float]]:
     """Milliseconds of verifies of each number of rows and of one step of a draft, the typical ones, behind `context` tokens."""
     for session in sessions.values():
         fill(session, context)
@@ -167,7 +173,7 @@ def draft_seconds(target: Target, drafter: Drafter, draft_length: int, context: 
 
 def texts(
     sessions: dict[str, Session], prompts: Sequence[str], lengths: Sequence[int], tokens: int, repeats: int, typical: Typical
-) -> dict[str, dict[str, dict[str, float]]]:  # fmt: skip
+) -> dict[str, dict[str, dict[str, float]]]:
     """Tokens per second of decoding with each draft length, geometric means over prompts of typical ones, and the share accepted."""
     speeds: dict[tuple[str, int], dict[int, list[float]]] = {}
     counts: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -204,9 +210,10 @@ def table(title: str, rows: dict[str, dict[str, str]]) -> Table:
 def opening_table(found: dict[str, dict[str, float]]) -> Table:
     """Seconds and megabytes."""
     rows = {
-        name: {"seconds": f"{by['seconds']:.2f}"} | {key.removesuffix("_bytes") + " MB": f"{by[key] / 1e6:.0f}" for key in by if key != "seconds"}
+        name: {"seconds": f"{by['seconds']:.2f}"}
+        | {key.removesuffix("_bytes") + " MB": f"{by[key] / 1e6:.0f}" for key in by if key != "seconds"}
         for name, by in found.items()
-    }  # fmt: skip
+    }
     return table("opening", rows)
 
 
@@ -216,7 +223,7 @@ def forward_table(context: int, found: dict[str, dict[str, float]]) -> Table:
     rows = {
         name: {key: f"{value:.2f} ({first[key] / value:.2f})" if key in first else f"{value:.2f}" for key, value in by.items()}
         for name, by in found.items()
-    }  # fmt: skip
+    }
     return table(f"milliseconds behind {context} tokens (how many times as quick as the first)", rows)
 
 
@@ -225,7 +232,7 @@ def growth_table(by_context: dict[str, dict[str, dict[str, float]]]) -> Table:
     first, last = min(by_context, key=int), max(by_context, key=int)
     rows = {
         name: {key: f"{value / by_context[first][name][key]:.2f}" for key, value in by.items()} for name, by in by_context[last].items()
-    }  # fmt: skip
+    }
     return table(f"times the milliseconds behind {first} tokens, behind {last}", rows)
 
 
@@ -238,7 +245,7 @@ def text_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
             for length, of in by.items()
         }
         for name, by in found.items()
-    }  # fmt: skip
+    }
     return table("tokens per second by draft length (times the first), drafts accepted", rows)
 
 
@@ -256,9 +263,19 @@ def text_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
 @click.option("--statistic", type=click.Choice(("median", "best")), default="median", help="best: for a machine that is not quiet.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all figures here.")
 def main(
-    words: tuple[str, ...], threads: int | None, contexts: tuple[int, ...], rows: str, lengths: tuple[int, ...], prompts: tuple[Path, ...],
-    count: int, tokens: int, repeats: int, opening_repeats: int, statistic: str, json_path: Path | None,
-) -> None:  # fmt: skip
+    words: tuple[str, ...],
+    threads: int | None,
+    contexts: tuple[int, ...],
+    rows: str,
+    lengths: tuple[int, ...],
+    prompts: tuple[Path, ...],
+    count: int,
+    tokens: int,
+    repeats: int,
+    opening_repeats: int,
+    statistic: str,
+    json_path: Path | None,
+) -> None:
     """Compare bundles on backends; the first is what others are held against."""
     sides = sides_of(words, threads or default_threads(), max(contexts) + ROOM)
     row_counts = [int(part) for part in rows.split(",")]

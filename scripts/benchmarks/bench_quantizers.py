@@ -44,8 +44,9 @@ GGUF_TYPES = ("q4_0", "q4_k_m")
 BLOCKS = (32, 128)
 # What the ONNX exporter makes of int4, the embedding included.
 EXPORTS = {f"ONNX int4, blocks of {block}": OnnxRequest(block=block) for block in (32, 64, 128)} | {
-    "ONNX int4, mixed": OnnxRequest(), "ONNX int4, mixed, int8 embedding": OnnxRequest(embedding="int8"),
-}  # fmt: skip
+    "ONNX int4, mixed": OnnxRequest(),
+    "ONNX int4, mixed, int8 embedding": OnnxRequest(embedding="int8"),
+}
 SENSITIVE = re.compile(r"blk\.\d+\.(attn_v|proj)\.weight")
 TEXT_BYTES = 1_000_000
 
@@ -95,9 +96,12 @@ class Target:
         kls = np.array([each.mean_kl for each in found])
         mean = float(share @ kls)
         return Loss(
-            way=way, kl=mean, kl_error=float(np.sqrt(np.sum((share * (kls - mean)) ** 2))),
-            greedy_agreement=float(share @ [each.greedy_agreement for each in found]), bits=bits,
-        )  # fmt: skip
+            way=way,
+            kl=mean,
+            kl_error=float(np.sqrt(np.sum((share * (kls - mean)) ** 2))),
+            greedy_agreement=float(share @ [each.greedy_agreement for each in found]),
+            bits=bits,
+        )
 
     def _put(self, weights: Weights) -> None:
         with torch.inference_mode():
@@ -172,9 +176,7 @@ def exported(weights: Weights, request: OnnxRequest, importance: Importance | No
     return quantized(weights, spec_of, importance)
 
 
-def quantized(
-    weights: Weights, spec_of: Callable[[str, int], WeightSpec], importance: Importance | None
-) -> tuple[Weights, float]:  # fmt: skip
+def quantized(weights: Weights, spec_of: Callable[[str, int], WeightSpec], importance: Importance | None) -> tuple[Weights, float]:
     """The matrices quantized and back, and their bits per weight; `spec_of` says how from a name and a row's length."""
     made, stored = {}, 0
     for name, values in weights.items():
@@ -198,9 +200,15 @@ def measured_importance(folder: Path, text: Path, checkpoint: Checkpoint, thread
     """Importance of the target's channels on this text."""
     model = checkpoint.architecture
     request = CalibrationRequest(
-        target_folder=folder, drafter_folder=None, tokenizer_folder=folder, text=text, parameters=checkpoint.parameters,
-        window=model.window, context=model.context, threads=threads,
-    )  # fmt: skip
+        target_folder=folder,
+        drafter_folder=None,
+        tokenizer_folder=folder,
+        text=text,
+        parameters=checkpoint.parameters,
+        window=model.window,
+        context=model.context,
+        threads=threads,
+    )
     made = calibrate(request)
     return fitted(made.target, checkpoint, made.source)
 

@@ -46,16 +46,22 @@ class Sample:
 def run(session: Session, prompt: str, method: str, sampling: SamplingParams, length: int, tokens: int) -> dict[str, float]:
     """One request; `method` is an acceptance method or `PLAIN`."""
     generation = session.generate(
-        prompt, max_tokens=tokens, policy=Fixed(0 if method == PLAIN else length), sampling=sampling,
+        prompt,
+        max_tokens=tokens,
+        policy=Fixed(0 if method == PLAIN else length),
+        sampling=sampling,
         acceptance=DEFAULT_ACCEPTANCE if method == PLAIN else method,
-    )  # fmt: skip
+    )
     for _ in generation.rounds():
         pass
     stats = generation.stats
     return {
-        "tokens": stats.tokens, "rounds": stats.rounds, "drafted": stats.drafted, "accepted": stats.accepted,
+        "tokens": stats.tokens,
+        "rounds": stats.rounds,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
         "seconds": stats.decode_seconds,
-    }  # fmt: skip
+    }
 
 
 def measure(
@@ -108,9 +114,16 @@ def report(samples: Sequence[Sample], temperatures: Sequence[float]) -> str:
 @click.option("--threads", type=click.IntRange(min=1))
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all samples here.")
 def main(
-    bundle: Path, temperatures: tuple[float, ...], draft_length: int, max_tokens: int, repeats: int, top_k: int, top_p: float,
-    threads: int | None, json_path: Path | None,
-) -> None:  # fmt: skip
+    bundle: Path,
+    temperatures: tuple[float, ...],
+    draft_length: int,
+    max_tokens: int,
+    repeats: int,
+    top_k: int,
+    top_p: float,
+    threads: int | None,
+    json_path: Path | None,
+) -> None:
     """Compare rejection and match on BUNDLE."""
     try:
         with open_session(bundle, threads=threads, notify=lambda text: click.echo(text, err=True)) as session:

@@ -208,9 +208,10 @@ def record(bundle: Path, output: Path, own: tuple[Path, ...], max_tokens: int, m
         for prompt in track(prepare(prompts, session), console=Console(stderr=True)):
             places = record_text(session, prompt.ids, max_tokens)
             line = {
-                "domain": prompt.domain, "accepted": [place.accepted for place in places],
+                "domain": prompt.domain,
+                "accepted": [place.accepted for place in places],
                 "confidences": [[round(sure, 4) for sure in place.confidences] for place in places],
-            }  # fmt: skip
+            }
             file.write(json.dumps(line) + "\n")
 
 

@@ -50,9 +50,12 @@ class Side:
         """Plain values under stable keys."""
         rate = self.accepted / self.drafted if self.drafted else None
         return {
-            "contexts": self.contexts, "drafted_tokens": self.drafted, "accepted_tokens": self.accepted, "acceptance_rate": rate,
+            "contexts": self.contexts,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
+            "acceptance_rate": rate,
             "equal_to_reference": self.equal / self.contexts if self.contexts else None,
-        }  # fmt: skip
+        }
 
 
 class Reference:
@@ -77,8 +80,10 @@ class Reference:
         while len(drafts) < length:
             output = self._assistant(
                 inputs_embeds=torch.cat([rows.embed(torch.tensor([[last]])), hidden], dim=-1),
-                position_ids=torch.tensor([[position]]), shared_kv_states=shared, use_cache=False,
-            )  # fmt: skip
+                position_ids=torch.tensor([[position]]),
+                shared_kv_states=shared,
+                use_cache=False,
+            )
             last, hidden = int(output.logits[0, -1].argmax()), output.last_hidden_state
             drafts.append(last)
         return drafts
@@ -112,9 +117,17 @@ def drafts_of(session: Session, tokens: Sequence[int], positions: Sequence[int],
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @torch.inference_mode()
 def main(
-    bundle: Path, target: Path, drafter: Path, files: tuple[Path, ...], single: tuple[str, ...], tokens: int, every: int,
-    draft_length: int, threads: int | None, as_json: bool,
-) -> None:  # fmt: skip
+    bundle: Path,
+    target: Path,
+    drafter: Path,
+    files: tuple[Path, ...],
+    single: tuple[str, ...],
+    tokens: int,
+    every: int,
+    draft_length: int,
+    threads: int | None,
+    as_json: bool,
+) -> None:
     """Draft along texts of BUNDLE's target with its dense and split drafters and with the checkpoints TARGET and DRAFTER."""
     prompts = [prompt for file in files for prompt in json.loads(file.read_text())] + list(single)
     sides: dict[str, Side] = {name: Side() for name in (SPARSE, DENSE, "split", "dense")}
@@ -134,9 +147,11 @@ def main(
                 rows = reference.read(text)
                 wanted = [reference.draft(rows, text, p, draft_length, sparse=True) for p in positions]
                 drafts = {
-                    SPARSE: wanted, DENSE: [reference.draft(rows, text, p, draft_length, sparse=False) for p in positions],
-                    "split": drafts_of(split, text, positions, draft_length), "dense": drafts_of(dense, text, positions, draft_length),
-                }  # fmt: skip
+                    SPARSE: wanted,
+                    DENSE: [reference.draft(rows, text, p, draft_length, sparse=False) for p in positions],
+                    "split": drafts_of(split, text, positions, draft_length),
+                    "dense": drafts_of(dense, text, positions, draft_length),
+                }
                 for name, made in drafts.items():
                     stood = [sides[name].add(d, text[p + 1 :], w) for d, p, w in zip(made, positions, wanted, strict=True)]
                     sides[name].by_prompt.append(sum(stood) / (len(stood) * draft_length) if stood else 0.0)
@@ -156,9 +171,13 @@ def as_table(sides: dict[str, Side], prompts: int, draft_length: int) -> Table:
     for name, side in sides.items():
         same = sum(a == b for a, b in zip(side.by_prompt, sides[SPARSE].by_prompt, strict=True))
         table.add_row(
-            name, str(side.accepted), str(side.drafted), f"{side.accepted / side.drafted:.2%}", f"{side.equal / side.contexts:.2%}",
+            name,
+            str(side.accepted),
+            str(side.drafted),
+            f"{side.accepted / side.drafted:.2%}",
+            f"{side.equal / side.contexts:.2%}",
             f"{same} of {prompts}",
-        )  # fmt: skip
+        )
     return table
 
 

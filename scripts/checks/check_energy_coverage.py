@@ -73,9 +73,15 @@ def coverage(meter: str, runs: int, first: int = 0) -> Coverage:
     found = [o for seed in range(first, first + runs) if (o := outcome(meter, seed))]
     errors = [o.error for o in found]
     return Coverage(
-        meter=meter, runs=runs, counted=len(found), refused=runs - len(found), median_error=median(map(abs, errors)), mean_error=fmean(errors),
-        covered=fmean(o.covered for o in found), net_covered=fmean(o.net_covered for o in found if o.net_covered is not None),
-    )  # fmt: skip
+        meter=meter,
+        runs=runs,
+        counted=len(found),
+        refused=runs - len(found),
+        median_error=median(map(abs, errors)),
+        mean_error=fmean(errors),
+        covered=fmean(o.covered for o in found),
+        net_covered=fmean(o.net_covered for o in found if o.net_covered is not None),
+    )
 
 
 def table(rows: list[Coverage]) -> Iterator[str]:

@@ -86,12 +86,15 @@ class Soak:
         sampled = chance.random() < 0.2
         fixed = chance.random() < 0.8
         return self.session.generate(
-            self.prompt(), max_tokens=chance.choice((1, 8, 64, 200, 400)),
+            self.prompt(),
+            max_tokens=chance.choice((1, 8, 64, 200, 400)),
             draft_length=chance.randint(0, self.session.settings.longest_draft) if fixed else None,
             sampling=SamplingParams(temperature=0.9, top_p=0.95, seed=chance.randrange(1 << 30)) if sampled else GREEDY_PARAMS,
-            acceptance=chance.choice(("rejection", "match")), reuse_prefix=chance.random() < 0.3,
-            stop=("return",) if chance.random() < 0.1 else (), on_round=self._failing if chance.random() < 0.02 else None,
-        )  # fmt: skip
+            acceptance=chance.choice(("rejection", "match")),
+            reuse_prefix=chance.random() < 0.3,
+            stop=("return",) if chance.random() < 0.1 else (),
+            on_round=self._failing if chance.random() < 0.02 else None,
+        )
 
     def run(self, most: int) -> Iterator[int]:
         """Runs requests until `most` tokens are out; yields the count after each."""
@@ -214,16 +217,32 @@ def draw(samples: list[Sample], title: str, path: Path) -> None:
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("soak.jsonl"), help="One JSON line per sample.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="SVG or PNG of resident memory; needs [report].")
 def main(
-    bundle: Path, backend: Any, tokens: int, context: int, threads: int, check_every: int, uniform_rows: bool, seed: int, output: Path, plot: Path | None
-) -> None:  # fmt: skip
+    bundle: Path,
+    backend: Any,
+    tokens: int,
+    context: int,
+    threads: int,
+    check_every: int,
+    uniform_rows: bool,
+    seed: int,
+    output: Path,
+    plot: Path | None,
+) -> None:
     """Runs TOKENS tokens of random requests through BUNDLE and checks memory, cache and output on the way."""
     samples: list[Sample] = []
     begin = time.monotonic()
     try:
-        with output.open("w", encoding="utf-8") as log, open_session(
-            bundle, backend=backend, context=context, threads=threads, notify=lambda text: click.echo(text, err=True),
-            uniform_rows=uniform_rows,
-        ) as session:  # fmt: skip
+        with (
+            output.open("w", encoding="utf-8") as log,
+            open_session(
+                bundle,
+                backend=backend,
+                context=context,
+                threads=threads,
+                notify=lambda text: click.echo(text, err=True),
+                uniform_rows=uniform_rows,
+            ) as session,
+        ):
             soak = Soak(session, seed, check_every, tie_of(session.bundle, backend))
             for done in soak.run(tokens):
                 if not samples or done - samples[-1].tokens >= tokens / SAMPLES:

@@ -29,38 +29,73 @@ SHARD_BYTES = 2 << 30
 OWNING_LAYERS = 15
 SLIDING, FULL = "sliding_attention", "full_attention"
 HEADS: dict[str, Any] = {
-    "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131072, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "attention_k_eq_v": False,
-    "enable_moe_block": False, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 512,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
     "rope_parameters": {
         SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     },
-}  # fmt: skip
+}
 
 
 def target_config(vocabulary: int, layers: int) -> dict[str, Any]:
     """config.json of the E2B text model, or of its first layers; the first 15 own K/V."""
     return HEADS | {
-        "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "dtype": "bfloat16", "vocab_size": vocabulary,
-        "vocab_size_per_layer_input": vocabulary, "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": layers,
-        "num_attention_heads": 8, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": max(0, layers - OWNING_LAYERS), "use_double_wide_mlp": True,
-        "layer_types": ([SLIDING] * 4 + [FULL]) * (layers // 5), "final_logit_softcapping": 30.0,
-    }  # fmt: skip
+        "model_type": "gemma4_text",
+        "architectures": ["Gemma4ForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": vocabulary,
+        "vocab_size_per_layer_input": vocabulary,
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": max(0, layers - OWNING_LAYERS),
+        "use_double_wide_mlp": True,
+        "layer_types": ([SLIDING] * 4 + [FULL]) * (layers // 5),
+        "final_logit_softcapping": 30.0,
+    }
 
 
 def drafter_config(vocabulary: int) -> dict[str, Any]:
     """config.json of the E2B assistant."""
     text = HEADS | {
-        "model_type": "gemma4_text", "vocab_size": vocabulary, "vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0,
-        "hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 4, "num_kv_shared_layers": 4,
-        "layer_types": [SLIDING] * 3 + [FULL], "use_double_wide_mlp": False, "final_logit_softcapping": None,
-    }  # fmt: skip
+        "model_type": "gemma4_text",
+        "vocab_size": vocabulary,
+        "vocab_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": 0,
+        "hidden_size": 256,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_kv_shared_layers": 4,
+        "layer_types": [SLIDING] * 3 + [FULL],
+        "use_double_wide_mlp": False,
+        "final_logit_softcapping": None,
+    }
     return {
-        "model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"], "dtype": "bfloat16", "backbone_hidden_size": 1536,
-        "use_ordered_embeddings": True, "num_centroids": vocabulary // 128, "centroid_intermediate_top_k": 32,
-        "tie_word_embeddings": True, "text_config": text,
-    }  # fmt: skip
+        "model_type": "gemma4_assistant",
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "dtype": "bfloat16",
+        "backbone_hidden_size": 1536,
+        "use_ordered_embeddings": True,
+        "num_centroids": vocabulary // 128,
+        "centroid_intermediate_top_k": 32,
+        "tie_word_embeddings": True,
+        "text_config": text,
+    }
 
 
 def write_shards(shapes: Shapes, folder: Path, seed: int) -> None:

@@ -60,9 +60,12 @@ def target_stage(output: Path, minutes: float, seed: int) -> None:
     }.items():
         measured[name] = validation_loss(shipped, stream, recipe.sequence_length)
     measured |= {
-        "parameters": sum(p.numel() for p in shipped.parameters()), "train_tokens": len(train_tokens),
-        "held_out_tokens": len(held_tokens), "python": platform.python_version(), "torch": torch.__version__,
-    }  # fmt: skip
+        "parameters": sum(p.numel() for p in shipped.parameters()),
+        "train_tokens": len(train_tokens),
+        "held_out_tokens": len(held_tokens),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     log(measured)
     (output / "target.measured.json").write_text(json.dumps(measured, indent=2) + "\n")
 
@@ -124,10 +127,15 @@ def evaluate_stage(output: Path, seed: int) -> None:
     log(measured)
     (output / "acceptance.measured.json").write_text(json.dumps(measured, indent=2) + "\n")
     write_minutes = json.loads((output / "drafter.measured.json").read_text())["write_minutes"]
-    write_card(output, {
-        "new": TEXT_LENGTH - PROMPT_LENGTH, "prompts": EVALUATION_PROMPTS, "prompt_length": PROMPT_LENGTH,
-        "write_minutes": write_minutes,
-    })  # fmt: skip
+    write_card(
+        output,
+        {
+            "new": TEXT_LENGTH - PROMPT_LENGTH,
+            "prompts": EVALUATION_PROMPTS,
+            "prompt_length": PROMPT_LENGTH,
+            "write_minutes": write_minutes,
+        },
+    )
 
 
 def save_model(model: torch.nn.Module, folder: Path) -> None:
@@ -150,7 +158,7 @@ def save_model(model: torch.nn.Module, folder: Path) -> None:
 @click.option("--seed", default=20261121)
 def main(
     output: Path, minutes: float, drafter_minutes: float, write_minutes: float, stages: tuple[str, ...], threads: int, seed: int
-) -> None:  # fmt: skip
+) -> None:
     """Train the reference pair from the standard library of the running Python."""
     if threads:
         torch.set_num_threads(threads)

@@ -95,8 +95,10 @@ def widen_target(folder: Path, output: Path, factor: int, vocabulary: int, direc
     state["model.embed_tokens.weight"] = pad_rows(state["model.embed_tokens.weight"], vocabulary, -SCALE * direction)
     state["model.embed_tokens_per_layer.weight"] = pad_rows(state["model.embed_tokens_per_layer.weight"], vocabulary)
     config |= {
-        "intermediate_size": config["intermediate_size"] * factor, "vocab_size": vocabulary, "vocab_size_per_layer_input": vocabulary,
-    }  # fmt: skip
+        "intermediate_size": config["intermediate_size"] * factor,
+        "vocab_size": vocabulary,
+        "vocab_size_per_layer_input": vocabulary,
+    }
     write_folder(folder, output, state, config, vocabulary)
 
 

@@ -19,12 +19,36 @@ from typing import Any
 import click
 
 # Permissive ones, and MPL, whose copyleft ends at its own files. Spellings are those of the packages' metadata.
-ALLOWED = frozenset({
-    "0BSD", "3-Clause BSD License", "Apache 2.0 License", "Apache Software License", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD",
-    "BSD License", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "CNRI-Python", "HPND", "ISC", "ISC License (ISCL)", "MIT",
-    "MIT License", "MIT-0", "MIT-CMU", "MPL-2.0", "Mozilla Public License 2.0 (MPL 2.0)", "PSF-2.0", "Python Software Foundation License",
-    "Unlicense", "Zlib",
-})  # fmt: skip
+ALLOWED = frozenset(
+    {
+        "0BSD",
+        "3-Clause BSD License",
+        "Apache 2.0 License",
+        "Apache Software License",
+        "Apache-2.0",
+        "Apache-2.0 WITH LLVM-exception",
+        "BSD",
+        "BSD License",
+        "BSD-2-Clause",
+        "BSD-3-Clause",
+        "BSL-1.0",
+        "CC0-1.0",
+        "CNRI-Python",
+        "HPND",
+        "ISC",
+        "ISC License (ISCL)",
+        "MIT",
+        "MIT License",
+        "MIT-0",
+        "MIT-CMU",
+        "MPL-2.0",
+        "Mozilla Public License 2.0 (MPL 2.0)",
+        "PSF-2.0",
+        "Python Software Foundation License",
+        "Unlicense",
+        "Zlib",
+    }
+)
 SERVICES = ("pypi", "osv")
 _TIMEOUT_SECONDS = 600
 _UNREACHABLE = re.compile(

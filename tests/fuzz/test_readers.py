@@ -23,9 +23,15 @@ from fuzzing.readers import Reader, corpus
 from fuzzing.registry import all_readers
 
 NEEDS = {
-    "head-file": "llama_cpp", "gguf-model": "llama_cpp", "gguf-drafter": "llama_cpp", "gguf-body": "llama_cpp", "kv-state": "llama_cpp", "prompt": "llama_cpp", "onnx-model": "onnxruntime",
+    "head-file": "llama_cpp",
+    "gguf-model": "llama_cpp",
+    "gguf-drafter": "llama_cpp",
+    "gguf-body": "llama_cpp",
+    "kv-state": "llama_cpp",
+    "prompt": "llama_cpp",
+    "onnx-model": "onnxruntime",
     "tokenizer-library": "tokenizers",
-}  # fmt: skip
+}
 FEW = {"gguf-model": 60, "gguf-drafter": 60, "gguf-body": 60, "onnx-model": 150, "config": 150}
 READERS = all_readers()
 
@@ -149,11 +155,14 @@ def misbehaving(read: Callable[[bytes], None]) -> Reader:
 @pytest.mark.parametrize(
     ("read", "kind", "says"),
     [
-        (lambda _: {}["x"], "error", "KeyError"), (lambda _: os.kill(os.getpid(), 9), "crash", "SIGKILL"),
-        (lambda _: Path("/etc/hostname").read_text(), "error", "ForbiddenError: open"), (lambda _: eval("1"), "error", "ForbiddenError: exec"),
-        (lambda _: os.system("true"), "error", "ForbiddenError: os.system"), (lambda _: bytearray(64 << 20), "memory", "bytes for an input"),
+        (lambda _: {}["x"], "error", "KeyError"),
+        (lambda _: os.kill(os.getpid(), 9), "crash", "SIGKILL"),
+        (lambda _: Path("/etc/hostname").read_text(), "error", "ForbiddenError: open"),
+        (lambda _: eval("1"), "error", "ForbiddenError: exec"),
+        (lambda _: os.system("true"), "error", "ForbiddenError: os.system"),
+        (lambda _: bytearray(64 << 20), "memory", "bytes for an input"),
     ],
-)  # fmt: skip
+)
 def test_the_campaign_sees_what_it_looks_for(read: Callable[[bytes], None], kind: str, says: str) -> None:
     report = run_campaign(misbehaving(read), 3, 1)
     assert (report.failures[0].kind, says in report.failures[0].what) == (kind, True)

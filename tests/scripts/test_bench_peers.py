@@ -51,7 +51,16 @@ def test_measuring_goes_through_edge_bench(tmp_path, monkeypatch, records):
     assert CliRunner().invoke(bench_peers.main, arguments).exit_code == 0
     ((command, environment),) = asked
     assert command[3:] == [
-        str(bundle), "--against", f"llama.cpp={tools}", "--contexts", "none", "--runs", str(records), "--lengths", "1-4", "--drafters",
+        str(bundle),
+        "--against",
+        f"llama.cpp={tools}",
+        "--contexts",
+        "none",
+        "--runs",
+        str(records),
+        "--lengths",
+        "1-4",
+        "--drafters",
         "dense,split",
-    ]  # fmt: skip
+    ]
     assert environment == {"LLAMA_CPP_LIB_PATH": str(tools)}

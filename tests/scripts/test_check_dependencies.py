@@ -24,11 +24,22 @@ UNREACHABLE = "requests.exceptions.ConnectionError: Max retries exceeded with ur
 @pytest.mark.parametrize(
     ("licence", "allowed"),
     [
-        ("MIT", True), ("Apache-2.0 AND BSD-2-Clause", True), ("Apache Software License; MIT License", True), ("GPL-3.0 OR MIT", True),
-        ("(MIT OR GPL-2.0)", True), ("Mozilla Public License 2.0 (MPL 2.0)", True), ("(GPL-2.0 OR LGPL-2.1) AND MIT", False), ("GPL-3.0 AND MIT", False), ("MIT; GPL-3.0", False), ("UNKNOWN", False), ("", False), ("AGPL-3.0", False),
-        ("LGPL-3.0 WITH MIT", False), ("Apache-2.0 WITH LLVM-exception AND MIT", True),
+        ("MIT", True),
+        ("Apache-2.0 AND BSD-2-Clause", True),
+        ("Apache Software License; MIT License", True),
+        ("GPL-3.0 OR MIT", True),
+        ("(MIT OR GPL-2.0)", True),
+        ("Mozilla Public License 2.0 (MPL 2.0)", True),
+        ("(GPL-2.0 OR LGPL-2.1) AND MIT", False),
+        ("GPL-3.0 AND MIT", False),
+        ("MIT; GPL-3.0", False),
+        ("UNKNOWN", False),
+        ("", False),
+        ("AGPL-3.0", False),
+        ("LGPL-3.0 WITH MIT", False),
+        ("Apache-2.0 WITH LLVM-exception AND MIT", True),
     ],
-)  # fmt: skip
+)
 def test_licences(licence, allowed):
     assert check_dependencies.is_allowed(licence) is allowed
 
@@ -49,7 +60,7 @@ def audit(tmp_path):
         )
         return CliRunner().invoke(
             check_dependencies.main, ["--python", "python", "--lock", str(tmp_path / "lock.txt"), "--tools", str(tmp_path), *options]
-        )  # fmt: skip
+        )
 
     return run
 

@@ -22,24 +22,52 @@ def rolling() -> Variant:
 
 def header(**changes: object) -> Header:
     values = {
-        "schema": SCHEMA, "version": "0", "created_at": "2026-01-01T00:00:00+00:00", "bundle": "made-up", "target": "pair",
+        "schema": SCHEMA,
+        "version": "0",
+        "created_at": "2026-01-01T00:00:00+00:00",
+        "bundle": "made-up",
+        "target": "pair",
         "files": (ModelFile(role="target", format="gguf", quantization="q4_0", bytes=5_000_000),),
-        "machine": {"processor": "a processor", "usable_processors": 2}, "settings": {"threads": 2, "tokens": 10, "repeats": 2},
-    }  # fmt: skip
+        "machine": {"processor": "a processor", "usable_processors": 2},
+        "settings": {"threads": 2, "tokens": 10, "repeats": 2},
+    }
     return Header(**(values | changes))
 
 
 def run(
-    variant: Variant, *, domain: str = "code", prompt: int = 0, repeat: int = 0, seconds: float = 1.0, part: str = "domains",
-    output: str | None = "same", drafted_at: tuple[int, ...] = (), accepted_at: tuple[int, ...] = (),
-) -> Run:  # fmt: skip
+    variant: Variant,
+    *,
+    domain: str = "code",
+    prompt: int = 0,
+    repeat: int = 0,
+    seconds: float = 1.0,
+    part: str = "domains",
+    output: str | None = "same",
+    drafted_at: tuple[int, ...] = (),
+    accepted_at: tuple[int, ...] = (),
+) -> Run:
     """Ten tokens in five rounds of two."""
     return Run(
-        part=part, domain=domain, prompt=prompt, repeat=repeat, variant=variant, prompt_tokens=4, tokens=10, seconds=seconds,
-        drafted=sum(drafted_at), accepted=sum(accepted_at), drafted_at=drafted_at, accepted_at=accepted_at,
-        round_seconds=(seconds / 5,) * 5, round_tokens=(2,) * 5, prefill_seconds=0.1, first_token_seconds=0.2,
-        draft_seconds=seconds / 10 if drafted_at else 0.0, verify_seconds=seconds / 2, output=output,
-    )  # fmt: skip
+        part=part,
+        domain=domain,
+        prompt=prompt,
+        repeat=repeat,
+        variant=variant,
+        prompt_tokens=4,
+        tokens=10,
+        seconds=seconds,
+        drafted=sum(drafted_at),
+        accepted=sum(accepted_at),
+        drafted_at=drafted_at,
+        accepted_at=accepted_at,
+        round_seconds=(seconds / 5,) * 5,
+        round_tokens=(2,) * 5,
+        prefill_seconds=0.1,
+        first_token_seconds=0.2,
+        draft_seconds=seconds / 10 if drafted_at else 0.0,
+        verify_seconds=seconds / 2,
+        output=output,
+    )
 
 
 def noisy_runs(speed_ups: dict[str, float], *, repeats: int, seed: int, noise: float = 0.03, drift: float = 0.0) -> list[Run]:
@@ -69,10 +97,20 @@ def whole_benchmark(domains: Sequence[str] = ("code", "prose")) -> list[Record]:
         Memory(drafter="dense", sequences=1, context=64, peak_bytes=100_000_000),
         Memory(drafter="dense", sequences=2, context=64, peak_bytes=120_000_000),
         Concurrency(
-            clients=2, variant=rolling(), repeat=0, requests=4, tokens=40, seconds=2.0, request_seconds=(1.0, 1.0, 0.9, 0.9),
-            token_seconds=(0.1,) * 36, equal=4, compared=4,
+            clients=2,
+            variant=rolling(),
+            repeat=0,
+            requests=4,
+            tokens=40,
+            seconds=2.0,
+            request_seconds=(1.0, 1.0, 0.9, 0.9),
+            token_seconds=(0.1,) * 36,
+            equal=4,
+            compared=4,
         ),
-        KvTypeCost(kv_type="q8_0", cache_bytes=1000, tokens=9, acceptance_rate=0.5, tokens_per_second=10, kl_mean=1e-5, kl_max=1e-4, same_best=1),
+        KvTypeCost(
+            kv_type="q8_0", cache_bytes=1000, tokens=9, acceptance_rate=0.5, tokens_per_second=10, kl_mean=1e-5, kl_max=1e-4, same_best=1
+        ),
         Note(text="something was left out"),
-    ]  # fmt: skip
+    ]
     return records

@@ -16,9 +16,22 @@ from edge_runtime.session.session import Session
 from scripted import MANIFEST, ScriptedDrafter, ScriptedTarget
 
 CONTROL = (
-    "<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>",
-    "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
-)  # fmt: skip
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<|turn>",
+    "<turn|>",
+    "<|think|>",
+    "<|channel>",
+    "<channel|>",
+    "<|tool>",
+    "<tool|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    '<|"|>',
+)
 FIRST_BYTE = 100
 CERTAIN = 100.0
 _SPLIT = re.compile("(" + "|".join(map(re.escape, CONTROL)) + ")")

@@ -45,9 +45,22 @@ class Userland:
         """The command of this machine that runs `words`, a program of the device and its arguments, in a folder of the device."""
         binds = [word for place, path in self.shared.items() for word in ("-b", f"{path}:{place}")]
         return [
-            shutil.which(PROOT) or PROOT, "-r", str(self.root), "-q", shutil.which(QEMU) or QEMU, "-b", "/proc", "-b", f"{self.root}/cpuinfo:/proc/cpuinfo", "-b", "/dev", *binds,
-            "-w", folder or self.home, *words,
-        ]  # fmt: skip
+            shutil.which(PROOT) or PROOT,
+            "-r",
+            str(self.root),
+            "-q",
+            shutil.which(QEMU) or QEMU,
+            "-b",
+            "/proc",
+            "-b",
+            f"{self.root}/cpuinfo:/proc/cpuinfo",
+            "-b",
+            "/dev",
+            *binds,
+            "-w",
+            folder or self.home,
+            *words,
+        ]
 
     def environment(self) -> dict[str, str]:
         """What programs of the device find in their environment, and what qemu itself reads from it."""
@@ -57,9 +70,14 @@ class Userland:
     def run(self, words: Sequence[str], *, folder: str | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Runs a program on the device and returns what it said."""
         return subprocess.run(
-            self.command(words, folder), env=self.environment(), capture_output=True, text=True, timeout=timeout, check=False,
+            self.command(words, folder),
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
 
     def path(self, place: str) -> Path:
         """Where a place of the device lies on this machine."""

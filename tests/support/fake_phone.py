@@ -34,7 +34,10 @@ BATTERY = """Current Battery Service state:
 """
 
 
-CORES = {"cortex-a76": ("0xd0b", "fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"), "cortex-a72": ("0xd08", "fp asimd crc32 cpuid")}  # fmt: skip
+CORES = {
+    "cortex-a76": ("0xd0b", "fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"),
+    "cortex-a72": ("0xd08", "fp asimd crc32 cpuid"),
+}
 PI = "Raspberry Pi 5 Model B Rev 1.0"
 
 
@@ -147,7 +150,7 @@ class FakePhone:
         ended = f'sh -c "$1"; echo $? > /system/pipes/{pipe.name}'
         process = subprocess.Popen(
             [*self.words(), "sh", "-c", ended, "sh", line], start_new_session=True, env=self.environment(), stdin=-1, stdout=-1, stderr=-1
-        )  # fmt: skip
+        )
         self._processes.add(process)
         return Running(process, pipe)
 

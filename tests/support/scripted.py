@@ -123,14 +123,26 @@ class LetterVocabulary:
 
 FULL = LayerCache(kv_heads=1, head_dim=4, dtype="f16", capacity=64, window=None, owner_layers=(0,))
 MANIFEST = Manifest(
-    schema_version=1, created_by="test", created_at="2026-01-01T00:00:00Z", sources={},
+    schema_version=1,
+    created_by="test",
+    created_at="2026-01-01T00:00:00Z",
+    sources={},
     architecture=Architecture(
-        family="custom", hidden_size=8, layers=1, vocab_size=17, context_length=64, parameters=1, drafter_hidden_size=4,
-        drafter_layers=1, drafter_parameters=1, ordered_embeddings=False,
+        family="custom",
+        hidden_size=8,
+        layers=1,
+        vocab_size=17,
+        context_length=64,
+        parameters=1,
+        drafter_hidden_size=4,
+        drafter_layers=1,
+        drafter_parameters=1,
+        ordered_embeddings=False,
     ),
     cache_layout=CacheLayout(sliding=None, full=FULL, layer_owners=(0,), drafter_sources=(0,), rewind_slack=12),
-    files=(), runtime=RuntimeSettings(draft_length=2, context=64),
-)  # fmt: skip
+    files=(),
+    runtime=RuntimeSettings(draft_length=2, context=64),
+)
 
 
 def make_session(guess: Callable[[list[int], int], int] | None = None, eog: frozenset[int] = frozenset(), context: int = 512) -> Session:

@@ -61,27 +61,60 @@ def draw(meter: str, seed: int) -> Scenario:
     r = np.random.default_rng(seed)
     idle = float(r.uniform(0.4, 3.0))
     scenario = Scenario(
-        seed=seed, meter=meter, idle_watts=idle, load_watts=idle + float(r.uniform(1.5, 11.0)), drift=float(r.uniform(-0.05, 0.05)),
-        scatter=float(r.uniform(0.002, 0.03)), speed_scatter=float(r.uniform(0.0, 0.01)), wander=float(r.uniform(0.0, 0.02)),
-        wander_s=float(r.uniform(0.2, 3.0)), contrast=float(r.uniform(0.0, 0.25)), cycle_s=float(r.uniform(0.02, 0.3)),
-        seconds_per_token=float(r.uniform(0.02, 0.3)), repeats=int(r.integers(5, 13)), window_share=float(r.uniform(0.85, 1.6)),
-        refresh_s=0.0, refresh_jitter=0.0, delay_s=0.0, smoothing_s=0.0, averages=False, quantum=0.0, noise=0.0,
-    )  # fmt: skip
+        seed=seed,
+        meter=meter,
+        idle_watts=idle,
+        load_watts=idle + float(r.uniform(1.5, 11.0)),
+        drift=float(r.uniform(-0.05, 0.05)),
+        scatter=float(r.uniform(0.002, 0.03)),
+        speed_scatter=float(r.uniform(0.0, 0.01)),
+        wander=float(r.uniform(0.0, 0.02)),
+        wander_s=float(r.uniform(0.2, 3.0)),
+        contrast=float(r.uniform(0.0, 0.25)),
+        cycle_s=float(r.uniform(0.02, 0.3)),
+        seconds_per_token=float(r.uniform(0.02, 0.3)),
+        repeats=int(r.integers(5, 13)),
+        window_share=float(r.uniform(0.85, 1.6)),
+        refresh_s=0.0,
+        refresh_jitter=0.0,
+        delay_s=0.0,
+        smoothing_s=0.0,
+        averages=False,
+        quantum=0.0,
+        noise=0.0,
+    )
     if meter == COUNTER:
         return replace(
-            scenario, refresh_s=float(10 ** r.uniform(-3, -0.5)), refresh_jitter=float(r.uniform(0, 0.1)), quantum=float(10 ** r.uniform(-6, -3)),
-            span=int(10 ** r.uniform(8, 11)), span_left=float(r.uniform(0, 1.5)),
-        )  # fmt: skip
+            scenario,
+            refresh_s=float(10 ** r.uniform(-3, -0.5)),
+            refresh_jitter=float(r.uniform(0, 0.1)),
+            quantum=float(10 ** r.uniform(-6, -3)),
+            span=int(10 ** r.uniform(8, 11)),
+            span_left=float(r.uniform(0, 1.5)),
+        )
     if meter == SAMPLER:
         return replace(
-            scenario, refresh_s=float(r.uniform(0.01, 0.2)), refresh_jitter=float(r.uniform(0, 0.2)), delay_s=float(r.uniform(0, 0.1)),
-            averages=bool(r.integers(2)), quantum=float(10 ** r.uniform(-3, -2)), noise=float(r.uniform(0.002, 0.05)),
-        )  # fmt: skip
+            scenario,
+            refresh_s=float(r.uniform(0.01, 0.2)),
+            refresh_jitter=float(r.uniform(0, 0.2)),
+            delay_s=float(r.uniform(0, 0.1)),
+            averages=bool(r.integers(2)),
+            quantum=float(10 ** r.uniform(-3, -2)),
+            noise=float(r.uniform(0.002, 0.05)),
+        )
     return replace(
-        scenario, refresh_s=float(r.uniform(1.6, 2.4)), refresh_jitter=float(r.uniform(0.05, 0.35)), delay_s=float(r.uniform(0, 3.0)),
-        smoothing_s=float(r.choice([0.0, r.uniform(0.2, 1.5)])), averages=bool(r.integers(2)), quantum=float(10 ** r.uniform(-3.3, -2)),
-        noise=float(r.uniform(0.002, 0.03)), zero_rate=float(r.uniform(0, 0.1)), unit_amperes=float(r.choice([1e-3, 1e-6])), sign=int(r.choice([-1, 1])),
-    )  # fmt: skip
+        scenario,
+        refresh_s=float(r.uniform(1.6, 2.4)),
+        refresh_jitter=float(r.uniform(0.05, 0.35)),
+        delay_s=float(r.uniform(0, 3.0)),
+        smoothing_s=float(r.choice([0.0, r.uniform(0.2, 1.5)])),
+        averages=bool(r.integers(2)),
+        quantum=float(10 ** r.uniform(-3.3, -2)),
+        noise=float(r.uniform(0.002, 0.03)),
+        zero_rate=float(r.uniform(0, 0.1)),
+        unit_amperes=float(r.choice([1e-3, 1e-6])),
+        sign=int(r.choice([-1, 1])),
+    )
 
 
 class Device:
@@ -184,18 +217,27 @@ def plan_block(scenario: Scenario, window_s: float, idle_s: float) -> Block:
         at += seconds + REST_S
     mean = float(np.mean(drifted))
     return Block(
-        idles=[(REST_S, REST_S + idle_s), (at, at + idle_s)], runs=runs, watts=[w * (1 + s.scatter * r.standard_normal()) for w in drifted],
-        tokens=tokens, joules_per_token=mean * s.seconds_per_token, net_joules_per_token=(mean - s.idle_watts) * s.seconds_per_token,
-    )  # fmt: skip
+        idles=[(REST_S, REST_S + idle_s), (at, at + idle_s)],
+        runs=runs,
+        watts=[w * (1 + s.scatter * r.standard_normal()) for w in drifted],
+        tokens=tokens,
+        joules_per_token=mean * s.seconds_per_token,
+        net_joules_per_token=(mean - s.idle_watts) * s.seconds_per_token,
+    )
 
 
 def facts_of(s: Scenario) -> MeterFacts:
     """What would be known of this meter before it is characterised."""
     return MeterFacts(
-        name=s.meter, kind=Kind.COUNTER if s.meter == COUNTER else Kind.SAMPLER, scope=Scope.EXTERNAL, source="simulated",
-        refresh_s=2.0 if s.meter == GAUGE else s.refresh_s, lag_s=7.0 if s.meter == GAUGE else 0.2 if s.meter == SAMPLER else 0.0,
-        resolution=s.quantum * (4.0 if s.meter == GAUGE else 1.0), poll_s={COUNTER: 1.0, SAMPLER: max(0.15, s.refresh_s), GAUGE: 0.6}[s.meter],
-    )  # fmt: skip
+        name=s.meter,
+        kind=Kind.COUNTER if s.meter == COUNTER else Kind.SAMPLER,
+        scope=Scope.EXTERNAL,
+        source="simulated",
+        refresh_s=2.0 if s.meter == GAUGE else s.refresh_s,
+        lag_s=7.0 if s.meter == GAUGE else 0.2 if s.meter == SAMPLER else 0.0,
+        resolution=s.quantum * (4.0 if s.meter == GAUGE else 1.0),
+        poll_s={COUNTER: 1.0, SAMPLER: max(0.15, s.refresh_s), GAUGE: 0.6}[s.meter],
+    )
 
 
 def simulate(scenario: Scenario) -> tuple[RunLog, Block]:

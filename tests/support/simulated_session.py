@@ -21,8 +21,14 @@ class SimulatedMachine:
         self.recording = Recording(files=files if files is not None else {})
         self.system = RecordedSystem(self.recording, clock=self.clock, sleep=self.sleep)
         self.facts = MeterFacts(
-            name="simulated", kind=kind, scope=Scope.PACKAGE, source="simulated", refresh_s=refresh_s, resolution=1e-6, poll_s=max(0.2, refresh_s / 3),
-        )  # fmt: skip
+            name="simulated",
+            kind=kind,
+            scope=Scope.PACKAGE,
+            source="simulated",
+            refresh_s=refresh_s,
+            resolution=1e-6,
+            poll_s=max(0.2, refresh_s / 3),
+        )
         self._next_poll = 0.0
 
     def clock(self) -> float:

@@ -82,9 +82,16 @@ class CertainDrafter(StochasticDrafter):
 
 
 def write(
-    target: StochasticTarget, drafter: StochasticDrafter | None, prompt: Sequence[int], rule: AcceptanceRule, *, length: int = 0, tokens: int,
-    ends: Callable[[int], bool] = lambda _: False, policy: DraftLengthPolicy | None = None,
-) -> tuple[int, ...]:  # fmt: skip
+    target: StochasticTarget,
+    drafter: StochasticDrafter | None,
+    prompt: Sequence[int],
+    rule: AcceptanceRule,
+    *,
+    length: int = 0,
+    tokens: int,
+    ends: Callable[[int], bool] = lambda _: False,
+    policy: DraftLengthPolicy | None = None,
+) -> tuple[int, ...]:
     """One request through the loop, on an empty cache; drafts of `length`, or of what a policy says."""
     target.rollback(0)
     target.prefill(prompt[:-1])

@@ -15,8 +15,16 @@ from typing import Any
 VOCABULARY = 512
 CONTROL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|think|>"]
 VISIBLE = [
-    "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
-]  # fmt: skip
+    "<|channel>",
+    "<channel|>",
+    "<|tool>",
+    "<tool|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    '<|"|>',
+]
 CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ '<|turn>' + m['role'] + '\\n' + m['content'] + '<turn|>\\n' }}{% endfor %}"
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -40,22 +48,44 @@ class Member:
 
 
 BASE = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1,
-    "head_dim": 16, "global_head_dim": 32, "sliding_window": 32, "max_position_embeddings": 1024, "tie_word_embeddings": True,
-    "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 32,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 E_SERIES = BASE | {
-    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "num_hidden_layers": 8, "num_kv_shared_layers": 4,
-    "layer_types": [SLIDING, SLIDING, SLIDING, FULL] * 2, "final_logit_softcapping": 30.0,
-}  # fmt: skip
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 16,
+    "num_hidden_layers": 8,
+    "num_kv_shared_layers": 4,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL] * 2,
+    "final_logit_softcapping": 30.0,
+}
 LARGE = BASE | {
-    "num_hidden_layers": 6, "num_kv_shared_layers": 0, "layer_types": [SLIDING] * 5 + [FULL], "attention_k_eq_v": True,
-    "num_key_value_heads": 4, "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0,
-}  # fmt: skip
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 0,
+    "layer_types": [SLIDING] * 5 + [FULL],
+    "attention_k_eq_v": True,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 1,
+    "final_logit_softcapping": 30.0,
+}
 NO_PER_LAYER = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 DRAFTER = BASE | {
-    "hidden_size": 48, "num_hidden_layers": 4, "num_kv_shared_layers": 4, "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
-}  # fmt: skip
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 4,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+}
 LARGE_DRAFTER = DRAFTER | {"num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
 SAMPLING = {"temperature": 1.0, "top_k": 64, "top_p": 0.95, "do_sample": True, "eos_token_id": [1, 6], "bos_token_id": 2, "pad_token_id": 0}
 
@@ -92,18 +122,19 @@ MEMBERS: dict[str, Member] = {
         text=E_SERIES | {"num_key_value_heads": 2}, multimodal=True, generation=SAMPLING | {"repetition_penalty": 1.5}, model_card=CARD
     ),
     "e4b-assistant": Member(text=DRAFTER | NO_PER_LAYER | {"num_key_value_heads": 2}, assistant=True, ordered=True, dtype="float32"),
-    "12b": Member(
-        text=LARGE, multimodal=True, unified=True, published_config=True, generation=SAMPLING | {"suppress_tokens": [7, 8]}
-    ),
+    "12b": Member(text=LARGE, multimodal=True, unified=True, published_config=True, generation=SAMPLING | {"suppress_tokens": [7, 8]}),
     "12b-assistant": Member(text=LARGE_DRAFTER, assistant=True, unified=True, published_config=True),
     "26b-a4b": Member(
-        text=LARGE | NO_PER_LAYER | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
-        "num_global_key_value_heads": 2}, multimodal=True, published_config=True,
+        text=LARGE
+        | NO_PER_LAYER
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24, "num_global_key_value_heads": 2},
+        multimodal=True,
+        published_config=True,
     ),
     "26b-a4b-assistant": Member(text=LARGE_DRAFTER | NO_PER_LAYER | {"num_global_key_value_heads": 2}, assistant=True),
     "31b": Member(text=LARGE | NO_PER_LAYER, multimodal=True, dtype="float16"),
     "31b-assistant": Member(text=LARGE_DRAFTER | NO_PER_LAYER, assistant=True, published_config=True),
-}  # fmt: skip
+}
 TARGETS = [name for name, member in MEMBERS.items() if not member.assistant]
 
 
@@ -134,9 +165,12 @@ def _model(member: Member, text: dict[str, Any]) -> Any:
     text_config = getattr(transformers, f"{family}TextConfig")(**text)
     if member.assistant:
         config = getattr(transformers, f"{family}AssistantConfig")(
-            text_config=text_config, backbone_hidden_size=member.backbone, use_ordered_embeddings=member.ordered,
-            num_centroids=32, centroid_intermediate_top_k=4,
-        )  # fmt: skip
+            text_config=text_config,
+            backbone_hidden_size=member.backbone,
+            use_ordered_embeddings=member.ordered,
+            num_centroids=32,
+            centroid_intermediate_top_k=4,
+        )
         made = getattr(transformers, f"{family}AssistantForCausalLM")
     elif member.multimodal:
         config = getattr(transformers, f"{family}Config")(text_config=text_config, vision_config=None, audio_config=None)
@@ -222,12 +256,15 @@ def _make_legacy(folder: Path) -> None:
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     named = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "add_eos_token": False, "chat_template": CHAT_TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "chat_template": CHAT_TEMPLATE,
         "additional_special_tokens": ["<|turn>", "<turn|>"],
         "added_tokens_decoder": {
             str(t["id"]): flags | {"content": t["content"], "special": t["special"]} for t in tokenizer["added_tokens"]
         },
-    }  # fmt: skip
+    }
     config |= {key: flags | {"__type": "AddedToken", "content": text, "special": True} for key, text in named.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
     (folder / "chat_template.jinja").unlink()
@@ -249,29 +286,54 @@ def write_tokenizer(folder: Path) -> None:
         for i, t in enumerate(CONTROL + VISIBLE)
     ]
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
         "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
             "pair": [
-                {"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
-                {"SpecialToken": {"id": "<bos>", "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}},
+                {"SpecialToken": {"id": "<bos>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"SpecialToken": {"id": "<bos>", "type_id": 1}},
+                {"Sequence": {"id": "B", "type_id": 1}},
             ],
             "special_tokens": {"<bos>": {"id": "<bos>", "ids": [2], "tokens": ["<bos>"]}},
         },
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]},
-        "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
-                  "vocab": vocabulary, "merges": merges},
-    }  # fmt: skip
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": merges,
+        },
+    }
     config = {
-        "tokenizer_class": "GemmaTokenizer", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>",
-        "mask_token": "<mask>", "sot_token": "<|turn>", "eot_token": "<turn|>", "think_token": "<|think|>",
-        "extra_special_tokens": ["<|tool>"], "clean_up_tokenization_spaces": False, "model_max_length": 1024,
-    }  # fmt: skip
+        "tokenizer_class": "GemmaTokenizer",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+        "sot_token": "<|turn>",
+        "eot_token": "<turn|>",
+        "think_token": "<|think|>",
+        "extra_special_tokens": ["<|tool>"],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1024,
+    }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -67,9 +67,12 @@ def characterise(trace: Trace, steps: Sequence[float], *, reads: int, read_s: fl
     gaps = [b - a for a, b in pairwise(changes)]
     lags = [lag for a, b, c in _triples(trace, steps) if (lag := _lag(trace, a, b, c)) is not None]
     return Characteristics(
-        refresh_s=median(gaps), longest_gap_s=max(gaps), lag_s=max(lags, default=trace.facts.lag_s),
-        zero_rate=1 - len(trace.times) / reads if reads else 0.0, read_s=read_s,
-    )  # fmt: skip
+        refresh_s=median(gaps),
+        longest_gap_s=max(gaps),
+        lag_s=max(lags, default=trace.facts.lag_s),
+        zero_rate=1 - len(trace.times) / reads if reads else 0.0,
+        read_s=read_s,
+    )
 
 
 def change_times(trace: Trace) -> list[float]:

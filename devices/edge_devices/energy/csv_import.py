@@ -51,9 +51,15 @@ def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
     gaps = sorted(b.time_s - a.time_s for a, b in pairwise(samples) if b.time_s > a.time_s)
     spacing = gaps[len(gaps) // 2] if gaps else 1.0
     facts = MeterFacts(
-        name=f"csv:{path.name}", kind=Kind.COUNTER if joules else Kind.SAMPLER, scope=scope, source=str(path.name),
-        refresh_s=spacing, resolution=_resolution(samples), poll_s=spacing, systematic="see the meter's data sheet",
-    )  # fmt: skip
+        name=f"csv:{path.name}",
+        kind=Kind.COUNTER if joules else Kind.SAMPLER,
+        scope=scope,
+        source=str(path.name),
+        refresh_s=spacing,
+        resolution=_resolution(samples),
+        poll_s=spacing,
+        systematic="see the meter's data sheet",
+    )
     return Trace.of(facts, samples)
 
 

@@ -25,10 +25,16 @@ class EstimateMeter:
         self._idle_watts, self._core_watts = idle_watts, core_watts
         self._begin = system.clock(), busy_seconds()
         self.facts = MeterFacts(
-            name="estimate", kind=Kind.COUNTER, scope=Scope.ESTIMATE, source=f"model: {idle_watts:g} W idle + {core_watts:g} W per busy core",
-            refresh_s=0.001, resolution=0.001, poll_s=1.0, systematic="unbounded: this is a model, not a measurement",
+            name="estimate",
+            kind=Kind.COUNTER,
+            scope=Scope.ESTIMATE,
+            source=f"model: {idle_watts:g} W idle + {core_watts:g} W per busy core",
+            refresh_s=0.001,
+            resolution=0.001,
+            poll_s=1.0,
+            systematic="unbounded: this is a model, not a measurement",
             notes=("ESTIMATE: nothing was measured",),
-        )  # fmt: skip
+        )
 
     def read(self) -> Sample:
         """Evaluates the model; joules."""

@@ -53,10 +53,11 @@ class RunEnergy:
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
         return {
-            "meter": self.facts.to_json() if self.facts else None, "joules": self.joules.to_json() if self.joules else None,
+            "meter": self.facts.to_json() if self.facts else None,
+            "joules": self.joules.to_json() if self.joules else None,
             "joules_per_token": self.joules_per_token.to_json() if self.joules_per_token else None,
             "reason": self.reason or (None if self.facts else NO_METER),
-        }  # fmt: skip
+        }
 
 
 class EnergyWatch:

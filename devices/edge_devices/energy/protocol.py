@@ -74,9 +74,13 @@ def characterise_meter(system: System, meter: Meter, load: Load) -> Characterist
 
 
 def measure(
-    system: System, recorder: Recorder, workloads: Mapping[str, Workload], characteristics: Characteristics, plan: Plan = Plan(),
+    system: System,
+    recorder: Recorder,
+    workloads: Mapping[str, Workload],
+    characteristics: Characteristics,
+    plan: Plan = Plan(),
     load_step: Load | None = None,
-) -> RunLog:  # fmt: skip
+) -> RunLog:
     """Measures every workload `plan.repeats` times, in turn and every other time backwards, between two idle windows.
 
     The recorder must be running. `load_step`, where an external meter records too: a plain load to find its clock by. Raises MeasurementError when the machine's state forbids it.
@@ -88,9 +92,13 @@ def measure(
         raise MeasurementError(" ".join(against))
     window_s = plan.window_s or ROOM * characteristics.shortest_window_s
     log = RunLog(
-        facts=facts, characteristics=characteristics, trace=recorder.trace, environment=environment(system), faults=recorder.faults,
+        facts=facts,
+        characteristics=characteristics,
+        trace=recorder.trace,
+        environment=environment(system),
+        faults=recorder.faults,
         warnings=warnings(state),
-    )  # fmt: skip
+    )
     if load_step:
         system.sleep(LOAD_STEPS_S[0][1])
         for load_s, rest_s in LOAD_STEPS_S:
@@ -138,10 +146,18 @@ def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: W
         for phase, seconds in work.phases.items():
             phases[phase] = phases.get(phase, 0.0) + seconds
     return Run(
-        variant=name, repeat=repeat, start_s=start_s, end_s=end_s, emitted_tokens=sum(w.emitted_tokens for w in done),
-        prompt_tokens=sum(w.prompt_tokens for w in done), requests=requests, phases=phases,
-        expected_s=fmean(earlier) * requests if earlier else None, before=before, after=read_state(system),
-    )  # fmt: skip
+        variant=name,
+        repeat=repeat,
+        start_s=start_s,
+        end_s=end_s,
+        emitted_tokens=sum(w.emitted_tokens for w in done),
+        prompt_tokens=sum(w.prompt_tokens for w in done),
+        requests=requests,
+        phases=phases,
+        expected_s=fmean(earlier) * requests if earlier else None,
+        before=before,
+        after=read_state(system),
+    )
 
 
 def _soak(system: System, recorder: Recorder, workload: Workload, log: RunLog, window_s: float) -> bool:

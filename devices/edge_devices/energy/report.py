@@ -128,10 +128,16 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
     base = counted[baseline] if baseline else None
     variants = [_variant(name, runs, refused.get(name, []), idle, base if name != baseline else None) for name, runs in counted.items()]
     return Report(
-        meter=log.facts.name, scope=log.facts.scope, estimate=log.facts.is_estimate, refresh_s=log.characteristics.refresh_s,
-        systematic=log.facts.systematic, idle=idle, variants=variants, warnings=log.warnings,
+        meter=log.facts.name,
+        scope=log.facts.scope,
+        estimate=log.facts.is_estimate,
+        refresh_s=log.characteristics.refresh_s,
+        systematic=log.facts.systematic,
+        idle=idle,
+        variants=variants,
+        warnings=log.warnings,
         phase_watts={phase: watts for phase, (watts, _) in powers.items()},
-    )  # fmt: skip
+    )
 
 
 def reasons_against(log: RunLog, run: Run) -> list[str]:
@@ -186,17 +192,24 @@ def _variant(name: str, runs: Sequence[Counted], refused: list[str], idle: Idle 
     ratio = _ratio(runs, baseline) if baseline is not None else None
     decode_s = sum(s for r in runs for phase, s in r.run.phases.items() if phase != PREFILL) or sum(r.run.seconds for r in runs)
     return Variant(
-        name=name, n=len(runs), refused=refused,
+        name=name,
+        n=len(runs),
+        refused=refused,
         joules_per_output_token=_per(runs, lambda r: r.decode_joules, lambda r: r.run.emitted_tokens),
         net_joules_per_output_token=_net(runs, idle) if idle else None,
-        joules_per_prompt_token=_per(runs, lambda r: r.shares.joules.get(PREFILL, 0.0), lambda r: r.run.prompt_tokens if PREFILL in r.run.phases else 0),
+        joules_per_prompt_token=_per(
+            runs, lambda r: r.shares.joules.get(PREFILL, 0.0), lambda r: r.run.prompt_tokens if PREFILL in r.run.phases else 0
+        ),
         joules_per_request=_per(runs, lambda r: r.window.joules, lambda r: r.run.requests),
         watts=_per(runs, lambda r: r.window.watts, lambda _: 1),
         tokens_per_second=sum(r.run.emitted_tokens for r in runs) / decode_s,
-        phase_method=runs[0].shares.method, phase_joules=_by_phase(runs), closes=all(r.shares.closes for r in runs),
+        phase_method=runs[0].shares.method,
+        phase_joules=_by_phase(runs),
+        closes=all(r.shares.closes for r in runs),
         closure=max((r.shares.closure for r in runs if r.shares.closure is not None), key=abs, default=None),
-        ratio_to_baseline=ratio, saves_energy=ratio.high < 1 if ratio else None,
-    )  # fmt: skip
+        ratio_to_baseline=ratio,
+        saves_energy=ratio.high < 1 if ratio else None,
+    )
 
 
 def _per(runs: Sequence[Counted], joules: Callable[[Counted], float], count: Callable[[Counted], int]) -> Interval | None:

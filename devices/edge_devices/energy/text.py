@@ -71,9 +71,12 @@ def _variant_lines(variant: Variant) -> list[str]:
     lines = [f"{variant.name}: {variant.n} repeats count, {len(variant.refused)} do not"]
     lines += [f"  refused: {reason}" for reason in variant.refused]
     figures = {
-        "J/output token": variant.joules_per_output_token, "J/output token above idle": variant.net_joules_per_output_token,
-        "J/prompt token": variant.joules_per_prompt_token, "J/request": variant.joules_per_request, "W": variant.watts,
-    }  # fmt: skip
+        "J/output token": variant.joules_per_output_token,
+        "J/output token above idle": variant.net_joules_per_output_token,
+        "J/prompt token": variant.joules_per_prompt_token,
+        "J/request": variant.joules_per_request,
+        "W": variant.watts,
+    }
     lines += [f"  {figure_text(interval)} {name}" for name, interval in figures.items() if interval]
     if variant.tokens_per_second:
         lines.append(f"  {variant.tokens_per_second:.3g} tokens/s")

@@ -21,9 +21,16 @@ class AwaitedMeter:
     """A meter in the supply line, whose table comes after the run: it reads nothing. What it does is assumed until then: a new value a second."""
 
     facts = MeterFacts(
-        name=EXTERNAL, kind=Kind.SAMPLER, scope=Scope.EXTERNAL, source="a table to come", refresh_s=1.0, resolution=0.001, poll_s=1.0,
-        needs="a meter in the supply line that writes a table", systematic="see the meter's data sheet",
-    )  # fmt: skip
+        name=EXTERNAL,
+        kind=Kind.SAMPLER,
+        scope=Scope.EXTERNAL,
+        source="a table to come",
+        refresh_s=1.0,
+        resolution=0.001,
+        poll_s=1.0,
+        needs="a meter in the supply line that writes a table",
+        systematic="see the meter's data sheet",
+    )
 
     def read(self) -> None:
         """Returns nothing."""

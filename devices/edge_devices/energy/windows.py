@@ -80,9 +80,16 @@ def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristi
     ]
     unseen = (stdev(powers) if len(powers) > 1 else 0.0) * (1 - seconds / (end_s - start_s))
     return WindowEnergy(
-        start_s=start_s, end_s=end_s, watts=watts, error_watts=math.hypot(resolution, unseen), freedom=math.inf, resolution_watts=resolution,
-        news=len(fresh), longest_gap_s=_longest_gap([trace.times[i] for i in fresh], start_s, end_s), observed_s=seconds,
-    )  # fmt: skip
+        start_s=start_s,
+        end_s=end_s,
+        watts=watts,
+        error_watts=math.hypot(resolution, unseen),
+        freedom=math.inf,
+        resolution_watts=resolution,
+        news=len(fresh),
+        longest_gap_s=_longest_gap([trace.times[i] for i in fresh], start_s, end_s),
+        observed_s=seconds,
+    )
 
 
 def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics) -> WindowEnergy:
@@ -100,9 +107,16 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
     fresh = [i for i in inside if i > 0 and trace.values[i] != trace.values[i - 1]]
     error, freedom = _sampling_error([trace.values[i] for i in fresh])
     return WindowEnergy(
-        start_s=start_s, end_s=end_s, watts=watts, error_watts=error, freedom=freedom, resolution_watts=trace.facts.resolution / math.sqrt(12),
-        news=len(fresh), longest_gap_s=_longest_gap([trace.times[i] for i in inside], begin, end_s), observed_s=end_s - begin,
-    )  # fmt: skip
+        start_s=start_s,
+        end_s=end_s,
+        watts=watts,
+        error_watts=error,
+        freedom=freedom,
+        resolution_watts=trace.facts.resolution / math.sqrt(12),
+        news=len(fresh),
+        longest_gap_s=_longest_gap([trace.times[i] for i in inside], begin, end_s),
+        observed_s=end_s - begin,
+    )
 
 
 def _sampling_error(values: list[float]) -> tuple[float, float]:

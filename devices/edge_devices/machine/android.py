@@ -44,9 +44,11 @@ def read_phone(system: System) -> PhoneState:
     powered = sorted(key.removesuffix(" powered") for key, value in fields.items() if key.endswith(" powered") and value == "true")
     level, tenths = fields.get("level", ""), fields.get("temperature", "")
     return PhoneState(
-        charger=powered[0] if powered else None, charge_percent=int(level) if re.fullmatch(r"\d{1,3}", level) else None,
-        battery_c=int(tenths) / 10 if re.fullmatch(r"-?\d{1,4}", tenths) else None, thermal_status=status,
-    )  # fmt: skip
+        charger=powered[0] if powered else None,
+        charge_percent=int(level) if re.fullmatch(r"\d{1,3}", level) else None,
+        battery_c=int(tenths) / 10 if re.fullmatch(r"-?\d{1,4}", tenths) else None,
+        thermal_status=status,
+    )
 
 
 def parse_dumpsys(text: str) -> dict[str, str]:

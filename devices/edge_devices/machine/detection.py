@@ -60,9 +60,14 @@ def environment(system: System) -> dict[str, Any]:
     """Returns what a measurement's record says of the machine it was made on: hardware and kernel, nothing about its user."""
     device = detect_device(system)
     return {
-        "platform": platform.platform(), "model": device.model, "soc": device.soc, "processor": device.machine.processor,
-        "processors": device.machine.usable_processors, "clusters": [asdict(c) for c in device.clusters], "profile": device.profile.name,
-    }  # fmt: skip
+        "platform": platform.platform(),
+        "model": device.model,
+        "soc": device.soc,
+        "processor": device.machine.processor,
+        "processors": device.machine.usable_processors,
+        "clusters": [asdict(c) for c in device.clusters],
+        "profile": device.profile.name,
+    }
 
 
 def pick_profile(machine: Machine, model: str, soc: str) -> tuple[Profile, str]:
@@ -76,7 +81,7 @@ def pick_profile(machine: Machine, model: str, soc: str) -> tuple[Profile, str]:
             return found, f"the chip is {soc}"
     matches = [
         (len(hit[0]), found.name) for found in known for pattern in found.match.processors if (hit := re.search(pattern, machine.processor))
-    ]  # fmt: skip
+    ]
     if matches:
         return profiles()[max(matches)[1]], f"the processor is {machine.processor}"
     for found in known:
@@ -89,9 +94,13 @@ def generic_profile(machine: Machine) -> Profile:
     """Returns a profile for hardware nobody described: the instructions it has decide between the formats."""
     arm = machine.architecture in ("aarch64", "arm64", "armv8l")
     return Profile(
-        name="generic-arm" if arm else "generic", title=f"{machine.system} {machine.architecture}", sources=("this machine",),
-        clusters=tuple(sorted({c for c in machine.cores if c})), features=machine.features, quantization="q4_0" if arm else "q4_k_m",
-    )  # fmt: skip
+        name="generic-arm" if arm else "generic",
+        title=f"{machine.system} {machine.architecture}",
+        sources=("this machine",),
+        clusters=tuple(sorted({c for c in machine.cores if c})),
+        features=machine.features,
+        quantization="q4_0" if arm else "q4_k_m",
+    )
 
 
 def read_clusters(system: System) -> tuple[Cluster, ...]:

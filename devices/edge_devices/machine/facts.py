@@ -12,9 +12,13 @@ from edge_devices.machine.memory import available_memory_bytes
 
 # /proc/cpuinfo "CPU part" numbers of Arm's and Qualcomm's cores (Arm TRMs; Linux arch/arm64/include/asm/cputype.h).
 ARM_PARTS = {
-    ("0x41", "0xd03"): "Cortex-A53", ("0x41", "0xd05"): "Cortex-A55", ("0x41", "0xd08"): "Cortex-A72",
-    ("0x41", "0xd0b"): "Cortex-A76", ("0x41", "0xd41"): "Cortex-A78", ("0x41", "0xd44"): "Cortex-X1",
-}  # fmt: skip
+    ("0x41", "0xd03"): "Cortex-A53",
+    ("0x41", "0xd05"): "Cortex-A55",
+    ("0x41", "0xd08"): "Cortex-A72",
+    ("0x41", "0xd0b"): "Cortex-A76",
+    ("0x41", "0xd41"): "Cortex-A78",
+    ("0x41", "0xd44"): "Cortex-X1",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +48,14 @@ def read_machine(root: Path = Path("/")) -> Machine:
     first = blocks[0] if blocks else {}
     cores = tuple(_core_name(b) for b in blocks if "processor" in b)
     return Machine(
-        system=platform.system(), architecture=platform.machine(),
+        system=platform.system(),
+        architecture=platform.machine(),
         processor=first.get("model name") or next((c for c in cores if c), "") or platform.processor(),
-        cores=cores, usable_processors=usable_processors(),
+        cores=cores,
+        usable_processors=usable_processors(),
         features=tuple(sorted((first.get("flags") or first.get("Features") or "").split())),
         memory_available=available_memory_bytes(root),
-    )  # fmt: skip
+    )
 
 
 def usable_processors() -> int:

@@ -82,13 +82,21 @@ def parse_profile(name: str, text: str) -> Profile:
         rate, bits = memory.pop("transfers_per_us", None), memory.pop("bus_bits", None)
         effective = memory.pop("effective_gb_per_s", None)
         found = Profile(
-            name=name, title=str(table.pop("title")), sources=_texts(table.pop("sources")),
-            match=Match(**{k: _texts(v) for k, v in match.items()}), clusters=_texts(processor.pop("clusters")), features=_texts(processor.pop("features")),
+            name=name,
+            title=str(table.pop("title")),
+            sources=_texts(table.pop("sources")),
+            match=Match(**{k: _texts(v) for k, v in match.items()}),
+            clusters=_texts(processor.pop("clusters")),
+            features=_texts(processor.pop("features")),
             peak_gb_per_s=rate * bits / BITS_PER_BYTE / 1000 if rate and bits else None,
             effective_gb_per_s=(float(effective[0]), float(effective[1])) if effective else None,
-            meters=_texts(energy.pop("meters")), energy_note=str(energy.pop("note")), execution_providers=_texts(runtime.pop("execution_providers")),
-            quantization=str(runtime.pop("quantization")), threads=runtime.pop("threads", None), draft_length=tuple(runtime.pop("draft_length")),
-        )  # fmt: skip
+            meters=_texts(energy.pop("meters")),
+            energy_note=str(energy.pop("note")),
+            execution_providers=_texts(runtime.pop("execution_providers")),
+            quantization=str(runtime.pop("quantization")),
+            threads=runtime.pop("threads", None),
+            draft_length=tuple(runtime.pop("draft_length")),
+        )
         left = [*table, *processor, *memory, *energy, *runtime]
         for pattern in found.match.processors:
             re.compile(pattern)

@@ -54,13 +54,17 @@ def read_state(system: System) -> DeviceState:
     policies = system.paths("sys/devices/system/cpu/cpufreq/policy*")
     caps = [system.text_or(f"{p}/scaling_max_freq") for p in policies]
     return DeviceState(
-        throttled=_throttled(system), charger=charger or (phone.charger if phone else None),
-        charge_percent=next((s.number("CAPACITY") for s in supplies if s.number("CAPACITY") is not None), phone.charge_percent if phone else None),
+        throttled=_throttled(system),
+        charger=charger or (phone.charger if phone else None),
+        charge_percent=next(
+            (s.number("CAPACITY") for s in supplies if s.number("CAPACITY") is not None), phone.charge_percent if phone else None
+        ),
         thermal_status=phone.thermal_status if phone else None,
-        swap_used=_swap_used(system), governors=tuple(sorted({g for p in policies if (g := system.text_or(f"{p}/scaling_governor"))})),
+        swap_used=_swap_used(system),
+        governors=tuple(sorted({g for p in policies if (g := system.text_or(f"{p}/scaling_governor"))})),
         frequency_caps=tuple(int(c) for c in caps if c.isdecimal() and len(c) <= _MOST_DIGITS),
         temperature_c=max((t for t in (_temperature(system), phone.battery_c if phone else None) if t is not None), default=None),
-    )  # fmt: skip
+    )
 
 
 def refusals(state: DeviceState, *, at_battery: bool) -> list[str]:

@@ -33,10 +33,18 @@ class PowermetricsMeter:
     def __init__(self, system: System) -> None:
         self._system = system
         self.facts = MeterFacts(
-            name=NAME, kind=Kind.SAMPLER, scope=Scope.PACKAGE, source="powermetrics --samplers cpu_power",
-            refresh_s=PERIOD_S, resolution=0.001, poll_s=PERIOD_S, lag_s=PERIOD_S, needs="root",
-            systematic="Apple's own model, not a sensor at the battery", notes=("without the display; without memory on newer systems",),
-        )  # fmt: skip
+            name=NAME,
+            kind=Kind.SAMPLER,
+            scope=Scope.PACKAGE,
+            source="powermetrics --samplers cpu_power",
+            refresh_s=PERIOD_S,
+            resolution=0.001,
+            poll_s=PERIOD_S,
+            lag_s=PERIOD_S,
+            needs="root",
+            systematic="Apple's own model, not a sensor at the battery",
+            notes=("without the display; without memory on newer systems",),
+        )
 
     def read(self) -> Sample:
         """Samples for one second; watts."""

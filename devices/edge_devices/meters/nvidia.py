@@ -72,10 +72,17 @@ class BoardMeter:
             nvml.milliwatts(self._device)
         function = "nvmlDeviceGetTotalEnergyConsumption" if counts else "nvmlDeviceGetPowerUsage"
         self.facts = MeterFacts(
-            name=f"nvml:{index}", kind=Kind.COUNTER if counts else Kind.SAMPLER, scope=Scope.GPU, source=function,
-            refresh_s=0.1, resolution=0.001, poll_s=0.1, lag_s=0.0 if counts else 1.0, systematic="about 5 % (the board's sensor)",
+            name=f"nvml:{index}",
+            kind=Kind.COUNTER if counts else Kind.SAMPLER,
+            scope=Scope.GPU,
+            source=function,
+            refresh_s=0.1,
+            resolution=0.001,
+            poll_s=0.1,
+            lag_s=0.0 if counts else 1.0,
+            systematic="about 5 % (the board's sensor)",
             notes=("the graphics board alone, without the processor that feeds it",),
-        )  # fmt: skip
+        )
 
     def read(self) -> Sample:
         """Reads the board; joules or watts."""

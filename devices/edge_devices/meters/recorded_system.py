@@ -26,17 +26,35 @@ NAME = "recording.json"
 LARGEST = 16 << 20
 _PIECE = 1 << 16
 FILES = (
-    "sys/class/powercap/intel-rapl*/name", "sys/class/powercap/intel-rapl*/energy_uj", "sys/class/powercap/intel-rapl*/max_energy_range_uj",
-    "sys/class/power_supply/*/uevent", "sys/class/power_supply/*/type", "sys/class/power_supply/*/status", "sys/class/power_supply/*/online",
-    "sys/class/power_supply/*/*_now", "sys/class/power_supply/*/charge_counter",
-    "sys/bus/iio/devices/iio:device*/energy_value", "sys/bus/iio/devices/iio:device*/enabled_rails", "sys/bus/iio/devices/iio:device*/sampling_rate",
-    "sys/class/hwmon/hwmon*/name", "sys/class/hwmon/hwmon*/*_input", "sys/class/hwmon/hwmon*/*_label", "sys/class/hwmon/hwmon*/update_interval",
-    "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*/*_input", "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*/*_label",
-    "sys/bus/i2c/drivers/ina3221x/*/iio:device*/rail_name_*", "sys/bus/i2c/drivers/ina3221x/*/iio:device*/in_power*_input",
-    "sys/devices/system/cpu/cpufreq/policy*/*_max_freq", "sys/devices/system/cpu/cpufreq/policy*/scaling_governor",
-    "sys/devices/system/cpu/cpufreq/policy*/related_cpus", "sys/class/thermal/thermal_zone*/type", "sys/class/thermal/thermal_zone*/temp",
-    "proc/device-tree/model", "proc/cpuinfo", "proc/meminfo",
-)  # fmt: skip
+    "sys/class/powercap/intel-rapl*/name",
+    "sys/class/powercap/intel-rapl*/energy_uj",
+    "sys/class/powercap/intel-rapl*/max_energy_range_uj",
+    "sys/class/power_supply/*/uevent",
+    "sys/class/power_supply/*/type",
+    "sys/class/power_supply/*/status",
+    "sys/class/power_supply/*/online",
+    "sys/class/power_supply/*/*_now",
+    "sys/class/power_supply/*/charge_counter",
+    "sys/bus/iio/devices/iio:device*/energy_value",
+    "sys/bus/iio/devices/iio:device*/enabled_rails",
+    "sys/bus/iio/devices/iio:device*/sampling_rate",
+    "sys/class/hwmon/hwmon*/name",
+    "sys/class/hwmon/hwmon*/*_input",
+    "sys/class/hwmon/hwmon*/*_label",
+    "sys/class/hwmon/hwmon*/update_interval",
+    "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*/*_input",
+    "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*/*_label",
+    "sys/bus/i2c/drivers/ina3221x/*/iio:device*/rail_name_*",
+    "sys/bus/i2c/drivers/ina3221x/*/iio:device*/in_power*_input",
+    "sys/devices/system/cpu/cpufreq/policy*/*_max_freq",
+    "sys/devices/system/cpu/cpufreq/policy*/scaling_governor",
+    "sys/devices/system/cpu/cpufreq/policy*/related_cpus",
+    "sys/class/thermal/thermal_zone*/type",
+    "sys/class/thermal/thermal_zone*/temp",
+    "proc/device-tree/model",
+    "proc/cpuinfo",
+    "proc/meminfo",
+)
 COMMANDS = {
     "android": (
         ("dumpsys", "battery"),
@@ -180,10 +198,12 @@ def read_recording(path: Path) -> Recording:
         if fields["schema"] != SCHEMA:
             raise DeviceError(f"{path} has schema {fields['schema']}; this reader knows {SCHEMA}.")
         return Recording(
-            platform=str(fields["platform"]), files={str(k): str(v) for k, v in fields["files"].items()}, denied=tuple(map(str, fields["denied"])),
+            platform=str(fields["platform"]),
+            files={str(k): str(v) for k, v in fields["files"].items()},
+            denied=tuple(map(str, fields["denied"])),
             commands={str(c["command"]): (int(c["code"]), str(c["output"])) for c in fields["commands"]},
             traces={str(k): base64.b64decode(v, validate=True) for k, v in fields.get("traces", {}).items()},
-        )  # fmt: skip
+        )
     except OSError as error:
         raise DeviceError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -74,9 +74,15 @@ class EmiMeter:
         self._register = Unwrapped(channels[index], None)
         package = channels[index].startswith("RAPL_Package")
         self.facts = MeterFacts(
-            name=f"{NAME}:{channels[index]}", kind=Kind.COUNTER, scope=Scope.PACKAGE if package else Scope.RAILS, source="IOCTL_EMI_GET_MEASUREMENT",
-            refresh_s=0.01, resolution=61e-6, poll_s=1.0, systematic="a few percent",
-        )  # fmt: skip
+            name=f"{NAME}:{channels[index]}",
+            kind=Kind.COUNTER,
+            scope=Scope.PACKAGE if package else Scope.RAILS,
+            source="IOCTL_EMI_GET_MEASUREMENT",
+            refresh_s=0.01,
+            resolution=61e-6,
+            poll_s=1.0,
+            systematic="a few percent",
+        )
 
     def read(self) -> Sample:
         """Reads the channel; joules."""

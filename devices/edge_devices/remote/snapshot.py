@@ -12,9 +12,13 @@ from edge_devices.transports.base import Transport, shell
 from edge_devices.transports.file_sync import free_bytes
 
 ASKED = (
-    *COMMANDS["android"], *COMMANDS["raspberry"], ("dumpsys", "thermalservice"), ("dumpsys", "deviceidle", "enabled", "all"),
-    ("getprop", "ro.product.model"), ("uname", "-m"),
-)  # fmt: skip
+    *COMMANDS["android"],
+    *COMMANDS["raspberry"],
+    ("dumpsys", "thermalservice"),
+    ("dumpsys", "deviceidle", "enabled", "all"),
+    ("getprop", "ro.product.model"),
+    ("uname", "-m"),
+)
 MARK = "\x01"  # begins what is known of one file or command; no sensor prints it
 # Of `dumpsys power`, which is long and tells what else runs, one word is fetched.
 SCRIPT = f"""
@@ -57,10 +61,17 @@ def look(transport: Transport) -> Look:
     doze = system.run(["dumpsys", "deviceidle", "enabled", "all"]).text.strip()
     model = system.run(["getprop", "ro.product.model"]).text.strip() if android else system.text_or("proc/device-tree/model").rstrip("\0")
     return Look(
-        model=model, architecture=system.run(["uname", "-m"]).text.strip(), android=android, state=read_state(system),
-        free_bytes=free_bytes(transport, transport.folder), memory_available=available_memory_bytes_of(system.text_or("proc/meminfo")),
-        screen=screen, doze={"1": True, "0": False}.get(doze), frozen=android and read_phone(system).frozen, system=system,
-    )  # fmt: skip
+        model=model,
+        architecture=system.run(["uname", "-m"]).text.strip(),
+        android=android,
+        state=read_state(system),
+        free_bytes=free_bytes(transport, transport.folder),
+        memory_available=available_memory_bytes_of(system.text_or("proc/meminfo")),
+        screen=screen,
+        doze={"1": True, "0": False}.get(doze),
+        frozen=android and read_phone(system).frozen,
+        system=system,
+    )
 
 
 def _parse(text: str) -> tuple[Recording, str | None]:

@@ -14,7 +14,9 @@ from edge_devices.transports.base import LARGEST_ANSWER, SECONDS, last_words, se
 
 NOT_THERE = "is not there; plug it in, or see `adb devices -l`."
 UNAUTHORIZED = "is not authorised; unlock the phone and accept this computer's key."
-LINK_WORDS = re.compile(r"error: (device|no devices|protocol|closed)|device .*(offline|not found)|no devices/emulators|connect failed|closed\Z", re.IGNORECASE)  # fmt: skip
+LINK_WORDS = re.compile(
+    r"error: (device|no devices|protocol|closed)|device .*(offline|not found)|no devices/emulators|connect failed|closed\Z", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,11 @@ def usable_serials(said: Callable[[str], None] = lambda _text: None) -> list[str
     listed = adb_devices()
     if not listed:
         raise TransportError("adb sees no device; plug one in, turn on USB debugging, or `adb connect` it.")
-    unfit = [f"{one.serial} {UNAUTHORIZED if one.state == 'unauthorized' else f'is {one.state}; plug it in again.'}" for one in listed if one.state != "device"]  # fmt: skip
+    unfit = [
+        f"{one.serial} {UNAUTHORIZED if one.state == 'unauthorized' else f'is {one.state}; plug it in again.'}"
+        for one in listed
+        if one.state != "device"
+    ]
     if len(unfit) == len(listed):
         raise LinkError(" ".join(unfit))
     for text in unfit:

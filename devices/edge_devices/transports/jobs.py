@@ -76,7 +76,7 @@ def poll_job(transport: Transport, job: str, results: str) -> JobStatus:
     code = whole_number(said.get("exit", ""))
     return JobStatus(
         state=_state(said, code), exit_code=code, records=whole_number(said.get("lines", "").strip()) or 0, log=tuple(log.splitlines())
-    )  # fmt: skip
+    )
 
 
 def _state(said: dict[str, str], code: int | None) -> JobState:

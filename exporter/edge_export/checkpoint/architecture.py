@@ -177,17 +177,32 @@ def _text_fields(text: _Reader, *, tied: bool) -> dict[str, Any]:
     for key, count in (("num_key_value_heads", kv_heads), ("num_global_key_value_heads", full_kv_heads)):
         if heads % count:
             raise CheckpointError(f"{text.path}: {heads} attention heads do not divide by {key} {count}; use an unmodified Gemma 4 config")
-    return {
-        "hidden_size": text.integer("hidden_size"), "layer_types": layer_types, "heads": heads, "kv_heads": kv_heads,
-        "full_kv_heads": full_kv_heads, "full_kv_heads_differ": override is not None, "head_dim": text.integer("head_dim"),
-        "full_head_dim": full_head_dim, "intermediate_size": text.integer("intermediate_size"),
-        "double_wide": text.flag("use_double_wide_mlp", False), "kv_shared_layers": shared, "k_eq_v": k_eq_v,
-        "window": text.integer("sliding_window"), "context": text.integer("max_position_embeddings"),
-        "vocab_size": text.integer("vocab_size"), "per_layer_size": per_layer_size,
-        "per_layer_vocab_size": text.integer("vocab_size_per_layer_input", default=262_144) if per_layer_size else 0,
-        "norm_epsilon": text.number("rms_norm_eps", 1e-6), "tied": tied and text.flag("tie_word_embeddings", True),
-        "logit_softcap": None if text.config.get("final_logit_softcapping") is None else text.number("final_logit_softcapping", 30.0),
-    } | _experts(text) | _rope(text)  # fmt: skip
+    return (
+        {
+            "hidden_size": text.integer("hidden_size"),
+            "layer_types": layer_types,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "full_kv_heads": full_kv_heads,
+            "full_kv_heads_differ": override is not None,
+            "head_dim": text.integer("head_dim"),
+            "full_head_dim": full_head_dim,
+            "intermediate_size": text.integer("intermediate_size"),
+            "double_wide": text.flag("use_double_wide_mlp", False),
+            "kv_shared_layers": shared,
+            "k_eq_v": k_eq_v,
+            "window": text.integer("sliding_window"),
+            "context": text.integer("max_position_embeddings"),
+            "vocab_size": text.integer("vocab_size"),
+            "per_layer_size": per_layer_size,
+            "per_layer_vocab_size": text.integer("vocab_size_per_layer_input", default=262_144) if per_layer_size else 0,
+            "norm_epsilon": text.number("rms_norm_eps", 1e-6),
+            "tied": tied and text.flag("tie_word_embeddings", True),
+            "logit_softcap": None if text.config.get("final_logit_softcapping") is None else text.number("final_logit_softcapping", 30.0),
+        }
+        | _experts(text)
+        | _rope(text)
+    )
 
 
 def _layer_types(text: _Reader) -> tuple[str, ...]:

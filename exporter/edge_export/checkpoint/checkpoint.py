@@ -63,9 +63,7 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     if model_type in ASSISTANT_TYPES:
         left_out += _groups({name: tensors[name] for name in tensors if name.startswith("masked_embedding.")})
     _check_tensors(folder, tensors, needed_shapes(architecture), allowed_shapes(architecture))
-    return Checkpoint(
-        folder=folder, config=config, model_type=model_type, architecture=architecture, tensors=tensors, left_out=left_out
-    )  # fmt: skip
+    return Checkpoint(folder=folder, config=config, model_type=model_type, architecture=architecture, tensors=tensors, left_out=left_out)
 
 
 def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:

@@ -20,9 +20,26 @@ from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, TensorInfo
 TARGET_ARCHITECTURE, DRAFTER_ARCHITECTURE = "gemma4", "gemma4-assistant"
 # enum llama_ftype in llama.cpp's include/llama.h
 FILE_TYPES = {
-    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 7: "q8_0", 8: "q5_0", 9: "q5_1", 10: "q2_k", 11: "q3_k_s", 12: "q3_k_m", 13: "q3_k_l",
-    14: "q4_k_s", 15: "q4_k_m", 16: "q5_k_s", 17: "q5_k_m", 18: "q6_k", 25: "iq4_nl", 30: "iq4_xs", 32: "bf16",
-}  # fmt: skip
+    0: "f32",
+    1: "f16",
+    2: "q4_0",
+    3: "q4_1",
+    7: "q8_0",
+    8: "q5_0",
+    9: "q5_1",
+    10: "q2_k",
+    11: "q3_k_s",
+    12: "q3_k_m",
+    13: "q3_k_l",
+    14: "q4_k_s",
+    15: "q4_k_m",
+    16: "q5_k_s",
+    17: "q5_k_m",
+    18: "q6_k",
+    25: "iq4_nl",
+    30: "iq4_xs",
+    32: "bf16",
+}
 _F32 = 0
 # Larger factors stop a rotary pair from turning (proportional RoPE).
 _TURNS_BELOW = 1e20
@@ -47,9 +64,12 @@ def open_gguf(path: Path) -> tuple[Checkpoint, GgufHeader]:
     else:
         ordered = any(tensor.startswith("masked_embd") for tensor in tensors)
         made = AssistantArchitecture(
-            **fields | {"kv_shared_layers": len(fields["layer_types"])}, target_hidden_size=keys.integer("embedding_length_out"),
-            ordered_embeddings=ordered, centroids=0, top_centroids=0,
-        )  # fmt: skip
+            **fields | {"kv_shared_layers": len(fields["layer_types"])},
+            target_hidden_size=keys.integer("embedding_length_out"),
+            ordered_embeddings=ordered,
+            centroids=0,
+            top_centroids=0,
+        )
     stored = {
         tensor.name: StoredTensor(
             name=tensor.name, path=path, dtype=f"ggml type {tensor.type}", shape=tensor.shape, offset=tensor.offset, bytes=tensor.bytes
@@ -93,22 +113,33 @@ def _fields(keys: _Keys, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
     vocabulary = keys.vocabulary_size()
     per_layer_size = keys.integer("embedding_length_per_layer_input", least=0, default=0)
     return {
-        "hidden_size": keys.integer("embedding_length"), "layer_types": kinds, "heads": keys.per_layer("attention.head_count", layers)[0],
-        "kv_heads": kv_heads[first_sliding], "full_kv_heads": kv_heads[last_full], "full_kv_heads_differ": len(set(kv_heads)) > 1,
-        "head_dim": keys.integer("attention.key_length_swa"), "full_head_dim": full_head_dim,
-        "intermediate_size": feed_forward[0], "double_wide": len(set(feed_forward)) > 1,
+        "hidden_size": keys.integer("embedding_length"),
+        "layer_types": kinds,
+        "heads": keys.per_layer("attention.head_count", layers)[0],
+        "kv_heads": kv_heads[first_sliding],
+        "full_kv_heads": kv_heads[last_full],
+        "full_kv_heads_differ": len(set(kv_heads)) > 1,
+        "head_dim": keys.integer("attention.key_length_swa"),
+        "full_head_dim": full_head_dim,
+        "intermediate_size": feed_forward[0],
+        "double_wide": len(set(feed_forward)) > 1,
         "kv_shared_layers": keys.integer("attention.shared_kv_layers", least=0, most=layers, default=0),
         "k_eq_v": any(f"blk.{i}.attn_k.weight" in tensors and f"blk.{i}.attn_v.weight" not in tensors for i in range(layers)),
-        "window": keys.integer("attention.sliding_window"), "context": keys.integer("context_length"), "vocab_size": vocabulary,
-        "per_layer_size": per_layer_size, "per_layer_vocab_size": vocabulary if per_layer_size else 0, "experts": experts,
+        "window": keys.integer("attention.sliding_window"),
+        "context": keys.integer("context_length"),
+        "vocab_size": vocabulary,
+        "per_layer_size": per_layer_size,
+        "per_layer_vocab_size": vocabulary if per_layer_size else 0,
+        "experts": experts,
         "experts_used": keys.integer("expert_used_count") if experts else 0,
         "expert_size": keys.integer("expert_feed_forward_length") if experts else 0,
         "norm_epsilon": keys.number("attention.layer_norm_rms_epsilon"),
         "logit_softcap": keys.number("final_logit_softcapping") if keys.has("final_logit_softcapping") else None,
-        "full_rope_base": keys.number("rope.freq_base"), "sliding_rope_base": keys.number("rope.freq_base_swa"),
+        "full_rope_base": keys.number("rope.freq_base"),
+        "sliding_rope_base": keys.number("rope.freq_base_swa"),
         "full_rotary_share": _rotary_share(keys, tensors.get("rope_freqs.weight"), full_head_dim),
         "tied": "output.weight" not in tensors,
-    }  # fmt: skip
+    }
 
 
 def _rotary_share(keys: _Keys, factors: TensorInfo | None, head_dim: int) -> float:

@@ -70,9 +70,7 @@ class Display:
     """Shows an export on standard error: one bar per step, with bytes, speed and time left. Implements `export.Progress`."""
 
     def __init__(self, console: Console) -> None:
-        self._bars = Bars(
-            TextColumn("{task.description}"), BarColumn(bar_width=12), TimeElapsedColumn(), Amount(), console=console
-        )  # fmt: skip
+        self._bars = Bars(TextColumn("{task.description}"), BarColumn(bar_width=12), TimeElapsedColumn(), Amount(), console=console)
         self._task: TaskID | None = None
 
     def step(self, title: str, total_bytes: int | None) -> None:
@@ -237,13 +235,15 @@ def run_plan(manifest: Manifest, device: str | None, phase_power: Path | None, a
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to make; needed unless --plan.")
 @click.option("--format", "formats", type=click.Choice(("gguf", "onnx", "both")), default="gguf", help="Files to make.  [default: gguf]")
 @click.option(
-    "--target-quant", type=click.Choice(QUANTIZATIONS),
+    "--target-quant",
+    type=click.Choice(QUANTIZATIONS),
     help=f"Target's weights.  [default: {TARGET_QUANTIZATION}, the 4-bit type that CPUs repack and run fastest]",
-)  # fmt: skip
+)
 @click.option(
-    "--drafter-quant", type=click.Choice(QUANTIZATIONS),
+    "--drafter-quant",
+    type=click.Choice(QUANTIZATIONS),
     help=f"Drafter's weights.  [default: {DRAFTER_QUANTIZATION}: nearly exact, and still a few percent of the target's size]",
-)  # fmt: skip
+)
 @click.option("--onnx-target", type=click.Choice(ONNX_WEIGHTS), help="Target's weights in ONNX.  [default: int4]")
 @click.option("--onnx-drafter", type=click.Choice(ONNX_WEIGHTS), help="Drafter's weights in ONNX.  [default: int8]")
 @click.option("--onnx-embedding", type=click.Choice(ONNX_WEIGHTS), help="Target's embedding and head.  [default: as its other weights]")
@@ -258,14 +258,18 @@ def run_plan(manifest: Manifest, device: str | None, phase_power: Path | None, a
     "--context", type=click.IntRange(min=1), help="Tokens the KV cache is laid out for.  [default: 4096, or the model's if shorter]"
 )
 @click.option(
-    "--config", "config_path", type=click.Path(path_type=Path),
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
     help="YAML file: models, precisions and context where the command line names none; the rest goes into the bundle's config.yaml.",
-)  # fmt: skip
+)
 @click.option("--preset", type=click.Choice(PRESET_NAMES), help="Settings for a kind of work, for the bundle's config.yaml.")
 @click.option(
-    "--calibrate", type=click.Path(path_type=Path), metavar="TEXT",
+    "--calibrate",
+    type=click.Path(path_type=Path),
+    metavar="TEXT",
     help="Weigh quantization errors by what the pair computes on this text, in transformers: a few hundred kB of what it will read.",
-)  # fmt: skip
+)
 @click.option(
     "--save-imatrix", type=click.Path(path_type=Path), metavar="FOLDER", help="Keep what --calibrate measured, as llama.cpp's files."
 )
@@ -279,18 +283,36 @@ def run_plan(manifest: Manifest, device: str | None, phase_power: Path | None, a
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("--reference-pair", "shipped", is_flag=True, help="Export the small trained pair shipped with this package.")
 @click.option(
-    "--phase-power", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
+    "--phase-power",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
     help="With --plan: watts of draft, verify and plain as JSON.",
-)  # fmt: skip
+)
 @plan_options
 @package_options
 @click.version_option(package_name="edge-mtp")
 def main(
-    target: str | None, drafter: str | None, output: Path | None, target_quant: str | None, drafter_quant: str | None, context: int | None,
-    config_path: Path | None, preset: str | None, no_verify: bool, force: bool, as_json: bool, shipped: bool,
-    calibrate: Path | None, save_imatrix: Path | None, imatrix: Path | None, drafter_imatrix: Path | None,
-    formats: str, phase_power: Path | None, sign: Path | None, **onnx: Any,
-) -> None:  # fmt: skip
+    target: str | None,
+    drafter: str | None,
+    output: Path | None,
+    target_quant: str | None,
+    drafter_quant: str | None,
+    context: int | None,
+    config_path: Path | None,
+    preset: str | None,
+    no_verify: bool,
+    force: bool,
+    as_json: bool,
+    shipped: bool,
+    calibrate: Path | None,
+    save_imatrix: Path | None,
+    imatrix: Path | None,
+    drafter_imatrix: Path | None,
+    formats: str,
+    phase_power: Path | None,
+    sign: Path | None,
+    **onnx: Any,
+) -> None:
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
     Each is a Hugging Face folder, a hub id, or an existing GGUF (checked, then taken as it is). A --config file may name them instead.
@@ -319,19 +341,34 @@ def main(
         if shipped:
             target, drafter = map(str, reference_pair())
         if output is None or planning.plan:
-            run_plan(planned_manifest(
-                str(target), str(drafter), target_quantization=target_quant or config.verifier.precision,
-                drafter_quantization=drafter_quant or config.drafter.precision, context=context or config.cache.max_context_length,
-            ), planning.profile, phase_power, as_json)  # fmt: skip
+            run_plan(
+                planned_manifest(
+                    str(target),
+                    str(drafter),
+                    target_quantization=target_quant or config.verifier.precision,
+                    drafter_quantization=drafter_quant or config.drafter.precision,
+                    context=context or config.cache.max_context_length,
+                ),
+                planning.profile,
+                phase_power,
+                as_json,
+            )
             return
         request = ExportRequest(
-            target=str(target), drafter=str(drafter), output=output,
+            target=str(target),
+            drafter=str(drafter),
+            output=output,
             target_quantization=target_quant or (config.verifier.precision if gguf else None),
             drafter_quantization=drafter_quant or (config.drafter.precision if gguf else None),
-            context=context or config.cache.max_context_length, verify=not no_verify, force=force, config=config, gguf=gguf,
+            context=context or config.cache.max_context_length,
+            verify=not no_verify,
+            force=force,
+            config=config,
+            gguf=gguf,
             onnx=None if formats == "gguf" else onnx_request(onnx),
-            weighing=Weighing(imatrix=imatrix, drafter_imatrix=drafter_imatrix, calibrate=calibrate, save=save_imatrix), sign=sign,
-        )  # fmt: skip
+            weighing=Weighing(imatrix=imatrix, drafter_imatrix=drafter_imatrix, calibrate=calibrate, save=save_imatrix),
+            sign=sign,
+        )
         with Display(console) as display:
             bundle = export_pair(request, display)
     with contextlib.suppress(KeyboardInterrupt):  # too late to stop anything: the bundle is whole

@@ -41,7 +41,7 @@ def _declare(parser: ArgumentParser, parameter: click.Parameter) -> None:
     metavar = None if choices else parameter.metavar
     parser.add_argument(
         *parameter.opts, dest=parameter.name, choices=choices, metavar=metavar, required=parameter.required, help=_help(parameter)
-    )  # fmt: skip
+    )
 
 
 def _words(parameter: click.Parameter, given: Mapping[str, object]) -> list[str]:

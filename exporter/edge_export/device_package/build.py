@@ -22,9 +22,11 @@ from edge_export.output.replaceable_folder import FolderKind
 BACKENDS = ("llama", "onnx")
 # Many other folders have a package.json: only ours says which platform and backends it is for.
 PACKAGE = FolderKind(
-    name="package", list_name=PACKAGE_NAME, unlisted=frozenset((PACKAGE_NAME,)),
+    name="package",
+    list_name=PACKAGE_NAME,
+    unlisted=frozenset((PACKAGE_NAME,)),
     is_ours=lambda listed: str(listed.get("platform")) in PLATFORMS and isinstance(listed.get("backends"), list),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)

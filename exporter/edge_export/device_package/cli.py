@@ -25,12 +25,19 @@ def package_options(command: F) -> F:
     """Adds the options to a command, which gets their values among its keyword arguments."""
     for option in (
         click.option(
-            "--backend", "backends", multiple=True, type=click.Choice(BACKENDS),
+            "--backend",
+            "backends",
+            multiple=True,
+            type=click.Choice(BACKENDS),
             help="With --package: a backend to put in; may be repeated.  [default: all there are]",
         ),
-        click.option("--with-llama-tools", is_flag=True, help="With --package: add llama.cpp's own tools as static programs that need no Python."),
-        click.option("--package", type=click.Choice(list(PLATFORMS)), help="Make a folder that runs bundles on such a device, not a bundle."),
-    ):  # fmt: skip
+        click.option(
+            "--with-llama-tools", is_flag=True, help="With --package: add llama.cpp's own tools as static programs that need no Python."
+        ),
+        click.option(
+            "--package", type=click.Choice(list(PLATFORMS)), help="Make a folder that runs bundles on such a device, not a bundle."
+        ),
+    ):
         command = option(command)
     return command
 

@@ -21,10 +21,18 @@ _NEED_APT = "packages are made on Debian or a relative of it (apt install apt dp
 # Which libraries of each package are taken; none means that only its texts are.
 _LIBRARIES = {
     "libc6": "libc.so.6 libm.so.6 libpthread.so.0 libdl.so.2 librt.so.1 libutil.so.1 libresolv.so.2 libnss_dns.so.2 libnss_files.so.2",
-    "libgcc-s1": "libgcc_s.so.1", "libstdc++6": "libstdc++.so.6", "gcc-12-base": "", "zlib1g": "libz.so.1", "libexpat1": "libexpat.so.1",
-    "libffi8": "libffi.so.8", "libssl3": "libssl.so.3 libcrypto.so.3", "libbz2-1.0": "libbz2.so.1.0", "liblzma5": "liblzma.so.5",
-    "libuuid1": "libuuid.so.1", "libsqlite3-0": "libsqlite3.so.0",
-}  # fmt: skip
+    "libgcc-s1": "libgcc_s.so.1",
+    "libstdc++6": "libstdc++.so.6",
+    "gcc-12-base": "",
+    "zlib1g": "libz.so.1",
+    "libexpat1": "libexpat.so.1",
+    "libffi8": "libffi.so.8",
+    "libssl3": "libssl.so.3 libcrypto.so.3",
+    "libbz2-1.0": "libbz2.so.1.0",
+    "liblzma5": "liblzma.so.5",
+    "libuuid1": "libuuid.so.1",
+    "libsqlite3-0": "libsqlite3.so.0",
+}
 _PYTHON_PACKAGES = (f"libpython{PYTHON}-minimal", f"libpython{PYTHON}-stdlib", f"python{PYTHON}-minimal")
 # Texts of the licences that the others only name.
 _LICENCE_PACKAGE = "base-files"
@@ -102,9 +110,13 @@ def _component(folder: Path, name: str, archive: Path, unpacked: Path) -> Compon
     if not texts.is_file():  # a link to the package that holds the text of all made from one source
         texts = unpacked.parent / "gcc-12-base/usr/share/doc/gcc-12-base/copyright"
     return Component(
-        name=name, version=version, source=f"Debian {RELEASE}, {archive.name}", licence="see its text",
-        texts=(keep_licence(folder, f"debian-{name}.txt", texts.read_bytes()),), sha256=Component.hash_of(archive),
-    )  # fmt: skip
+        name=name,
+        version=version,
+        source=f"Debian {RELEASE}, {archive.name}",
+        licence="see its text",
+        texts=(keep_licence(folder, f"debian-{name}.txt", texts.read_bytes()),),
+        sha256=Component.hash_of(archive),
+    )
 
 
 def _library(unpacked: Path, platform: Platform, name: str) -> Path:

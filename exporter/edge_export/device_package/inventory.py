@@ -75,17 +75,25 @@ def take_inventory(folder: Path, platform: str, version: str, backends: tuple[st
     files = []
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            files.append(PackagedFile(
-                path=path.relative_to(folder).as_posix(), bytes=path.stat().st_size, sha256=Component.hash_of(path),
-                executable=bool(path.stat().st_mode & 0o100),
-            ))  # fmt: skip
+            files.append(
+                PackagedFile(
+                    path=path.relative_to(folder).as_posix(),
+                    bytes=path.stat().st_size,
+                    sha256=Component.hash_of(path),
+                    executable=bool(path.stat().st_mode & 0o100),
+                )
+            )
     sizes: dict[str, int] = {}
     for file in files:
         sizes[_part(file.path)] = sizes.get(_part(file.path), 0) + file.bytes
     inventory = Inventory(
-        platform=platform, version=version, backends=backends, files=tuple(files), sizes=dict(sorted(sizes.items())),
+        platform=platform,
+        version=version,
+        backends=backends,
+        files=tuple(files),
+        sizes=dict(sorted(sizes.items())),
         licences=tuple(components),
-    )  # fmt: skip
+    )
     (folder / PACKAGE_NAME).write_text(json.dumps(asdict(inventory), indent=1) + "\n", encoding="utf-8")
     return inventory
 

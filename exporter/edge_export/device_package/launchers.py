@@ -59,9 +59,10 @@ def write_launchers(folder: Path, platform: Platform, backends: Sequence[str]) -
 def _choice(platform: Platform) -> str:
     """Sets $cpu to the newest build of llama.cpp's CPU library that the processor runs, by what the kernel says of it."""
     lines = [
-        "flags=", f'while read -r key _ rest; do case $key in {platform.cpuinfo_key}) flags=" $rest "; break ;; esac; done </proc/cpuinfo',
+        "flags=",
+        f'while read -r key _ rest; do case $key in {platform.cpuinfo_key}) flags=" $rest "; break ;; esac; done </proc/cpuinfo',
         'has() { for flag do case $flags in *" $flag "*) ;; *) return 1 ;; esac; done; }',
-    ]  # fmt: skip
+    ]
     for place, processors in enumerate(platform.processors):
         if processors.features:
             lines.append(f"{'elif' if place else 'if'} has {' '.join(processors.features)}; then cpu={processors.name}")

@@ -26,11 +26,20 @@ _GLIBC = "2.28"
 _ADVICE = "look for room on the disk, or leave llama.cpp out with --backend onnx"
 _NEED_TOOLS = "pip install 'edge-mtp[package]'"
 _SWITCHES = (
-    "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_SYSTEM_NAME=Linux", "-DGGML_NATIVE=OFF", "-DGGML_OPENMP=OFF", "-DLLAMA_CURL=OFF",
-    "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_BUILD_UI=OFF",
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DCMAKE_SYSTEM_NAME=Linux",
+    "-DGGML_NATIVE=OFF",
+    "-DGGML_OPENMP=OFF",
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
     # A version in a library's name would need links, which do not survive a copy to a phone.
-    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON", "-DCMAKE_SKIP_RPATH=ON",
-)  # fmt: skip
+    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
+    "-DCMAKE_SKIP_RPATH=ON",
+)
 _LIBRARIES = ("libllama.so", "libggml.so", "libggml-base.so")
 _CPU_LIBRARY = "libggml-cpu.so"
 _LEFT_OUT = re.compile(r"/(tests|server|docs)/|\.pyi$")
@@ -100,21 +109,36 @@ def _built(toolchain: Toolchain, platform: Platform, processors: Processors, *, 
     build = toolchain.home / f"{platform.machine}-{processors.name}-{kind}"
     triple = f"{platform.machine}-linux-{'musl' if static else f'gnu.{_GLIBC}'}"
     flags = f"-target {triple} -mcpu={processors.model}"
-    kinds = ("-DBUILD_SHARED_LIBS=OFF", "-DGGML_STATIC=ON", "-DCMAKE_EXE_LINKER_FLAGS=-static -s") if static else (
-        "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TOOLS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
-        "-DCMAKE_SHARED_LINKER_FLAGS=-s",
-    )  # fmt: skip
+    kinds = (
+        ("-DBUILD_SHARED_LIBS=OFF", "-DGGML_STATIC=ON", "-DCMAKE_EXE_LINKER_FLAGS=-static -s")
+        if static
+        else (
+            "-DBUILD_SHARED_LIBS=ON",
+            "-DLLAMA_BUILD_COMMON=OFF",
+            "-DLLAMA_BUILD_TOOLS=OFF",
+            "-DLLAMA_BUILD_EXAMPLES=OFF",
+            "-DCMAKE_SHARED_LINKER_FLAGS=-s",
+        )
+    )
     switches = (*_SWITCHES, *kinds, f"-DCMAKE_SYSTEM_PROCESSOR={platform.machine}")
     recipe, done = "\n".join((flags, *switches, *targets)), build / ".built"
     if done.is_file() and done.read_text() == recipe:
         return build
     run(
         [
-            toolchain.cmake, "-S", toolchain.llama_cpp, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={toolchain.ninja}", *switches,
+            toolchain.cmake,
+            "-S",
+            toolchain.llama_cpp,
+            "-B",
+            build,
+            "-G",
+            "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={toolchain.ninja}",
+            *switches,
             *_wrappers(toolchain, build, flags),
         ],
         _ADVICE,
-    )  # fmt: skip
+    )
     workers = str(len(os.sched_getaffinity(0)))
     run([toolchain.cmake, "--build", build, "--parallel", workers, "--target", *targets], _ADVICE)
     done.write_text(recipe)
@@ -139,11 +163,21 @@ def _sources(home: Path) -> Path:
         return sources
     run(
         [
-            sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download", "--no-deps", "--no-binary", "llama-cpp-python",
-            "--dest", home, f"llama-cpp-python=={VERSION}",
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "--quiet",
+            "download",
+            "--no-deps",
+            "--no-binary",
+            "llama-cpp-python",
+            "--dest",
+            home,
+            f"llama-cpp-python=={VERSION}",
         ],
         "check the network, and that pip is installed (python -m ensurepip)",
-    )  # fmt: skip
+    )
     partial = home / "unpacking"
     shutil.rmtree(partial, ignore_errors=True)
     with tarfile.open(home / f"{sources.name}.tar.gz") as archive:
@@ -167,9 +201,13 @@ def _component(folder: Path, toolchain: Toolchain, name: str) -> Component:
     for path in sorted([toolchain.llama_cpp / "LICENSE", *(toolchain.llama_cpp / "licenses").glob("LICENSE*")]):
         texts.append(keep_licence(folder, f"{name}/llama.cpp/{path.name}", path.read_bytes()))
     return Component(
-        name=name, version=VERSION, source=f"PyPI, {toolchain.sources.name}.tar.gz, compiled by zig {_zig_version()}", licence="MIT",
-        texts=tuple(texts), sha256=Component.hash_of(toolchain.home / f"{toolchain.sources.name}.tar.gz"),
-    )  # fmt: skip
+        name=name,
+        version=VERSION,
+        source=f"PyPI, {toolchain.sources.name}.tar.gz, compiled by zig {_zig_version()}",
+        licence="MIT",
+        texts=tuple(texts),
+        sha256=Component.hash_of(toolchain.home / f"{toolchain.sources.name}.tar.gz"),
+    )
 
 
 def _copy(source: Path, destination: Path, *, executable: bool = False) -> None:

@@ -56,9 +56,16 @@ def _tags(machine: str) -> tuple[str, ...]:
 
 def _arm(name: str, shell: str) -> Platform:
     return Platform(
-        name=name, debian="arm64", machine="aarch64", loader="ld-linux-aarch64.so.1", wheel_tags=_tags("aarch64"), shell=shell,
-        cpuinfo_key="Features", processors=_ARM_PROCESSORS, tools="dotprod",
-    )  # fmt: skip
+        name=name,
+        debian="arm64",
+        machine="aarch64",
+        loader="ld-linux-aarch64.so.1",
+        wheel_tags=_tags("aarch64"),
+        shell=shell,
+        cpuinfo_key="Features",
+        processors=_ARM_PROCESSORS,
+        tools="dotprod",
+    )
 
 
 PLATFORMS = {
@@ -67,8 +74,15 @@ PLATFORMS = {
         _arm("android-arm64", "/system/bin/sh"),
         _arm("linux-arm64", "/bin/sh"),
         Platform(
-            name="linux-x64", debian="amd64", machine="x86_64", loader="ld-linux-x86-64.so.2", wheel_tags=_tags("x86_64"), shell="/bin/sh",
-            cpuinfo_key="flags", processors=(), tools="",
+            name="linux-x64",
+            debian="amd64",
+            machine="x86_64",
+            loader="ld-linux-x86-64.so.2",
+            wheel_tags=_tags("x86_64"),
+            shell="/bin/sh",
+            cpuinfo_key="flags",
+            processors=(),
+            tools="",
         ),
     )
-}  # fmt: skip
+}

@@ -25,9 +25,15 @@ def run(command: Sequence[str | Path], advice: str, *, folder: Path | None = Non
     """Returns what a program writes to standard output. Raises PackageError, with its last line and `advice`, if it fails."""
     try:
         done = subprocess.run(
-            [str(word) for word in command], cwd=folder, env=os.environ | (environment or {}), capture_output=True, text=True,
-            errors="replace", check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            [str(word) for word in command],
+            cwd=folder,
+            env=os.environ | (environment or {}),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
     except OSError as error:
         raise PackageError(f"{command[0]} does not start ({error.strerror}); {advice}") from error
     if done.returncode:

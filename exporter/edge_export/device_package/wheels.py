@@ -38,11 +38,25 @@ def add_wheels(folder: Path, platform: Platform, backends: tuple[str, ...], scra
     tags = [word for tag in platform.wheel_tags for word in ("--platform", tag)]
     run(
         [
-            sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download", "--no-deps", "--only-binary=:all:", *tags,
-            "--python-version", PYTHON, "--implementation", "cp", "--dest", wheels, *wanted,
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "--quiet",
+            "download",
+            "--no-deps",
+            "--only-binary=:all:",
+            *tags,
+            "--python-version",
+            PYTHON,
+            "--implementation",
+            "cp",
+            "--dest",
+            wheels,
+            *wanted,
         ],
         _ADVICE,
-    )  # fmt: skip
+    )
     return [_add_wheel(folder, wheel) for wheel in sorted(wheels.glob("*.whl"))]
 
 
@@ -79,9 +93,13 @@ def _add_wheel(folder: Path, wheel: Path) -> Component:
     if not texts and name in _WITHOUT_TEXT:
         texts = [keep_licence(folder, f"{name}/LICENSE", own_licence())]
     return Component(
-        name=name, version=version, source=f"PyPI, {wheel.name}", licence=_licence(about) or _WITHOUT_TEXT.get(name, "see its text"),
-        texts=tuple(dict.fromkeys(texts)), sha256=Component.hash_of(wheel),
-    )  # fmt: skip
+        name=name,
+        version=version,
+        source=f"PyPI, {wheel.name}",
+        licence=_licence(about) or _WITHOUT_TEXT.get(name, "see its text"),
+        texts=tuple(dict.fromkeys(texts)),
+        sha256=Component.hash_of(wheel),
+    )
 
 
 def _members(archive: zipfile.ZipFile, wheel: Path) -> Iterator[str]:

@@ -17,9 +17,14 @@ from edge_export.errors import CheckpointError
 ValueType = Literal["uint32", "float32", "bool", "string", "array"]
 Entry = tuple[str, ValueType, Any]
 SPECIAL_KEYS = {
-    "bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "sep": "seperator_token_id",
-    "pad": "padding_token_id", "cls": "cls_token_id", "mask": "mask_token_id",
-}  # fmt: skip
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "sep": "seperator_token_id",
+    "pad": "padding_token_id",
+    "cls": "cls_token_id",
+    "mask": "mask_token_id",
+}
 GENERATION_NAME = "generation_config.json"
 _MAX_GENERATION_BYTES = 1 << 20
 

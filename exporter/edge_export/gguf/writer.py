@@ -34,11 +34,19 @@ FILE_TYPES = {
 }
 # Fields of gguf.Metadata that bear another name in generation_config.json.
 _GENERATION_KEYS = {
-    "sampling_sequence": "sequence", "sampling_top_k": "top_k", "sampling_top_p": "top_p", "sampling_min_p": "min_p",
-    "sampling_xtc_probability": "xtc_probability", "sampling_xtc_threshold": "xtc_threshold", "sampling_temp": "temperature",
-    "sampling_penalty_last_n": "penalty_last_n", "sampling_penalty_repeat": "penalty_repeat", "sampling_mirostat": "mirostat",
-    "sampling_mirostat_tau": "mirostat_tau", "sampling_mirostat_eta": "mirostat_eta",
-}  # fmt: skip
+    "sampling_sequence": "sequence",
+    "sampling_top_k": "top_k",
+    "sampling_top_p": "top_p",
+    "sampling_min_p": "min_p",
+    "sampling_xtc_probability": "xtc_probability",
+    "sampling_xtc_threshold": "xtc_threshold",
+    "sampling_temp": "temperature",
+    "sampling_penalty_last_n": "penalty_last_n",
+    "sampling_penalty_repeat": "penalty_repeat",
+    "sampling_mirostat": "mirostat",
+    "sampling_mirostat_tau": "mirostat_tau",
+    "sampling_mirostat_eta": "mirostat_eta",
+}
 ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
 # A frequency factor this large stops a rotary pair from turning: full layers rotate only the first pairs (proportional RoPE).
 UNROTATED = 1e30
@@ -93,7 +101,7 @@ def gguf_bytes(checkpoint: Checkpoint, weight_type: FloatType, *, tokenizer_fold
 
 def write_gguf(
     checkpoint: Checkpoint, path: Path, weight_type: FloatType, progress: Callable[[int], None], *, tokenizer_folder: Path | None = None
-) -> None:  # fmt: skip
+) -> None:
     """Writes `path` as llama.cpp's own converter would; `progress` gets the bytes written since its last call, gguf_bytes in all.
 
     Matrices get `weight_type`, vectors, norms, scales and routers float32. The tokenizer is the checkpoint's own, or that of
@@ -115,9 +123,7 @@ def write_gguf(
         part.unlink(missing_ok=True)
 
 
-def write_raw_gguf(
-    path: Path, architecture: str, entries: list[Entry], tensors: list[RawTensor], progress: Callable[[int], None]
-) -> None:  # fmt: skip
+def write_raw_gguf(path: Path, architecture: str, entries: list[Entry], tensors: list[RawTensor], progress: Callable[[int], None]) -> None:
     """Writes tensors as they are, with no keys but the architecture and `entries`; a file that was not finished is removed."""
     writer = gguf.GGUFWriter(path=None, arch=architecture)
     for tensor in tensors:
@@ -177,9 +183,7 @@ def rope_factors(model: TextArchitecture) -> NDArray[np.float32]:
     return factors
 
 
-def _write_header(
-    checkpoint: Checkpoint, path: Path, weight_type: FloatType, vocabulary: Vocabulary, plan: list[PlannedTensor]
-) -> None:  # fmt: skip
+def _write_header(checkpoint: Checkpoint, path: Path, weight_type: FloatType, vocabulary: Vocabulary, plan: list[PlannedTensor]) -> None:
     writer = gguf.GGUFWriter(path=None, arch=architecture_name(checkpoint.architecture))
     for tensor in plan:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=GGML_TYPES[tensor.type])

@@ -55,9 +55,7 @@ class PackedMatrix:
     columns: int
 
 
-def quantize_matrix(
-    weight: NDArray[np.float32], spec: WeightSpec, importance: NDArray[np.float32] | None = None
-) -> PackedMatrix:  # fmt: skip
+def quantize_matrix(weight: NDArray[np.float32], spec: WeightSpec, importance: NDArray[np.float32] | None = None) -> PackedMatrix:
     """Quantizes weight [N, K]; `importance` [K] says how much an error in each column counts (the mean square of its input).
 
     Rows do not depend on each other, so a large matrix may come in pieces. Round to nearest takes no account of importance.

@@ -32,9 +32,14 @@ _END_PIECES = ("<eos>", "<turn|>", "<|tool_response>")
 
 
 def write_onnx(
-    target: ResolvedSource, drafter: ResolvedSource, layout: CacheLayout, request: OnnxRequest,
-    importance: Mapping[str, Importance], folder: Path, progress: Callable[[int], None],
-) -> tuple[list[OnnxPart], OnnxGraphs, CacheLayout]:  # fmt: skip
+    target: ResolvedSource,
+    drafter: ResolvedSource,
+    layout: CacheLayout,
+    request: OnnxRequest,
+    importance: Mapping[str, Importance],
+    folder: Path,
+    progress: Callable[[int], None],
+) -> tuple[list[OnnxPart], OnnxGraphs, CacheLayout]:
     """Writes graphs and data files into `folder`; `progress` gets the bytes written since its last call.
 
     Returns the files, the manifest's facts of the graphs, and the layout with its buffers. Raises ExportError, CheckpointError.
@@ -51,9 +56,16 @@ def write_onnx(
         table, contrib_ops = write_target(first, weights, paths["target"], paths["target_head"], forms)
     with WeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
         contrib_ops |= write_drafter(
-            first.architecture, layout.drafter_sources, second, weights, paths["drafter"], table=table,
-            form=weight_form(request.drafter, request), head_form=head_form(request), kv=forms.kv,
-        )  # fmt: skip
+            first.architecture,
+            layout.drafter_sources,
+            second,
+            weights,
+            paths["drafter"],
+            table=table,
+            form=weight_form(request.drafter, request),
+            head_form=head_form(request),
+            kv=forms.kv,
+        )
     parts: list[OnnxPart] = [(role, path, "onnx", quantization_name(role, request)) for role, path in paths.items()]
     parts += [(f"{role}_data", path, "onnx_data", quantization_name(role, request)) for role, path in data.items()]
     facts, named = onnx_facts(target, contrib_ops), dataclasses.replace(layout, buffers=_buffers(first.architecture, layout, forms.kv))
@@ -67,14 +79,25 @@ def _pair(target: ResolvedSource, parts: list[OnnxPart], graphs: OnnxGraphs, lay
     assert target.tokenizer_folder is not None
     model = target.checkpoint.architecture
     return OnnxPair(
-        files=paths_of(parts), layout=layout, graphs=graphs, static=None, tokenizer=target.tokenizer_folder / TOKENIZER_NAME,
-        hidden_size=model.hidden_size, vocab_size=model.vocab_size,
-    )  # fmt: skip
+        files=paths_of(parts),
+        layout=layout,
+        graphs=graphs,
+        static=None,
+        tokenizer=target.tokenizer_folder / TOKENIZER_NAME,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+    )
 
 
 def compare(
-    target: ResolvedSource, drafter: ResolvedSource, parts: list[OnnxPart], layout: CacheLayout, request: OnnxRequest, folder: Path, threads: int
-) -> dict[str, Any]:  # fmt: skip
+    target: ResolvedSource,
+    drafter: ResolvedSource,
+    parts: list[OnnxPart],
+    layout: CacheLayout,
+    request: OnnxRequest,
+    folder: Path,
+    threads: int,
+) -> dict[str, Any]:
     """Compares written graphs with the reference; for other than float32 weights, float32 graphs are written, compared and removed.
 
     Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
@@ -93,10 +116,18 @@ def compare(
             plain, _, plain_layout = write_onnx(target, drafter, layout, plain_request, {}, Path(scratch), lambda _: None)
         return measure_onnx_parity(
             OnnxParityRequest(
-                **vars(reference), plain=paths_of(plain), exported=paths_of(parts), layout=layout, plain_layout=plain_layout, graphs=facts,
-                hidden_size=model.hidden_size, vocab_size=model.vocab_size, weights=request.target, kv=request.kv,
+                **vars(reference),
+                plain=paths_of(plain),
+                exported=paths_of(parts),
+                layout=layout,
+                plain_layout=plain_layout,
+                graphs=facts,
+                hidden_size=model.hidden_size,
+                vocab_size=model.vocab_size,
+                weights=request.target,
+                kv=request.kv,
             )
-        )  # fmt: skip
+        )
 
 
 def paths_of(parts: list[OnnxPart]) -> dict[str, Path]:
@@ -109,9 +140,14 @@ def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int
     model = target.checkpoint.architecture
     assert target.tokenizer_folder is not None
     return ReferenceRequest(
-        target_folder=target.path, drafter_folder=drafter.path, tokenizer_folder=target.tokenizer_folder,
-        parameters=target.checkpoint.parameters + drafter.checkpoint.parameters, window=model.window, context=model.context, threads=threads,
-    )  # fmt: skip
+        target_folder=target.path,
+        drafter_folder=drafter.path,
+        tokenizer_folder=target.tokenizer_folder,
+        parameters=target.checkpoint.parameters + drafter.checkpoint.parameters,
+        window=model.window,
+        context=model.context,
+        threads=threads,
+    )
 
 
 def onnx_facts(target: ResolvedSource, contrib_ops: set[str]) -> OnnxGraphs:
@@ -122,10 +158,15 @@ def onnx_facts(target: ResolvedSource, contrib_ops: set[str]) -> OnnxGraphs:
     if "eos" in vocabulary.special_ids:
         ends.add(vocabulary.special_ids["eos"])
     return OnnxGraphs(
-        opset=OPSET, contrib_ops=tuple(sorted(contrib_ops)), rotations=_rotations(model), context=model.context,
-        bos_token=vocabulary.special_ids.get("bos"), eos_token=vocabulary.special_ids.get("eos"), eog_tokens=tuple(sorted(ends)),
+        opset=OPSET,
+        contrib_ops=tuple(sorted(contrib_ops)),
+        rotations=_rotations(model),
+        context=model.context,
+        bos_token=vocabulary.special_ids.get("bos"),
+        eos_token=vocabulary.special_ids.get("eos"),
+        eog_tokens=tuple(sorted(ends)),
         control_tokens=tuple(sorted(ends | {token for token, kind in enumerate(vocabulary.types) if kind == CONTROL})),
-    )  # fmt: skip
+    )
 
 
 def _rotations(model: TextArchitecture) -> tuple[Rotation, ...]:
@@ -143,12 +184,19 @@ def _buffers(model: TextArchitecture, layout: CacheLayout, kv: KvForm) -> tuple[
     rows = {SLIDING: sliding, FULL: layout.full.capacity + MAX_DRAFT_LENGTH + 1}
     return tuple(
         CacheBuffer(
-            layer=layer, kind="sliding" if model.is_sliding(layer) else "full", key=f"key.{layer}", value=f"value.{layer}",
-            kv_heads=model.kv_heads_of(layer), head_dim=model.head_dim_of(layer), dtype=kv.type, rows=rows[model.layer_types[layer]],
-            read=_read(reads_rows(model, layer)), drafter_read=_read(reads_rows(model, layer, drafter=True)),
+            layer=layer,
+            kind="sliding" if model.is_sliding(layer) else "full",
+            key=f"key.{layer}",
+            value=f"value.{layer}",
+            kv_heads=model.kv_heads_of(layer),
+            head_dim=model.head_dim_of(layer),
+            dtype=kv.type,
+            rows=rows[model.layer_types[layer]],
+            read=_read(reads_rows(model, layer)),
+            drafter_read=_read(reads_rows(model, layer, drafter=True)),
         )
         for layer in range(model.owning_layers)
-    )  # fmt: skip
+    )
 
 
 def _read(by_rows: bool) -> str:

@@ -18,9 +18,15 @@ from edge_export.onnx.weights import Matrix, Stored
 OPSET, IR_VERSION = 23, 11
 CONTRIB = "com.microsoft"
 _TYPES = {
-    "f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "u8": TensorProto.UINT8, "i32": TensorProto.INT32, "i64": TensorProto.INT64,
-    "bool": TensorProto.BOOL, "i4": TensorProto.INT4, "i8": TensorProto.INT8,
-}  # fmt: skip
+    "f32": TensorProto.FLOAT,
+    "f16": TensorProto.FLOAT16,
+    "u8": TensorProto.UINT8,
+    "i32": TensorProto.INT32,
+    "i64": TensorProto.INT64,
+    "bool": TensorProto.BOOL,
+    "i4": TensorProto.INT4,
+    "i8": TensorProto.INT8,
+}
 Shape = Sequence[int | str]
 # The activations of block-quantized products are rounded to int8 (MatMulNBits, accuracy_level).
 _INT8_ACTIVATIONS = 4
@@ -99,9 +105,15 @@ class Graph:
             return self.op("FusedMatMul", value, self._float(matrix), domain=CONTRIB, transB=1)
         inputs = [value, self.weight(matrix.values), *self._scaling(matrix)]
         return self.op(
-            "MatMulNBits", *inputs, domain=CONTRIB, K=matrix.columns, N=matrix.rows, bits=spec.bits, block_size=spec.block,
+            "MatMulNBits",
+            *inputs,
+            domain=CONTRIB,
+            K=matrix.columns,
+            N=matrix.rows,
+            bits=spec.bits,
+            block_size=spec.block,
             accuracy_level=_INT8_ACTIVATIONS,
-        )  # fmt: skip
+        )
 
     def gather(self, matrix: Matrix, indices: str) -> str:
         """Rows of the matrix as float32 [*indices, columns]; only these are read."""
@@ -111,9 +123,16 @@ class Graph:
             return self.op("Cast", rows, to=TensorProto.FLOAT) if matrix.form.kind == "f16" else rows
         data = self.weight(matrix.values.shaped(matrix.rows, matrix.columns * spec.bits // 8))
         return self.op(
-            "GatherBlockQuantized", data, indices, *self._scaling(matrix), domain=CONTRIB, bits=spec.bits, block_size=spec.block,
-            gather_axis=0, quantize_axis=1,
-        )  # fmt: skip
+            "GatherBlockQuantized",
+            data,
+            indices,
+            *self._scaling(matrix),
+            domain=CONTRIB,
+            bits=spec.bits,
+            block_size=spec.block,
+            gather_axis=0,
+            quantize_axis=1,
+        )
 
     def equal_parts(self, value: str, parts: int, each: int) -> list[str]:
         """Cuts the last axis, `parts` times `each`, into parts. No sizes are read, so that they may be as many as there are layers."""

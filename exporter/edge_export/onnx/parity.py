@@ -175,21 +175,36 @@ def _opened(pair: OnnxPair, context: int, threads: int) -> tuple[Any, Any]:
     static, files = None, pair.files
     if pair.static is not None:
         static = StaticParts(
-            facts=pair.static, prefill=files["target_prefill"], row=files["target_row"], embedding=files["embedding"],
+            facts=pair.static,
+            prefill=files["target_prefill"],
+            row=files["target_row"],
+            embedding=files["embedding"],
             per_layer_embedding=files.get("per_layer_embedding"),
-        )  # fmt: skip
+        )
     opened = PairFiles(
-        target=files["target"], target_head=files.get("target_head"), drafter=files["drafter"], tokenizer=pair.tokenizer,
-        layout=pair.layout, graphs=pair.graphs, hidden_size=pair.hidden_size, vocab_size=pair.vocab_size, static=static,
-    )  # fmt: skip
+        target=files["target"],
+        target_head=files.get("target_head"),
+        drafter=files["drafter"],
+        tokenizer=pair.tokenizer,
+        layout=pair.layout,
+        graphs=pair.graphs,
+        hidden_size=pair.hidden_size,
+        vocab_size=pair.vocab_size,
+        static=static,
+    )
     return open_pair(opened, OrtOptions(context=context, threads=threads))
 
 
 def _rows(request: OnnxParityRequest, files: dict[str, Path], layout: CacheLayout, tokens: list[int]) -> Rowset:
     pair = OnnxPair(
-        files=files, layout=layout, graphs=request.graphs, static=request.static, hidden_size=request.hidden_size,
-        vocab_size=request.vocab_size, tokenizer=request.tokenizer_folder / TOKENIZER_NAME,
-    )  # fmt: skip
+        files=files,
+        layout=layout,
+        graphs=request.graphs,
+        static=request.static,
+        hidden_size=request.hidden_size,
+        vocab_size=request.vocab_size,
+        tokenizer=request.tokenizer_folder / TOKENIZER_NAME,
+    )
     target, drafter = _opened(pair, min(len(tokens) + ROOM, layout.full.capacity), request.threads)
     with target:
         check_tokenizer(request, target.vocabulary.encode(TEXT, add_bos=False), "the runtime")

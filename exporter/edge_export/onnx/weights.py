@@ -76,9 +76,13 @@ class Matrix:
         columns = self.rows * self.columns // rows
         blocks = columns // self.form.spec.block if self.form.spec else 0
         return Matrix(
-            rows=rows, columns=columns, form=self.form, values=self.values.shaped(rows, columns) if not self.form.spec else self.values,
-            scales=self.scales.shaped(rows, blocks) if self.scales else None, zero_points=self.zero_points,
-        )  # fmt: skip
+            rows=rows,
+            columns=columns,
+            form=self.form,
+            values=self.values.shaped(rows, columns) if not self.form.spec else self.values,
+            scales=self.scales.shaped(rows, blocks) if self.scales else None,
+            zero_points=self.zero_points,
+        )
 
 
 class WeightFile:
@@ -128,8 +132,9 @@ class WeightFile:
             return self._plain((piece for tensor in tensors for piece in read_float_chunks(tensor, wanted)), rows, columns, form)
         pieces = (
             (piece, self._weight_of(name))
-            for name, tensor in zip(names, tensors, strict=True) for piece in row_pieces(read_float_chunks(tensor, "f32"), columns)
-        )  # fmt: skip
+            for name, tensor in zip(names, tensors, strict=True)
+            for piece in row_pieces(read_float_chunks(tensor, "f32"), columns)
+        )
         return self._blocks(pieces, rows, columns, form)
 
     def matrix_in(self, tensor: StoredTensor, name: str, index: int, form: WeightForm) -> Matrix:

@@ -33,9 +33,11 @@ class FolderKind:
 
 
 BUNDLE = FolderKind(
-    name="bundle", list_name=MANIFEST_NAME, unlisted=frozenset((MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME)),
+    name="bundle",
+    list_name=MANIFEST_NAME,
+    unlisted=frozenset((MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME)),
     is_ours=lambda manifest: type(manifest.get("schema_version")) is int and str(manifest.get("created_by")).startswith("edge-mtp "),
-)  # fmt: skip
+)
 
 
 def check_replaceable(folder: Path, kind: FolderKind) -> None:

@@ -163,9 +163,11 @@ def measure_parity(request: ParityRequest, notify: Callable[[str], None] = lambd
     try:
         plain = _export_rows(request, request.unquantized_target, request.unquantized_drafter, request.weight_types, tokens, notify)
         same = request.unquantized_target == request.exported_target and request.unquantized_drafter == request.exported_drafter
-        final = plain if same else _export_rows(
-            request, request.exported_target, request.exported_drafter, request.quantizations, tokens, notify
-        )  # fmt: skip
+        final = (
+            plain
+            if same
+            else _export_rows(request, request.exported_target, request.exported_drafter, request.quantizations, tokens, notify)
+        )
     except EdgeRuntimeError as error:
         raise ParityError(f"the export does not run in llama.cpp: {error}; correct that, or export with --no-verify") from error
     logits, agreements = reference_rows(request, tokens, [plain, final], as_llama=True)
@@ -231,9 +233,13 @@ def parity_tokens(request: ReferenceRequest) -> list[int]:
 
 
 def _export_rows(
-    request: ParityRequest, target_path: Path, drafter_path: Path, quantizations: tuple[str, str], tokens: list[int],
+    request: ParityRequest,
+    target_path: Path,
+    drafter_path: Path,
+    quantizations: tuple[str, str],
+    tokens: list[int],
     notify: Callable[[str], None],
-) -> Rowset:  # fmt: skip
+) -> Rowset:
     """Runs files in llama.cpp."""
     from edge_runtime.backends.llama.llama_cpp import LlamaOptions, open_pair
     from edge_runtime.calibration.crash_probe import probe_load_options
@@ -275,9 +281,7 @@ def check_tokenizer(request: ReferenceRequest, found: list[int], whose: str) -> 
         )
 
 
-def reference_rows(
-    request: ReferenceRequest, tokens: list[int], rowsets: list[Rowset], *, as_llama: bool
-) -> tuple[Rows, list[float]]:  # fmt: skip
+def reference_rows(request: ReferenceRequest, tokens: list[int], rowsets: list[Rowset], *, as_llama: bool) -> tuple[Rows, list[float]]:
     """Returns the reference's logits [ROWS, vocabulary], and for each row set the share of its drafts that the assistant agrees with.
 
     `as_llama` has the assistant do what llama.cpp does, which runs the dense head and sees two rows less of the window.
@@ -290,9 +294,7 @@ def reference_rows(
         with torch.inference_mode():
             target = load_reference(request.target_folder)
             ids = torch.tensor([tokens[:-1]])
-            output = target(
-                input_ids=ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=ROWS
-            )  # fmt: skip
+            output = target(input_ids=ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=ROWS)
             assistant = load_reference(request.drafter_folder)
             if as_llama:
                 assistant.config.use_ordered_embeddings = False
@@ -332,8 +334,10 @@ def _agreement(assistant: Any, rows: ReferenceRows, tokens: list[int], rowset: R
         for token in draft:
             output = assistant(
                 inputs_embeds=torch.cat([rows.embed(torch.tensor([[last]])), hidden], dim=-1),
-                position_ids=torch.tensor([[position]]), shared_kv_states=shared, use_cache=False,
-            )  # fmt: skip
+                position_ids=torch.tensor([[position]]),
+                shared_kv_states=shared,
+                use_cache=False,
+            )
             logits, hidden = output.logits[0, -1].float(), output.last_hidden_state
             agreed += agrees(logits.numpy(), token)
             last = token

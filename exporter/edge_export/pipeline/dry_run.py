@@ -16,8 +16,13 @@ _TABLE_BITS = 6.6
 
 
 def planned_manifest(
-    target: str, drafter: str, *, target_quantization: str | None = None, drafter_quantization: str | None = None, context: int | None = None
-) -> Manifest:  # fmt: skip
+    target: str,
+    drafter: str,
+    *,
+    target_quantization: str | None = None,
+    drafter_quantization: str | None = None,
+    context: int | None = None,
+) -> Manifest:
     """Returns a manifest with the facts, the cache layout and about the sizes of the GGUF files. Raises ExportError (CheckpointError).
 
     A hub id is fetched first, as for an export.
@@ -34,9 +39,15 @@ def planned_manifest(
         head = head_bytes(second.checkpoint, expected_bytes(facts.drafter_hidden_size, quantization))
         files += [_entry("drafter_body", quantization, expected_bytes(body, quantization)), _entry("drafter_head", quantization, head)]
     return Manifest(
-        schema_version=SCHEMA_VERSION, created_by="plan", created_at="", sources={}, architecture=facts,
-        cache_layout=cache_layout(first.checkpoint, second.checkpoint, context), files=tuple(files), runtime=RuntimeSettings(context=context),
-    )  # fmt: skip
+        schema_version=SCHEMA_VERSION,
+        created_by="plan",
+        created_at="",
+        sources={},
+        architecture=facts,
+        cache_layout=cache_layout(first.checkpoint, second.checkpoint, context),
+        files=tuple(files),
+        runtime=RuntimeSettings(context=context),
+    )
 
 
 def _file(source: ResolvedSource, quantization: str, table: int) -> BundleFile:

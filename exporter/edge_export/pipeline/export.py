@@ -145,9 +145,7 @@ def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
     return Bundle(request.output, manifest)
 
 
-def _plan(
-    request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], split: bool, folder: Path
-) -> tuple[_Model, ...]:  # fmt: skip
+def _plan(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], split: bool, folder: Path) -> tuple[_Model, ...]:
     """The GGUF files to make, if any are wanted; refused if the disk has no room for them."""
     if not request.gguf:
         return ()
@@ -161,7 +159,7 @@ def _plan(
 
 def _make_gguf(
     request: ExportRequest, models: tuple[_Model, ...], split: bool, importance: dict[str, Importance], folder: Path, progress: Progress
-) -> tuple[list[_Part], dict[str, Any]]:  # fmt: skip
+) -> tuple[list[_Part], dict[str, Any]]:
     for model in models:
         _make(model, request.threads or _processors(), importance.get(model.source.role), progress)
     split_files = _make_split(models[1], folder, progress) if split else []
@@ -228,7 +226,7 @@ def _planned(source: ResolvedSource, wanted: str | None, default: str, folder: P
 
 def _importance(
     request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], models: tuple[_Model, ...], progress: Progress
-) -> dict[str, Importance]:  # fmt: skip
+) -> dict[str, Importance]:
     weighing = request.weighing
     if not weighing.wanted:
         return {}
@@ -283,16 +281,22 @@ def _parity(request: ExportRequest, models: tuple[_Model, _Model], progress: Pro
     progress.step("Compare with the reference", None)
     return measure_parity(
         ParityRequest(
-            target_folder=target.source.path, drafter_folder=drafter.source.path, tokenizer_folder=tokenizer_folder,
-            unquantized_target=target.unquantized, unquantized_drafter=drafter.unquantized,
-            exported_target=target.exported, exported_drafter=drafter.exported,
-            weight_types=(target.weight_type, drafter.weight_type), quantizations=(target.quantization, drafter.quantization),
+            target_folder=target.source.path,
+            drafter_folder=drafter.source.path,
+            tokenizer_folder=tokenizer_folder,
+            unquantized_target=target.unquantized,
+            unquantized_drafter=drafter.unquantized,
+            exported_target=target.exported,
+            exported_drafter=drafter.exported,
+            weight_types=(target.weight_type, drafter.weight_type),
+            quantizations=(target.quantization, drafter.quantization),
             parameters=target.source.checkpoint.parameters + drafter.source.checkpoint.parameters,
-            window=target.source.checkpoint.architecture.window, context=target.source.checkpoint.architecture.context,
+            window=target.source.checkpoint.architecture.window,
+            context=target.source.checkpoint.architecture.context,
             threads=request.threads or _processors(),
         ),
         progress.say,
-    )  # fmt: skip
+    )
 
 
 def _copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> list[tuple[str, Path]]:
@@ -318,11 +322,15 @@ def _files(parts: list[_Part], texts: list[tuple[str, Path]], folder: Path, prog
     entries = [*parts, *((role, path, path.suffix[1:], None) for role, path in texts)]
     return tuple(
         BundleFile(
-            path=path.relative_to(folder).as_posix(), role=role, format=kind, bytes=path.stat().st_size, sha256=sha256_of(path),
+            path=path.relative_to(folder).as_posix(),
+            role=role,
+            format=kind,
+            bytes=path.stat().st_size,
+            sha256=sha256_of(path),
             quantization=quantization,
         )
         for role, path, kind, quantization in entries
-    )  # fmt: skip
+    )
 
 
 def _hashed_source(source: ResolvedSource, progress: Progress) -> Source:

@@ -26,9 +26,13 @@ def _onnx(name: Literal["export", "static.export"]) -> Any:
 
 
 def make_onnx(
-    pair: tuple[ResolvedSource, ResolvedSource], layout: CacheLayout, request: OnnxRequest, importance: dict[str, Importance],
-    folder: Path, progress: Progress,
-) -> Made:  # fmt: skip
+    pair: tuple[ResolvedSource, ResolvedSource],
+    layout: CacheLayout,
+    request: OnnxRequest,
+    importance: dict[str, Importance],
+    folder: Path,
+    progress: Progress,
+) -> Made:
     """Writes the graphs and their data into `folder`. Raises ExportError."""
     progress.step("Write the ONNX graphs", _onnx_bytes(pair, request))
     if request.device is not None:
@@ -54,9 +58,14 @@ def check_onnx_space(pair: tuple[ResolvedSource, ResolvedSource], request: OnnxR
 
 
 def onnx_parity(
-    request: OnnxRequest | None, verify: bool, pair: tuple[ResolvedSource, ResolvedSource], made: Made, folder: Path, threads: int,
+    request: OnnxRequest | None,
+    verify: bool,
+    pair: tuple[ResolvedSource, ResolvedSource],
+    made: Made,
+    folder: Path,
+    threads: int,
     progress: Progress,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What the manifest's `parity` says of the graphs: figures, or why there are none; nothing if no graphs were asked for."""
     if request is None:
         return {}

@@ -154,8 +154,10 @@ def _draft(drafter: Any, rows: ReferenceRows, tokens: list[int]) -> None:
         for _ in range(DRAFT_LENGTH):
             output = drafter(
                 inputs_embeds=torch.cat([rows.embed(torch.tensor([[last]])), hidden], dim=-1),
-                position_ids=torch.tensor([[position]]), shared_kv_states=shared, use_cache=False,
-            )  # fmt: skip
+                position_ids=torch.tensor([[position]]),
+                shared_kv_states=shared,
+                use_cache=False,
+            )
             last, hidden = int(output.logits[0, -1].argmax()), output.last_hidden_state
 
 

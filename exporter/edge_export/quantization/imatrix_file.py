@@ -59,9 +59,11 @@ def write_imatrix(path: Path, entries: _Entries, dataset: str, tokens: int, chun
         tensors.append(made(name + _SUMS, entry.sums, entry.counts.size))
         tensors.append(made(name + _COUNTS, entry.counts, entry.counts.size))
     keys: list[Any] = [
-        ("general.type", "string", "imatrix"), ("imatrix.datasets", "array", [dataset]),
-        ("imatrix.chunk_count", "uint32", max(1, tokens // chunk)), ("imatrix.chunk_size", "uint32", chunk),
-    ]  # fmt: skip
+        ("general.type", "string", "imatrix"),
+        ("imatrix.datasets", "array", [dataset]),
+        ("imatrix.chunk_count", "uint32", max(1, tokens // chunk)),
+        ("imatrix.chunk_size", "uint32", chunk),
+    ]
     write_raw_gguf(path, "imatrix", keys, tensors, lambda _: None)
 
 

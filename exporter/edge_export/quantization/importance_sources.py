@@ -68,12 +68,17 @@ def _calibrated(
     model = target.checkpoint
     made = calibrate(
         CalibrationRequest(
-            target_folder=target.path, drafter_folder=drafter.path if with_drafter else None, tokenizer_folder=target.tokenizer_folder,
-            text=text, parameters=model.parameters + (drafter.checkpoint.parameters if with_drafter else 0),
-            window=model.architecture.window, context=model.architecture.context, threads=threads,
+            target_folder=target.path,
+            drafter_folder=drafter.path if with_drafter else None,
+            tokenizer_folder=target.tokenizer_folder,
+            text=text,
+            parameters=model.parameters + (drafter.checkpoint.parameters if with_drafter else 0),
+            window=model.architecture.window,
+            context=model.architecture.context,
+            threads=threads,
         ),
         progress,
-    )  # fmt: skip
+    )
     found = {"target": fitted(made.target, model, made.source)}
     if with_drafter:
         found["drafter"] = fitted(made.drafter, drafter.checkpoint, made.source)

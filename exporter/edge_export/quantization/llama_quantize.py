@@ -52,9 +52,13 @@ def expected_bytes(weight_count: int, quantization: str) -> int:
 
 
 def quantize_gguf(
-    source: Path, destination: Path, quantization: str, threads: int, progress: Callable[[int], None] = lambda _: None,
+    source: Path,
+    destination: Path,
+    quantization: str,
+    threads: int,
+    progress: Callable[[int], None] = lambda _: None,
     importance: Importance | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Writes `source` (an unquantized GGUF) to `destination`; `progress` gets the bytes written since its last call.
 
     With `importance` llama.cpp chooses scales that keep the important channels (matrices without one are quantized as ever).
@@ -63,7 +67,15 @@ def quantize_gguf(
     check_quantization(quantization)
     if quantization not in _FILE_TYPES:
         raise ExportError(f"{quantization} is not made by quantizing; write the GGUF with this weight type instead")
-    command = [sys.executable, "-m", "edge_export.quantization.llama_quantize", str(source), str(destination), str(_FILE_TYPES[quantization]), str(threads)]
+    command = [
+        sys.executable,
+        "-m",
+        "edge_export.quantization.llama_quantize",
+        str(source),
+        str(destination),
+        str(_FILE_TYPES[quantization]),
+        str(threads),
+    ]
     # The child imports what this process imports, also when the packages are not installed; no debugger is to be started on an abort.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GGML_NO_BACKTRACE": "1"}
     if not destination.parent.is_dir():

@@ -152,7 +152,13 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Rep
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
 @click.argument("bundle", type=BundlePath(), required=False)
 @click.option("--domains", default=",".join(DOMAINS), help="Shipped prompt sets to run, or none.")
-@click.option("--prompts", "files", type=click.Path(path_type=Path), multiple=True, help="Own prompts: a JSON list of texts, an object of lists by domain, or a text file. Repeatable.")  # fmt: skip
+@click.option(
+    "--prompts",
+    "files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Own prompts: a JSON list of texts, an object of lists by domain, or a text file. Repeatable.",
+)
 @click.option("--per-domain", type=click.IntRange(min=1), default=1, help="Prompts of each set.")
 @click.option("--lengths", default="1-8", help="Fixed draft lengths, such as 3, 1,2,4 or 1-8, or none.")
 @click.option("--policies", default=",".join(CHOOSING_POLICIES), help="Policies that choose the length, or none.")
@@ -175,9 +181,22 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Rep
 @click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")
 @check_options
 @click.option("--runs", type=click.Path(path_type=Path), help="Write every measurement here, one JSON line each, as it is made.")
-@click.option("--energy", type=click.Path(path_type=Path), help="Measure energy too, by the protocol of docs/energy.md (long), and write its log here; with --report: read it.")  # fmt: skip
-@click.option("--meter", metavar="NAME", help=f"Energy meter of edge-devices meters, {MADE}, or external: one whose table is read afterwards with --external.  [default: the first usable one]")  # fmt: skip
-@click.option("--external", type=click.Path(path_type=Path), metavar="TABLE", help="With --report of an energy log: the table of a meter in the supply line, in place of the log's readings.")  # fmt: skip
+@click.option(
+    "--energy",
+    type=click.Path(path_type=Path),
+    help="Measure energy too, by the protocol of docs/energy.md (long), and write its log here; with --report: read it.",
+)
+@click.option(
+    "--meter",
+    metavar="NAME",
+    help=f"Energy meter of edge-devices meters, {MADE}, or external: one whose table is read afterwards with --external.  [default: the first usable one]",
+)
+@click.option(
+    "--external",
+    type=click.Path(path_type=Path),
+    metavar="TABLE",
+    help="With --report of an energy log: the table of a meter in the supply line, in place of the log's readings.",
+)
 @click.option("--json", "json_path", help="Write the figures here; - is standard output, instead of tables.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with plots here (needs edge-mtp[report]).")
 @click.option(
@@ -280,13 +299,22 @@ def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
         raise RequestError("there is no drafter to measure; plain decoding alone is --lengths none --policies none")
     kinds = parse_names(drafters, [kind for kind in DRAFTER_KINDS if kind != "none"], "drafter") if drafters else ()
     return BenchRequest(
-        bundle=bundle, prompts=bench_prompts(values["domains"], values["files"], values["per_domain"]),
-        drafters=cast(tuple[DrafterKind, ...], kinds), lengths=parse_lengths(values["lengths"]),
-        policies=parse_names(values["policies"], CHOOSING_POLICIES, "policy"), repeats=values["repeats"], tokens=values["max_tokens"],
-        warm_up=values["warm_up"], contexts=parse_numbers(values["contexts"], "lengths of text"),
+        bundle=bundle,
+        prompts=bench_prompts(values["domains"], values["files"], values["per_domain"]),
+        drafters=cast(tuple[DrafterKind, ...], kinds),
+        lengths=parse_lengths(values["lengths"]),
+        policies=parse_names(values["policies"], CHOOSING_POLICIES, "policy"),
+        repeats=values["repeats"],
+        tokens=values["max_tokens"],
+        warm_up=values["warm_up"],
+        contexts=parse_numbers(values["contexts"], "lengths of text"),
         concurrency=parse_numbers(values["concurrency"], "numbers of clients"),
         kv_types=parse_names(values["kv_types"], KV_TYPES, "KV type"),
         tools=peer_folder(values["against"]),
-        backend=values["backend"], threads=values["threads"], context=values["context"], config=values["config"], preset=values["preset"],
+        backend=values["backend"],
+        threads=values["threads"],
+        context=values["context"],
+        config=values["config"],
+        preset=values["preset"],
         **check_values(values),
-    )  # fmt: skip
+    )

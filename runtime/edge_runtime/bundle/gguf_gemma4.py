@@ -17,24 +17,44 @@ _WIDTH, _INT32 = 1 << 20, (1 << 31) - 1
 # Least and most. LLAMA_MAX_LAYERS is 512, LLAMA_MAX_EXPERTS 1024. llama.cpp makes room for as many tokens as a file without a tokenizer
 # claims, and for a drafter's whole window; Gemma 4 has a quarter of these tokens, and windows of 512 and 1024.
 _INTEGERS = {
-    "block_count": (1, 512), "context_length": (1, _INT32), "embedding_length": (1, _WIDTH), "embedding_length_out": (1, _WIDTH),
-    "embedding_length_per_layer_input": (0, _WIDTH), "attention.key_length": (2, _WIDTH), "attention.value_length": (2, _WIDTH),
-    "attention.key_length_swa": (2, _WIDTH), "attention.value_length_swa": (2, _WIDTH), "attention.sliding_window": (1, _WIDTH),
-    "expert_count": (0, 1024), "expert_group_count": (0, 0), "vocab_size": (0, 1 << 20),
-}  # fmt: skip
+    "block_count": (1, 512),
+    "context_length": (1, _INT32),
+    "embedding_length": (1, _WIDTH),
+    "embedding_length_out": (1, _WIDTH),
+    "embedding_length_per_layer_input": (0, _WIDTH),
+    "attention.key_length": (2, _WIDTH),
+    "attention.value_length": (2, _WIDTH),
+    "attention.key_length_swa": (2, _WIDTH),
+    "attention.value_length_swa": (2, _WIDTH),
+    "attention.sliding_window": (1, _WIDTH),
+    "expert_count": (0, 1024),
+    "expert_group_count": (0, 0),
+    "vocab_size": (0, 1 << 20),
+}
 _OF_EACH_LAYER = {
-    "feed_forward_length": (1, 1 << 24), "attention.head_count": (1, _WIDTH), "attention.head_count_kv": (1, _WIDTH),
-    "expert_used_count": (0, 1024), "expert_feed_forward_length": (1, 1 << 24),
-}  # fmt: skip
+    "feed_forward_length": (1, 1 << 24),
+    "attention.head_count": (1, _WIDTH),
+    "attention.head_count_kv": (1, _WIDTH),
+    "expert_used_count": (0, 1024),
+    "expert_feed_forward_length": (1, 1 << 24),
+}
 _REALS = {
-    "attention.layer_norm_rms_epsilon": (0.0, 1.0), "rope.freq_base": (1.0, 1e12), "rope.freq_base_swa": (1.0, 1e12),
+    "attention.layer_norm_rms_epsilon": (0.0, 1.0),
+    "rope.freq_base": (1.0, 1e12),
+    "rope.freq_base_swa": (1.0, 1e12),
     "final_logit_softcapping": (1e-3, 1e9),
-}  # fmt: skip
+}
 # llama.cpp puts something in their place if they are missing; its converter always writes them.
 _NEEDED = (
-    "block_count", "attention.key_length", "attention.key_length_swa", "attention.value_length", "attention.value_length_swa",
-    "attention.head_count", "attention.head_count_kv", "attention.sliding_window_pattern",
-)  # fmt: skip
+    "block_count",
+    "attention.key_length",
+    "attention.key_length_swa",
+    "attention.value_length",
+    "attention.value_length_swa",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.sliding_window_pattern",
+)
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 
 

@@ -60,5 +60,9 @@ def samples_of(path: Path) -> str:
 def _identity(path: Path) -> dict[str, int]:
     found: os.stat_result = path.stat()
     return {
-        "bytes": found.st_size, "modified_ns": found.st_mtime_ns, "changed_ns": found.st_ctime_ns, "inode": found.st_ino, "device": found.st_dev,
-    }  # fmt: skip
+        "bytes": found.st_size,
+        "modified_ns": found.st_mtime_ns,
+        "changed_ns": found.st_ctime_ns,
+        "inode": found.st_ino,
+        "device": found.st_dev,
+    }

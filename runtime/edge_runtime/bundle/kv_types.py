@@ -27,6 +27,8 @@ def check_kv_type(layout: CacheLayout, kv_type: str) -> KvType:
             continue
         for name, cache in (("sliding", layout.sliding), ("full", layout.full)):
             if known != "f16" and cache is not None and cache.head_dim % BLOCK:
-                raise RequestError(f"KV type {known} stores {BLOCK} values together, which the {name} heads' {cache.head_dim} are no multiple of; choose f16")  # fmt: skip
+                raise RequestError(
+                    f"KV type {known} stores {BLOCK} values together, which the {name} heads' {cache.head_dim} are no multiple of; choose f16"
+                )
         return known
     raise RequestError(f"KV type {kv_type!r} is unknown; choose one of {', '.join(KV_TYPES)}")

@@ -9,10 +9,22 @@ from edge_devices.files.typed_json import StructureError
 
 LARGEST = 1 << 53
 # Ids, and counts of what there need not be any; every other number is at least 1, or above 0 where it may be broken.
-FROM_ZERO = frozenset({
-    "bytes", "per_layer_size", "rotated_pairs", "draft_length", "layer", "owner_layers", "layer_owners", "drafter_sources", "bos_token",
-    "eos_token", "eog_tokens", "control_tokens",
-})  # fmt: skip
+FROM_ZERO = frozenset(
+    {
+        "bytes",
+        "per_layer_size",
+        "rotated_pairs",
+        "draft_length",
+        "layer",
+        "owner_layers",
+        "layer_owners",
+        "drafter_sources",
+        "bos_token",
+        "eos_token",
+        "eog_tokens",
+        "control_tokens",
+    }
+)
 
 
 def check_numbers(value: Any, where: str, name: str = "") -> None:

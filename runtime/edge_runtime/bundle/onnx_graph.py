@@ -24,12 +24,51 @@ _MAX_PARTS = 4096
 # memory from a few bytes (Scan, ConstantOfShape, Range).
 CONTRIB = "com.microsoft"
 CONTRIB_OPS = frozenset(["FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "RotaryEmbedding"])
-ONNX_OPS = frozenset([
-    "Add", "ArgMax", "Cast", "Concat", "DequantizeLinear", "Div", "DynamicQuantizeLinear", "Exp", "Expand", "Flatten", "Gather", "Gelu",
-    "Greater", "GreaterOrEqual", "Identity", "If", "Loop", "MatMul", "MatMulInteger", "Mul", "NonZero", "QuantizeLinear",
-    "RMSNormalization", "Reciprocal", "ReduceMax", "ReduceMean", "ReduceSum", "Reshape", "ScatterElements", "ScatterND", "Shape", "Slice",
-    "Softmax", "Split", "Sqrt", "Squeeze", "Sub", "Tanh", "TopK", "Transpose", "Where",
-])  # fmt: skip
+ONNX_OPS = frozenset(
+    [
+        "Add",
+        "ArgMax",
+        "Cast",
+        "Concat",
+        "DequantizeLinear",
+        "Div",
+        "DynamicQuantizeLinear",
+        "Exp",
+        "Expand",
+        "Flatten",
+        "Gather",
+        "Gelu",
+        "Greater",
+        "GreaterOrEqual",
+        "Identity",
+        "If",
+        "Loop",
+        "MatMul",
+        "MatMulInteger",
+        "Mul",
+        "NonZero",
+        "QuantizeLinear",
+        "RMSNormalization",
+        "Reciprocal",
+        "ReduceMax",
+        "ReduceMean",
+        "ReduceSum",
+        "Reshape",
+        "ScatterElements",
+        "ScatterND",
+        "Shape",
+        "Slice",
+        "Softmax",
+        "Split",
+        "Sqrt",
+        "Squeeze",
+        "Sub",
+        "Tanh",
+        "TopK",
+        "Transpose",
+        "Where",
+    ]
+)
 # A drafter's Loop goes round as often as the runtime says, in this input.
 LOOP_INPUT = "draft_length"
 # What a causal mask is repeated for: heads.
@@ -40,19 +79,47 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _EXTERNAL, _INT64 = 1, 7
 # Bits of an element by TensorProto.DataType; strings (8) have no size and no place in weights.
 _BITS = {
-    1: 32, 2: 8, 3: 8, 4: 16, 5: 16, 6: 32, 7: 64, 9: 8, 10: 16, 11: 64, 12: 32, 13: 64, 14: 64, 15: 128, 16: 16, 17: 8, 18: 8, 19: 8,
-    20: 8, 21: 4, 22: 4, 23: 4, 24: 8,
-}  # fmt: skip
+    1: 32,
+    2: 8,
+    3: 8,
+    4: 16,
+    5: 16,
+    6: 32,
+    7: 64,
+    9: 8,
+    10: 16,
+    11: 64,
+    12: 32,
+    13: 64,
+    14: 64,
+    15: 128,
+    16: 16,
+    17: 8,
+    18: 8,
+    19: 8,
+    20: 8,
+    21: 4,
+    22: 4,
+    23: 4,
+    24: 8,
+}
 _LARGEST = 1 << 62
 # The fields the exporter writes; what others hold (functions, sparse tensors, text about the file) has no reader here.
 _KNOWN = {
-    "model": {1, 2, 7, 8}, "graph": {1, 2, 5, 11, 12}, "node": {1, 2, 3, 4, 5, 7}, "attribute": {1, 2, 3, 4, 6, 8, 20},
-    "tensor": {1, 2, 8, 9, 13, 14}, "input": {1, 2},
-}  # fmt: skip
+    "model": {1, 2, 7, 8},
+    "graph": {1, 2, 5, 11, 12},
+    "node": {1, 2, 3, 4, 5, 7},
+    "attribute": {1, 2, 3, 4, 6, 8, 20},
+    "tensor": {1, 2, 8, 9, 13, 14},
+    "input": {1, 2},
+}
 # Which of them hold which messages.
 _CHILDREN = {
-    "model": {7: "graph"}, "graph": {1: "node", 5: "tensor", 11: "input"}, "node": {5: "attribute"}, "attribute": {6: "graph"},
-}  # fmt: skip
+    "model": {7: "graph"},
+    "graph": {1: "node", 5: "tensor", 11: "input"},
+    "node": {5: "attribute"},
+    "attribute": {6: "graph"},
+}
 
 Field = tuple[int, int | memoryview]
 Fields = list[Field]

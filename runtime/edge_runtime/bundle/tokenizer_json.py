@@ -17,9 +17,12 @@ from edge_runtime.errors import BundleError
 # Gemma's have 33 MB.
 MAX_TOKENIZER_BYTES = 256 << 20
 _KINDS = {
-    "normalizer": {"Replace"}, "pre_tokenizer": {"Split"}, "post_processor": {"TemplateProcessing"},
-    "decoder": {"Replace", "ByteFallback", "Fuse"}, "model": {"BPE"},
-}  # fmt: skip
+    "normalizer": {"Replace"},
+    "pre_tokenizer": {"Split"},
+    "post_processor": {"TemplateProcessing"},
+    "decoder": {"Replace", "ByteFallback", "Fuse"},
+    "model": {"BPE"},
+}
 _LISTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors", "decoder": "decoders"}
 _ALL_KINDS = frozenset(kind.encode() for kinds in _KINDS.values() for kind in kinds) | {b"Sequence"}
 # A key of this name has a text for a value only in a part; in a vocabulary it is a piece and has a number.

@@ -21,9 +21,14 @@ TEXT = 32
 
 
 def measure_costs(
-    target: Target, drafter: Drafter | None, token: int, *, most_rows: int = MAX_ROWS, max_seconds: float = MAX_SECONDS,
+    target: Target,
+    drafter: Drafter | None,
+    token: int,
+    *,
+    most_rows: int = MAX_ROWS,
+    max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
-) -> MeasuredCosts:  # fmt: skip
+) -> MeasuredCosts:
     """Times rounds as they will be, a draft and then a verify, of 1 to `most_rows` rows, all that the target was opened for, after a
     short text of one `token`; leaves the cache empty.
 

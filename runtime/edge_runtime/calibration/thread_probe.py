@@ -99,9 +99,15 @@ def candidates(groups: Sequence[Sequence[int]]) -> dict[Phase, list[int]]:
 
 
 def measure_threads(
-    target: Target, drafter: Drafter | None, use: Callable[[ThreadCounts], None], tries: Mapping[Phase, Sequence[int]], token: int, *,
-    max_seconds: float = MAX_SECONDS, clock: Callable[[], float] = time.perf_counter,
-) -> ThreadTimes:  # fmt: skip
+    target: Target,
+    drafter: Drafter | None,
+    use: Callable[[ThreadCounts], None],
+    tries: Mapping[Phase, Sequence[int]],
+    token: int,
+    *,
+    max_seconds: float = MAX_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> ThreadTimes:
     """Times each phase with each number of `tries`, in turn; leaves the cache empty. `use` makes the pair run on so many threads.
 
     The first round warms up; of the others, at least MIN_ROUNDS, the lower quartile counts: what other processes do only adds time.

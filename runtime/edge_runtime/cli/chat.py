@@ -55,9 +55,11 @@ OPTIONS = (
     click.option("--system", help="Chat: the system message."),
     click.option("--thinking", is_flag=True, help="Chat: let the model think before it answers, if its template can."),
     click.option(
-        "--overflow", type=click.Choice(OVERFLOWS), help="Chat: what happens when the conversation outgrows the context. [default: the configuration's]"
+        "--overflow",
+        type=click.Choice(OVERFLOWS),
+        help="Chat: what happens when the conversation outgrows the context. [default: the configuration's]",
     ),
-)  # fmt: skip
+)
 
 
 def chat_options(command: Command) -> Command:
@@ -89,9 +91,13 @@ class TerminalChat:
         self._interactive = sys.stdout is not None and sys.stdin.isatty() and sys.stdout.isatty() and not as_json
         self._answers: list[Answer] = []
         self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: self._note(HELP), "/reset": self._reset, "/system": self._system, "/stats": lambda _: self._note(self._figures()),
-            "/save": self._save, "/load": self._load,
-        }  # fmt: skip
+            "/help": lambda _: self._note(HELP),
+            "/reset": self._reset,
+            "/system": self._system,
+            "/stats": lambda _: self._note(self._figures()),
+            "/save": self._save,
+            "/load": self._load,
+        }
 
     def run(self) -> None:
         """Returns at the end of the input. Raises EdgeRuntimeError, and KeyboardInterrupt, when nobody sits at a terminal."""
@@ -285,6 +291,12 @@ def _call_line(call: ToolCall) -> str:
 def _record(text: str, answer: Answer, drafter: str) -> dict[str, Any]:
     calls = [{"name": call.name, "arguments": call.arguments, "raw": call.raw} for call in answer.tool_calls]
     return {
-        "user": text, "text": answer.text, "thoughts": answer.thoughts, "tool_calls": calls, "finish": answer.finish,
-        "dropped_turns": answer.dropped_turns, "drafter": drafter, "stats": answer.stats.to_json(),
-    }  # fmt: skip
+        "user": text,
+        "text": answer.text,
+        "thoughts": answer.thoughts,
+        "tool_calls": calls,
+        "finish": answer.finish,
+        "dropped_turns": answer.dropped_turns,
+        "drafter": drafter,
+        "stats": answer.stats.to_json(),
+    }

@@ -42,10 +42,14 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
         return {
-            "drafting": self.drafting, "draft_length": self.draft_length, "speed_up": self.speed_up, "same_tokens": self.same_tokens,
-            "peak_memory_bytes": self.peak_memory, "plain": [s.to_json() for s in self.plain],
+            "drafting": self.drafting,
+            "draft_length": self.draft_length,
+            "speed_up": self.speed_up,
+            "same_tokens": self.same_tokens,
+            "peak_memory_bytes": self.peak_memory,
+            "plain": [s.to_json() for s in self.plain],
             "drafted": [s.to_json() for s in self.drafted],
-        }  # fmt: skip
+        }
 
 
 def compare(
@@ -70,9 +74,13 @@ def compare(
             outputs.append(generation.tokens)
     show("\n\n")
     return Comparison(
-        drafting=drafting, draft_length=draft_length, plain=tuple(sides[0]), drafted=tuple(sides[1]),
-        same_tokens=all(o == outputs[0] for o in outputs), peak_memory=peak_memory_bytes(),
-    )  # fmt: skip
+        drafting=drafting,
+        draft_length=draft_length,
+        plain=tuple(sides[0]),
+        drafted=tuple(sides[1]),
+        same_tokens=all(o == outputs[0] for o in outputs),
+        peak_memory=peak_memory_bytes(),
+    )
 
 
 def comparison_table(comparison: Comparison) -> Table:

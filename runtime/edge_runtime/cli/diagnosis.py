@@ -28,10 +28,19 @@ from edge_runtime.errors import BackendError
 DISTRIBUTION = "edge-mtp"
 # Which extras a user chooses between, and what for; the others are for people who work on edge-mtp itself.
 EXTRAS = {
-    "llama": "runs GGUF bundles", "onnx": "runs ONNX bundles", "grammar": "JSON schemas, grammars, regular expressions",
-    "serve": "edge-run --serve", "export-onnx": "edge-export --format onnx", "export": "edge-export to GGUF files", "package": "packages for devices", "sign": "signed bundles", "fleet": "edge-bench --fleet", "verify": "parity check of an export", "optimum": "optimum-cli export edge",
+    "llama": "runs GGUF bundles",
+    "onnx": "runs ONNX bundles",
+    "grammar": "JSON schemas, grammars, regular expressions",
+    "serve": "edge-run --serve",
+    "export-onnx": "edge-export --format onnx",
+    "export": "edge-export to GGUF files",
+    "package": "packages for devices",
+    "sign": "signed bundles",
+    "fleet": "edge-bench --fleet",
+    "verify": "parity check of an export",
+    "optimum": "optimum-cli export edge",
     "report": "plots of edge-bench --html",
-}  # fmt: skip
+}
 _COMPILED_BY = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")}
 
 
@@ -86,12 +95,18 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
         return {
-            "ready": self.ready, "version": self.version, "python": self.python, "executable": self.executable,
-            "machine": self.device.to_json(), "backends": dict(self.backends), "build_tools": dict(self.build_tools),
-            "extras": [asdict(extra) for extra in self.extras], "meters": [finding.to_json() for finding in self.meters],
+            "ready": self.ready,
+            "version": self.version,
+            "python": self.python,
+            "executable": self.executable,
+            "machine": self.device.to_json(),
+            "backends": dict(self.backends),
+            "build_tools": dict(self.build_tools),
+            "extras": [asdict(extra) for extra in self.extras],
+            "meters": [finding.to_json() for finding in self.meters],
             "cache": {"folder": self.cache, "variable": self.cache_variable, "files": [asdict(file) for file in self.cache_files]},
             "install": self.install,
-        }  # fmt: skip
+        }
 
 
 def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_backend) -> Diagnosis:
@@ -102,12 +117,18 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         raise BackendError(f"{DISTRIBUTION} is not installed for {sys.executable}; run: pip install . in its checkout") from None
     folder = cache_folder()
     return Diagnosis(
-        version=version, python=platform.python_version(), executable=sys.executable, device=detect_device(system),
+        version=version,
+        python=platform.python_version(),
+        executable=sys.executable,
+        device=detect_device(system),
         backends={kind: ask(kind) if find_spec(LIBRARY[kind]) is not None else None for kind in BACKENDS},
         build_tools={tool: next((found for name in names if (found := shutil.which(name))), None) for tool, names in _COMPILED_BY.items()},
-        extras=tuple(_extra(name, purpose, requirements) for name, purpose in EXTRAS.items()), meters=tuple(find_meters(system)),
-        cache=str(folder), cache_variable=CACHE_VARIABLE, cache_files=tuple(_cache_files(folder)),
-    )  # fmt: skip
+        extras=tuple(_extra(name, purpose, requirements) for name, purpose in EXTRAS.items()),
+        meters=tuple(find_meters(system)),
+        cache=str(folder),
+        cache_variable=CACHE_VARIABLE,
+        cache_files=tuple(_cache_files(folder)),
+    )
 
 
 def _extra(name: str, purpose: str, requirements: list[str]) -> Extra:

@@ -36,7 +36,9 @@ def doctor_option(command: F) -> F:
             raise click.ClickException(str(error)) from error
         context.exit()
 
-    return click.option("--doctor", is_flag=True, expose_value=False, callback=show, help="Show what works on this machine and what is missing, and exit.")(command)  # fmt: skip
+    return click.option(
+        "--doctor", is_flag=True, expose_value=False, callback=show, help="Show what works on this machine and what is missing, and exit."
+    )(command)
 
 
 def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:
@@ -72,9 +74,10 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
     memory = f", {machine.memory_available / 1e9:.1f} GB available" if machine.memory_available is not None else ""
     yield "edge-mtp", "ok", f"{diagnosis.version}, Python {diagnosis.python}, {diagnosis.executable}"
     yield (
-        "machine", "",
+        "machine",
+        "",
         f"{machine.system} {machine.architecture}, {machine.processor or 'unknown processor'}, {machine.usable_processors} processors{memory}",
-    )  # fmt: skip
+    )
     yield "profile", "", f"{device.profile.name}: {device.profile.quantization}, {device.threads} threads ({device.why})"
     yield from _llama_rows(diagnosis)
     yield from _onnx_rows(diagnosis)

@@ -54,18 +54,22 @@ def energy_options(command: F) -> F:
             " taken, the rate expected over plain decoding's, and how sure the drafter was. The text comes after the lines.",
         ),
         click.option(
-            "--phase-power", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
+            "--phase-power",
+            type=click.Path(path_type=Path, exists=True, dir_okay=False),
+            metavar="FILE",
             help="Watts of draft, verify and plain as JSON, for --objective energy.  [default: measured with the meter, once]",
         ),
         click.option(
-            "--objective", type=click.Choice(OBJECTIVES),
+            "--objective",
+            type=click.Choice(OBJECTIVES),
             help="What --policy profit drafts for: most tokens per second, or fewest joules per token.  [default: the configuration's]",
         ),
         click.option(
-            "--meter", metavar="NAME",
+            "--meter",
+            metavar="NAME",
             help=f"Energy meter of edge-devices meters to read, or {MADE}.  [default: the best usable one, if there is any]",
         ),
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 

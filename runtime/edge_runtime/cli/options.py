@@ -24,14 +24,18 @@ def check_options(command: F) -> F:
     """Adds the options to a command, which gets their values among its keyword arguments."""
     for option in (
         click.option(
-            "--verify-key", type=click.Path(path_type=Path, dir_okay=False), metavar="PUBKEY",
+            "--verify-key",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="PUBKEY",
             help="Refuse the bundle unless this Ed25519 key (PEM) signed it; needs [sign].",
         ),
         click.option(
-            "--check", type=click.Choice(CHECK_MODES), default="fast",
+            "--check",
+            type=click.Choice(CHECK_MODES),
+            default="fast",
             help="full: all files' sha256; fast: that once, then sizes, times and samples; none: sizes.",
         ),
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 

@@ -51,11 +51,15 @@ def plan_options(command: F) -> F:
     """Adds the options to a command, which gets their values among its keyword arguments."""
     for option in (
         click.option(
-            "--profile", metavar="NAME", shell_complete=lambda _context, _parameter, start: [name for name in profiles() if name.startswith(start)],
+            "--profile",
+            metavar="NAME",
+            shell_complete=lambda _context, _parameter, start: [name for name in profiles() if name.startswith(start)],
             help="With --plan: a device profile, such as raspberry-pi-5.  [default: this machine]",
         ),
-        click.option("--plan", is_flag=True, help="Predict memory, speed, best draft length and joules per token, with ranges; make nothing."),
-    ):  # fmt: skip
+        click.option(
+            "--plan", is_flag=True, help="Predict memory, speed, best draft length and joules per token, with ranges; make nothing."
+        ),
+    ):
         command = option(command)
     return command
 
@@ -77,9 +81,15 @@ def device_speed(name: str | None, threads: int | None) -> DeviceSpeed:
 
 
 def manifest_plan(
-    manifest: Manifest, device: DeviceSpeed, *, context: int, kv_type: str = "f16", longest: int = LONGEST,
-    drafter: DrafterKind | None = None, power: PhasePower | None = None,
-) -> SpeedPlan:  # fmt: skip
+    manifest: Manifest,
+    device: DeviceSpeed,
+    *,
+    context: int,
+    kv_type: str = "f16",
+    longest: int = LONGEST,
+    drafter: DrafterKind | None = None,
+    power: PhasePower | None = None,
+) -> SpeedPlan:
     """Returns the plan of a pair's GGUF files; `drafter` None is the split one where there is one. Raises RequestError."""
     from edge_runtime.backends.llama.context import BATCH
 
@@ -89,9 +99,7 @@ def manifest_plan(
     if "target" not in roles or chosen not in there:
         raise RequestError(f"the plan is about GGUF files with a dense or split drafter; there are {', '.join(sorted(roles)) or 'none'}")
     kv = check_kv_type(manifest.cache_layout, kv_type)
-    opening = Opening(
-        context=context, kv_type=kv, sequences=1, batch=BATCH, verify_rows=longest + 1, drafters=(chosen,), repack=True
-    )  # fmt: skip
+    opening = Opening(context=context, kv_type=kv, sequences=1, batch=BATCH, verify_rows=longest + 1, drafters=(chosen,), repack=True)
     return speed_plan(pair_facts(manifest, chosen, context, kv), device, memory_plan(manifest, opening), longest, power)
 
 
@@ -111,14 +119,18 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
     """Returns the plan for people: each figure with its range, what was measured and how far off the middle was, then how each came about."""
     low, best, high = plan.draft_length
     rows: list[tuple[str, str, Range, float | None]] = [
-        ("memory", "MB", Range(low=plan.memory.reserved / 1e6, middle=plan.memory.total / 1e6, high=1.1 * plan.memory.total / 1e6),
-         measured.memory_bytes / 1e6 if measured else None),
+        (
+            "memory",
+            "MB",
+            Range(low=plan.memory.reserved / 1e6, middle=plan.memory.total / 1e6, high=1.1 * plan.memory.total / 1e6),
+            measured.memory_bytes / 1e6 if measured else None,
+        ),
         ("prefill", "tok/s", plan.prefill, measured.prefill if measured else None),
         ("plain", "tok/s", plan.plain, measured.plain if measured else None),
         ("drafted", "tok/s", plan.drafted, measured.drafted if measured else None),
         ("draft step", "ms", plan.step_seconds.times(1000), measured.step_seconds * 1000 if measured else None),
         ("draft length", "", Range(low=low, middle=best, high=high), measured.draft_length if measured else None),
-    ]  # fmt: skip
+    ]
     lines = [f"{plan.device}:"]
     for name, unit, value, seen in rows:
         text = f"  {name:<13}{_text(value.middle):>8}  [{_text(value.low)}, {_text(value.high)}] {unit}".rstrip()
@@ -144,10 +156,12 @@ def _profile_speed(name: str) -> DeviceSpeed:
     else:
         raise RequestError(f"the profile {name} has no memory speed, it differs from machine to machine; plan there, without --profile")
     return DeviceSpeed(
-        name=found.title, bandwidth=Range.between(low, high), bandwidth_from=source,
+        name=found.title,
+        bandwidth=Range.between(low, high),
+        bandwidth_from=source,
         operations=Range.between(BALANCE[0] * low, BALANCE[1] * high),
         operations_from=f"assumed, {BALANCE[0]:g} to {BALANCE[1]:g} for each byte read: profiles say nothing of arithmetic",
-    )  # fmt: skip
+    )
 
 
 def _machine_speed(threads: int | None) -> DeviceSpeed:
@@ -164,7 +178,7 @@ def _machine_speed(threads: int | None) -> DeviceSpeed:
         bandwidth_from=f"{OF_READ[0]:g} to {OF_READ[1]:g} x the {read / 1e9:.3g} GB/s it reads",
         operations=Range.between(OF_PRODUCT[0] * product, OF_PRODUCT[1] * product),
         operations_from=f"{OF_PRODUCT[0]:g} to {OF_PRODUCT[1]:g} x the {product / 1e9:.3g} G/s of a float32 product",
-    )  # fmt: skip
+    )
 
 
 def product_operations() -> float:

@@ -54,6 +54,11 @@ def measure_plan(session: Session, prompt: str) -> Measured:
         lengths.append(generation.stats.drafted / max(1, generation.stats.rounds))
     target.rollback(0)
     return Measured(
-        memory_bytes=peak_memory_bytes(), prefill=count / statistics.median(filled[1:]), plain=statistics.median(sides[0]),
-        drafted=statistics.median(sides[None]), step_seconds=costs.mean_step, verify_seconds=costs.verify, draft_length=statistics.median(lengths),
-    )  # fmt: skip
+        memory_bytes=peak_memory_bytes(),
+        prefill=count / statistics.median(filled[1:]),
+        plain=statistics.median(sides[0]),
+        drafted=statistics.median(sides[None]),
+        step_seconds=costs.mean_step,
+        verify_seconds=costs.verify,
+        draft_length=statistics.median(lengths),
+    )

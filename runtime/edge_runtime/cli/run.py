@@ -107,9 +107,12 @@ def run_once(session: Session, options: RunOptions) -> None:
     if options.cache.load:
         session.load_state(options.cache.load)
     generation = session.generate(
-        options.prompt, max_tokens=options.max_tokens, draft_length=options.draft_length, reuse_prefix=options.cache.load is not None,
+        options.prompt,
+        max_tokens=options.max_tokens,
+        draft_length=options.draft_length,
+        reuse_prefix=options.cache.load is not None,
         **options.request,
-    )  # fmt: skip
+    )
     pieces = []
     with options.energy.watch() as watch:
         for piece in generation:
@@ -123,9 +126,13 @@ def run_once(session: Session, options: RunOptions) -> None:
     lossless = check_lossless(session, generation) if options.verify_lossless else None
     if options.as_json:
         record: dict[str, Any] = {
-            "prompt": options.prompt, "text": "".join(pieces), "drafter": session.drafter_kind, "stats": generation.stats.to_json(),
-            "finish_reason": generation.finish_reason, **energy_record(energy),
-        }  # fmt: skip
+            "prompt": options.prompt,
+            "text": "".join(pieces),
+            "drafter": session.drafter_kind,
+            "stats": generation.stats.to_json(),
+            "finish_reason": generation.finish_reason,
+            **energy_record(energy),
+        }
         if generation.options.constraint:
             record["whole"] = generation.whole
         if lossless:
@@ -152,9 +159,13 @@ def run_chat(session: Session, options: RunOptions, chat: Mapping[str, Any]) -> 
 def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
     """Runs plainly and with drafts in turn, streams the first of each, and ends in a table."""
     comparison = compare(
-        session, options.prompt, max_tokens=options.max_tokens, draft_length=options.draft_length, repeats=repeats,
+        session,
+        options.prompt,
+        max_tokens=options.max_tokens,
+        draft_length=options.draft_length,
+        repeats=repeats,
         show=(lambda _: None) if options.as_json else (lambda text: click.echo(text, nl=False, err=True)),
-    )  # fmt: skip
+    )
     if options.as_json:
         click.echo(json.dumps(comparison.to_json(), ensure_ascii=False))
         return
@@ -176,10 +187,14 @@ def run_plan(folder: Path, options: RunOptions, asked: PlanValues, measuring: bo
             measured = measure_plan(session, options.prompt or PLAN_PROMPT)
     power = options.energy.power
     plan = manifest_plan(
-        bundle.manifest, device_speed(asked.profile, opening.get("threads")), context=settings.context,
-        kv_type=opening.get("kv_type") or settings.kv_type, longest=min(settings.longest, settings.longest_draft),
-        drafter=opening.get("drafter") or settings.drafter, power=power if isinstance(power, PhasePower) else None,
-    )  # fmt: skip
+        bundle.manifest,
+        device_speed(asked.profile, opening.get("threads")),
+        context=settings.context,
+        kv_type=opening.get("kv_type") or settings.kv_type,
+        longest=min(settings.longest, settings.longest_draft),
+        drafter=opening.get("drafter") or settings.drafter,
+        power=power if isinstance(power, PhasePower) else None,
+    )
     show_plan(plan, measured, as_json=options.as_json)
 
 
@@ -200,7 +215,7 @@ def command_config(config: Path | None, policy: str | None, draft_length: int | 
 
 def check_combination(
     request: Mapping[str, Any], policy: str | None, draft_length: int | None, *, comparing: bool, verify_lossless: bool
-) -> None:  # fmt: skip
+) -> None:
     """Raises a usage error for options that contradict each other."""
     if comparing and verify_lossless:
         raise click.UsageError("--compare and --verify-lossless are two different runs; give one of them")
@@ -224,13 +239,15 @@ def check_combination(
 )
 @click.option("--policy", type=click.Choice(POLICIES), help="How the draft length follows the acceptance.  [default: the configuration's]")
 @click.option(
-    "--drafter", type=click.Choice(DRAFTER_KINDS),
+    "--drafter",
+    type=click.Choice(DRAFTER_KINDS),
     help="dense: llama.cpp's; split: with the sparse head; lookup: copies from the text.  [default: the configuration's, else the faster of dense and split]",
-)  # fmt: skip
+)
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1),
+    "--max-tokens",
+    type=click.IntRange(min=1),
     help=f"Most tokens to generate; drafts never count.  [default: {RUN_TOKENS}, in a chat {MAX_TOKENS} per answer]",
-)  # fmt: skip
+)
 @click.option("--backend", type=click.Choice(BACKENDS), help="llama.cpp or onnxruntime.  [default: what the bundle has and is installed]")
 @click.option("--execution-provider", metavar="NAME", help="onnx: where the graphs run, e.g. cpu, openvino, openvino:NPU.  [default: cpu]")
 @click.option(
@@ -247,9 +264,12 @@ def check_combination(
 @click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")
 @click.option("--log", type=click.Path(path_type=Path), help="Append one JSON line of figures about each request to this file.")
 @click.option(
-    "--warn-rejection", type=click.FloatRange(0, 1, min_open=True, max_open=True), multiple=True, default=WARN_ABOVE,
+    "--warn-rejection",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    multiple=True,
+    default=WARN_ABOVE,
     help="Say it when more than this share of the newest drafts is rejected. Repeatable.",
-)  # fmt: skip
+)
 @click.option("--json", "as_json", is_flag=True, is_eager=True, help="Print one JSON object instead of text; in a chat one per turn.")
 @doctor_option
 @click.option("--verify-lossless", is_flag=True, help="Rerun plainly; report equality or the first divergence with its logit gap.")
@@ -265,11 +285,29 @@ def check_combination(
 @serve_options
 @click.version_option(package_name="edge-mtp")
 def main(
-    bundle: Path, prompt: str | None, draft_length: int | None, policy: str | None, drafter: DrafterKind | None, max_tokens: int | None,
-    threads: int | None, context: int | None, config: Path | None, preset: str | None, log: Path | None, warn_rejection: tuple[float, ...],
-    as_json: bool, verify_lossless: bool, comparing: bool, repeats: int, backend: BackendKind | None,
-    execution_provider: str | None, uniform_rows: bool, keep_packed: bool, measure: bool, **values: Any,
-) -> None:  # fmt: skip
+    bundle: Path,
+    prompt: str | None,
+    draft_length: int | None,
+    policy: str | None,
+    drafter: DrafterKind | None,
+    max_tokens: int | None,
+    threads: int | None,
+    context: int | None,
+    config: Path | None,
+    preset: str | None,
+    log: Path | None,
+    warn_rejection: tuple[float, ...],
+    as_json: bool,
+    verify_lossless: bool,
+    comparing: bool,
+    repeats: int,
+    backend: BackendKind | None,
+    execution_provider: str | None,
+    uniform_rows: bool,
+    keep_packed: bool,
+    measure: bool,
+    **values: Any,
+) -> None:
     """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter.
 
     Without PROMPT: a chat, with the bundle's chat template. It reads turns from the terminal, or one per line from a pipe.
@@ -289,19 +327,35 @@ def main(
         if energy.explain and (prompt is None or comparing):
             raise click.UsageError("--explain is for a PROMPT that runs once, not for a chat or --compare; leave it out")
         options = RunOptions(
-            prompt=read_prompt() if prompt == "-" else prompt or "", as_json=as_json, verify_lossless=verify_lossless, request=request,
+            prompt=read_prompt() if prompt == "-" else prompt or "",
+            as_json=as_json,
+            verify_lossless=verify_lossless,
+            request=request,
             draft_length=None if policy == "rolling" else draft_length,
-            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS), cache=cache, energy=energy,
-        )  # fmt: skip
+            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS),
+            cache=cache,
+            energy=energy,
+        )
         monitoring = MonitorOptions(
             warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
         )
         opening: OpenOptions = {
-            "threads": threads, "context": context, "drafter": drafter, "notify": note, **trust,
-            "backend": backend, "execution_provider": execution_provider, "uniform_rows": uniform_rows, "keep_packed": keep_packed,
-            "kv_type": cache.kv_type, "memory_limit": cache.memory_limit, "power": energy.power,
-            "config": command_config(config, policy, draft_length, energy.objective), "preset": preset, "monitoring": monitoring,
-        }  # fmt: skip
+            "threads": threads,
+            "context": context,
+            "drafter": drafter,
+            "notify": note,
+            **trust,
+            "backend": backend,
+            "execution_provider": execution_provider,
+            "uniform_rows": uniform_rows,
+            "keep_packed": keep_packed,
+            "kv_type": cache.kv_type,
+            "memory_limit": cache.memory_limit,
+            "power": energy.power,
+            "config": command_config(config, policy, draft_length, energy.objective),
+            "preset": preset,
+            "monitoring": monitoring,
+        }
         if planning.plan:
             run_plan(bundle, options, planning, measure, opening)
             return

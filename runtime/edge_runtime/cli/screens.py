@@ -9,9 +9,19 @@ from edge_runtime.drafting.profit_policy import Decision
 
 # Name and width of each column.
 COLUMNS = (
-    ("round", 5), ("mode", 6), ("drafted", 7), ("verified", 8), ("rows", 4), ("accepted", 8), ("expected", 8), ("emitted", 7), ("cost", 9),
-    ("took ms", 8), ("gain", 6), ("sure", 0),
-)  # fmt: skip
+    ("round", 5),
+    ("mode", 6),
+    ("drafted", 7),
+    ("verified", 8),
+    ("rows", 4),
+    ("accepted", 8),
+    ("expected", 8),
+    ("emitted", 7),
+    ("cost", 9),
+    ("took ms", 8),
+    ("gain", 6),
+    ("sure", 0),
+)
 UNITS = {"time": "ms", "energy": "mJ"}
 NONE = "-"
 
@@ -42,10 +52,19 @@ def _cells(number: int, done: Round, decision: Decision | None) -> list[str]:
         mode = "draft" if done.drafted else "plain"
         return [str(number), mode, NONE, str(done.drafted), str(done.drafted + 1), got[0], NONE, got[1], NONE, took, NONE, NONE]
     return [
-        str(number), decision.mode, str(decision.drafted), str(decision.verified), str(decision.verified + decision.padding + 1), got[0],
-        f"{decision.expected:.2f}", got[1], f"{decision.cost * 1000:.2f}", took, f"{decision.best_rate / decision.plain_rate:.2f}",
+        str(number),
+        decision.mode,
+        str(decision.drafted),
+        str(decision.verified),
+        str(decision.verified + decision.padding + 1),
+        got[0],
+        f"{decision.expected:.2f}",
+        got[1],
+        f"{decision.cost * 1000:.2f}",
+        took,
+        f"{decision.best_rate / decision.plain_rate:.2f}",
         " ".join(f"{confidence:.2f}" for confidence in decision.confidences) or NONE,
-    ]  # fmt: skip
+    ]
 
 
 def _line(cells: list[str]) -> str:

@@ -161,14 +161,17 @@ class SpeculativeConfig:
         """Returns this layer with `lower` under it: what is said here holds, and `lower`'s horizons and rows move as far as that needs."""
         lower = _fitted(lower, self)
         return SpeculativeConfig(
-            drafter=self.drafter.over(lower.drafter), verifier=self.verifier.over(lower.verifier), cache=self.cache.over(lower.cache),
-            tuning=self.tuning.over(lower.tuning), streaming=self.streaming.over(lower.streaming),
-        )  # fmt: skip
+            drafter=self.drafter.over(lower.drafter),
+            verifier=self.verifier.over(lower.verifier),
+            cache=self.cache.over(lower.cache),
+            tuning=self.tuning.over(lower.tuning),
+            streaming=self.streaming.over(lower.streaming),
+        )
 
 
 SECTIONS: dict[str, type[Section]] = {
     kind.name: kind for kind in (DrafterConfig, VerifierConfig, CacheConfig, TuningConfig, StreamingConfig)
-}  # fmt: skip
+}
 
 
 def _fitted(lower: SpeculativeConfig, upper: SpeculativeConfig) -> SpeculativeConfig:

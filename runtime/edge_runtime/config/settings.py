@@ -53,9 +53,14 @@ class Settings:
         name = "fixed" if self.policy == "profit" else self.policy
         start = self.start if name == "fixed" else max(self.start, 1)
         return draft_length_policy(
-            name, start, shortest=max(self.shortest, 1), longest=self.longest, threshold=self.threshold, penalty=self.penalty,
+            name,
+            start,
+            shortest=max(self.shortest, 1),
+            longest=self.longest,
+            threshold=self.threshold,
+            penalty=self.penalty,
             window=max(1, self.window * WINDOW_ROUNDS // WINDOW_TOKENS),
-        )  # fmt: skip
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
@@ -72,17 +77,27 @@ def defaults(runtime: RuntimeSettings) -> SpeculativeConfig:
             shared_kv=True, eviction_policy="sliding_window", max_context_length=runtime.context, kv_type="f16", overflow="drop_oldest"
         ),
         tuning=TuningConfig(
-            policy="profit", objective="time", initial_horizon=first, min_horizon=min(1, first), max_horizon=max(LONGEST, first),
-            acceptance_threshold=0.7, rejection_penalty=1.0, monitoring_window=WINDOW_TOKENS,
+            policy="profit",
+            objective="time",
+            initial_horizon=first,
+            min_horizon=min(1, first),
+            max_horizon=max(LONGEST, first),
+            acceptance_threshold=0.7,
+            rejection_penalty=1.0,
+            monitoring_window=WINDOW_TOKENS,
         ),
         streaming=StreamingConfig(commit_on_accept=True, fallback_always_append=True, chunk_size=1),
-    )  # fmt: skip
+    )
 
 
 def load_settings(
-    bundle: Bundle, *, config: SpeculativeConfig | Path | str | None = None, preset: str | None = None, context: int | None = None,
+    bundle: Bundle,
+    *,
+    config: SpeculativeConfig | Path | str | None = None,
+    preset: str | None = None,
+    context: int | None = None,
     notify: Callable[[str], None] = lambda _: None,
-) -> Settings:  # fmt: skip
+) -> Settings:
     """Lays `context` over `config` (or the file of that name), that over the preset, that over the bundle's config.yaml, if it has one.
 
     `notify` hears that a preset is meant for another target. Raises ConfigError and BundleError.

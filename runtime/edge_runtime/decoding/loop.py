@@ -36,9 +36,15 @@ class Decoding:
     """
 
     def __init__(
-        self, target: Target, last: int, policy: DraftLengthPolicy, *, max_tokens: int,
-        rule: AcceptanceRule = GREEDY, ends: Callable[[int], bool] = lambda _: False,
-    ) -> None:  # fmt: skip
+        self,
+        target: Target,
+        last: int,
+        policy: DraftLengthPolicy,
+        *,
+        max_tokens: int,
+        rule: AcceptanceRule = GREEDY,
+        ends: Callable[[int], bool] = lambda _: False,
+    ) -> None:
         self.last = last
         self.rule = rule
         self.ended = False
@@ -80,9 +86,13 @@ class Decoding:
         """What the round took: of this request and of `others`, which shared its forwards."""
         every = (self, *others)
         return Timing(
-            length=sum(one._start for one in every), steps=sum(one._asked for one in every), draft_seconds=draft_seconds,
-            rows=sum(one._rows for one in every), verify_seconds=verify_seconds, requests=len(every),
-        )  # fmt: skip
+            length=sum(one._start for one in every),
+            steps=sum(one._asked for one in every),
+            draft_seconds=draft_seconds,
+            rows=sum(one._rows for one in every),
+            verify_seconds=verify_seconds,
+            requests=len(every),
+        )
 
     def settle(self, logits: Logits, timing: Timing, *, tell: bool = True) -> Round:
         """Ends the round on the logits of verifying `rows`, and rolls the cache back. `tell` the policy what the round took."""
@@ -98,9 +108,12 @@ class Decoding:
         self.last, self._left = tokens[-1], self._left - len(tokens)
         accepted = min(verdict.accepted, len(tokens))
         return Round(
-            drafted=len(drafts), accepted=accepted, tokens=tokens,
-            draft_seconds=timing.draft_seconds, verify_seconds=timing.verify_seconds,
-        )  # fmt: skip
+            drafted=len(drafts),
+            accepted=accepted,
+            tokens=tokens,
+            draft_seconds=timing.draft_seconds,
+            verify_seconds=timing.verify_seconds,
+        )
 
 
 def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Iterator[Round]:

@@ -53,9 +53,11 @@ class SamplingParams:
         _require(_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1, 0 to keep all tokens")
         penalty = self.repetition_penalty
         _require(
-            _number(penalty) and 1 / MOST_PENALTY <= penalty <= MOST_PENALTY, "repetition_penalty", penalty,
+            _number(penalty) and 1 / MOST_PENALTY <= penalty <= MOST_PENALTY,
+            "repetition_penalty",
+            penalty,
             f"{1 / MOST_PENALTY:g} to {MOST_PENALTY:g}, 1 for none",
-        )  # fmt: skip
+        )
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _require(_number(value) and abs(value) <= MOST_PENALTY, name, value, f"{-MOST_PENALTY:g} to {MOST_PENALTY:g}, 0 for none")

@@ -131,9 +131,9 @@ class AcceptanceModel:
         if not isinstance(data, Mapping):
             return None
         seen, stood, follows, first = (
-            _counts(data.get(name), like) for name, like in
-            (("seen", model._seen), ("stood", model._stood), ("follows", model._follows), ("first", model._first))
-        )  # fmt: skip
+            _counts(data.get(name), like)
+            for name, like in (("seen", model._seen), ("stood", model._stood), ("follows", model._follows), ("first", model._first))
+        )
         if seen is None or stood is None or follows is None or first is None or (stood > seen).any():
             return None
         share = np.minimum(1.0, most / seen)

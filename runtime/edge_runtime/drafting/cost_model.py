@@ -69,8 +69,11 @@ class MeasuredCosts:
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
         return {
-            "verify_seconds": list(self.verify), "draft_start_seconds": self.start, "draft_step_seconds": self.step, "times": self.times,
-        }  # fmt: skip
+            "verify_seconds": list(self.verify),
+            "draft_start_seconds": self.start,
+            "draft_step_seconds": self.step,
+            "times": self.times,
+        }
 
     @classmethod
     def from_json(cls, data: Any) -> MeasuredCosts | None:
@@ -131,8 +134,9 @@ class CostCurve:
         error = foreseen * (_bounded(seconds / foreseen) - 1) * self._share("draft", requests, DRAFT_SHARE, measured=requests == 1)
         weight = START_VARIANCE * requests**2 + steps**2
         self._drafts[requests] = (
-            max(start + error * START_VARIANCE * requests / weight, 0.0), max(step + error * steps / weight, LEAST_SECONDS)
-        )  # fmt: skip
+            max(start + error * START_VARIANCE * requests / weight, 0.0),
+            max(step + error * steps / weight, LEAST_SECONDS),
+        )
 
     def _share(self, kind: str, number: int, least: float, *, measured: bool) -> float:
         seen = self._seen[kind, number] = self._seen.get((kind, number), 0) + 1

@@ -239,9 +239,16 @@ class Profit:
         """What was decided in the last round, for those who want to know why."""
         verified = self._verified
         return Decision(
-            mode=self._mode, drafted=len(self._kinds), verified=verified, padding=self.padding(verified), expected=self._tokens[verified],
-            cost=self._spent(), plain_rate=self._plain_rate, best_rate=self._rate, confidences=tuple(self._confidences),
-        )  # fmt: skip
+            mode=self._mode,
+            drafted=len(self._kinds),
+            verified=verified,
+            padding=self.padding(verified),
+            expected=self._tokens[verified],
+            cost=self._spent(),
+            plain_rate=self._plain_rate,
+            best_rate=self._rate,
+            confidences=tuple(self._confidences),
+        )
 
     def _verify(self, rows: int) -> float:
         """This request's share of a verify in which all that share it bring so many rows: their own numbers are not known yet."""

@@ -28,7 +28,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 def check_memory(
     manifest: Manifest, opening: Opening, limit: int | None, available: int | None, notify: Callable[[str], None] = lambda _: None
-) -> MemoryPlan:  # fmt: skip
+) -> MemoryPlan:
     """Returns the plan. Raises RequestError if all of it exceeds `limit`, or, without one, what cannot be dropped exceeds `available`.
 
     Mapped weights count against a limit, which is about the whole process. They do not count against the machine, where the system may
@@ -43,7 +43,9 @@ def check_memory(
             where = f"{_size(available)} are available"
             raise RequestError(_refusal(manifest, opening, plan.reserved, available, where, reserved_only=True))
         if plan.total > available:
-            notify(f"The weights and the rest take {_size(plan.total)}, of which {_size(available)} fit: weights will be read from disk again and again.")  # fmt: skip
+            notify(
+                f"The weights and the rest take {_size(plan.total)}, of which {_size(available)} fit: weights will be read from disk again and again."
+            )
     return plan
 
 

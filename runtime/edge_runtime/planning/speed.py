@@ -113,11 +113,15 @@ def pair_facts(manifest: Manifest, drafter: str, context: int, kv_type: KvType) 
         sliding = layout.sliding if layout.sliding and owner in layout.sliding.owner_layers else None
         kv += row_bytes(sliding or layout.full, kv_type) * min(context, (sliding.window if sliding else None) or context)
     return PairFacts(
-        target_bytes=sizes.get("target", 0) * min(1.0, read / max(1, own.parameters)), step_bytes=step, parameters=read,
+        target_bytes=sizes.get("target", 0) * min(1.0, read / max(1, own.parameters)),
+        step_bytes=step,
+        parameters=read,
         head_parameters=min(read, own.vocab_size * own.hidden_size),
-        drafter_parameters=own.drafter_parameters * min(1.0, step / max(1, sizes.get("drafter", step))), layers=own.layers,
-        drafter_layers=own.drafter_layers, kv_bytes=kv,
-    )  # fmt: skip
+        drafter_parameters=own.drafter_parameters * min(1.0, step / max(1, sizes.get("drafter", step))),
+        layers=own.layers,
+        drafter_layers=own.drafter_layers,
+        kv_bytes=kv,
+    )
 
 
 def speed_plan(facts: PairFacts, device: DeviceSpeed, memory: MemoryPlan, longest: int, power: PhasePower | None) -> SpeedPlan:
@@ -133,13 +137,17 @@ def speed_plan(facts: PairFacts, device: DeviceSpeed, memory: MemoryPlan, longes
         each = sorted(min(scene.per_token(n, power) for n in range(longest + 1)) for scene in ends)
         joules = Range(low=each[0], middle=each[1], high=each[2])
     return SpeedPlan(
-        device=device.name, memory=memory,
-        prefill=_range(1 / scene.prefill_row for scene in ends), plain=_range(scene.rate(0) for scene in ends),
-        drafted=_range(scene.rate(n) for scene, n in zip(ends, best, strict=True)), step_seconds=_range(scene.step for scene in ends),
+        device=device.name,
+        memory=memory,
+        prefill=_range(1 / scene.prefill_row for scene in ends),
+        plain=_range(scene.rate(0) for scene in ends),
+        drafted=_range(scene.rate(n) for scene, n in zip(ends, best, strict=True)),
+        step_seconds=_range(scene.step for scene in ends),
         verify_seconds=tuple(middle.verify(n) for n in range(1, longest + 2)),
-        draft_length=(min(lengths), best[1], max(lengths)), joules_per_token=joules,
+        draft_length=(min(lengths), best[1], max(lengths)),
+        joules_per_token=joules,
         derived=_derived(facts, device, slow, fast, power),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,34 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 KEY_VARIABLE = "EDGE_MTP_API_KEY"
 # Options that make sense for a server; the others are about one prompt, or are fields of each request.
 _SHARED = {
-    "bundle", "backend", "execution_provider", "uniform_rows", "keep_packed", "draft_length", "policy", "drafter", "threads", "context", "config", "preset", "log", "warn_rejection", "meter", "objective", "phase_power", "check", "verify_key", "serve",
-    "host", "kv_type", "memory_limit", "port", "sessions", "waiting", "api_key",
-}  # fmt: skip
+    "bundle",
+    "backend",
+    "execution_provider",
+    "uniform_rows",
+    "keep_packed",
+    "draft_length",
+    "policy",
+    "drafter",
+    "threads",
+    "context",
+    "config",
+    "preset",
+    "log",
+    "warn_rejection",
+    "meter",
+    "objective",
+    "phase_power",
+    "check",
+    "verify_key",
+    "serve",
+    "host",
+    "kv_type",
+    "memory_limit",
+    "port",
+    "sessions",
+    "waiting",
+    "api_key",
+}
 OPTIONS = (
     click.option("--serve", is_flag=True, help="Serve the OpenAI API and a chat page over HTTP instead of generating."),
     click.option("--host", default="127.0.0.1", help="Serve: the address to listen on; 0.0.0.0 is all of this machine's."),

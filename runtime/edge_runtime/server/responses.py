@@ -45,14 +45,15 @@ def usage(figures: Figures) -> Json:
         "total_tokens": figures.prompt_tokens + figures.tokens,
         "prompt_tokens_details": {"cached_tokens": figures.cached_tokens},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": figures.accepted, "rejected_prediction_tokens": figures.drafted - figures.accepted,
+            "accepted_prediction_tokens": figures.accepted,
+            "rejected_prediction_tokens": figures.drafted - figures.accepted,
         },
         "drafted_tokens": figures.drafted,
         "accepted_tokens": figures.accepted,
         "tokens_per_second": figures.tokens / seconds if seconds else 0.0,
         "time_to_first_token_seconds": figures.first_token_seconds,
         "prefill_seconds": figures.prefill_seconds,
-    }  # fmt: skip
+    }
     return counts if figures.energy is None else counts | {"energy": energy_usage(figures.energy)}
 
 
@@ -65,11 +66,16 @@ def energy_usage(energy: RunEnergy) -> Json:
 
     joules, per_token = figure(energy.joules), figure(energy.joules_per_token)
     return {
-        "joules": joules["value"], "joules_interval": [joules["low"], joules["high"]], "joules_per_token": per_token["value"],
-        "joules_per_token_interval": [per_token["low"], per_token["high"]], "scope": energy.facts.scope if energy.facts else None,
-        "meter": energy.facts.name if energy.facts else None, "estimate": energy.facts.is_estimate if energy.facts else False,
-        "shared_with": energy.shared_with, "reason": energy.reason or None,
-    }  # fmt: skip
+        "joules": joules["value"],
+        "joules_interval": [joules["low"], joules["high"]],
+        "joules_per_token": per_token["value"],
+        "joules_per_token_interval": [per_token["low"], per_token["high"]],
+        "scope": energy.facts.scope if energy.facts else None,
+        "meter": energy.facts.name if energy.facts else None,
+        "estimate": energy.facts.is_estimate if energy.facts else False,
+        "shared_with": energy.shared_with,
+        "reason": energy.reason or None,
+    }
 
 
 class ChatForm:

@@ -167,10 +167,19 @@ class Chat:
     """
 
     def __init__(
-        self, session: Session, *, system: str | None = None, thinking: bool = False, tools: Sequence[dict[str, Any]] = (),
-        max_tokens: int = MAX_TOKENS, stop: Sequence[str] = (), overflow: Overflow | None = None,
-        sampling: SamplingParams = GREEDY_PARAMS, template: ChatTemplate | None = None, **request: Any,
-    ) -> None:  # fmt: skip
+        self,
+        session: Session,
+        *,
+        system: str | None = None,
+        thinking: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+        max_tokens: int = MAX_TOKENS,
+        stop: Sequence[str] = (),
+        overflow: Overflow | None = None,
+        sampling: SamplingParams = GREEDY_PARAMS,
+        template: ChatTemplate | None = None,
+        **request: Any,
+    ) -> None:
         self.session = session
         self.template = template or bundle_template(session.bundle, session.vocabulary)
         self.settings = ChatSettings(

@@ -105,9 +105,14 @@ class Generation:
     """
 
     def __init__(
-        self, pair: OpenedPair, prompt: Sequence[int], policy: DraftLengthPolicy, options: GenerationOptions, watch: RequestWatch,
+        self,
+        pair: OpenedPair,
+        prompt: Sequence[int],
+        policy: DraftLengthPolicy,
+        options: GenerationOptions,
+        watch: RequestWatch,
         constraint: Constraint | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.stats = DecodeStats(prompt_tokens=len(prompt))
         self.tokens: list[int] = []
         self.prompt = list(prompt)

@@ -47,9 +47,14 @@ def save_state(path: Path, target: Target, bundle: Bundle) -> None:
         raise RequestError("the KV cache is empty, there is no state to save; generate something first")
     tokens, state = savable.tokens.astype(_TOKEN).tobytes(), savable.state()
     header = StateHeader(
-        version=VERSION, target_sha256=bundle.file("target").sha256, kv_type=savable.kv_type, context=savable.context,
-        tokens=savable.length, state_bytes=len(state), sha256=_digest(tokens, state),
-    )  # fmt: skip
+        version=VERSION,
+        target_sha256=bundle.file("target").sha256,
+        kv_type=savable.kv_type,
+        context=savable.context,
+        tokens=savable.length,
+        state_bytes=len(state),
+        sha256=_digest(tokens, state),
+    )
     text = json.dumps(to_json(header)).encode()
     _write(path, (MAGIC, len(text).to_bytes(4, "little"), text, tokens, state))
 
@@ -102,7 +107,9 @@ def _check_fit(path: Path, header: StateHeader, target: SavableTarget, bundle: B
     if header.target_sha256 != bundle.file("target").sha256:
         raise RequestError(f"the state {path} is of another target; open the bundle it was saved with, or save it again")
     if header.kv_type != target.kv_type:
-        raise RequestError(f"the state {path} has KV type {header.kv_type[:20]!r}, this session {target.kv_type}; open with --kv-type {header.kv_type[:20]}")  # fmt: skip
+        raise RequestError(
+            f"the state {path} has KV type {header.kv_type[:20]!r}, this session {target.kv_type}; open with --kv-type {header.kv_type[:20]}"
+        )
     if header.tokens > target.context:
         raise RequestError(
             f"the state {path} has {header.tokens} tokens, the context {target.context}; open with --context {header.context}"

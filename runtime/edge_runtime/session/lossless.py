@@ -47,9 +47,13 @@ def check_lossless(session: Session, generation: Generation) -> LosslessReport:
     if not options.repeatable:
         raise RequestError("sampled tokens differ from run to run; compare at temperature 0, or with acceptance by match and a seed")
     plain = session.generate(
-        generation.prompt, max_tokens=len(generation.tokens), policy=Fixed(0), sampling=options.sampling, acceptance=options.acceptance,
+        generation.prompt,
+        max_tokens=len(generation.tokens),
+        policy=Fixed(0),
+        sampling=options.sampling,
+        acceptance=options.acceptance,
         constraint=options.constraint,
-    )  # fmt: skip
+    )
     for _ in plain.rounds():
         pass
     for position, (expected, got) in enumerate(zip(plain.tokens, generation.tokens, strict=False)):

@@ -116,13 +116,14 @@ class Monitor:
             "finish_reason": finish_reason,
             "stats": stats.to_json(),
             "latency": {
-                "token_p50_seconds": watch.latencies.percentile(50), "token_p95_seconds": watch.latencies.percentile(95),
+                "token_p50_seconds": watch.latencies.percentile(50),
+                "token_p95_seconds": watch.latencies.percentile(95),
                 "time_to_first_token_seconds": stats.first_token_seconds if stats.rounds else None,
             },
             "session": self.summary(),
             "events": [event.to_json() for event in watch.events],
             "settings": watch.settings,
-        }  # fmt: skip
+        }
         if self.options.log is not None:
             _append(self.options.log, (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode())
         return record
@@ -145,27 +146,35 @@ class Monitor:
         """Returns all totals in Prometheus' text format (`prometheus.CONTENT_TYPE`)."""
         with self._lock:
             totals, rejection = self._totals, self._window.rejection
-            return exposition([
-                counter("edge_mtp_requests_total", "Requests that are over.", totals["requests"]),
-                counter("edge_mtp_prompt_tokens_total", "Prompt tokens of requests that are over.", totals["prompt_tokens"]),
-                counter("edge_mtp_prefill_seconds_total", "Seconds of prefill of requests that are over.", self._prefill_seconds),
-                counter("edge_mtp_tokens_total", "Emitted tokens.", totals["tokens"]),
-                counter("edge_mtp_rounds_total", "Rounds, each one forward of the target.", totals["rounds"]),
-                counter("edge_mtp_drafted_tokens_total", "Drafted tokens.", totals["drafted"]),
-                counter("edge_mtp_accepted_tokens_total", "Accepted drafted tokens.", totals["accepted"]),
-                Metric(
-                    name="edge_mtp_events_total", kind="counter", says="Warnings and changes of drafting, by kind.",
-                    samples=[Sample(value=count, labels={"kind": kind}) for kind, count in sorted(self._events.items())],
-                ),
-                Metric(
-                    name="edge_mtp_rejection_ratio", kind="gauge", says=f"Rejected / drafted, last {self.options.window} drafted tokens.",
-                    samples=[] if rejection is None else [Sample(value=rejection, labels={})],
-                ),
-                _summary("edge_mtp_token_seconds", "Seconds per emitted token; quantiles of recent rounds.", self._token_latencies),
-                _summary(
-                    "edge_mtp_time_to_first_token_seconds", "Seconds until the first token; quantiles of recent requests.", self._first_tokens
-                ),
-            ])  # fmt: skip
+            return exposition(
+                [
+                    counter("edge_mtp_requests_total", "Requests that are over.", totals["requests"]),
+                    counter("edge_mtp_prompt_tokens_total", "Prompt tokens of requests that are over.", totals["prompt_tokens"]),
+                    counter("edge_mtp_prefill_seconds_total", "Seconds of prefill of requests that are over.", self._prefill_seconds),
+                    counter("edge_mtp_tokens_total", "Emitted tokens.", totals["tokens"]),
+                    counter("edge_mtp_rounds_total", "Rounds, each one forward of the target.", totals["rounds"]),
+                    counter("edge_mtp_drafted_tokens_total", "Drafted tokens.", totals["drafted"]),
+                    counter("edge_mtp_accepted_tokens_total", "Accepted drafted tokens.", totals["accepted"]),
+                    Metric(
+                        name="edge_mtp_events_total",
+                        kind="counter",
+                        says="Warnings and changes of drafting, by kind.",
+                        samples=[Sample(value=count, labels={"kind": kind}) for kind, count in sorted(self._events.items())],
+                    ),
+                    Metric(
+                        name="edge_mtp_rejection_ratio",
+                        kind="gauge",
+                        says=f"Rejected / drafted, last {self.options.window} drafted tokens.",
+                        samples=[] if rejection is None else [Sample(value=rejection, labels={})],
+                    ),
+                    _summary("edge_mtp_token_seconds", "Seconds per emitted token; quantiles of recent rounds.", self._token_latencies),
+                    _summary(
+                        "edge_mtp_time_to_first_token_seconds",
+                        "Seconds until the first token; quantiles of recent requests.",
+                        self._first_tokens,
+                    ),
+                ]
+            )
 
 
 def _summary(name: str, says: str, latencies: Latencies) -> Metric:

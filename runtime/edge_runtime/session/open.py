@@ -148,9 +148,14 @@ def _prepared(folder: Path | str, options: OpenOptions) -> _Opening:
         _check_energy(settings, options)
     monitor = Monitor(replace(options.get("monitoring") or MonitorOptions(), window=settings.window))
     return _Opening(
-        bundle=bundle, settings=settings, monitor=monitor, drafter=drafter or settings.drafter,
-        threads=options.get("threads") or default_threads(), power=options.get("power"), notify=notify,
-    )  # fmt: skip
+        bundle=bundle,
+        settings=settings,
+        monitor=monitor,
+        drafter=drafter or settings.drafter,
+        threads=options.get("threads") or default_threads(),
+        power=options.get("power"),
+        notify=notify,
+    )
 
 
 def _open_onnx(opening: _Opening, options: OpenOptions) -> Session:
@@ -159,9 +164,12 @@ def _open_onnx(opening: _Opening, options: OpenOptions) -> Session:
     settings = opening.settings
     _check_onnx(settings, options)
     ort_options = OrtOptions(
-        context=settings.context, threads=opening.threads, provider=options.get("execution_provider"),
-        uniform_rows=options.get("uniform_rows", False), keep_packed=options.get("keep_packed", False),
-    )  # fmt: skip
+        context=settings.context,
+        threads=opening.threads,
+        provider=options.get("execution_provider"),
+        uniform_rows=options.get("uniform_rows", False),
+        keep_packed=options.get("keep_packed", False),
+    )
     target, drafter, kind = open_onnx(opening.bundle, ort_options, opening.drafter, opening.notify)
 
     def costs() -> Costs:
@@ -190,12 +198,17 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
     together, kind = open_together(
         bundle,
         LlamaOptions(
-            context=settings.context, threads=opening.threads, use_extra_bufts=answer.use_extra_bufts,
-            draft=has_model, max_draft_length=settings.longest_draft, max_candidates=settings.max_candidates, sequences=count,
+            context=settings.context,
+            threads=opening.threads,
+            use_extra_bufts=answer.use_extra_bufts,
+            draft=has_model,
+            max_draft_length=settings.longest_draft,
+            max_candidates=settings.max_candidates,
+            sequences=count,
             kv_type=kv_type,
         ),
         drafter,
-    )  # fmt: skip
+    )
     own = zip(together.targets, together.drafters, strict=True)
 
     facts = (kv_type, kind, answer.use_extra_bufts, library_version(), system_info(), *quantizations)
@@ -228,9 +241,13 @@ def _memory(opening: _Opening, backend: str, kind: DrafterKind) -> DraftMemory:
 def _pair(opening: _Opening, target: Target, drafter: Drafter | None, bos: int, *facts: object) -> MeasuredPair:
     hashes = tuple(file.sha256 for file in opening.bundle.manifest.files)
     return MeasuredPair(
-        target=target, drafter=drafter, token=max(bos, 0), rows=opening.settings.longest_draft + 1,
-        objective=opening.settings.objective, facts=(*hashes, opening.threads, *facts),
-    )  # fmt: skip
+        target=target,
+        drafter=drafter,
+        token=max(bos, 0),
+        rows=opening.settings.longest_draft + 1,
+        objective=opening.settings.objective,
+        facts=(*hashes, opening.threads, *facts),
+    )
 
 
 def _check_energy(settings: Settings, options: OpenOptions) -> None:
@@ -245,17 +262,27 @@ def _check_energy(settings: Settings, options: OpenOptions) -> None:
 
 
 def _check_memory(
-    bundle: Bundle, settings: Settings, limit: str | int | None, drafter: DrafterKind | None, kv_type: KvType, count: int,
+    bundle: Bundle,
+    settings: Settings,
+    limit: str | int | None,
+    drafter: DrafterKind | None,
+    kv_type: KvType,
+    count: int,
     notify: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Raises RequestError if it would not fit. The probe that says whether weights are copied has still to come; they are counted."""
     from edge_runtime.backends.llama.context import BATCH
     from edge_runtime.backends.llama.open import drafters_opened
 
     opening = Opening(
-        context=settings.context, kv_type=kv_type, sequences=count, batch=BATCH, verify_rows=settings.longest_draft + 1,
-        drafters=drafters_opened(bundle, drafter), repack=True,
-    )  # fmt: skip
+        context=settings.context,
+        kv_type=kv_type,
+        sequences=count,
+        batch=BATCH,
+        verify_rows=settings.longest_draft + 1,
+        drafters=drafters_opened(bundle, drafter),
+        repack=True,
+    )
     most = settings.memory_limit if limit is None else memory_bytes(limit)
     check_memory(bundle.manifest, opening, most, available_memory() if most is None else None, notify)
 

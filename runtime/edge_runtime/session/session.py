@@ -33,10 +33,17 @@ class Session:
     """An opened pair. One request at a time; not thread-safe."""
 
     def __init__(
-        self, bundle: Bundle, target: Target, drafter: Drafter | None, vocabulary: Vocabulary, drafter_kind: DrafterKind = "dense",
-        settings: Settings | None = None, monitor: Monitor | None = None, costs: Callable[[], Costs] | None = None,
+        self,
+        bundle: Bundle,
+        target: Target,
+        drafter: Drafter | None,
+        vocabulary: Vocabulary,
+        drafter_kind: DrafterKind = "dense",
+        settings: Settings | None = None,
+        monitor: Monitor | None = None,
+        costs: Callable[[], Costs] | None = None,
         memory: DraftMemory | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`settings` None takes the bundle's recommendation; `monitor` None one that only counts. `costs` is asked once, when the
         policy `profit` is first used: without it that policy drafts a fixed length over the safety net. `memory` is what that policy
         begins with and leaves to the next session.
@@ -77,10 +84,15 @@ class Session:
         Raises RequestError when the prompt does not fit or an option makes no sense, BackendError if a constraint's library is missing.
         """
         options = GenerationOptions(
-            max_tokens=max_tokens, sampling=sampling, acceptance=acceptance, stop=stop, on_round=on_round,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            acceptance=acceptance,
+            stop=stop,
+            on_round=on_round,
             chunk_size=self.settings.chunk_size if chunk_size is None else chunk_size,
-            reuse_prefix=reuse_prefix, constraint=constraint,
-        )  # fmt: skip
+            reuse_prefix=reuse_prefix,
+            constraint=constraint,
+        )
         ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise RequestError("the prompt has no tokens; give at least one (a beginning-of-sequence token will do)")

@@ -65,9 +65,19 @@ class DecodeStats:
     def to_json(self) -> dict[str, Any]:
         """Counts, seconds and derived rates under stable keys."""
         return {
-            "prompt_tokens": self.prompt_tokens, "reused_tokens": self.reused_tokens, "tokens": self.tokens, "rounds": self.rounds, "drafted_tokens": self.drafted,
-            "accepted_tokens": self.accepted, "acceptance_rate": self.acceptance_rate,
-            "acceptance_by_position": self.acceptance_by_position, "tokens_per_round": self.tokens_per_round,
-            "tokens_per_second": self.tokens_per_second, "prefill_seconds": self.prefill_seconds,
-            "time_to_first_token_seconds": self.first_token_seconds, "decode_seconds": self.decode_seconds, "draft_seconds": self.draft_seconds, "verify_seconds": self.verify_seconds,
-        }  # fmt: skip
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "tokens": self.tokens,
+            "rounds": self.rounds,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_by_position": self.acceptance_by_position,
+            "tokens_per_round": self.tokens_per_round,
+            "tokens_per_second": self.tokens_per_second,
+            "prefill_seconds": self.prefill_seconds,
+            "time_to_first_token_seconds": self.first_token_seconds,
+            "decode_seconds": self.decode_seconds,
+            "draft_seconds": self.draft_seconds,
+            "verify_seconds": self.verify_seconds,
+        }

@@ -46,11 +46,15 @@ class ChannelParser:
         self._marks = {
             control[text]: mark
             for text, mark in {
-                "<|channel>": "channel", "<channel|>": "answer", "<|tool_call>": "call", "<tool_call|>": "answer",
-                "<|tool_response>": "answer", "<tool_response|>": "answer",
+                "<|channel>": "channel",
+                "<channel|>": "answer",
+                "<|tool_call>": "call",
+                "<tool_call|>": "answer",
+                "<|tool_response>": "answer",
+                "<tool_response|>": "answer",
             }.items()
             if text in control
-        }  # fmt: skip
+        }
         self._stops = StopStrings(stop)
         self._place: _Place = "answer"
         self._characters = TextStream()

@@ -68,10 +68,13 @@ class ChatTemplate:
         `prompt_answer` ends it where an answer begins. Raises RequestError where the template refuses the messages or does too much.
         """
         variables = {
-            "messages": self._foreign.guard(list(messages)), "tools": self._foreign.guard(list(tools)) or None,
-            "add_generation_prompt": prompt_answer, "enable_thinking": thinking,
-            "bos_token": self._text_of(self._vocabulary.bos), "eos_token": self._text_of(self._vocabulary.eos),
-        }  # fmt: skip
+            "messages": self._foreign.guard(list(messages)),
+            "tools": self._foreign.guard(list(tools)) or None,
+            "add_generation_prompt": prompt_answer,
+            "enable_thinking": thinking,
+            "bos_token": self._text_of(self._vocabulary.bos),
+            "eos_token": self._text_of(self._vocabulary.eos),
+        }
         try:
             return self._render(variables)
         except self._errors as error:

@@ -28,15 +28,64 @@ MAX_STEPS = 1_000_000
 MAX_SIZE = 4_000_000
 MAX_SECONDS = 10.0
 FILTERS = (
-    "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "int", "items", "last", "length", "list", "lower",
-    "max", "min", "reverse", "safe", "sort", "string", "title", "trim", "unique", "upper",
-)  # fmt: skip
+    "abs",
+    "capitalize",
+    "count",
+    "d",
+    "default",
+    "dictsort",
+    "first",
+    "float",
+    "int",
+    "items",
+    "last",
+    "length",
+    "list",
+    "lower",
+    "max",
+    "min",
+    "reverse",
+    "safe",
+    "sort",
+    "string",
+    "title",
+    "trim",
+    "unique",
+    "upper",
+)
 LAZY_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")
 STRING_METHODS = frozenset(
-    ("capitalize", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdigit", "islower", "isspace", "isupper", "join", "lower", "lstrip",
-     "partition", "removeprefix", "removesuffix", "replace", "rfind", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip",
-     "title", "upper")
-)  # fmt: skip
+    (
+        "capitalize",
+        "count",
+        "endswith",
+        "find",
+        "index",
+        "isalnum",
+        "isalpha",
+        "isdigit",
+        "islower",
+        "isspace",
+        "isupper",
+        "join",
+        "lower",
+        "lstrip",
+        "partition",
+        "removeprefix",
+        "removesuffix",
+        "replace",
+        "rfind",
+        "rpartition",
+        "rsplit",
+        "rstrip",
+        "split",
+        "splitlines",
+        "startswith",
+        "strip",
+        "title",
+        "upper",
+    )
+)
 
 # What compiling or rendering a template may raise, by the template's fault. NameError: jinja2 compiles 1e999 to Python's name for it, inf.
 FAILURES = (TemplateError, ArithmeticError, LookupError, MemoryError, NameError, RecursionError, TypeError, ValueError)
@@ -114,9 +163,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters |= {name: _counting(filters[name]) for name in LAZY_FILTERS}
         self.filters |= {"_counted": counted, "_measured": measured_filter, "_emitted": emitted, "_joined": joined}
         self.globals = {
-            "range": self.globals["range"], "namespace": TemplateNamespace, "dict": lambda **items: items,
-            "raise_exception": raise_exception, "strftime_now": strftime_now,
-        }  # fmt: skip
+            "range": self.globals["range"],
+            "namespace": TemplateNamespace,
+            "dict": lambda **items: items,
+            "raise_exception": raise_exception,
+            "strftime_now": strftime_now,
+        }
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Besides jinja2's rules: of a string's methods only those that cannot make it much longer."""

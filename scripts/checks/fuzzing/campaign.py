@@ -116,9 +116,15 @@ def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = N
             if any(failure.kind == "campaign" for failure in failures):
                 break
     return Report(
-        reader=reader.name, inputs=number, seed=seed, read=shared["read"], refused=shared["refused"], seconds=round(time.monotonic() - begin, 1),
-        slowest_ms=round(shared["slowest_ns"] / 1e6, 1), failures=tuple(failures),
-    )  # fmt: skip
+        reader=reader.name,
+        inputs=number,
+        seed=seed,
+        read=shared["read"],
+        refused=shared["refused"],
+        seconds=round(time.monotonic() - begin, 1),
+        slowest_ms=round(shared["slowest_ns"] / 1e6, 1),
+        failures=tuple(failures),
+    )
 
 
 def make_input(opened: Opened, seed: int, number: int) -> bytes:
@@ -174,9 +180,7 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
         os._exit(code)
 
 
-def _one(
-    reader: Reader, opened: Opened, data: bytes, number: int, guard: _Guard, shared: _Shared
-) -> tuple[str, str] | None:  # fmt: skip
+def _one(reader: Reader, opened: Opened, data: bytes, number: int, guard: _Guard, shared: _Shared) -> tuple[str, str] | None:
     traced = number % _TRACED == 0
     if traced:
         tracemalloc.start()

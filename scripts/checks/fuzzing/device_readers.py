@@ -97,4 +97,4 @@ READERS = (
     Reader(name="emi-answer", make=_emi, memory_factor=PARSED),
     Reader(name="meter-table", make=from_file("meter.csv", import_csv), memory_factor=PARSED),
     Reader(name="run-log", make=from_file("run.jsonl", read_log), memory_factor=PARSED),
-)  # fmt: skip
+)

@@ -78,9 +78,11 @@ READERS = (
     Reader(name="safetensors", make=from_file("model.safetensors", _safetensors), memory_factor=PARSED),
     Reader(name="safetensors-index", make=_index, structured=True, memory_factor=PARSED),
     Reader(name="hf-config", make=_config, structured=True, memory_factor=PARSED),
-    Reader(name="tokenizer", make=from_file("tokenizer.json", lambda path: read_vocabulary(path.parent)), structured=True, memory_factor=PARSED),
+    Reader(
+        name="tokenizer", make=from_file("tokenizer.json", lambda path: read_vocabulary(path.parent)), structured=True, memory_factor=PARSED
+    ),
     Reader(name="tokenizer-config", make=_tokenizer_settings, structured=True, memory_factor=PARSED),
     Reader(name="model-card", make=from_file(CARD_NAME, _model_card), memory_factor=PARSED * 8),
     Reader(name="gguf-source", make=from_file("model.gguf", open_gguf), corpus="gguf"),
     Reader(name="imatrix", make=from_file("imatrix.gguf", read_imatrix), memory_factor=8.0),
-)  # fmt: skip
+)

@@ -12,7 +12,7 @@ from fuzzing.readers import PARSED, Read, Reader
 
 _GRAPHS = OnnxGraphs(
     opset=23, contrib_ops=(), rotations=(), context=64, bos_token=2, eos_token=1, eog_tokens=(1,), control_tokens=(0, 1, 2, 3)
-)  # fmt: skip
+)
 _VOCABULARY = 300
 TEXTS = ("def area(r):\n", "<|turn>user\n<eos>\u00e9\U0001f600 \x00", " " * 50)
 # Sizes of the head file in the corpus (tests/support/tiny_head.py).
@@ -81,9 +81,15 @@ def _prompt(_: Path, bundle: Path | None) -> Read:
     target = LlamaTarget(opened.path("target", "gguf"), LlamaOptions(context=64, threads=1, batch=64))
     control = frozenset(target.vocabulary.control_tokens.values())
     graphs = OnnxGraphs(
-        opset=23, contrib_ops=(), rotations=(), context=64, bos_token=2, eos_token=1, eog_tokens=(1,),
+        opset=23,
+        contrib_ops=(),
+        rotations=(),
+        context=64,
+        bos_token=2,
+        eos_token=1,
+        eog_tokens=(1,),
         control_tokens=tuple(sorted(control)),
-    )  # fmt: skip
+    )
     other = TokenizerVocabulary(opened.path("tokenizer"), graphs, opened.manifest.architecture.vocab_size)
 
     def read(data: bytes) -> None:
@@ -148,4 +154,4 @@ READERS = (
     Reader(name="prompt", make=_prompt, needs_bundle=True, memory_factor=PARSED),
     Reader(name="chat-template", make=_template, guarded=False, memory_factor=PARSED),
     Reader(name="kv-state", make=_kv_state, needs_bundle=True, seeds=_states, focus=_state_places, memory_factor=8.0),
-)  # fmt: skip
+)

@@ -89,9 +89,19 @@ READERS = (
     Reader(name="gguf-header", make=from_file("model.gguf", read_gguf_header), errors=(GgufError,), corpus="gguf"),
     Reader(name="onnx-header", make=_onnx, corpus="onnx", memory_factor=PARSED),
     Reader(name="npy-table", make=from_file("table.npy", _numpy_table)),
-    Reader(name="chat-file", make=from_file("chat.json", lambda path: chat_file.load(path, ChatSettings)), structured=True, memory_factor=PARSED),
+    Reader(
+        name="chat-file",
+        make=from_file("chat.json", lambda path: chat_file.load(path, ChatSettings)),
+        structured=True,
+        memory_factor=PARSED,
+    ),
     Reader(name="state-file", make=_state, memory_factor=8.0),
     Reader(name="watts-file", make=from_file("watts.json", read_phase_power), structured=True, memory_factor=PARSED),
-    Reader(name="remembered", make=from_file("costs.json", lambda path: (read_entries(path), remembered_costs(path, "key"))), structured=True, memory_factor=PARSED),
+    Reader(
+        name="remembered",
+        make=from_file("costs.json", lambda path: (read_entries(path), remembered_costs(path, "key"))),
+        structured=True,
+        memory_factor=PARSED,
+    ),
     Reader(name="api-request", make=_request, structured=True, memory_factor=PARSED, errors=(*OWN_ERRORS, ApiError)),
-)  # fmt: skip
+)

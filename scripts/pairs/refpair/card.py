@@ -61,10 +61,25 @@ def write_card(folder: Path, setting: dict[str, Any]) -> None:
     ]
     recipe = drafter["recipe"]
     text = CARD.format(
-        target_parameters=target["parameters"], drafter_parameters=drafter["parameters"], drafter_hidden=recipe["hidden_size"],
-        centroids=recipe["num_centroids"], top=recipe["top_centroids"], target_steps=target["steps"], target_tokens=target["tokens_seen"],
-        drafter_steps=drafter["steps"], texts=drafter["texts"], loss=target["validation_loss"], loss_code=target["validation_loss_code"],
-        loss_prose=target["validation_loss_prose"], held=target["held_out_tokens"], rows="\n".join(rows), python=target["python"],
-        torch=target["torch"], minutes=target["recipe"]["minutes"], drafter_minutes=recipe["minutes"], seed=recipe["seed"], **setting,
-    )  # fmt: skip
+        target_parameters=target["parameters"],
+        drafter_parameters=drafter["parameters"],
+        drafter_hidden=recipe["hidden_size"],
+        centroids=recipe["num_centroids"],
+        top=recipe["top_centroids"],
+        target_steps=target["steps"],
+        target_tokens=target["tokens_seen"],
+        drafter_steps=drafter["steps"],
+        texts=drafter["texts"],
+        loss=target["validation_loss"],
+        loss_code=target["validation_loss_code"],
+        loss_prose=target["validation_loss_prose"],
+        held=target["held_out_tokens"],
+        rows="\n".join(rows),
+        python=target["python"],
+        torch=target["torch"],
+        minutes=target["recipe"]["minutes"],
+        drafter_minutes=recipe["minutes"],
+        seed=recipe["seed"],
+        **setting,
+    )
     (folder / "README.md").write_text(text)

@@ -56,17 +56,33 @@ def config_for(recipe: DrafterRecipe, target: Gemma4TextConfig) -> Gemma4Assista
     full = target.per_layer_config[target.num_hidden_layers - 1]
     sliding = target.per_layer_config[target.layer_types.index("sliding_attention")]
     text = Gemma4TextConfig(
-        vocab_size=target.vocab_size, vocab_size_per_layer_input=0, hidden_size_per_layer_input=0,
-        hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=sliding.num_key_value_heads, head_dim=sliding.head_dim,
-        global_head_dim=full.head_dim, num_kv_shared_layers=4, layer_types=["sliding_attention"] * 3 + ["full_attention"],
-        sliding_window=target.sliding_window, max_position_embeddings=target.max_position_embeddings,
-        tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=target.vocab_size,
+        vocab_size_per_layer_input=0,
+        hidden_size_per_layer_input=0,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=sliding.num_key_value_heads,
+        head_dim=sliding.head_dim,
+        global_head_dim=full.head_dim,
+        num_kv_shared_layers=4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        sliding_window=target.sliding_window,
+        max_position_embeddings=target.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     return Gemma4AssistantConfig(
-        text_config=text, backbone_hidden_size=target.hidden_size, use_ordered_embeddings=True,
-        num_centroids=recipe.num_centroids, centroid_intermediate_top_k=recipe.top_centroids, tie_word_embeddings=True,
-    )  # fmt: skip
+        text_config=text,
+        backbone_hidden_size=target.hidden_size,
+        use_ordered_embeddings=True,
+        num_centroids=recipe.num_centroids,
+        centroid_intermediate_top_k=recipe.top_centroids,
+        tie_word_embeddings=True,
+    )
 
 
 def balanced_clusters(rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -139,9 +155,12 @@ def draft_states(
     for step in range(steps):
         shifted = nn.functional.pad(embedded, (0, 0, 0, step))[:, step:]
         state = drafter.model(
-            inputs_embeds=drafter.pre_projection(torch.cat([shifted, hidden], dim=-1)), attention_mask=masks,
-            position_ids=positions, shared_kv_states=dict(rows.shared), use_cache=False,
-        ).last_hidden_state  # fmt: skip
+            inputs_embeds=drafter.pre_projection(torch.cat([shifted, hidden], dim=-1)),
+            attention_mask=masks,
+            position_ids=positions,
+            shared_kv_states=dict(rows.shared),
+            use_cache=False,
+        ).last_hidden_state
         hidden = drafter.post_projection(state)
         yield state
 
@@ -179,9 +198,12 @@ def sparse_choice(drafter: Gemma4AssistantForCausalLM, state: torch.Tensor) -> t
 
 
 def train_drafter(
-    target: Gemma4ForCausalLM, texts: np.ndarray, recipe: DrafterRecipe, report: Callable[[dict[str, float]], None],
+    target: Gemma4ForCausalLM,
+    texts: np.ndarray,
+    recipe: DrafterRecipe,
+    report: Callable[[dict[str, float]], None],
     checkpoint: Callable[[Gemma4AssistantForCausalLM], None],
-) -> tuple[Gemma4AssistantForCausalLM, dict[str, object]]:  # fmt: skip
+) -> tuple[Gemma4AssistantForCausalLM, dict[str, object]]:
     """Trains for `recipe.minutes` on texts [N, T], mostly written by the target itself."""
     torch.manual_seed(recipe.seed)
     drafter = Gemma4AssistantForCausalLM._from_config(config_for(recipe, target.config), attn_implementation="eager")

@@ -29,9 +29,10 @@ class Acceptance:
     def to_json(self) -> dict[str, object]:
         """Plain values for the model card."""
         return {
-            "rounds": self.rounds, "acceptance_rate": round(self.rate, 4),
+            "rounds": self.rounds,
+            "acceptance_rate": round(self.rate, 4),
             "by_position": [round(n / self.rounds, 4) for n in self.by_position],
-        }  # fmt: skip
+        }
 
 
 @torch.no_grad()

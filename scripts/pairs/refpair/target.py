@@ -43,13 +43,27 @@ class TargetRecipe:
 def config_for(recipe: TargetRecipe) -> Gemma4TextConfig:
     """The E2B family at toy width: 8 layers, of which the last 4 reuse the K/V of layers 2 (sliding) and 3 (full)."""
     return Gemma4TextConfig(
-        vocab_size=recipe.vocab_size, vocab_size_per_layer_input=recipe.vocab_size, hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size, num_hidden_layers=len(LAYER_TYPES), num_attention_heads=4,
-        num_key_value_heads=1, head_dim=64, global_head_dim=128, hidden_size_per_layer_input=32,
-        num_kv_shared_layers=4, use_double_wide_mlp=True, layer_types=list(LAYER_TYPES), sliding_window=128,
-        final_logit_softcapping=30.0, max_position_embeddings=8192, tie_word_embeddings=True,
-        bos_token_id=2, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=recipe.vocab_size,
+        vocab_size_per_layer_input=recipe.vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=len(LAYER_TYPES),
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        global_head_dim=128,
+        hidden_size_per_layer_input=32,
+        num_kv_shared_layers=4,
+        use_double_wide_mlp=True,
+        layer_types=list(LAYER_TYPES),
+        sliding_window=128,
+        final_logit_softcapping=30.0,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
 
 
 def initialise(model: nn.Module, seed: int) -> None:
@@ -133,9 +147,12 @@ def validation_loss(model: Gemma4ForCausalLM, tokens: np.ndarray, length: int, m
 
 
 def train_target(
-    train: np.ndarray, held_out: np.ndarray, recipe: TargetRecipe, report: Callable[[dict[str, float]], None],
+    train: np.ndarray,
+    held_out: np.ndarray,
+    recipe: TargetRecipe,
+    report: Callable[[dict[str, float]], None],
     checkpoint: Callable[[Gemma4ForCausalLM], None],
-) -> tuple[Gemma4ForCausalLM, dict[str, object]]:  # fmt: skip
+) -> tuple[Gemma4ForCausalLM, dict[str, object]]:
     """Trains for `recipe.minutes`; returns the model and what was measured. Seeded, but the clock decides the step count."""
     torch.manual_seed(recipe.seed)
     model = Gemma4ForCausalLM._from_config(config_for(recipe), attn_implementation="eager")

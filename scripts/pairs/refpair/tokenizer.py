@@ -17,9 +17,16 @@ from tokenizers.trainers import BpeTrainer
 # Ids 0-3 and the marks of Gemma 4's chat format, thinking channel and tool calls.
 CONTROL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|think|>"]
 VISIBLE_TOKENS = [
-    "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
-    "<tool_response|>", '<|"|>',
-]  # fmt: skip
+    "<|channel>",
+    "<channel|>",
+    "<|tool>",
+    "<tool|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    '<|"|>',
+]
 SPECIAL_TOKENS = CONTROL_TOKENS + VISIBLE_TOKENS
 NAMED_TOKENS = {"<pad>", "<eos>", "<bos>", "<unk>", "<mask>"}
 BYTE_TOKENS = [f"<0x{b:02X}>" for b in range(256)]
@@ -42,9 +49,13 @@ def learn_merges(texts: Iterable[str], vocab_size: int) -> tuple[dict[str, int],
     learner.pre_tokenizer = pre_tokenizers.Split(Regex(LEARNING_SPLIT), behavior="isolated")
     reserved = SPECIAL_TOKENS + BYTE_TOKENS
     trainer = BpeTrainer(
-        vocab_size=vocab_size, special_tokens=reserved, min_frequency=2, max_token_length=16, limit_alphabet=110,
+        vocab_size=vocab_size,
+        special_tokens=reserved,
+        min_frequency=2,
+        max_token_length=16,
+        limit_alphabet=110,
         show_progress=False,
-    )  # fmt: skip
+    )
     learner.train_from_iterator(texts, trainer)
     model = json.loads(learner.to_str())["model"]
     return _with_newline_runs(model["vocab"], [(a, b) for a, b in model["merges"]], vocab_size)
@@ -84,9 +95,16 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>",
-        "pad_token": "<pad>", "mask_token": "<mask>", "add_bos_token": True, "clean_up_tokenization_spaces": False,
-        "model_max_length": 8192, "extra_special_tokens": [t for t in SPECIAL_TOKENS if t not in NAMED_TOKENS],
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 8192,
+        "extra_special_tokens": [t for t in SPECIAL_TOKENS if t not in NAMED_TOKENS],
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "\n")

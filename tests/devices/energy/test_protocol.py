@@ -95,10 +95,15 @@ def test_everything_is_recomputed_from_the_log(log, tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{}\n", "no json\n", '{"kind": "header", "schema": 9, "meter": {}, "environment": {}}\n', '{"kind": "sample", "t": 0, "v": 0}\n', "[1]\n",
+        "",
+        "{}\n",
+        "no json\n",
+        '{"kind": "header", "schema": 9, "meter": {}, "environment": {}}\n',
+        '{"kind": "sample", "t": 0, "v": 0}\n',
+        "[1]\n",
         '{"kind": "header", "schema": 1, "meter": {"name": "x", "kind": "counter", "scope": "nowhere"}, "environment": {}}\n',
     ],
-)  # fmt: skip
+)
 def test_damaged_logs_are_refused(tmp_path, text):
     path = tmp_path / "run.jsonl"
     path.write_text(text)

@@ -18,8 +18,14 @@ POLICY = "sys/devices/system/cpu/cpufreq/policy"
 
 def machine(processor: str = "", cores: tuple[str, ...] = (), architecture: str = "x86_64") -> Machine:
     return Machine(
-        system="Linux", architecture=architecture, processor=processor, cores=cores, usable_processors=8, features=("avx2",), memory_available=None
-    )  # fmt: skip
+        system="Linux",
+        architecture=architecture,
+        processor=processor,
+        cores=cores,
+        usable_processors=8,
+        features=("avx2",),
+        memory_available=None,
+    )
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,14 @@ def test_tables(tmp_path, text, value):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "hold no time"), ("time,voltage\n0,5\n1,5\n", "hold no time"), ("time,W\n0,1\n", "1 rows"), ("time,W\n0,1\n1,\n", "row 3"),
-        ("time;W\n0;1\n1;1,5\n", "row 3"), ("time,W\n0,1\n1,inf\n", "row 3"),
+        ("", "hold no time"),
+        ("time,voltage\n0,5\n1,5\n", "hold no time"),
+        ("time,W\n0,1\n", "1 rows"),
+        ("time,W\n0,1\n1,\n", "row 3"),
+        ("time;W\n0;1\n1;1,5\n", "row 3"),
+        ("time,W\n0,1\n1,inf\n", "row 3"),
     ],
-)  # fmt: skip
+)
 def test_tables_without_what_is_needed(tmp_path, text, says):
     with pytest.raises(MeterError, match=says):
         import_csv(table(tmp_path, text))

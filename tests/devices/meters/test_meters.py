@@ -364,9 +364,7 @@ def test_what_probe_records_on_a_device_replays_as_that_device(name, tmp_path):
     for path in (*fixture.files, *fixture.denied):
         (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / path).write_text(fixture.files.get(path, "never read"))
-    device = Device(
-        root=tmp_path / "root", platform=fixture.platform, run=recorded(name).run, clock=lambda: 1.0, sleep=lambda _: None
-    )  # fmt: skip
+    device = Device(root=tmp_path / "root", platform=fixture.platform, run=recorded(name).run, clock=lambda: 1.0, sleep=lambda _: None)
     again = RecordedSystem(read_recording(write_recording(tmp_path / "out", record(device))), clock=lambda: 1.0, sleep=lambda _: None)
 
     def seen(system):

@@ -76,9 +76,17 @@ def test_a_look_at_this_machine(tmp_path: Path) -> None:
 def seen_as(**changes: object) -> Look:
     state = {k: changes.pop(k) for k in list(changes) if k in DeviceState.__dataclass_fields__}
     values = {
-        "model": "", "architecture": "aarch64", "android": True, "state": DeviceState(**state), "free_bytes": 1 << 40, "memory_available": 1 << 40,
-        "screen": "Awake", "doze": False, "frozen": False, "system": None,
-    }  # fmt: skip
+        "model": "",
+        "architecture": "aarch64",
+        "android": True,
+        "state": DeviceState(**state),
+        "free_bytes": 1 << 40,
+        "memory_available": 1 << 40,
+        "screen": "Awake",
+        "doze": False,
+        "frozen": False,
+        "system": None,
+    }
     return Look(**(values | changes))  # type: ignore[arg-type]
 
 

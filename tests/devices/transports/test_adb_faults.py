@@ -70,7 +70,9 @@ def test_exit_codes_survive_an_adb_that_loses_them(desk: Desk) -> None:
     assert (done.code, done.text, done.errors) == (37, "it's\r\n \\ $x", "bad")
 
 
-def test_a_link_that_breaks_in_a_push_costs_a_chunk(desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_a_link_that_breaks_in_a_push_costs_a_chunk(
+    desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tree, "CHUNK", 1 << 20)
     monkeypatch.setattr(tree, "ATTEMPTS", 1)
     source = tmp_path / "model.gguf"

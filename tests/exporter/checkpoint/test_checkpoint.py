@@ -73,9 +73,16 @@ def test_damaged_header(kind: str, copy: Folders) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\0" * 7, struct.pack("<Q", 1 << 62) + b"{}", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 2) + b"{,",
-             struct.pack("<Q", 15) + b'{"a":{},"a":{}}'],
-)  # fmt: skip
+    "data",
+    [
+        b"",
+        b"\0" * 7,
+        struct.pack("<Q", 1 << 62) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2) + b"{,",
+        struct.pack("<Q", 15) + b'{"a":{},"a":{}}',
+    ],
+)
 def test_no_safetensors(data: bytes, copy: Folders) -> None:
     folder = copy("e2b-text")
     (folder / "model.safetensors").write_bytes(data)
@@ -181,14 +188,22 @@ def test_both_config_forms_say_the_same(name: str, copy: Folders) -> None:
 
 def test_left_out_names_towers_and_centroids(member_folder: Folders) -> None:
     assert open_checkpoint(member_folder("e2b")).left_out == (
-        "audio_tower: 1 tensors, 64 bytes", "embed_vision: 1 tensors, 1024 bytes", "vision_tower: 2 tensors, 320 bytes",
-    )  # fmt: skip
+        "audio_tower: 1 tensors, 64 bytes",
+        "embed_vision: 1 tensors, 1024 bytes",
+        "vision_tower: 2 tensors, 320 bytes",
+    )
     assert open_checkpoint(member_folder("e2b-assistant")).left_out == ("masked_embedding: 2 tensors, 7168 bytes",)
     assert open_checkpoint(member_folder("e2b-text")).left_out == ()
 
 
-PAIRS = [("e2b", "e2b-assistant"), ("e2b-text", "e2b-assistant"), ("e4b", "e4b-assistant"), ("12b", "12b-assistant"),
-         ("26b-a4b", "26b-a4b-assistant"), ("31b", "31b-assistant")]  # fmt: skip
+PAIRS = [
+    ("e2b", "e2b-assistant"),
+    ("e2b-text", "e2b-assistant"),
+    ("e4b", "e4b-assistant"),
+    ("12b", "12b-assistant"),
+    ("26b-a4b", "26b-a4b-assistant"),
+    ("31b", "31b-assistant"),
+]
 E_OWNERS, LARGE_OWNERS = (0, 1, 2, 3, 2, 2, 2, 3), (0, 1, 2, 3, 4, 5)
 # owners of target layers, sources of drafter layers, (K/V heads, head dim) of sliding and of full rows
 LAYOUTS = {

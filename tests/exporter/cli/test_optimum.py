@@ -26,8 +26,20 @@ def test_optimum_exports_the_pair_with_our_options(tmp_path: Path) -> None:
     output = tmp_path / "out"
     pair = map(str, reference_pair())
     result = optimum(
-        *pair, "-o", str(output), "--format", "onnx", "--onnx-target", "int8", "--onnx-block", "64", "--context", "512", "--no-verify", "--json"
-    )  # fmt: skip
+        *pair,
+        "-o",
+        str(output),
+        "--format",
+        "onnx",
+        "--onnx-target",
+        "int8",
+        "--onnx-block",
+        "64",
+        "--context",
+        "512",
+        "--no-verify",
+        "--json",
+    )
     assert result.returncode == 0, result.stderr
     bundle = open_bundle(output)
     assert json.loads(result.stdout)["bundle"] == str(output)

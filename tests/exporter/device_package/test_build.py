@@ -103,16 +103,26 @@ ABOUT = "Metadata-Version: 2.1\nName: Thing\nVersion: 1.0\nClassifier: License :
 
 def test_wheel_is_unpacked_without_tests_and_with_its_licence(tmp_path: Path) -> None:
     members = {
-        "thing/__init__.py": "", "thing/tests/test_it.py": "", "thing/x.pyi": "", "thing/data.json": "{}", "thing/license_check.py": "",
-        "thing-1.0.dist-info/METADATA": ABOUT, "thing-1.0.dist-info/RECORD": "", "thing-1.0.dist-info/licenses/LICENSE": "MIT text",
-    }  # fmt: skip
+        "thing/__init__.py": "",
+        "thing/tests/test_it.py": "",
+        "thing/x.pyi": "",
+        "thing/data.json": "{}",
+        "thing/license_check.py": "",
+        "thing-1.0.dist-info/METADATA": ABOUT,
+        "thing-1.0.dist-info/RECORD": "",
+        "thing-1.0.dist-info/licenses/LICENSE": "MIT text",
+    }
     component = wheels._add_wheel(tmp_path / "p", wheel(tmp_path, members))
     kept = {path.relative_to(tmp_path / "p").as_posix() for path in (tmp_path / "p").rglob("*") if path.is_file()}
     site = "lib/python3/dist-packages"
     assert kept == {
-        f"{site}/thing/__init__.py", f"{site}/thing/data.json", f"{site}/thing/license_check.py", f"{site}/thing-1.0.dist-info/METADATA",
-        f"{site}/thing-1.0.dist-info/licenses/LICENSE", "licences/thing/LICENSE",
-    }  # fmt: skip
+        f"{site}/thing/__init__.py",
+        f"{site}/thing/data.json",
+        f"{site}/thing/license_check.py",
+        f"{site}/thing-1.0.dist-info/METADATA",
+        f"{site}/thing-1.0.dist-info/licenses/LICENSE",
+        "licences/thing/LICENSE",
+    }
     assert (component.name, component.version, component.licence) == ("thing", "1.0", "MIT License")
     assert component.texts == ("licences/thing/LICENSE",)
 

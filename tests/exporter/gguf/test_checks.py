@@ -22,7 +22,7 @@ def test_every_members_files_pass(name: str, member_folder: Callable[[str], Path
     target, drafter = str(member_folder(name)), str(member_folder(f"{name}-assistant"))
     request = ExportRequest(
         target=target, drafter=drafter, output=tmp_path / "bundle", target_quantization="f16", drafter_quantization="f16", verify=False
-    )  # fmt: skip
+    )
     bundle = export_pair(request, Silent())
     header = check_model(bundle.path("target", "gguf"), TARGET)
     roles = [role for role in ("drafter", "drafter_body") if any(file.role == role for file in bundle.manifest.files)]

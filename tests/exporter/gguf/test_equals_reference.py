@@ -46,9 +46,12 @@ def reference(member_folder: Callable[[str], Path], tmp_path_factory: pytest.Tem
     script = str(Path(sources) / "convert_hf_to_gguf.py")
     done = subprocess.run(
         [sys.executable, "-c", CONVERT_ALL, script, ",".join(MEMBERS), str(folders[0].parent), str(out)],
-        env=os.environ | {"PYTHONPATH": f"{sources}{os.pathsep}{sources}/gguf-py"}, capture_output=True, text=True, timeout=900,
+        env=os.environ | {"PYTHONPATH": f"{sources}{os.pathsep}{sources}/gguf-py"},
+        capture_output=True,
+        text=True,
+        timeout=900,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 
@@ -59,9 +62,7 @@ def _fields(reader: Any) -> dict[str, tuple[list[str], Any]]:
 
 @pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
 @pytest.mark.parametrize("name", MEMBERS)
-def test_same_file(
-    name: str, weight_type: FloatType, member_folder: Callable[[str], Path], reference: Path, tmp_path: Path
-) -> None:  # fmt: skip
+def test_same_file(name: str, weight_type: FloatType, member_folder: Callable[[str], Path], reference: Path, tmp_path: Path) -> None:
     checkpoint, path, written = open_checkpoint(member_folder(name)), tmp_path / "ours.gguf", []
     expected_bytes = gguf_bytes(checkpoint, weight_type)
     write_gguf(checkpoint, path, weight_type, written.append)

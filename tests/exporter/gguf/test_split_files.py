@@ -79,9 +79,7 @@ def test_values_beyond_float16_are_refused(member_folder: Folders, tmp_path: Pat
     assert not (tmp_path / "head").exists()
 
 
-def spoiled(
-    folder: Path, to: Path, change: Callable[[Any], Any], name: str = "masked_embedding.token_ordering"
-) -> Checkpoint:  # fmt: skip
+def spoiled(folder: Path, to: Path, change: Callable[[Any], Any], name: str = "masked_embedding.token_ordering") -> Checkpoint:
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(folder, to)
@@ -147,9 +145,13 @@ def test_a_body_of_something_else_is_refused_and_leaves_nothing(member_folder: F
 
 def exported(member_folder: Folders, tmp_path: Path, target: str, drafter: str) -> Any:
     request = ExportRequest(
-        target=str(member_folder(target)), drafter=drafter, output=tmp_path / "out", target_quantization="bf16", verify=False,
+        target=str(member_folder(target)),
+        drafter=drafter,
+        output=tmp_path / "out",
+        target_quantization="bf16",
+        verify=False,
         drafter_quantization="bf16" if Path(drafter).is_dir() else None,
-    )  # fmt: skip
+    )
     return export_pair(request, Silent())
 
 

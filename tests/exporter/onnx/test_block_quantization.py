@@ -14,8 +14,11 @@ from edge_export.onnx.block_quantization import BITS, BLOCKS, METHODS, PackedMat
 
 SPECS = [
     WeightSpec(bits=bits, block=block, method=method, symmetric=symmetric)
-    for bits in BITS for block in BLOCKS for method in METHODS for symmetric in (True, False)
-]  # fmt: skip
+    for bits in BITS
+    for block in BLOCKS
+    for method in METHODS
+    for symmetric in (True, False)
+]
 specs = st.sampled_from(SPECS)
 
 
@@ -150,14 +153,22 @@ def test_onnx_runtime_multiplies_with_the_dequantized_weights(spec: WeightSpec, 
     if found.zero_points is not None:
         stored["zero_points"] = found.zero_points
     node = onnx.helper.make_node(
-        "MatMulNBits", ["A", *stored], ["Y"], domain="com.microsoft", K=columns, N=48, bits=spec.bits, block_size=spec.block, accuracy_level=1
-    )  # fmt: skip
+        "MatMulNBits",
+        ["A", *stored],
+        ["Y"],
+        domain="com.microsoft",
+        K=columns,
+        N=48,
+        bits=spec.bits,
+        block_size=spec.block,
+        accuracy_level=1,
+    )
     shapes = {
         name: onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [5, width]) for name, width in (("A", columns), ("Y", 48))
     }
     graph = onnx.helper.make_graph(
         [node], "one", [shapes["A"]], [shapes["Y"]], [onnx.numpy_helper.from_array(value, name) for name, value in stored.items()]
-    )  # fmt: skip
+    )
     opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
     session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])

@@ -38,9 +38,14 @@ MEMBERS = ["e2b", "e4b", "12b", "31b", "26b-a4b"]
 def exported(member_folder: Folders, tmp_path: Path) -> Callable[..., Bundle]:
     def made(member: str = "e2b", weights: Any = "f32", **changes: Any) -> Bundle:
         values: dict[str, Any] = {
-            "target": str(settled(member_folder, member)), "drafter": str(settled(member_folder, f"{member}-assistant")),
-            "output": tmp_path / "out", "gguf": False, "onnx": OnnxRequest(target=weights, drafter=weights), "threads": 1, "context": 512,
-        }  # fmt: skip
+            "target": str(settled(member_folder, member)),
+            "drafter": str(settled(member_folder, f"{member}-assistant")),
+            "output": tmp_path / "out",
+            "gguf": False,
+            "onnx": OnnxRequest(target=weights, drafter=weights),
+            "threads": 1,
+            "context": 512,
+        }
         bundle = export_pair(ExportRequest(**values | changes), Silent())
         for graph in bundle.folder.glob("*.onnx"):
             check_onnx(graph)  # whatever the form, the runtime opens it
@@ -84,7 +89,7 @@ def test_the_shipped_pair_is_within_a_thousandth(tmp_path: Path) -> None:
     target, drafter = map(str, reference_pair())
     request = ExportRequest(
         target=target, drafter=drafter, output=tmp_path / "out", gguf=False, onnx=OnnxRequest(target="f32", drafter="f32"), threads=1
-    )  # fmt: skip
+    )
     parity = parity_of(export_pair(request, Silent()))
     assert parity["unquantized"]["max_abs_difference"] <= 1e-3
     assert parity["drafts"]["unquantized_agreement"] == 1
@@ -225,10 +230,12 @@ def test_rounded_matrices_mean_what_onnxruntime_computes(bits: Any) -> None:
         "MatMulNBits", ["a", "b", "scales"], ["y"], domain="com.microsoft", K=128, N=24, bits=bits, block_size=32, accuracy_level=1
     )
     graph = helper.make_graph(
-        [node], "one",
-        [helper.make_tensor_value_info("a", 1, [128, 128])], [helper.make_tensor_value_info("y", 1, [128, 24])],
+        [node],
+        "one",
+        [helper.make_tensor_value_info("a", 1, [128, 128])],
+        [helper.make_tensor_value_info("y", 1, [128, 24])],
         [onnx.numpy_helper.from_array(packed.packed, "b"), onnx.numpy_helper.from_array(packed.scales, "scales")],
-    )  # fmt: skip
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)], ir_version=10)
     stored = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"a": np.eye(128, dtype=np.float32)})[0].T
     blocks, largest = np.abs(weight - stored).reshape(24, 4, 32), np.abs(weight).reshape(24, 4, 32).max(axis=2, keepdims=True)
@@ -238,8 +245,25 @@ def test_rounded_matrices_mean_what_onnxruntime_computes(bits: Any) -> None:
 
 def test_both_formats_lie_in_one_bundle(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
-    arguments = ["--reference-pair", "-o", str(tmp_path / "out"), "--format", "both", "--target-quant", "f16", "--drafter-quant", "f16",
-                 "--onnx-target", "int4", "--onnx-embedding", "int8", "--onnx-block", "64", "--no-verify", "--json"]  # fmt: skip
+    arguments = [
+        "--reference-pair",
+        "-o",
+        str(tmp_path / "out"),
+        "--format",
+        "both",
+        "--target-quant",
+        "f16",
+        "--drafter-quant",
+        "f16",
+        "--onnx-target",
+        "int4",
+        "--onnx-embedding",
+        "int8",
+        "--onnx-block",
+        "64",
+        "--no-verify",
+        "--json",
+    ]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     bundle = open_bundle(tmp_path / "out")
@@ -276,9 +300,15 @@ def test_calibration_weighs_onnx_weights_too(tmp_path: Path) -> None:
     data = []
     for calibrate in (None, text):
         request = ExportRequest(
-            target=target, drafter=drafter, output=tmp_path / f"out{len(data)}", gguf=False, onnx=OnnxRequest(target="int4", drafter="f32"),
-            threads=1, verify=False, weighing=Weighing(calibrate=calibrate),
-        )  # fmt: skip
+            target=target,
+            drafter=drafter,
+            output=tmp_path / f"out{len(data)}",
+            gguf=False,
+            onnx=OnnxRequest(target="int4", drafter="f32"),
+            threads=1,
+            verify=False,
+            weighing=Weighing(calibrate=calibrate),
+        )
         bundle = export_pair(request, Silent())
         data.append({role: bundle.path(role, "onnx_data").read_bytes() for role in ("target_data", "drafter_data")})
         assert set(bundle.manifest.importance or {}) == (set() if calibrate is None else {"target"})

@@ -33,9 +33,14 @@ def exported(member_folder: Folders, tmp_path: Path) -> Callable[..., Bundle]:
     def made(member: str = "e2b", weights: Any = "f32", device: Any = "static", **changes: Any) -> Bundle:
         onnx_request = OnnxRequest(**{"target": weights, "drafter": weights, "device": device, **changes.pop("onnx", {})})
         values: dict[str, Any] = {
-            "target": str(settled(member_folder, member)), "drafter": str(settled(member_folder, f"{member}-assistant")),
-            "output": tmp_path / "out", "gguf": False, "onnx": onnx_request, "threads": 1, "context": 512,
-        }  # fmt: skip
+            "target": str(settled(member_folder, member)),
+            "drafter": str(settled(member_folder, f"{member}-assistant")),
+            "output": tmp_path / "out",
+            "gguf": False,
+            "onnx": onnx_request,
+            "threads": 1,
+            "context": 512,
+        }
         bundle = export_pair(ExportRequest(**values | changes), Silent())
         for graph in bundle.folder.glob("*.onnx"):
             check_onnx(graph)  # whatever the form, the runtime opens it
@@ -103,9 +108,9 @@ def test_columns_mean_the_weights_that_were_rounded(weights: Any, member_folder:
     spec = WeightSpec(bits=8 if weights == "int8" else 4, block=32)
     with PlainWeightFile(tmp_path / "data.onnx_data") as file:
         matrix = file.matrix(checkpoint, names, WeightForm(kind="blocks", spec=spec))
-    wanted = np.concatenate([
-        np.concatenate(list(read_float_chunks(checkpoint.tensors[name], "f32"))).reshape(checkpoint.tensors[name].shape) for name in names
-    ])  # fmt: skip
+    wanted = np.concatenate(
+        [np.concatenate(list(read_float_chunks(checkpoint.tensors[name], "f32"))).reshape(checkpoint.tensors[name].shape) for name in names]
+    )
     graph = PlainGraph("one")
     graph.input("x", "f32", (1, matrix.columns, matrix.columns))
     graph.output(graph.op("Identity", graph.linear("x", matrix), name="y"), "f32", (1, matrix.columns, matrix.rows))

@@ -60,9 +60,14 @@ def test_where_the_keys_are_the_values_they_stand_apart_too(member_folder: Folde
     parities: list[dict[str, Any]] = []
     for asked in ({}, {"block": 32}):
         request = ExportRequest(
-            target=pair[0], drafter=pair[1], output=tmp_path / str(asked), gguf=False, threads=1, context=512,
+            target=pair[0],
+            drafter=pair[1],
+            output=tmp_path / str(asked),
+            gguf=False,
+            threads=1,
+            context=512,
             onnx=OnnxRequest(target="int4", drafter="int8", **asked),
-        )  # fmt: skip
+        )
         parity = export_pair(request, Silent()).manifest.parity
         assert parity is not None
         parities.append(parity["onnx"])

@@ -28,10 +28,20 @@ from edge_export.gguf.model_card import read_card
 from edge_export.gguf.writer import write_gguf
 
 CONFIG: dict[str, Any] = {
-    "model_type": "gemma4_text", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 32, "sliding_window": 32,
-    "max_position_embeddings": 256, "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"],
-}  # fmt: skip
+    "model_type": "gemma4_text",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 32,
+    "max_position_embeddings": 256,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 # Of the file below, written with gguf 0.19. It changes only when a file that was already right would change.
 GOLDEN = "b4acb9aba23224544f310899c9c845c54f91e91714d14801562cf736fe52fa58"
 
@@ -165,11 +175,16 @@ LAUGHS = "".join(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for befo
 @pytest.mark.parametrize(
     "card",
     [
-        "---\ntags: [a\n---\n", "---\nlicense: {a: 1}\n---\n", "---\nversion: 0x" + "f" * 9000 + "\n---\n", "---\nname: 1:" + "1:" * 9000 + "1.5\n---\n",
-        f"---\na: &a [lol]\n{LAUGHS}license: *m\n---\n", "---\na: " + "[" * 50_000 + "]" * 50_000 + "\n---\n", "---\n" + "a: 1\n" * 100_000,
+        "---\ntags: [a\n---\n",
+        "---\nlicense: {a: 1}\n---\n",
+        "---\nversion: 0x" + "f" * 9000 + "\n---\n",
+        "---\nname: 1:" + "1:" * 9000 + "1.5\n---\n",
+        f"---\na: &a [lol]\n{LAUGHS}license: *m\n---\n",
+        "---\na: " + "[" * 50_000 + "]" * 50_000 + "\n---\n",
+        "---\n" + "a: 1\n" * 100_000,
     ],
     ids=["no YAML", "object", "digits", "float", "billion laughs", "deep", "long"],
-)  # fmt: skip
+)
 def test_unusable_model_card(card: str, tmp_path: Path) -> None:
     folder = write_by_hand(tmp_path / "model")
     (folder / "README.md").write_text(card)

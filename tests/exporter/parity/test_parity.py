@@ -35,9 +35,13 @@ def request_for(member_folder: Folders, tmp_path: Path, monkeypatch: pytest.Monk
 
     def made(member: str = "e2b", **changes: Any) -> ExportRequest:
         values: dict[str, Any] = {
-            "target": str(settled(member_folder, member)), "drafter": str(settled(member_folder, f"{member}-assistant")),
-            "output": tmp_path / "out", "target_quantization": "f16", "drafter_quantization": "f16", "threads": 1,
-        }  # fmt: skip
+            "target": str(settled(member_folder, member)),
+            "drafter": str(settled(member_folder, f"{member}-assistant")),
+            "output": tmp_path / "out",
+            "target_quantization": "f16",
+            "drafter_quantization": "f16",
+            "threads": 1,
+        }
         return ExportRequest(**values | changes)
 
     return made

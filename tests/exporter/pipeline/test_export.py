@@ -24,9 +24,20 @@ from edge_runtime.bundle.bundle import MANIFEST_NAME, open_bundle
 
 Folders = Callable[[str], Path]
 STEPS = [
-    "resolve_pair", "cache_layout", "check_space", "write_gguf", "quantize_gguf", "write_body", "write_head", "measure_parity",
-    "read_vocabulary", "sha256_of", "manifest_source", "architecture", "open_bundle",
-]  # fmt: skip
+    "resolve_pair",
+    "cache_layout",
+    "check_space",
+    "write_gguf",
+    "quantize_gguf",
+    "write_body",
+    "write_head",
+    "measure_parity",
+    "read_vocabulary",
+    "sha256_of",
+    "manifest_source",
+    "architecture",
+    "open_bundle",
+]
 
 
 class Heard:
@@ -52,9 +63,14 @@ class Heard:
 def request_for(member_folder: Folders, tmp_path: Path) -> Callable[..., ExportRequest]:
     def made(**changes: Any) -> ExportRequest:
         values: dict[str, Any] = {
-            "target": str(member_folder("e2b")), "drafter": str(member_folder("e2b-assistant")), "output": tmp_path / "out",
-            "target_quantization": "f16", "drafter_quantization": "bf16", "verify": False, "threads": 1,
-        }  # fmt: skip
+            "target": str(member_folder("e2b")),
+            "drafter": str(member_folder("e2b-assistant")),
+            "output": tmp_path / "out",
+            "target_quantization": "f16",
+            "drafter_quantization": "bf16",
+            "verify": False,
+            "threads": 1,
+        }
         return ExportRequest(**values | changes)
 
     return made
@@ -70,10 +86,13 @@ def test_the_bundle_opens_and_says_where_it_came_from(request_for: Callable[...,
     bundle = open_bundle(tmp_path / "out")
     assert bundle.manifest == made.manifest
     assert [(f.role, f.path, f.quantization) for f in bundle.manifest.files] == [
-        ("target", "target-q4_0.gguf", "q4_0"), ("drafter", "drafter-q8_0.gguf", "q8_0"),
-        ("drafter_body", "drafter-body-q8_0.gguf", "q8_0"), ("drafter_head", "drafter-head-q8_0.gguf", "q8_0"),
-        ("tokenizer", "tokenizer.json", None), ("chat_template", "chat_template.jinja", None),
-    ]  # fmt: skip
+        ("target", "target-q4_0.gguf", "q4_0"),
+        ("drafter", "drafter-q8_0.gguf", "q8_0"),
+        ("drafter_body", "drafter-body-q8_0.gguf", "q8_0"),
+        ("drafter_head", "drafter-head-q8_0.gguf", "q8_0"),
+        ("tokenizer", "tokenizer.json", None),
+        ("chat_template", "chat_template.jinja", None),
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert len(list((tmp_path / "out").iterdir())) == 8, "the files of the manifest, the manifest and config.yaml, nothing unquantized"
     assert bundle.manifest.runtime.context == bundle.manifest.cache_layout.full.capacity == 700
@@ -99,9 +118,11 @@ def test_a_gguf_is_taken_as_it_is(request_for: Callable[..., ExportRequest], tmp
     first = export_pair(request_for(), Heard())
     paths = [str(first.path(role)) for role in ("target", "drafter")]
     second = export_pair(
-        request_for(target=paths[0], drafter=paths[1], output=tmp_path / "again", target_quantization=None, drafter_quantization=None, verify=True),
+        request_for(
+            target=paths[0], drafter=paths[1], output=tmp_path / "again", target_quantization=None, drafter_quantization=None, verify=True
+        ),
         Heard(),
-    )  # fmt: skip
+    )
     for role in ("target", "drafter"):
         assert second.file(role).sha256 == first.file(role).sha256
         assert second.file(role).quantization == first.file(role).quantization
@@ -192,9 +213,15 @@ def test_force_replaces_a_bundle_and_nothing_else(request_for: Callable[..., Exp
 
 
 @pytest.mark.parametrize(
-    "manifest", ["{}", "[", '{"manifest_version": 3, "files": []}', '{"schema_version": 1, "created_by": "us", "files": []}',
-                 '{"schema_version": 1, "created_by": "edge-mtp 1", "files": ["a"]}'],
-)  # fmt: skip
+    "manifest",
+    [
+        "{}",
+        "[",
+        '{"manifest_version": 3, "files": []}',
+        '{"schema_version": 1, "created_by": "us", "files": []}',
+        '{"schema_version": 1, "created_by": "edge-mtp 1", "files": ["a"]}',
+    ],
+)
 def test_force_takes_no_manifest_of_others_for_a_bundle(manifest: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST_NAME).write_text(manifest)
     with pytest.raises(ExportError, match="is not a bundle"):

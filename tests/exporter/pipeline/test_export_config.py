@@ -46,9 +46,11 @@ def test_a_bundle_says_how_it_is_run(pair: list[Path], tmp_path: Path) -> None:
 def test_a_file_names_models_precisions_and_context(pair: list[Path], tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     block = {
-        "verifier": {"model": str(pair[0]), "precision": "f16"}, "drafter": {"model": str(pair[1]), "precision": "bf16"},
-        "cache": {"max_context_length": 120}, "tuning": {"initial_horizon": 5},
-    }  # fmt: skip
+        "verifier": {"model": str(pair[0]), "precision": "f16"},
+        "drafter": {"model": str(pair[1]), "precision": "bf16"},
+        "cache": {"max_context_length": 120},
+        "tuning": {"initial_horizon": 5},
+    }
     file.write_text(json.dumps({"speculative_decoding": block}))
     result = invoke("-o", tmp_path / "out", "--config", file, "--drafter-quant", "f16", "--preset", "chat")
     assert result.exit_code == 0, result.stderr

@@ -50,8 +50,15 @@ def request_for(member_folder: Folders, text: Path, monkeypatch: pytest.MonkeyPa
     def made(member: str) -> CalibrationRequest:
         target, drafter = member_folder(member), member_folder(f"{member}-assistant")
         return CalibrationRequest(
-            target_folder=target, drafter_folder=drafter, tokenizer_folder=target, text=text, parameters=1000, window=32, context=1024, threads=1
-        )  # fmt: skip
+            target_folder=target,
+            drafter_folder=drafter,
+            tokenizer_folder=target,
+            text=text,
+            parameters=1000,
+            window=32,
+            context=1024,
+            threads=1,
+        )
 
     return made
 
@@ -146,9 +153,14 @@ def matrix(path: Path, name: str) -> Any:
 def export_for(member_folder: Folders, tmp_path: Path) -> Callable[..., ExportRequest]:
     def made(**changes: Any) -> ExportRequest:
         values: dict[str, Any] = {
-            "target": str(member_folder("e2b")), "drafter": str(member_folder("e2b-assistant")), "output": tmp_path / "out",
-            "target_quantization": "q4_0", "drafter_quantization": "q4_0", "verify": False, "threads": 1,
-        }  # fmt: skip
+            "target": str(member_folder("e2b")),
+            "drafter": str(member_folder("e2b-assistant")),
+            "output": tmp_path / "out",
+            "target_quantization": "q4_0",
+            "drafter_quantization": "q4_0",
+            "verify": False,
+            "threads": 1,
+        }
         return ExportRequest(**values | changes)
 
     return made

@@ -136,7 +136,7 @@ def test_what_is_not_this_models_is_refused(checkpoint: Checkpoint) -> None:
         ((struct.pack("<i", 2) + (struct.pack("<i", 3) + b"abc" + struct.pack("<iif", 1, 1, 2.0)) * 2), "abc comes twice"),
         (b"GGUF" + bytes(100), "has GGUF version 0.*given as an importance matrix"),
     ],
-)  # fmt: skip
+)
 def test_damaged_files_are_refused(data: bytes, match: str | None, tmp_path: Path) -> None:
     path = tmp_path / "damaged"
     path.write_bytes(data)

@@ -41,10 +41,34 @@ def made_up(tmp_path: Path) -> Path:
 def measured(exported_pair: Path, probe_memory: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     folder = tmp_path_factory.mktemp("bench")
     result = bench(
-        exported_pair, "--domains", "code,chat", "--lengths", "3", "--policies", "stepped", "--drafters", "dense,lookup", "--repeats", "2",
-        "--max-tokens", "12", "--contexts", "32,4000", "--concurrency", "1,2", "--kv-types", "q8_0", "--threads", "1", "--check", "none",
-        "--runs", folder / "run.jsonl", "--json", folder / "figures.json",
-    )  # fmt: skip
+        exported_pair,
+        "--domains",
+        "code,chat",
+        "--lengths",
+        "3",
+        "--policies",
+        "stepped",
+        "--drafters",
+        "dense,lookup",
+        "--repeats",
+        "2",
+        "--max-tokens",
+        "12",
+        "--contexts",
+        "32,4000",
+        "--concurrency",
+        "1,2",
+        "--kv-types",
+        "q8_0",
+        "--threads",
+        "1",
+        "--check",
+        "none",
+        "--runs",
+        folder / "run.jsonl",
+        "--json",
+        folder / "figures.json",
+    )
     return result, folder
 
 

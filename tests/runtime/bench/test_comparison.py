@@ -22,23 +22,36 @@ def result(device: str, scope: Scope | None = None, *, estimate: bool = False, j
     if scope is not None:
         variant = Variant(name="plain", n=5, refused=[], joules_per_output_token=of_error(joules, 0.01, 4, 5))
         energy = Report(
-            meter=f"meter of {device}", scope=scope, estimate=estimate, refresh_s=1.0, systematic="", idle=None, variants=[variant], warnings=[],
+            meter=f"meter of {device}",
+            scope=scope,
+            estimate=estimate,
+            refresh_s=1.0,
+            systematic="",
+            idle=None,
+            variants=[variant],
+            warnings=[],
             phase_watts={},
-        )  # fmt: skip
+        )
     return DeviceResult(device=device, run="one", figures=figures(collect(whole_benchmark()), energy), happenings=("it got hot",))
 
 
 def test_scopes_are_never_mixed() -> None:
     results = [
-        result("phone", Scope.DEVICE), result("other phone", Scope.DEVICE), result("laptop", Scope.PACKAGE), result("pi", Scope.BOARD),
-        result("guess", Scope.DEVICE, estimate=True), result("nothing"),
-    ]  # fmt: skip
+        result("phone", Scope.DEVICE),
+        result("other phone", Scope.DEVICE),
+        result("laptop", Scope.PACKAGE),
+        result("pi", Scope.BOARD),
+        result("guess", Scope.DEVICE, estimate=True),
+        result("nothing"),
+    ]
     tables = {table.name: table for table in comparison_tables(results)}
     energy = {name: [row[0] for row in table.rows] for name, table in tables.items() if name.startswith("energy")}
     assert energy == {
-        f"energy-{Scope.DEVICE}": ["phone", "other phone"], f"energy-{Scope.PACKAGE}": ["laptop"], f"energy-{Scope.BOARD}": ["pi"],
+        f"energy-{Scope.DEVICE}": ["phone", "other phone"],
+        f"energy-{Scope.PACKAGE}": ["laptop"],
+        f"energy-{Scope.BOARD}": ["pi"],
         f"energy-{Scope.DEVICE}-estimate": ["guess"],
-    }  # fmt: skip
+    }
     assert "ESTIMATE" in tables[f"energy-{Scope.DEVICE}-estimate"].title
     assert len(tables["devices"].rows) == 6 * 6
     assert "joule" not in tables["devices"].title + " ".join(tables["devices"].columns).lower()

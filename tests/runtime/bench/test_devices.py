@@ -90,9 +90,24 @@ def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bund
     prompts = tmp_path / "own prompts.json"
     prompts.write_text('["one", "two"]')
     result = bench(
-        bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path / "results", "--run", "first", "--lengths", "2,3",
-        "--check", "none", "--prompts", prompts, "--json", tmp_path / "figures.json",
-    )  # fmt: skip
+        bundle,
+        "--adb",
+        daemon.serial,
+        "--package",
+        package,
+        "--results",
+        tmp_path / "results",
+        "--run",
+        "first",
+        "--lengths",
+        "2,3",
+        "--check",
+        "none",
+        "--prompts",
+        prompts,
+        "--json",
+        tmp_path / "figures.json",
+    )
     assert result.exit_code == 0, result.output
     assert "All domains" in result.stdout
     assert "package: " in result.stderr
@@ -171,7 +186,9 @@ def test_heat_and_a_charger_in_the_middle_are_named(daemon: FakeAdbd, package: P
 @pytest.mark.parametrize(
     ("level", "words"), [pytest.param(60, "the device restarted", marks=pytest.mark.slow), (2, "the battery ran empty: 2 %")]
 )
-def test_a_restart_keeps_what_was_measured(desk: Desk, daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path, level: int, words: str) -> None:  # fmt: skip
+def test_a_restart_keeps_what_was_measured(
+    desk: Desk, daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path, level: int, words: str
+) -> None:
     hold(daemon)
 
     def restart() -> None:
@@ -345,9 +362,30 @@ def test_comparing_nothing_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_benchmark_over_ssh_drafts_what_this_machine_drafts(host: SshHost, exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:  # fmt: skip
+def test_a_real_benchmark_over_ssh_drafts_what_this_machine_drafts(
+    host: SshHost, exported_pair: Path, probe_memory: None, tmp_path: Path
+) -> None:
     package = stub_package(tmp_path / "package", real=True)
-    what = ("--domains", "code", "--drafters", "split", "--lengths", "2", "--policies", "none", "--repeats", "1", "--max-tokens", "8", "--contexts", "none", "--warm-up", "0", "--threads", "1")  # fmt: skip
+    what = (
+        "--domains",
+        "code",
+        "--drafters",
+        "split",
+        "--lengths",
+        "2",
+        "--policies",
+        "none",
+        "--repeats",
+        "1",
+        "--max-tokens",
+        "8",
+        "--contexts",
+        "none",
+        "--warm-up",
+        "0",
+        "--threads",
+        "1",
+    )
     arguments = ("--ssh", "pi", "--ssh-config", host.config, "--package", package, "--results", tmp_path / "results", "--run", "there")
     folder = ("--device-folder", tmp_path / "device folder")
     result = bench(exported_pair, *what, *arguments, *folder)

@@ -37,9 +37,11 @@ def recorded(kind: Kind, *, refresh_s: float, name: str = "split 3") -> RunLog:
     machine.recorder = Recorder(machine.system, machine)
     machine.recorder.poll()
     workloads = {
-        "plain": machine.workload(12.0, prefill_s=0.3, prefill_watts=18.0), name: machine.workload(12.0, decode_s=1.2, prefill_s=0.3, prefill_watts=18.0),
-        "calibrate:prefill": machine.workload(18.0, tokens=0), "calibrate:decode": machine.workload(12.0),
-    }  # fmt: skip
+        "plain": machine.workload(12.0, prefill_s=0.3, prefill_watts=18.0),
+        name: machine.workload(12.0, decode_s=1.2, prefill_s=0.3, prefill_watts=18.0),
+        "calibrate:prefill": machine.workload(18.0, tokens=0),
+        "calibrate:decode": machine.workload(12.0),
+    }
     log = measure(machine.system, machine.recorder, workloads, measured, Plan(repeats=3, rest_s=3.0, warm_ups=1), machine.load)
     at = next(i for i, run in enumerate(log.runs) if run.variant == name)
     log.runs[at] = replace(log.runs[at], after=DeviceState(throttled=0x50005))

@@ -158,13 +158,31 @@ def spoiled(**changes):
 @pytest.mark.parametrize(
     "line",
     [
-        "", "[]", "{", "null", "[" * 100_000, '{"kind": "else"}', line_of(header()), '{"kind": "run"}', spoiled(seconds=0),
-        spoiled(seconds=float("nan")), spoiled(seconds=-1.0), spoiled(seconds="1"), spoiled(tokens=0), spoiled(tokens=10**400),
-        spoiled(seconds=10**400), spoiled(accepted=9), spoiled(drafted_at=[1]), spoiled(accepted_at=[3, 1]), spoiled(round_tokens=[1]),
-        spoiled(variant=None), spoiled(variant={"side": "x"}), '{"kind": "note"}',
+        "",
+        "[]",
+        "{",
+        "null",
+        "[" * 100_000,
+        '{"kind": "else"}',
+        line_of(header()),
+        '{"kind": "run"}',
+        spoiled(seconds=0),
+        spoiled(seconds=float("nan")),
+        spoiled(seconds=-1.0),
+        spoiled(seconds="1"),
+        spoiled(tokens=0),
+        spoiled(tokens=10**400),
+        spoiled(seconds=10**400),
+        spoiled(accepted=9),
+        spoiled(drafted_at=[1]),
+        spoiled(accepted_at=[3, 1]),
+        spoiled(round_tokens=[1]),
+        spoiled(variant=None),
+        spoiled(variant={"side": "x"}),
+        '{"kind": "note"}',
         '{"kind": "cost_curve", "drafter": "d", "length": 1, "verify_seconds": [-1], "draft_step_seconds": null}',
     ],
-)  # fmt: skip
+)
 def test_lines_that_no_benchmark_wrote_are_refused(tmp_path, line):
     path = tmp_path / "run.jsonl"
     path.write_text(line_of(header()) + line + "\n")

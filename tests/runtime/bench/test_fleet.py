@@ -83,7 +83,7 @@ def bench(*arguments: str | Path) -> Result:
 
 def test_four_phones_of_two_hosts_land_in_one_parquet_folder(
     desks: list[phones.Desk], scheduler: str, bundle: Path, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     import pyarrow.dataset as ds
 
     package = stub_package(tmp_path / "package")

@@ -83,8 +83,14 @@ def outline(page: str) -> Outline:
 def test_the_page_has_every_plot_and_every_figure(page, result):
     found = outline(page)
     assert [i.removeprefix("plot-") for i in found.ids if i.startswith("plot-")] == [
-        "speed-by-domain", "speed-by-length", "acceptance", "phases", "contexts", "cost-curve", "energy"
-    ]  # fmt: skip
+        "speed-by-domain",
+        "speed-by-length",
+        "acceptance",
+        "phases",
+        "contexts",
+        "cost-curve",
+        "energy",
+    ]
     assert found.tags.count("svg") == len(PLOTS)
     cells = {cell.strip() for cell in found.cells}
     for table in all_tables(result):

@@ -36,21 +36,43 @@ CONTENT = b"not really a model"
 
 def manifest(**changes: Any) -> Manifest:
     base = Manifest(
-        schema_version=2, created_by="edge-mtp 0.1.0", created_at="2026-11-21T00:00:00Z",
+        schema_version=2,
+        created_by="edge-mtp 0.1.0",
+        created_at="2026-11-21T00:00:00Z",
         sources={"target": Source(origin="some/folder", model_type="gemma4", files=(SourceFile(name="a", bytes=1, sha256="0" * 64),))},
         architecture=Architecture(
-            family="custom", hidden_size=256, layers=4, vocab_size=4096, context_length=8192, parameters=10, drafter_hidden_size=192,
-            drafter_layers=2, drafter_parameters=5, ordered_embeddings=True,
+            family="custom",
+            hidden_size=256,
+            layers=4,
+            vocab_size=4096,
+            context_length=8192,
+            parameters=10,
+            drafter_hidden_size=192,
+            drafter_layers=2,
+            drafter_parameters=5,
+            ordered_embeddings=True,
         ),
         cache_layout=CacheLayout(
             sliding=LayerCache(kv_heads=1, head_dim=64, dtype="f16", capacity=160, window=128, owner_layers=(0,)),
             full=LayerCache(kv_heads=1, head_dim=128, dtype="f16", capacity=4096, window=None, owner_layers=(1,)),
-            layer_owners=(0, 1, 0, 1), drafter_sources=(0, 1), rewind_slack=12,
+            layer_owners=(0, 1, 0, 1),
+            drafter_sources=(0, 1),
+            rewind_slack=12,
         ),
-        files=(BundleFile(path="target.gguf", role="target", format="gguf", bytes=len(CONTENT),
-                          sha256=hashlib.sha256(CONTENT).hexdigest(), quantization="q4_0"),),
-        left_out=("vision tower",), parity={"kl": 0.001}, runtime=RuntimeSettings(),
-    )  # fmt: skip
+        files=(
+            BundleFile(
+                path="target.gguf",
+                role="target",
+                format="gguf",
+                bytes=len(CONTENT),
+                sha256=hashlib.sha256(CONTENT).hexdigest(),
+                quantization="q4_0",
+            ),
+        ),
+        left_out=("vision tower",),
+        parity={"kl": 0.001},
+        runtime=RuntimeSettings(),
+    )
     return dataclasses.replace(base, **changes)
 
 
@@ -211,9 +233,22 @@ JSON = st.recursive(
     max_leaves=12,
 )
 PLACES = [
-    "schema_version", "sources", "architecture", "architecture.layers", "cache_layout", "cache_layout.full", "cache_layout.sliding",
-    "cache_layout.layer_owners", "cache_layout.drafter_sources", "files", "files.0", "files.0.path", "files.0.bytes", "runtime", "parity",
-]  # fmt: skip
+    "schema_version",
+    "sources",
+    "architecture",
+    "architecture.layers",
+    "cache_layout",
+    "cache_layout.full",
+    "cache_layout.sliding",
+    "cache_layout.layer_owners",
+    "cache_layout.drafter_sources",
+    "files",
+    "files.0",
+    "files.0.path",
+    "files.0.bytes",
+    "runtime",
+    "parity",
+]
 
 
 @given(place=st.sampled_from(PLACES), value=JSON)

@@ -16,16 +16,30 @@ from edge_runtime.errors import BackendError
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 SOUND: dict[str, Any] = {
-    "block_count": 4, "attention.key_length": 128, "rope.dimension_count": 128, "attention.key_length_swa": 64, "rope.dimension_count_swa": 64,
-    "attention.value_length": 128, "attention.value_length_swa": 64, "attention.head_count": 8, "attention.head_count_kv": 2, "feed_forward_length": [512, 512, 1024, 1024], "attention.shared_kv_layers": 2,
-    "attention.sliding_window_pattern": [True, False, True, False], "attention.layer_norm_rms_epsilon": 1e-6,
-}  # fmt: skip
+    "block_count": 4,
+    "attention.key_length": 128,
+    "rope.dimension_count": 128,
+    "attention.key_length_swa": 64,
+    "rope.dimension_count_swa": 64,
+    "attention.value_length": 128,
+    "attention.value_length_swa": 64,
+    "attention.head_count": 8,
+    "attention.head_count_kv": 2,
+    "feed_forward_length": [512, 512, 1024, 1024],
+    "attention.shared_kv_layers": 2,
+    "attention.sliding_window_pattern": [True, False, True, False],
+    "attention.layer_norm_rms_epsilon": 1e-6,
+}
 
 
 def written(
-    folder: Path, architecture: str = "gemma4", tokenizer: str = "gemma4", tokens: tuple[bytes, ...] = (b"a", b"b", b""), kind: Any = np.float32,
+    folder: Path,
+    architecture: str = "gemma4",
+    tokenizer: str = "gemma4",
+    tokens: tuple[bytes, ...] = (b"a", b"b", b""),
+    kind: Any = np.float32,
     **changes: Any,
-) -> Path:  # fmt: skip
+) -> Path:
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in {**SOUND, **{name.replace("__", "."): value for name, value in changes.items()}}.items():

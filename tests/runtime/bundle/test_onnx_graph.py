@@ -55,9 +55,14 @@ def test_a_loop_goes_round_as_often_as_the_runtime_says(tmp_path: Path) -> None:
     body = helper.make_graph([loop(LOOP_INPUT)], "inner", [], [value("y")])
     around = helper.make_node("If", ["c"], ["z"], then_branch=body, else_branch=body)
     for hostile in (
-        graph_of([loop("n")], [whole("n", 1 << 62)]), counted(loop("")), counted(loop("other")), graph_of([loop(LOOP_INPUT)]),
-        counted(loop(LOOP_INPUT), constants=(whole(LOOP_INPUT, 1 << 62),)), counted(loop(LOOP_INPUT), loop(LOOP_INPUT)), counted(around),
-    ):  # fmt: skip
+        graph_of([loop("n")], [whole("n", 1 << 62)]),
+        counted(loop("")),
+        counted(loop("other")),
+        graph_of([loop(LOOP_INPUT)]),
+        counted(loop(LOOP_INPUT), constants=(whole(LOOP_INPUT, 1 << 62),)),
+        counted(loop(LOOP_INPUT), loop(LOOP_INPUT)),
+        counted(around),
+    ):
         with pytest.raises(BundleError, match=r"Loop"):
             check(hostile, tmp_path)
 
@@ -68,9 +73,13 @@ def test_what_is_repeated_is_repeated_for_a_few_heads(tmp_path: Path) -> None:
     branch = helper.make_graph([repeated], "inner", [], [value("y")])
     around = helper.make_node("If", ["c"], ["z"], then_branch=branch, else_branch=branch)
     for nodes, constants in (
-        ([repeated], [whole("shape", [1, 2 << 30])]), ([repeated], [whole("shape", [1000] * 9)]), ([repeated], [whole("shape", [-1])]),
-        ([repeated], []), ([repeated], [whole("shape", [4]), whole("shape", [1 << 40])]), ([around], [whole("shape", [1, 64, 1])]),
-    ):  # fmt: skip
+        ([repeated], [whole("shape", [1, 2 << 30])]),
+        ([repeated], [whole("shape", [1000] * 9)]),
+        ([repeated], [whole("shape", [-1])]),
+        ([repeated], []),
+        ([repeated], [whole("shape", [4]), whole("shape", [1 << 40])]),
+        ([around], [whole("shape", [1, 64, 1])]),
+    ):
         with pytest.raises(BundleError, match=r"Expand"):
             check(graph_of(nodes, constants), tmp_path)
 

@@ -20,7 +20,7 @@ PAIR = Path(__file__).parents[3] / "exporter" / "edge_export" / "reference_pair"
 SOUND = json.loads(PAIR.read_text(encoding="utf-8"))
 GRAPHS = OnnxGraphs(
     opset=23, contrib_ops=(), rotations=(), context=64, bos_token=2, eos_token=1, eog_tokens=(1,), control_tokens=(0, 1, 2, 3)
-)  # fmt: skip
+)
 TEXT = "def area(r):\n    return 3.14 * r * r  # of a circle\n"
 Open = Callable[..., TokenizerVocabulary]
 
@@ -47,8 +47,13 @@ def test_prompts_are_neither_cut_off_nor_filled_up(opened: Open) -> None:
     whole = opened().encode(TEXT)
     cut = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     filled = {
-        "strategy": {"Fixed": 1000}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"
-    }  # fmt: skip
+        "strategy": {"Fixed": 1000},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }
     assert len(whole) > 8
     assert opened(truncation=cut).encode(TEXT) == whole
     assert opened(truncation=cut | {"stride": 9}).encode(TEXT) == whole, "the library panics where the stride is longer"

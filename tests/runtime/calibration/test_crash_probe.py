@@ -110,12 +110,19 @@ def test_a_command_that_does_not_exist(machine: Machine) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"[]", b'{"KEY": 5}', b'{"KEY": {"quantizations": ["Q4_0", "Q8_0"], "use_extra_bufts": "yes"}}',
+        b"",
+        b"{",
+        b"[]",
+        b'{"KEY": 5}',
+        b'{"KEY": {"quantizations": ["Q4_0", "Q8_0"], "use_extra_bufts": "yes"}}',
         b'{"KEY": {"quantizations": ["Q4_0", 8], "use_extra_bufts": true}}',
-        b'{"another": {"quantizations": ["Q4_0", "Q8_0"], "use_extra_bufts": true}}', b"\xff\xfe", b"[" * 100000, b" " * (2 << 20),
+        b'{"another": {"quantizations": ["Q4_0", "Q8_0"], "use_extra_bufts": true}}',
+        b"\xff\xfe",
+        b"[" * 100000,
+        b" " * (2 << 20),
     ],
     ids=["empty", "cut", "list", "number", "text", "quantization", "another machine", "bytes", "deep", "large"],
-)  # fmt: skip
+)
 def test_a_damaged_cache_is_ignored_and_rewritten(machine: Machine, content: bytes) -> None:
     machine.cache.parent.mkdir()
     machine.cache.write_bytes(content.replace(b"KEY", probe.machine_key(["Q4_0", "Q8_0"]).encode()))

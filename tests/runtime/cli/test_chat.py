@@ -73,8 +73,12 @@ def test_commands(run, tmp_path):
     assert (result.exit_code, result.stdout) == (0, "one\ntwo\n"), result.stderr
     said = result.stderr.splitlines()
     assert said[:5] == [
-        "there is no answer yet", "the system message is set", f"2 messages saved to {path}", "the conversation is forgotten", said[4],
-    ]  # fmt: skip
+        "there is no answer yet",
+        "the system message is set",
+        f"2 messages saved to {path}",
+        "the conversation is forgotten",
+        said[4],
+    ]
     assert said[4].startswith("last answer: 4 tokens")
     assert "all 1 answers: 4 tokens" in result.stderr
     assert f"2 messages loaded from {path}" in said
@@ -145,9 +149,12 @@ def test_a_path_with_a_null_character_is_refused(run):
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "EDGE_MTP_CACHE": str(tmp_path), "INPUTRC": os.devnull,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TERM": "xterm",
+        "EDGE_MTP_CACHE": str(tmp_path),
+        "INPUTRC": os.devnull,
         "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture

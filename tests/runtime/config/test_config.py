@@ -53,24 +53,29 @@ def configs(draw: st.DrawFn) -> SpeculativeConfig:
     needed = max(draw(st.just(SpeculativeConfig(tuning=tuning))).horizons, default=1) + 1
     return SpeculativeConfig(
         drafter=DrafterConfig(
-            model=draw(texts), precision=draw(texts), sparse_output=draw(maybe | st.booleans()),
+            model=draw(texts),
+            precision=draw(texts),
+            sparse_output=draw(maybe | st.booleans()),
             max_candidates=draw(maybe | st.integers(1, 1 << 24)),
         ),
         verifier=VerifierConfig(
             model=draw(texts), precision=draw(texts), parallel_batch_size=draw(maybe | st.integers(max(needed, 2), 13))
         ),
         cache=CacheConfig(
-            shared_kv=draw(maybe | st.just(True)), eviction_policy=draw(maybe | st.just("sliding_window")),
-            max_context_length=draw(maybe | st.integers(1, 1 << 24)), kv_type=draw(maybe | st.sampled_from(["f16", "q8_0", "q4_0"])),
+            shared_kv=draw(maybe | st.just(True)),
+            eviction_policy=draw(maybe | st.just("sliding_window")),
+            max_context_length=draw(maybe | st.integers(1, 1 << 24)),
+            kv_type=draw(maybe | st.sampled_from(["f16", "q8_0", "q4_0"])),
             memory_limit=draw(maybe | st.integers(1, 1 << 60) | st.sampled_from(["2GB", "1.5 GiB", "900"])),
             overflow=draw(maybe | st.sampled_from(["stop", "drop_oldest"])),
         ),
         tuning=tuning,
         streaming=StreamingConfig(
-            commit_on_accept=draw(maybe | st.just(True)), fallback_always_append=draw(maybe | st.just(True)),
+            commit_on_accept=draw(maybe | st.just(True)),
+            fallback_always_append=draw(maybe | st.just(True)),
             chunk_size=draw(maybe | st.integers(1, 4096)),
         ),
-    )  # fmt: skip
+    )
 
 
 def said(config: SpeculativeConfig) -> dict[tuple[str, str], object]:

@@ -45,12 +45,16 @@ def test_a_verify_of_several_rows_at_more_watts_than_plain_decoding_can_make_dra
 
 
 @given(
-    step=st.floats(0.1, 20), prior=st.floats(0.05, 0.97), verify=st.floats(0.5, 50), low=st.floats(0.1, 50), factor=st.floats(1, 20),
+    step=st.floats(0.1, 20),
+    prior=st.floats(0.05, 0.97),
+    verify=st.floats(0.5, 50),
+    low=st.floats(0.1, 50),
+    factor=st.floats(1, 20),
     curve=st.sampled_from(sorted(CURVES)),
-)  # fmt: skip
+)
 def test_a_draft_never_gets_longer_as_drafting_takes_more_watts(
     step: float, prior: float, verify: float, low: float, factor: float, curve: str
-) -> None:  # fmt: skip
+) -> None:
     lengths = [planned(step, PhasePower(draft=w, verify=verify), prior=prior, curve=CURVES[curve]) for w in (low, low * factor)]
     assert lengths[0] >= lengths[1]
 
@@ -114,8 +118,14 @@ class Loaded:
     """A counter and a clock that only the work moves: each kind of work takes its own watts."""
 
     facts = MeterFacts(
-        name="made-up", kind=Kind.COUNTER, scope=Scope.PACKAGE, source="test", refresh_s=0.02, resolution=1e-6, poll_s=0.002,
-    )  # fmt: skip
+        name="made-up",
+        kind=Kind.COUNTER,
+        scope=Scope.PACKAGE,
+        source="test",
+        refresh_s=0.02,
+        resolution=1e-6,
+        poll_s=0.002,
+    )
 
     def __init__(self) -> None:
         self.state = Sample(0.0, 0.0)

@@ -258,9 +258,13 @@ def test_where_drafts_are_useless_it_only_listens_and_within_its_budget() -> Non
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.floats(0.001, 100), min_size=13, max_size=13), st.floats(1e-9, 50), st.integers(0, 12),
-    st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=120), st.booleans(), st.booleans(),
-)  # fmt: skip
+    st.lists(st.floats(0.001, 100), min_size=13, max_size=13),
+    st.floats(1e-9, 50),
+    st.integers(0, 12),
+    st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=120),
+    st.booleans(),
+    st.booleans(),
+)
 def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, happenings, stepwise, any_prefix) -> None:
     policy = Profit(ExactCosts(verify, step), AcceptanceModel() if stepwise else PositionModel(), longest=longest, stepwise=stepwise)
     for confidence, stands in happenings:

@@ -75,9 +75,21 @@ def test_sliding_layers_hold_windows_and_a_batch_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("2GB", 2 * 10**9), ("512 MiB", 512 << 20), ("1.5g", None), (123456, 123456), ("100kb", 100000), ("1e9", None),
-                       ("0", None), ("-1GB", None), ("", None), ("9" * 40, None), ("inf", None)]
-)  # fmt: skip
+    ("text", "size"),
+    [
+        ("2GB", 2 * 10**9),
+        ("512 MiB", 512 << 20),
+        ("1.5g", None),
+        (123456, 123456),
+        ("100kb", 100000),
+        ("1e9", None),
+        ("0", None),
+        ("-1GB", None),
+        ("", None),
+        ("9" * 40, None),
+        ("inf", None),
+    ],
+)
 def test_amounts_of_memory(text: str | int, size: int | None) -> None:
     if size is not None:
         assert memory_bytes(text) == size

@@ -26,16 +26,25 @@ from scripted import MANIFEST
 
 GB, G = 1e9, 1e9
 FACTS = PairFacts(
-    target_bytes=1.2 * GB, step_bytes=12e6, parameters=1.9e9, head_parameters=0.4e9, drafter_parameters=12e6, layers=35, drafter_layers=4,
+    target_bytes=1.2 * GB,
+    step_bytes=12e6,
+    parameters=1.9e9,
+    head_parameters=0.4e9,
+    drafter_parameters=12e6,
+    layers=35,
+    drafter_layers=4,
     kv_bytes=40e6,
-)  # fmt: skip
+)
 
 
 def device(gb: float, operations: float) -> DeviceSpeed:
     return DeviceSpeed(
-        name="made up", bandwidth=Range.between(0.8 * gb * GB, 1.25 * gb * GB), bandwidth_from="test",
-        operations=Range.between(0.8 * operations * G, 1.25 * operations * G), operations_from="test",
-    )  # fmt: skip
+        name="made up",
+        bandwidth=Range.between(0.8 * gb * GB, 1.25 * gb * GB),
+        bandwidth_from="test",
+        operations=Range.between(0.8 * operations * G, 1.25 * operations * G),
+        operations_from="test",
+    )
 
 
 def plan(gb: float = 20, operations: float = 4000, facts: PairFacts = FACTS, power: PhasePower | None = None) -> SpeedPlan:
@@ -65,9 +74,12 @@ def test_reading_and_computing_add_up_and_at_best_overlap_for_one_row() -> None:
 def test_few_bytes_per_weight_make_a_row_dear_beside_reading() -> None:
     def shape(target_bytes: float) -> float:
         found = speed_plan(
-            replace(FACTS, target_bytes=target_bytes), device_speed("raspberry-pi-5", None), MemoryPlan(process=1, weights=2, repacked=3, cache=4, buffers=5), 8,
+            replace(FACTS, target_bytes=target_bytes),
+            device_speed("raspberry-pi-5", None),
+            MemoryPlan(process=1, weights=2, repacked=3, cache=4, buffers=5),
+            8,
             None,
-        )  # fmt: skip
+        )
         return found.verify_seconds[3] / found.verify_seconds[0]
 
     assert shape(1.1 * GB) > shape(3.8 * GB) > 1
@@ -79,9 +91,13 @@ def test_a_prefill_leaves_the_head_out() -> None:
 
 
 @given(
-    gb=st.floats(1, 500), operations=st.floats(1, 1e5), size=st.floats(1e6, 3e10), parameters=st.floats(1e6, 4e10),
-    step=st.floats(1e5, 1e9), layers=st.integers(1, 80),
-)  # fmt: skip
+    gb=st.floats(1, 500),
+    operations=st.floats(1, 1e5),
+    size=st.floats(1e6, 3e10),
+    parameters=st.floats(1e6, 4e10),
+    step=st.floats(1e5, 1e9),
+    layers=st.integers(1, 80),
+)
 def test_ranges_are_in_order_and_drafts_never_make_the_plan_slower(
     gb: float, operations: float, size: float, parameters: float, step: float, layers: int
 ) -> None:
@@ -113,9 +129,19 @@ def test_joules_are_seconds_times_watts_and_unknown_without_watts() -> None:
 
 def test_tables_that_rows_are_looked_up_in_are_not_read_and_of_experts_only_those_in_use() -> None:
     own = Architecture(
-        family="E2B", hidden_size=1536, layers=35, vocab_size=262144, context_length=4096, parameters=4_600_000_000, drafter_hidden_size=256,
-        drafter_layers=4, drafter_parameters=78_000_000, ordered_embeddings=True, feed_forward_size=12288, per_layer_size=256,
-    )  # fmt: skip
+        family="E2B",
+        hidden_size=1536,
+        layers=35,
+        vocab_size=262144,
+        context_length=4096,
+        parameters=4_600_000_000,
+        drafter_hidden_size=256,
+        drafter_layers=4,
+        drafter_parameters=78_000_000,
+        ordered_embeddings=True,
+        feed_forward_size=12288,
+        per_layer_size=256,
+    )
     file = BundleFile(path="t", role="target", format="gguf", bytes=3_000_000_000, sha256="", quantization="q4_0")
     manifest = replace(MANIFEST, architecture=own, files=(file, replace(file, role="drafter", bytes=90_000_000)))
     facts = pair_facts(manifest, "dense", 1024, "f16")
@@ -123,7 +149,7 @@ def test_tables_that_rows_are_looked_up_in_are_not_read_and_of_experts_only_thos
     assert facts.target_bytes == pytest.approx(3e9 * facts.parameters / 4.6e9)
     experts = replace(
         own, family="26B-A4B", hidden_size=2816, layers=30, parameters=25_800_000_000, feed_forward_size=7744, per_layer_size=0
-    )  # fmt: skip
+    )
     active = pair_facts(replace(manifest, architecture=experts), "dense", 1024, "f16").parameters
     assert 3.4e9 < active < 5e9
 
@@ -162,9 +188,14 @@ def test_this_machine_is_probed() -> None:
 def test_measured_figures_stand_beside_their_predictions() -> None:
     found = plan()
     measured = Measured(
-        memory_bytes=10**12, prefill=found.prefill.middle, plain=2 * found.plain.middle, drafted=1.0, step_seconds=found.step_seconds.middle,
-        verify_seconds=found.verify_seconds, draft_length=0.0,
-    )  # fmt: skip
+        memory_bytes=10**12,
+        prefill=found.prefill.middle,
+        plain=2 * found.plain.middle,
+        drafted=1.0,
+        step_seconds=found.step_seconds.middle,
+        verify_seconds=found.verify_seconds,
+        draft_length=0.0,
+    )
     lines = {line.split()[0]: line for line in plan_lines(found, measured)}
     assert "+0%, in range" in lines["prefill"]
     assert "-50%, OUT OF RANGE" in lines["plain"]

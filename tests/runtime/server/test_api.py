@@ -157,21 +157,36 @@ def test_text_and_its_places(hello):
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"n": 2}, "n", "one answer"), ({"logprobs": True}, "logprobs", "not supported"), ({"temperature": 3}, "temperature", "0 to 2"),
-        ({"temperature": "hot"}, "temperature", "number"), ({"temperature": True}, "temperature", "number"), ({"top_p": 0}, "top_p", "1e-09 to 1"),
-        ({"max_tokens": 0}, "max_tokens", "it must be 1"), ({"max_tokens": 10**50}, "max_tokens", "40 digits"), ({"stop": [""]}, None, "stop string"),
-        ({"stop": ["x"] * 17}, "stop", "at most 16"), ({"stop": ["x" * 1001]}, None, "1001"), ({"stop": [1]}, "stop", "strings"),
-        ({"frequency_penalty": -3}, "frequency_penalty", "-2 to 2"), ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
-        ({"logit_bias": {"5": 101}}, "logit_bias.5", "-100 to 100"), ({"logit_bias": {"99999": 1}}, None, "vocabulary"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"), ({"tool_choice": "required"}, "tool_choice", "force"),
-        ({"temprature": 1}, "temprature", "did you mean 'temperature'"), ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
-        ({"messages": []}, "messages", "at least one"), ({"messages": [{"role": "cat", "content": ""}]}, "messages[0].role", "one of system"),
+        ({"n": 2}, "n", "one answer"),
+        ({"logprobs": True}, "logprobs", "not supported"),
+        ({"temperature": 3}, "temperature", "0 to 2"),
+        ({"temperature": "hot"}, "temperature", "number"),
+        ({"temperature": True}, "temperature", "number"),
+        ({"top_p": 0}, "top_p", "1e-09 to 1"),
+        ({"max_tokens": 0}, "max_tokens", "it must be 1"),
+        ({"max_tokens": 10**50}, "max_tokens", "40 digits"),
+        ({"stop": [""]}, None, "stop string"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"stop": ["x" * 1001]}, None, "1001"),
+        ({"stop": [1]}, "stop", "strings"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "-2 to 2"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "-100 to 100"),
+        ({"logit_bias": {"99999": 1}}, None, "vocabulary"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"tool_choice": "required"}, "tool_choice", "force"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": [{"role": "cat", "content": ""}]}, "messages[0].role", "one of system"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "text only"),
         ({"messages": [{"role": "tool", "content": "", "tool_call_id": "x"}]}, "messages[0].tool_call_id", "earlier"),
-        ({"messages": [HI[0]] * (MAX_MESSAGES + 1)}, "messages", "at most"), ({"tools": [{"type": "x"}]}, "tools[0].type", "function"),
-        ({"seed": 1.5}, "seed", "whole number"), ({"stream": "yes"}, "stream", "true or false"),
+        ({"messages": [HI[0]] * (MAX_MESSAGES + 1)}, "messages", "at most"),
+        ({"tools": [{"type": "x"}]}, "tools[0].type", "function"),
+        ({"seed": 1.5}, "seed", "whole number"),
+        ({"stream": "yes"}, "stream", "true or false"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_served_is_refused_by_name(hello, fields, param, says):
     error = refused(hello, {"messages": HI, **fields})
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -199,10 +214,15 @@ def test_clients_may_send_what_changes_nothing(hello):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"{", "not JSON"), (b"[]", "list"), (b'{"temperature": NaN}', "NaN"), (b"\xff", "not JSON"), (b'{"seed": ' + b"9" * 5000 + b"}", "not JSON"),
-        (b'{"a":' * 100_000, "levels"), (b'{"messages":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "levels"),
+        (b"{", "not JSON"),
+        (b"[]", "list"),
+        (b'{"temperature": NaN}', "NaN"),
+        (b"\xff", "not JSON"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"a":' * 100_000, "levels"),
+        (b'{"messages":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "levels"),
     ],
-)  # fmt: skip
+)
 def test_bodies_that_are_no_requests(hello, body, says):
     assert says in refused(hello, body)["message"]
 

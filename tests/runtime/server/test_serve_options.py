@@ -23,11 +23,14 @@ def options(**values: Any) -> ServeOptions:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--serve", "a prompt"], "[PROMPT]: not with --serve"), (["--serve", "--temperature", "1"], "--temperature: not with --serve"),
-        (["--serve", "--json", "--compare"], "--json, --compare: not with"), (["--port", "80"], "--port: for a server only"),
-        (["--serve", "--sessions", "0"], "not in the range"), (["--serve", "--api-key", " "], "--api-key is empty"),
+        (["--serve", "a prompt"], "[PROMPT]: not with --serve"),
+        (["--serve", "--temperature", "1"], "--temperature: not with --serve"),
+        (["--serve", "--json", "--compare"], "--json, --compare: not with"),
+        (["--port", "80"], "--port: for a server only"),
+        (["--serve", "--sessions", "0"], "not in the range"),
+        (["--serve", "--api-key", " "], "--api-key is empty"),
     ],
-)  # fmt: skip
+)
 def test_options_that_do_not_fit(arguments, says):
     result = CliRunner().invoke(cli.main, ["bundle", *arguments])
     assert result.exit_code == 2

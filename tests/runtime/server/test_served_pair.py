@@ -101,9 +101,11 @@ def test_an_answer_is_the_json_that_was_asked_for(several: str) -> None:
     pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
     client = client_of(several)
     schema = {
-        "type": "object", "additionalProperties": False, "required": ["name", "ok"],
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["name", "ok"],
         "properties": {"name": {"type": "string", "maxLength": 12}, "ok": {"type": "boolean"}},
-    }  # fmt: skip
+    }
     for drawing in ({"temperature": 0}, {"temperature": 1, "seed": 3}):
         named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
         answer = chat(client, "def add(a, b):", max_tokens=100, response_format=named, **drawing)

@@ -45,9 +45,11 @@ def test_a_conversation_remembers():
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nhi<turn|>\n<|turn>model\nHello é.<turn|>\n<|turn>user\nand?<turn|>\n<|turn>model\n"
     )
     assert chat.messages == [
-        {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello é."},
-        {"role": "user", "content": "and?"}, {"role": "assistant", "content": "yes"},
-    ]  # fmt: skip
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Hello é."},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "yes"},
+    ]
     chat.reset()
     assert chat.messages == []
     assert "system\nBe brief." in said(chat, chat.say("again"))

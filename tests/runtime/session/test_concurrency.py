@@ -22,11 +22,15 @@ from scripted_together import scripted_sessions
 COUNT = 3
 ACTS = st.lists(
     st.tuples(
-        st.integers(0, COUNT - 1), st.sampled_from(("start", "join", "cancel", "step", "step", "step")),
-        st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30), st.integers(1, 25), st.integers(0, 6),
+        st.integers(0, COUNT - 1),
+        st.sampled_from(("start", "join", "cancel", "step", "step", "step")),
+        st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+        st.integers(1, 25),
+        st.integers(0, 6),
     ),
-    min_size=5, max_size=40,
-)  # fmt: skip
+    min_size=5,
+    max_size=40,
+)
 
 
 def has_begun(running: Sequence[Generation]) -> list[Generation]:

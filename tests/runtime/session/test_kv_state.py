@@ -157,11 +157,17 @@ def rewrite(path: Path, header: dict[str, object], body: bytes, *, sign: bool = 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "has version 2"), ({"target_sha256": "0" * 64}, "is of another target"), ({"kv_type": "q4_0"}, "open with --kv-type q4_0"),
-        ({"tokens": 10**12}, "its header says"), ({"state_bytes": 10**15}, "its header says"), ({"tokens": -1}, "holds -1 tokens"),
-        ({"sha256": "0" * 64}, "does not have the sha256"), ({"tokens": "many"}, "damaged header"), ({"version": True}, "damaged header"),
+        ({"version": 2}, "has version 2"),
+        ({"target_sha256": "0" * 64}, "is of another target"),
+        ({"kv_type": "q4_0"}, "open with --kv-type q4_0"),
+        ({"tokens": 10**12}, "its header says"),
+        ({"state_bytes": 10**15}, "its header says"),
+        ({"tokens": -1}, "holds -1 tokens"),
+        ({"sha256": "0" * 64}, "does not have the sha256"),
+        ({"tokens": "many"}, "damaged header"),
+        ({"version": True}, "damaged header"),
     ],
-)  # fmt: skip
+)
 def test_headers_that_lie_are_refused_and_nothing_changes(session: Session, saved: Path, change: dict[str, object], message: str) -> None:
     header, body = parts(saved)
     rewrite(saved, {**header, **change}, body)
@@ -176,10 +182,14 @@ def test_headers_that_lie_are_refused_and_nothing_changes(session: Session, save
 def test_files_that_are_no_states_are_refused(session: Session, saved: Path, tmp_path: Path) -> None:
     data = saved.read_bytes()
     for damage, message in [
-        (b"", "is not a saved KV state"), (b"GGUF" + data, "is not a saved KV state"), (data[:8] + b"\xff\xff\xff\xff" + data[12:], "a header of"),
-        (data[:-1], "its header says"), (data + b"x", "its header says"), (data[:9], "a header of"),
+        (b"", "is not a saved KV state"),
+        (b"GGUF" + data, "is not a saved KV state"),
+        (data[:8] + b"\xff\xff\xff\xff" + data[12:], "a header of"),
+        (data[:-1], "its header says"),
+        (data + b"x", "its header says"),
+        (data[:9], "a header of"),
         (data[:-1] + bytes([data[-1] ^ 1]), "does not have the sha256"),
-    ]:  # fmt: skip
+    ]:
         saved.write_bytes(damage)
         with pytest.raises(RequestError, match=message):
             session.load_state(saved)
@@ -193,10 +203,12 @@ def test_rows_that_lie_never_reach_llama_cpp(session: Session, saved: Path) -> N
     tokens = 4 * int(str(header["tokens"]))
     first = tokens + 16  # after magic, sequence, streams and cells come cells of position, sequences, sequence
     lies = {
-        "do not stand": (first, struct.pack("<i", 10**9)), "where they belong": (first + 4, struct.pack("<I", 9)),
-        "more than one stream": (tokens + 8, struct.pack("<I", 7)), "rows of": (tokens + 12, struct.pack("<I", 2**31)),
+        "do not stand": (first, struct.pack("<i", 10**9)),
+        "where they belong": (first + 4, struct.pack("<I", 9)),
+        "more than one stream": (tokens + 8, struct.pack("<I", 7)),
+        "rows of": (tokens + 12, struct.pack("<I", 2**31)),
         "tokens outside": (0, struct.pack("<i", -5)),
-    }  # fmt: skip
+    }
     write(session, text(30), 3)
     for message, (place, value) in lies.items():
         rewrite(saved, header, body[:place] + value + body[place + len(value) :], sign=True)

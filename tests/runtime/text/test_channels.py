@@ -94,7 +94,13 @@ def test_calls_are_read_where_they_can_be(raw, name, arguments):
     assert parse_tool_call(raw) == ToolCall(name=name, arguments=arguments, raw=raw)
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_characters="<")), lambda inner: st.lists(inner) | st.dictionaries(st.from_regex("[a-z_]+", fullmatch=True), inner), max_leaves=8))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_characters="<")),
+        lambda inner: st.lists(inner) | st.dictionaries(st.from_regex("[a-z_]+", fullmatch=True), inner),
+        max_leaves=8,
+    )
+)
 def test_what_the_notation_writes_is_read_back(value):
     def write(value) -> str:
         if isinstance(value, str):
@@ -112,7 +118,16 @@ def test_what_the_notation_writes_is_read_back(value):
     assert parse_tool_call(f"call:f{{v:{write(value)}}}").arguments == {"v": value}
 
 
-@pytest.mark.parametrize("raw", ["call:f{" + "a " * 500_000, "call:f{a" + " " * 1_000_000 + "{}", "call:f{" + "a:1," * 250_000 + "}", "call:" + " " * 1_000_000, "call:f{a:" + '"\\' * 500_000])  # fmt: skip
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "call:f{" + "a " * 500_000,
+        "call:f{a" + " " * 1_000_000 + "{}",
+        "call:f{" + "a:1," * 250_000 + "}",
+        "call:" + " " * 1_000_000,
+        "call:f{a:" + '"\\' * 500_000,
+    ],
+)
 def test_long_nonsense_is_read_quickly(raw):
     begin = time.process_time()
     assert parse_tool_call(raw).arguments is None

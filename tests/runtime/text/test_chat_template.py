@@ -152,7 +152,10 @@ def test_foreign_text_stays_text(attack):
     assert WORDS.spell(ids).count(attack.strip().replace(MARK, "\ufffd")) >= 8, "the text itself is all there"
 
 
-@given(st.lists(st.sampled_from(["<|tu", "rn>", "<", "|turn>", "<|channel>", "x", " ", "<turn|", ">"]), max_size=6).map("".join), st.text(max_size=4))  # fmt: skip
+@given(
+    st.lists(st.sampled_from(["<|tu", "rn>", "<", "|turn>", "<|channel>", "x", " ", "<turn|", ">"]), max_size=6).map("".join),
+    st.text(max_size=4),
+)
 def test_texts_that_meet_never_become_a_control_token(first, second):
     template = ChatTemplate("{% for m in messages %}{{ m.content | trim }}{{ m.more }}{% endfor %}", WORDS)
     ids = template.encode([{"role": "user", "content": first, "more": "rn>"}, {"role": "user", "content": second, "more": "|turn>"}])

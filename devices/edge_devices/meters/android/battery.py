@@ -67,11 +67,19 @@ class GaugeMeter:
         self._read_gauge = read_gauge
         self._unit = _first_unit(system, read_gauge)
         self.facts = MeterFacts(
-            name=name, kind=Kind.SAMPLER, scope=Scope.DEVICE, source=source,
+            name=name,
+            kind=Kind.SAMPLER,
+            scope=Scope.DEVICE,
+            source=source,
             # Seen on one phone: new values every 2.0 s in the median, 7 s at most; a load shows after up to 7 s. Both are measured.
-            refresh_s=2.0, resolution=AMPERES[self._unit] * 4.0, poll_s=0.5, lag_s=7.0, needs="the cable unplugged",
-            systematic="gauge gain 1-5 %", notes=(f"current taken as {self._unit}, sign dropped", "whole device: display and radios included"),
-        )  # fmt: skip
+            refresh_s=2.0,
+            resolution=AMPERES[self._unit] * 4.0,
+            poll_s=0.5,
+            lag_s=7.0,
+            needs="the cable unplugged",
+            systematic="gauge gain 1-5 %",
+            notes=(f"current taken as {self._unit}, sign dropped", "whole device: display and radios included"),
+        )
 
     def read(self) -> Sample | None:
         """Reads the gauge; watts, None for a false zero."""

@@ -32,10 +32,16 @@ class RailsMeter:
         self._paths = paths
         self._registers: dict[str, Unwrapped] = {}
         self.facts = MeterFacts(
-            name=NAME, kind=Kind.COUNTER, scope=Scope.RAILS, source=", ".join(f"/{p}" for p in paths),
-            refresh_s=0.125, resolution=1e-6, poll_s=0.25, needs="read access to energy_value (root on some builds)",
+            name=NAME,
+            kind=Kind.COUNTER,
+            scope=Scope.RAILS,
+            source=", ".join(f"/{p}" for p in paths),
+            refresh_s=0.125,
+            resolution=1e-6,
+            poll_s=0.25,
+            needs="read access to energy_value (root on some builds)",
             notes=("only the monitored rails, about 16 of them; not what the battery gives",),
-        )  # fmt: skip
+        )
 
     def read(self) -> Sample:
         """Reads all monitors; joules."""

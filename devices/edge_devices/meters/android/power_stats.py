@@ -63,9 +63,11 @@ def only_rails(trace: bytes) -> bytes:
     """Returns a trace with nothing but its power rails: others of its packets name the system and its build. Raises MeterError for a damaged one."""
     kept = [
         bytes_field(PACKET, bytes_field(POWER_RAILS, rails))
-        for number, packet in fields_of(trace) if number == PACKET and isinstance(packet, bytes)
-        for field, rails in fields_of(packet) if field == POWER_RAILS and isinstance(rails, bytes)
-    ]  # fmt: skip
+        for number, packet in fields_of(trace)
+        if number == PACKET and isinstance(packet, bytes)
+        for field, rails in fields_of(packet)
+        if field == POWER_RAILS and isinstance(rails, bytes)
+    ]
     return b"".join(kept)
 
 
@@ -81,10 +83,17 @@ class PowerStatsMeter:
         self._system = system
         self._registers: dict[str, Unwrapped] = {}
         self.facts = MeterFacts(
-            name=NAME, kind=Kind.COUNTER, scope=Scope.RAILS, source="perfetto, data source android.power",
-            refresh_s=0.25, resolution=1e-6, poll_s=5.0, lag_s=0.25, needs="Android 10 or later, and rails that the maker's power-stats layer meters",
+            name=NAME,
+            kind=Kind.COUNTER,
+            scope=Scope.RAILS,
+            source="perfetto, data source android.power",
+            refresh_s=0.25,
+            resolution=1e-6,
+            poll_s=5.0,
+            lag_s=0.25,
+            needs="Android 10 or later, and rails that the maker's power-stats layer meters",
             notes=("only the metered rails; a read takes half a second and some energy of its own",),
-        )  # fmt: skip
+        )
 
     def read(self) -> Sample:
         """Records a short trace; joules."""

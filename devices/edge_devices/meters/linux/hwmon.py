@@ -65,10 +65,16 @@ class ChipMeter:
         interval_ms = system.number(f"{folder}/update_interval")
         refresh = interval_ms / 1000 if interval_ms and interval_ms > 0 else 0.1
         self.facts = MeterFacts(
-            name=f"hwmon:{channel.chip}:{channel.label}", kind=channel.kind, scope=Scope.EXTERNAL, source=", ".join(f"/{p}" for p in channel.paths),
-            refresh_s=refresh, resolution=1e-6 if channel.kind is Kind.COUNTER else 0.001, poll_s=max(refresh, 0.1),
-            systematic="chip 0.1-0.5 %, and its shunt resistor's tolerance, often 1 %", notes=("covers the line the shunt sits in: check the wiring",),
-        )  # fmt: skip
+            name=f"hwmon:{channel.chip}:{channel.label}",
+            kind=channel.kind,
+            scope=Scope.EXTERNAL,
+            source=", ".join(f"/{p}" for p in channel.paths),
+            refresh_s=refresh,
+            resolution=1e-6 if channel.kind is Kind.COUNTER else 0.001,
+            poll_s=max(refresh, 0.1),
+            systematic="chip 0.1-0.5 %, and its shunt resistor's tolerance, often 1 %",
+            notes=("covers the line the shunt sits in: check the wiring",),
+        )
 
     def read(self) -> Sample:
         """Reads the channel; joules or watts."""

@@ -52,9 +52,15 @@ class JetsonMeter:
         inputs = [r for r in sensed if r.label in INPUTS]
         self._rails = inputs or sensed
         self.facts = MeterFacts(
-            name=NAME, kind=Kind.SAMPLER, scope=Scope.MODULE if inputs else Scope.RAILS, source=", ".join(r.label for r in self._rails),
-            refresh_s=0.1, resolution=0.001, poll_s=0.1, systematic="chip 0.1-0.5 %, and the shunts' tolerance",
-        )  # fmt: skip
+            name=NAME,
+            kind=Kind.SAMPLER,
+            scope=Scope.MODULE if inputs else Scope.RAILS,
+            source=", ".join(r.label for r in self._rails),
+            refresh_s=0.1,
+            resolution=0.001,
+            poll_s=0.1,
+            systematic="chip 0.1-0.5 %, and the shunts' tolerance",
+        )
 
     def read(self) -> Sample:
         """Reads the rails; watts."""

@@ -15,11 +15,19 @@ class BatteryMeter:
         self._system = system
         self._names = names
         self.facts = MeterFacts(
-            name="battery", kind=Kind.SAMPLER, scope=Scope.DEVICE, source=", ".join(f"/{SUPPLIES}/{n}" for n in names),
+            name="battery",
+            kind=Kind.SAMPLER,
+            scope=Scope.DEVICE,
+            source=", ".join(f"/{SUPPLIES}/{n}" for n in names),
             # The ACPI driver keeps an answer for 1000 ms (cache_time); the embedded controller may be slower, which is measured.
-            refresh_s=1.0, resolution=0.01, poll_s=0.5, lag_s=2.0, needs="the charger unplugged",
-            systematic="gauge gain 1-5 %", notes=("whole device: display and radios included",),
-        )  # fmt: skip
+            refresh_s=1.0,
+            resolution=0.01,
+            poll_s=0.5,
+            lag_s=2.0,
+            needs="the charger unplugged",
+            systematic="gauge gain 1-5 %",
+            notes=("whole device: display and radios included",),
+        )
 
     def read(self) -> Sample | None:
         """Reads all batteries; watts. An exact 0 while discharging is a gauge that has not answered."""

@@ -31,10 +31,17 @@ class RaplMeter:
         self._registers = {folder: Unwrapped(name, _span(system, folder)) for folder, name in zones.items()}
         notes = ("maker's own scale, not checked against the package",) if scope is Scope.PLATFORM else ()
         self.facts = MeterFacts(
-            name=f"rapl:{scope}", kind=Kind.COUNTER, scope=scope, source=", ".join(f"/{f}/energy_uj" for f in zones),
-            refresh_s=0.001, resolution=61e-6, poll_s=1.0, needs="read access to energy_uj",
-            systematic="a few percent; modelled, not sensed, on processors before Haswell-EP", notes=notes,
-        )  # fmt: skip
+            name=f"rapl:{scope}",
+            kind=Kind.COUNTER,
+            scope=scope,
+            source=", ".join(f"/{f}/energy_uj" for f in zones),
+            refresh_s=0.001,
+            resolution=61e-6,
+            poll_s=1.0,
+            needs="read access to energy_uj",
+            systematic="a few percent; modelled, not sensed, on processors before Haswell-EP",
+            notes=notes,
+        )
 
     def read(self) -> Sample:
         """Reads all zones; joules."""

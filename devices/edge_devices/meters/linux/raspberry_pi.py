@@ -34,11 +34,17 @@ class PmicMeter:
         self._system = system
         self._command = command
         self.facts = MeterFacts(
-            name=NAME, kind=Kind.SAMPLER, scope=Scope.BOARD, source=f"{command} pmic_read_adc",
-            refresh_s=0.15, resolution=0.001, poll_s=0.15, needs="membership in the group video",
+            name=NAME,
+            kind=Kind.SAMPLER,
+            scope=Scope.BOARD,
+            source=f"{command} pmic_read_adc",
+            refresh_s=0.15,
+            resolution=0.001,
+            poll_s=0.15,
+            needs="membership in the group video",
             systematic="reads low: boards compared with a supply-line meter took about 1.13-1.15 × this + 0.6 W",
             notes=("USB and PCIe loads are invisible: use a meter in the supply line with HATs or NVMe",),
-        )  # fmt: skip
+        )
 
     def read(self) -> Sample:
         """Reads all rails; watts."""

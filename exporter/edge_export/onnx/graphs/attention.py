@@ -57,7 +57,7 @@ def reads_rows(target: TextArchitecture, layer: int, *, drafter: bool = False) -
 
 def declare_attention(
     graph: Graph, model: TextArchitecture, positions: str | int, counted: set[str], form: KvForm
-) -> dict[str, AttentionInputs]:  # fmt: skip
+) -> dict[str, AttentionInputs]:
     """Declares `position_ids` and, per kind of layer there is, the inputs of its attention; the counts are those of `counted` kinds.
 
     These attend to buffers, where float16 rows are computed with in float16, rotations too.
@@ -73,14 +73,15 @@ def declare_attention(
         declared[kind] = AttentionInputs(
             last_row=graph.input(f"last_row_{word}", "i32", (1,)) if kind in counted else "",
             rows=graph.input(f"rows_{word}", "i32", ()) if kind in counted else "",
-            cosine=graph.input(f"cosine_{ending}", type_, table), sine=graph.input(f"sine_{ending}", type_, table),
-        )  # fmt: skip
+            cosine=graph.input(f"cosine_{ending}", type_, table),
+            sine=graph.input(f"sine_{ending}", type_, table),
+        )
     return declared
 
 
 def declare_caches(
     graph: Graph, target: TextArchitecture, layers: Iterable[int], form: KvForm, *, drafter: bool = False
-) -> dict[int, CacheNames]:  # fmt: skip
+) -> dict[int, CacheNames]:
     """Declares the buffers of owning layers of the target, or their rows, which are float32 from here on whatever they are kept in."""
     declared = {}
     for layer in layers:
@@ -117,7 +118,7 @@ class Attention:
 
     def on_buffers(
         self, query: str, new: tuple[str, str] | None, layer: int, cache: CacheNames, present: CacheNames | None, window: int
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Attention to the buffers of the layer `cache.owner`, into which `new` keys and values are written first, if there are any;
         they are called `present` then."""
         graph, model, form = self._graph, self._model, self._form
@@ -140,9 +141,15 @@ class Attention:
         graph.ops(
             "GroupQueryAttention",
             [*rows, cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine, "position_ids", *scales],
-            [attended, *outputs], domain=CONTRIB, num_heads=model.heads, kv_num_heads=kv_heads, scale=1.0, local_window_size=window,
-            do_rotary=1, **extra,
-        )  # fmt: skip
+            [attended, *outputs],
+            domain=CONTRIB,
+            num_heads=model.heads,
+            kv_num_heads=kv_heads,
+            scale=1.0,
+            local_window_size=window,
+            do_rotary=1,
+            **extra,
+        )
         return graph.op("Cast", attended, to=1) if form.kind == "f16" else attended
 
     def keep(self, new: tuple[str, str], layer: int, present: CacheNames) -> None:

@@ -35,8 +35,12 @@ class BlockWeights:
 
 
 _NORMS = (
-    "input_layernorm", "self_attn.q_norm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
-)  # fmt: skip
+    "input_layernorm",
+    "self_attn.q_norm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, form: WeightForm) -> BlockWeights:
@@ -55,13 +59,16 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, form: W
 
     return BlockWeights(
         norms={name: weights.vector(checkpoint, f"{prefix}{name}.weight") for name in norms},
-        projection=matrix(*(f"self_attn.{name}" for name in projections)), key_value=owns,
+        projection=matrix(*(f"self_attn.{name}" for name in projections)),
+        key_value=owns,
         value=matrix(f"self_attn.{apart}", form=sensitive) if apart else None,
-        output=matrix("self_attn.o_proj"), gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"),
+        output=matrix("self_attn.o_proj"),
+        gate_up=matrix("mlp.gate_proj", "mlp.up_proj"),
+        down=matrix("mlp.down_proj"),
         layer_scalar=weights.vector(checkpoint, f"{prefix}layer_scalar"),
         per_layer=(matrix("per_layer_input_gate"), matrix("per_layer_projection", form=sensitive)) if model.per_layer_size else None,
         experts=store_experts(weights, checkpoint, prefix, form) if model.experts else None,
-    )  # fmt: skip
+    )
 
 
 class Blocks:
@@ -78,7 +85,7 @@ class Blocks:
 
     def block(
         self, value: str, layer: int, weights: BlockWeights, *, cache: CacheNames, present: CacheNames | None = None, per_layer: str = ""
-    ) -> str:  # fmt: skip
+    ) -> str:
         """One decoder layer over value [1, T, hidden_size], which attends to `cache`.
 
         A layer with K/V of its own adds them and calls them, or the buffers with them, `present`. On rows `present` are a forward's own
@@ -167,9 +174,14 @@ class DrafterBlocks(Blocks):
 
 
 def per_layer_inputs(
-    graph: Graph, norm: Callable[[str, str, float], str], model: TextArchitecture, embedded: str, identity: str,
-    projection: Matrix, weight: Stored,
-) -> list[str]:  # fmt: skip
+    graph: Graph,
+    norm: Callable[[str, str, float], str],
+    model: TextArchitecture,
+    embedded: str,
+    identity: str,
+    projection: Matrix,
+    weight: Stored,
+) -> list[str]:
     """Splits the per-layer embeddings [1, T, per_layer_size] of every layer out of `identity` plus the projection of `embedded`.
 
     `weight` is the projection norm's, times 1/sqrt(2); `identity` is scaled alike. The projection's own scale 1/sqrt(hidden_size) is in

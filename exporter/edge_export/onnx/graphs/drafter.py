@@ -32,9 +32,17 @@ class _Weights:
 
 
 def write_drafter(
-    target: TextArchitecture, sources: tuple[int, ...], checkpoint: Checkpoint, weights: WeightFile, path: Path, *,
-    table: Matrix, form: WeightForm, head_form: WeightForm, kv: KvForm,
-) -> set[str]:  # fmt: skip
+    target: TextArchitecture,
+    sources: tuple[int, ...],
+    checkpoint: Checkpoint,
+    weights: WeightFile,
+    path: Path,
+    *,
+    table: Matrix,
+    form: WeightForm,
+    head_form: WeightForm,
+    kv: KvForm,
+) -> set[str]:
     """Writes the drafter's graph; `sources[i]` is the target layer whose rows layer i reads, `table` the target's token embedding.
 
     Returns the contrib ops in use. Outputs: `drafts` int64 [n], `probabilities` float32 [n] (1 unless `least_probability` is above 0),
@@ -74,13 +82,18 @@ def _stored(checkpoint: Checkpoint, weights: WeightFile, table: Matrix, form: We
         layers=[store_block(weights, checkpoint, layer, form) for layer in range(model.layers)],
         norm=weights.vector(checkpoint, "model.norm.weight"),
         head=sparse_head(checkpoint, weights, head_form) if model.ordered_embeddings else _dense_head(checkpoint, weights, head_form),
-    )  # fmt: skip
+    )
 
 
 def _step(
-    graph: Graph, blocks: DrafterBlocks, model: AssistantArchitecture, weights: _Weights, caches: list[CacheNames],
-    inner: tuple[str, str], least: str,
-) -> None:  # fmt: skip
+    graph: Graph,
+    blocks: DrafterBlocks,
+    model: AssistantArchitecture,
+    weights: _Weights,
+    caches: list[CacheNames],
+    inner: tuple[str, str],
+    least: str,
+) -> None:
     token, hidden = inner
     embedded = embed(graph, weights.table, token, sqrt(model.target_hidden_size))
     value = graph.linear(graph.op("Concat", embedded, hidden, axis=-1), weights.before)

@@ -46,7 +46,7 @@ def store_experts(weights: WeightFile, checkpoint: Checkpoint, prefix: str, form
             )
             for expert in range(model.experts)
         ],
-    )  # fmt: skip
+    )
 
 
 def expert_of(tensor: StoredTensor, expert: int) -> StoredTensor:
@@ -56,9 +56,14 @@ def expert_of(tensor: StoredTensor, expert: int) -> StoredTensor:
 
 
 def add_experts(
-    graph: Graph, model: TextArchitecture, weights: ExpertWeights, value: str, *,
-    norm: Callable[[str, str], str], gated: Callable[[Graph, str, Matrix, Matrix], str],
-) -> str:  # fmt: skip
+    graph: Graph,
+    model: TextArchitecture,
+    weights: ExpertWeights,
+    value: str,
+    *,
+    norm: Callable[[str, str], str],
+    gated: Callable[[Graph, str, Matrix, Matrix], str],
+) -> str:
     """The experts' part [1, T, hidden_size] of the feed-forward block, before its norm. `value` is the block's input.
 
     `norm` is the root-mean-square norm; `gated` the gated feed-forward of given weights, in a given graph.
@@ -87,9 +92,14 @@ def _shares(graph: Graph, model: TextArchitecture, weights: ExpertWeights, norme
 
 
 def _expert(
-    graph: Graph, expert: int, chosen: str, shares: str, inputs: str, weights: tuple[Matrix, Matrix],
+    graph: Graph,
+    expert: int,
+    chosen: str,
+    shares: str,
+    inputs: str,
+    weights: tuple[Matrix, Matrix],
     gated: Callable[[Graph, str, Matrix, Matrix], str],
-) -> str:  # fmt: skip
+) -> str:
     """The rows of one expert's tokens, times their shares; none if nobody chose it."""
     used, unused = graph.subgraph("used"), graph.subgraph("unused")
     column = used.op("Gather", shares, used.integers([expert]), axis=1)

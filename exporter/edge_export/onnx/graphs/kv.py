@@ -73,7 +73,7 @@ def store_kv(kind: KvKind, checkpoint: Checkpoint, weights: WeightFile) -> KvFor
 
 def fit_scales(
     form: KvForm, data: Path, buffers: Sequence[CacheBuffer], rotations: Sequence[Rotation], seen: Mapping[str, NDArray[Any]]
-) -> None:  # fmt: skip
+) -> None:
     """Puts the scales that `seen` needs into the data file: `seen` are rows int8 [kv_heads, n, head_dim] by buffer, kept with the first scales."""
     turned = {rotation.kind: rotation.rotated_pairs for rotation in rotations}
     with data.open("r+b") as file:

@@ -56,9 +56,13 @@ def _layers(graph: Graph, checkpoint: Checkpoint, weights: WeightFile, forms: Ta
         owner = layer if layer in pasts else model.last_owner(kind)
         own = layer == owner or pasts[owner].on_rows
         value = blocks.block(
-            value, layer, store_block(weights, checkpoint, layer, forms.layers), cache=pasts[owner] if own else presents[owner],
-            present=presents[owner] if own else None, per_layer=per_layer[layer] if per_layer else "",
-        )  # fmt: skip
+            value,
+            layer,
+            store_block(weights, checkpoint, layer, forms.layers),
+            cache=pasts[owner] if own else presents[owner],
+            present=presents[owner] if own else None,
+            per_layer=per_layer[layer] if per_layer else "",
+        )
     for layer, names in presents.items():
         for name in (names.key, names.value):
             graph.output(name, forms.kv.type, cache_shape(model, layer, "tokens" if names.on_rows else None))
@@ -75,7 +79,7 @@ def _present(layer: int, past: CacheNames) -> CacheNames:
 
 def _per_layer(
     graph: Graph, blocks: Blocks, checkpoint: Checkpoint, weights: WeightFile, forms: TargetForms, embedded: str, ids: str
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     model = checkpoint.architecture
     if not model.per_layer_size:
         return []

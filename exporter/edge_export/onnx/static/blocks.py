@@ -46,9 +46,10 @@ def declare_static(graph: Graph, model: TextArchitecture, shape: Shape, new_rows
         half = model.head_dim_of(model.layer_types.index(kind)) // 2
         turning = (1, shape.rows, 1, half)
         declared[kind] = StaticInputs(
-            cosine=graph.input(f"cosine_{word}", "f32", turning), sine=graph.input(f"sine_{word}", "f32", turning),
+            cosine=graph.input(f"cosine_{word}", "f32", turning),
+            sine=graph.input(f"sine_{word}", "f32", turning),
             mask=graph.input(f"mask_{word}", "f32", (1, 1, shape.rows, shape.buffers[kind] + new_rows)),
-        )  # fmt: skip
+        )
     return declared
 
 

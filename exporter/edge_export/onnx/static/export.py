@@ -51,9 +51,14 @@ class StaticFiles:
 
 
 def write_static(
-    target: ResolvedSource, drafter: ResolvedSource, layout: CacheLayout, request: OnnxRequest,
-    importance: Mapping[str, Importance], folder: Path, progress: Callable[[int], None],
-) -> StaticFiles:  # fmt: skip
+    target: ResolvedSource,
+    drafter: ResolvedSource,
+    layout: CacheLayout,
+    request: OnnxRequest,
+    importance: Mapping[str, Importance],
+    folder: Path,
+    progress: Callable[[int], None],
+) -> StaticFiles:
     """Writes graphs, data files and embeddings into `folder`; `progress` gets the bytes written since its last call. Raises ExportError."""
     check_onnx_sources(target, drafter)
     first, model = target.checkpoint, target.checkpoint.architecture
@@ -81,12 +86,17 @@ def write_static(
     parts += [(f"{role}_data", path, "onnx_data", drafter_label if role == "drafter" else label) for role, path in data.items()]
     parts += _write_tables(first, request, folder, progress)
     written = StaticFiles(
-        parts=parts, layout=named, graphs=dataclasses.replace(onnx_facts(target, set()), opset=PlainGraph.opset),
+        parts=parts,
+        layout=named,
+        graphs=dataclasses.replace(onnx_facts(target, set()), opset=PlainGraph.opset),
         static=StaticGraphs(
-            device=request.device or "static", prefill_rows=PREFILL_ROWS, verify_rows=VERIFY_ROWS,
-            embedding_scale=sqrt(model.hidden_size), per_layer_scale=sqrt(model.per_layer_size / 2) if model.per_layer_size else None,
+            device=request.device or "static",
+            prefill_rows=PREFILL_ROWS,
+            verify_rows=VERIFY_ROWS,
+            embedding_scale=sqrt(model.hidden_size),
+            per_layer_scale=sqrt(model.per_layer_size / 2) if model.per_layer_size else None,
         ),
-    )  # fmt: skip
+    )
 
     def write_graphs(ranges: Mapping[str, tuple[Range, Range]], *, watched: bool = False) -> None:
         for role, count in _ROWS.items():
@@ -109,18 +119,21 @@ def _ranges(target: ResolvedSource, watched: StaticFiles) -> dict[str, tuple[Ran
     model = target.checkpoint.architecture
     found = measure_ranges(
         OnnxPair(
-            files=paths_of(watched.parts), layout=watched.layout, graphs=watched.graphs, static=watched.static,
-            tokenizer=target.tokenizer_folder / TOKENIZER_NAME, hidden_size=model.hidden_size, vocab_size=model.vocab_size,
+            files=paths_of(watched.parts),
+            layout=watched.layout,
+            graphs=watched.graphs,
+            static=watched.static,
+            tokenizer=target.tokenizer_folder / TOKENIZER_NAME,
+            hidden_size=model.hidden_size,
+            vocab_size=model.vocab_size,
         )
-    )  # fmt: skip
-    return {
-        name: (Range(least=ends[0], greatest=ends[1]), Range(least=ends[2], greatest=ends[3])) for name, ends in found.items()
-    }  # fmt: skip
+    )
+    return {name: (Range(least=ends[0], greatest=ends[1]), Range(least=ends[2], greatest=ends[3])) for name, ends in found.items()}
 
 
 def compare_static(
     target: ResolvedSource, drafter: ResolvedSource, made: Made, request: OnnxRequest, folder: Path, threads: int
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Compares written graphs with the reference on the CPU's execution provider, as `onnx_export.compare` does."""
     reference, plain_request = onnx_reference(target, drafter, threads), OnnxRequest(target="f32", drafter="f32", device="static")
     reason = onnx_why_not(reference)
@@ -134,11 +147,18 @@ def compare_static(
         model = target.checkpoint.architecture
         return measure_onnx_parity(
             OnnxParityRequest(
-                **vars(reference), plain=paths_of(plain), exported=paths_of(made.parts),
-                layout=made.layout, plain_layout=made.layout, graphs=made.graphs, static=made.static, hidden_size=model.hidden_size, vocab_size=model.vocab_size,
+                **vars(reference),
+                plain=paths_of(plain),
+                exported=paths_of(made.parts),
+                layout=made.layout,
+                plain_layout=made.layout,
+                graphs=made.graphs,
+                static=made.static,
+                hidden_size=model.hidden_size,
+                vocab_size=model.vocab_size,
                 weights=request.target,
             )
-        )  # fmt: skip
+        )
 
 
 def _form(weights: OnnxWeights, request: OnnxRequest) -> WeightForm:
@@ -178,8 +198,14 @@ def _buffers(model: TextArchitecture, layout: CacheLayout) -> tuple[CacheBuffer,
     rows = {SLIDING: model.window + 1 + layout.rewind_slack + MAX_DRAFT_LENGTH + 1, FULL: layout.full.capacity}
     return tuple(
         CacheBuffer(
-            layer=layer, kind="sliding" if model.is_sliding(layer) else "full", key=f"key.{layer}", value=f"value.{layer}",
-            kv_heads=model.kv_heads_of(layer), head_dim=model.head_dim_of(layer), dtype="f32", rows=rows[model.layer_types[layer]],
+            layer=layer,
+            kind="sliding" if model.is_sliding(layer) else "full",
+            key=f"key.{layer}",
+            value=f"value.{layer}",
+            kv_heads=model.kv_heads_of(layer),
+            head_dim=model.head_dim_of(layer),
+            dtype="f32",
+            rows=rows[model.layer_types[layer]],
         )
         for layer in range(model.owning_layers)
-    )  # fmt: skip
+    )

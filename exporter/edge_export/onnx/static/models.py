@@ -40,11 +40,12 @@ def store_target(checkpoint: Checkpoint, weights: PlainWeightFile, forms: Target
         projection = weights.matrix(checkpoint, ["model.per_layer_model_projection.weight"], forms.layers)
         per_layer = projection, weights.vector(checkpoint, "model.per_layer_projection_norm.weight", 1 / sqrt(2))
     return StaticTarget(
-        model=model, per_layer=per_layer,
+        model=model,
+        per_layer=per_layer,
         layers=[store_block(weights, checkpoint, layer, forms.layers) for layer in range(model.layers)],
         norm=weights.vector(checkpoint, "model.norm.weight"),
         head=weights.matrix(checkpoint, ["model.embed_tokens.weight" if model.tied else "lm_head.weight"], forms.embedding),
-    )  # fmt: skip
+    )
 
 
 def write_target_graph(target: StaticTarget, shape: Shape, graph: PlainGraph, path: Path, *, logits: bool) -> None:
@@ -62,9 +63,13 @@ def write_target_graph(target: StaticTarget, shape: Shape, graph: PlainGraph, pa
     for layer, kind in enumerate(model.layer_types):
         owner = layer if layer in buffers else model.last_owner(kind)
         value = blocks.block(
-            value, layer, target.layers[layer], cache=buffers[owner], present=new_rows.get(layer),
+            value,
+            layer,
+            target.layers[layer],
+            cache=buffers[owner],
+            present=new_rows.get(layer),
             per_layer=per_layer[layer] if per_layer else "",
-        )  # fmt: skip
+        )
     for layer, names in new_rows.items():
         for name in (names.key, names.value):
             graph.output(name, "f32", (1, model.kv_heads_of(layer), rows, model.head_dim_of(layer)))
@@ -100,16 +105,17 @@ def store_drafter(checkpoint: Checkpoint, weights: PlainWeightFile, form: Weight
     model = checkpoint.assistant
     return StaticDrafter(
         model=model,
-        before=weights.matrix(checkpoint, ["pre_projection.weight"], form), after=weights.matrix(checkpoint, ["post_projection.weight"], form),
+        before=weights.matrix(checkpoint, ["pre_projection.weight"], form),
+        after=weights.matrix(checkpoint, ["post_projection.weight"], form),
         layers=[store_block(weights, checkpoint, layer, form) for layer in range(model.layers)],
         norm=weights.vector(checkpoint, "model.norm.weight"),
         head=(_sparse_head if model.ordered_embeddings else _dense_head)(checkpoint, weights, head_form),
-    )  # fmt: skip
+    )
 
 
 def write_drafter_graph(
     target: TextArchitecture, sources: tuple[int, ...], drafter: StaticDrafter, shape: Shape, graph: PlainGraph, path: Path
-) -> None:  # fmt: skip
+) -> None:
     """Writes one draft step; `sources[i]` is the target layer whose rows layer i reads.
 
     Takes `embedded` and `hidden` [1, 1, target_hidden_size]; gives `scores` float32 [n], with a sparse head the `candidates` int64 [n]

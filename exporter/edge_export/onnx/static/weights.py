@@ -144,7 +144,7 @@ class PlainWeightFile(WeightFile):
 
 def _quantized(
     piece: NDArray[np.float32], form: WeightForm, importance: NDArray[np.float32] | None
-) -> tuple[NDArray[np.int16], NDArray[np.float32]]:  # fmt: skip
+) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
     """Signed levels [n, columns] and their scales [n, groups]."""
     if form.spec is not None:
         packed = quantize_matrix(piece, form.spec, importance)

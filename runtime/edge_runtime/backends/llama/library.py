@@ -98,9 +98,14 @@ def library() -> LlamaLibrary:
     callback = _route_log(api, log)
     api.llama_backend_init()
     return LlamaLibrary(
-        api=api, staging=staging, ggml=_beside(api, "ggml-base"), devices=_beside(api, "ggml"), version=str(llama_cpp.__version__),
-        log=log, callback=callback,
-    )  # fmt: skip
+        api=api,
+        staging=staging,
+        ggml=_beside(api, "ggml-base"),
+        devices=_beside(api, "ggml"),
+        version=str(llama_cpp.__version__),
+        log=log,
+        callback=callback,
+    )
 
 
 def declare(library: Any, signatures: Mapping[str, tuple[Any, list[Any]]]) -> Any:

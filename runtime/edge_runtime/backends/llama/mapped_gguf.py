@@ -22,8 +22,22 @@ from edge_runtime.errors import BackendError
 
 # Types that a matrix may have: those whose rows ggml expands and multiplies on every processor.
 MATRIX_TYPES = (
-    "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "iq4_nl", "iq4_xs",
-)  # fmt: skip
+    "f32",
+    "f16",
+    "bf16",
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q8_0",
+    "q2_K",
+    "q3_K",
+    "q4_K",
+    "q5_K",
+    "q6_K",
+    "iq4_nl",
+    "iq4_xs",
+)
 # enum gguf_type in ggml/include/gguf.h
 _UINT32 = 4
 

@@ -79,9 +79,7 @@ def open_together(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | N
     return LlamaTogether(target, drafter), kind
 
 
-def open_with_drafter(
-    bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None
-) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:  # fmt: skip
+def open_with_drafter(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:
     """Returns the target, its drafter and which kind it is. Closing the target closes both. `wanted` None measures where there is a choice.
 
     Raises BundleError if the bundle has no such drafter, BackendError if a file does not load; then nothing stays open.

@@ -38,9 +38,7 @@ class LlamaSplitDrafter(LlamaDrafter):
             vocabulary, hidden = target.vocabulary.size, target.hidden_size
             if self._width > hidden:
                 raise BackendError(f"{body.name} is {self._width} wide, more than its target's {hidden}; export the pair again")
-            weights = read_head(
-                self._library, head, hidden_size=self._width, target_hidden_size=hidden, vocabulary=vocabulary
-            )  # fmt: skip
+            weights = read_head(self._library, head, hidden_size=self._width, target_hidden_size=hidden, vocabulary=vocabulary)
             embedding = map_gguf(self._library, target_path, (EMBEDDING,)).tensor(EMBEDDING, (hidden, vocabulary))
             self._head = SparseHead(self._library, _with_candidates(weights, options.max_candidates), embedding, options.threads)
         except BaseException:

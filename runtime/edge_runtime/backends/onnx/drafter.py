@@ -33,14 +33,20 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
         self._with_scores, with_scores = scalar(np.bool_)
         self._position, position = scalar(np.int64, 1, 1)
         inputs = {
-            "token": token, "hidden": hidden, "draft_length": length, "least_probability": least, "with_scores": with_scores,
-            "position_ids": position, **shared_inputs(target), **target.cache.values,
-        }  # fmt: skip
+            "token": token,
+            "hidden": hidden,
+            "draft_length": length,
+            "least_probability": least,
+            "with_scores": with_scores,
+            "position_ids": position,
+            **shared_inputs(target),
+            **target.cache.values,
+        }
         return graph.bind({name: value for name, value in inputs.items() if name in graph.inputs}, dict.fromkeys(_OUTPUTS))
 
     def _draft(
         self, call: Call, last: int, hidden: NDArray[np.float32], draft_length: int, choose: Choose | None, go_on: GoOn | None
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         self._target.cache.set_counts(self._target.length)
         self._target.cache.place_drafter_rows(call, self._inputs, self._target.length)
         self._position[...] = self._target.length

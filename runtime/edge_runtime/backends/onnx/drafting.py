@@ -61,5 +61,5 @@ class GraphDrafter(ABC, Generic[T]):
     @abstractmethod
     def _draft(
         self, call: Call, last: int, hidden: NDArray[np.float32], draft_length: int, choose: Choose | None, go_on: GoOn | None
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Drafts after `last` from the hidden row before it, for a length and a token that were checked."""

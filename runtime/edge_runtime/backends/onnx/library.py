@@ -133,11 +133,16 @@ def _packed(path: Path, options: SessionOptions) -> Path:
         for least in _LEAST_OUTSIDE:
             for file in destination.parent.iterdir():
                 file.unlink()
-            _open(path, options, {
-                "session.optimized_model_external_initializers_file_name": data_name,
-                "session.optimized_model_external_initializers_min_size_in_bytes": least,
-                "session.save_external_prepacked_constant_initializers": "1",
-            }, save_to=destination)  # fmt: skip
+            _open(
+                path,
+                options,
+                {
+                    "session.optimized_model_external_initializers_file_name": data_name,
+                    "session.optimized_model_external_initializers_min_size_in_bytes": least,
+                    "session.save_external_prepacked_constant_initializers": "1",
+                },
+                save_to=destination,
+            )
             if well_placed(destination.read_bytes()) and _opens(destination, options):
                 return True
         return False

@@ -23,7 +23,7 @@ AnyOrtDrafter = OrtDrafter | StaticOrtDrafter
 
 def open_onnx(
     bundle: Bundle, options: OrtOptions, wanted: DrafterKind | None, notify: Callable[[str], None] = lambda _: None
-) -> tuple[OrtTarget, Drafter | None, DrafterKind]:  # fmt: skip
+) -> tuple[OrtTarget, Drafter | None, DrafterKind]:
     """Returns the target, its drafter and which kind it is: split where the graph has the sparse head, else dense. Closing the target closes both.
 
     `notify` hears of nodes that the execution provider does not run. Raises BundleError if the bundle has no such drafter, BackendError if
@@ -43,7 +43,7 @@ def open_onnx(
 
 def open_pair(
     files: PairFiles, options: OrtOptions, notify: Callable[[str], None] = lambda _: None
-) -> tuple[OrtTarget, AnyOrtDrafter | None]:  # fmt: skip
+) -> tuple[OrtTarget, AnyOrtDrafter | None]:
     """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
     packing = None
     if options.keep_packed and files.identity is not None:

@@ -72,9 +72,7 @@ def packed_graph(path: Path, data_bytes: int, place: PackingPlace, version: str,
         return path
 
 
-def _pack(
-    path: Path, home: Path, data_bytes: int, record: PackedRecord, place: PackingPlace, save: Callable[[Path, str], bool]
-) -> Path:  # fmt: skip
+def _pack(path: Path, home: Path, data_bytes: int, record: PackedRecord, place: PackingPlace, save: Callable[[Path, str], bool]) -> Path:
     place.folder.mkdir(parents=True, exist_ok=True)
     needed, free = int(data_bytes * SIZE_FACTOR), shutil.disk_usage(place.folder).free
     if needed > free:

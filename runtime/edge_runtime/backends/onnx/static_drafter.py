@@ -30,7 +30,7 @@ class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
 
     def _draft(
         self, call: Call, last: int, hidden: NDArray[np.float32], draft_length: int, choose: Choose | None, go_on: GoOn | None
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         target = self._target
         target.turns.fill(self._arrays, target.length)
         for kind in target.rows.rows:

@@ -258,16 +258,24 @@ def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
     if manifest.static is not None:
         per_layer = manifest.static.per_layer_scale is not None
         static = StaticParts(
-            facts=manifest.static, prefill=bundle.path("target_prefill", "onnx"), row=bundle.path("target_row", "onnx"),
+            facts=manifest.static,
+            prefill=bundle.path("target_prefill", "onnx"),
+            row=bundle.path("target_row", "onnx"),
             embedding=bundle.path("embedding", "npy"),
             per_layer_embedding=bundle.path("per_layer_embedding", "npy") if per_layer else None,
-        )  # fmt: skip
+        )
     return PairFiles(
-        target=bundle.path("target", "onnx"), target_head=None if static else bundle.path("target_head", "onnx"),
-        drafter=bundle.path("drafter", "onnx") if drafter else None, tokenizer=bundle.path("tokenizer"), layout=manifest.cache_layout,
-        graphs=manifest.onnx, hidden_size=manifest.architecture.hidden_size, vocab_size=manifest.architecture.vocab_size, static=static,
+        target=bundle.path("target", "onnx"),
+        target_head=None if static else bundle.path("target_head", "onnx"),
+        drafter=bundle.path("drafter", "onnx") if drafter else None,
+        tokenizer=bundle.path("tokenizer"),
+        layout=manifest.cache_layout,
+        graphs=manifest.onnx,
+        hidden_size=manifest.architecture.hidden_size,
+        vocab_size=manifest.architecture.vocab_size,
+        static=static,
         identity=hashlib.sha256("".join(file.sha256 for file in manifest.files if file.format.startswith("onnx")).encode()).hexdigest(),
-    )  # fmt: skip
+    )
 
 
 def check_inputs(graph: Graph, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:

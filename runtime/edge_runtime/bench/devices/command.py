@@ -30,9 +30,25 @@ PARQUET = "parquet"
 HERE_ONLY = ("runs", "report", "against", "verify_key")
 # What edge-bench on the device is told as well, where the user gave it.
 FORWARDED = {
-    "domains", "files", "per_domain", "lengths", "policies", "drafters", "repeats", "max_tokens", "warm_up", "contexts", "concurrency",
-    "kv_types", "backend", "threads", "context", "config", "preset", "check",
-}  # fmt: skip
+    "domains",
+    "files",
+    "per_domain",
+    "lengths",
+    "policies",
+    "drafters",
+    "repeats",
+    "max_tokens",
+    "warm_up",
+    "contexts",
+    "concurrency",
+    "kv_types",
+    "backend",
+    "threads",
+    "context",
+    "config",
+    "preset",
+    "check",
+}
 Command = TypeVar("Command", bound=Callable[..., Any])
 OPTIONS = (
     click.option("--adb", multiple=True, metavar="SERIAL", help="Measure on this phone, or on all that adb sees (all). Repeatable."),
@@ -113,10 +129,15 @@ def remote_request(bundle: Path | None, values: dict[str, Any]) -> RemoteRequest
     if values["stop"] and not values["run_name"]:
         raise RequestError("--stop needs the name of the run, --run NAME")
     return RemoteRequest(
-        bundle=bundle, package=read_package(values["package"]), options=tuple(forwarded(click.get_current_context())),
-        name=values["run_name"] or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"), energy=bool(values["energy"]),
-        meter=values["meter"], unplugged=values["unplugged"], clean=values["clean"],
-    )  # fmt: skip
+        bundle=bundle,
+        package=read_package(values["package"]),
+        options=tuple(forwarded(click.get_current_context())),
+        name=values["run_name"] or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
+        energy=bool(values["energy"]),
+        meter=values["meter"],
+        unplugged=values["unplugged"],
+        clean=values["clean"],
+    )
 
 
 def forwarded(context: click.Context) -> list[str | Path]:
@@ -174,11 +195,17 @@ def write_comparison(results: Sequence[DeviceResult], places: Sequence[Path], js
         write_whole(html, tables_page("edge-bench: devices", tables))
     said = [
         {
-            "device": r.device, "run": r.run, "model": r.model, "warnings": list(r.warnings), "happenings": list(r.happenings),
-            "hottest_c": r.hottest_c, "charge_used": r.charge_used, "figures": r.figures.to_json(),
+            "device": r.device,
+            "run": r.run,
+            "model": r.model,
+            "warnings": list(r.warnings),
+            "happenings": list(r.happenings),
+            "hottest_c": r.hottest_c,
+            "charge_used": r.charge_used,
+            "figures": r.figures.to_json(),
         }
         for r in results
-    ]  # fmt: skip
+    ]
     text = json.dumps({"devices": said}, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
     if json_path == "-":
         click.echo(text, nl=False)

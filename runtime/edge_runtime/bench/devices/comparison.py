@@ -28,9 +28,17 @@ def _speed(results: Sequence[DeviceResult]) -> TextTable:
 
 def _row(result: DeviceResult, row: Row, peak: int | None, hot: str) -> tuple[str, ...]:
     return (
-        result.label, result.run, result.figures.records.header.bundle, row.variant.label, f"{row.tokens_per_second:.1f}", ratio_text(row.speed_up),
-        share(row.acceptance_rate), milliseconds(row.first_token_seconds), NONE if peak is None else f"{peak / 1e6:.0f}", hot,
-    )  # fmt: skip
+        result.label,
+        result.run,
+        result.figures.records.header.bundle,
+        row.variant.label,
+        f"{row.tokens_per_second:.1f}",
+        ratio_text(row.speed_up),
+        share(row.acceptance_rate),
+        milliseconds(row.first_token_seconds),
+        NONE if peak is None else f"{peak / 1e6:.0f}",
+        hot,
+    )
 
 
 def _energy(results: Sequence[DeviceResult]) -> list[TextTable]:
@@ -46,12 +54,14 @@ def _energy(results: Sequence[DeviceResult]) -> list[TextTable]:
     columns = ("", "run", "", "meter", "J/output token", "above idle", "W")
     return [
         TextTable(
-            name=f"energy-{scope}{'-estimate' if estimate else ''}", columns=columns, rows=tuple(rows),
+            name=f"energy-{scope}{'-estimate' if estimate else ''}",
+            columns=columns,
+            rows=tuple(rows),
             title=f"Energy, scope {scope}" + (" (ESTIMATE, nothing was measured)" if estimate else ""),
             note="Figures of other scopes are in tables of their own: they do not compare.",
         )
         for (scope, estimate), rows in groups.items()
-    ]  # fmt: skip
+    ]
 
 
 def _happened(results: Sequence[DeviceResult]) -> TextTable:

@@ -73,9 +73,12 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
     from edge_runtime.bench.devices.parquet import write_parquet
 
     asked = replace(
-        request, bundle=request.bundle.resolve(), package=replace(request.package, folder=request.package.folder.resolve()),
-        options=tuple(option.resolve() if isinstance(option, Path) else option for option in request.options), patience_s=PATIENCE_SECONDS,
-    )  # fmt: skip
+        request,
+        bundle=request.bundle.resolve(),
+        package=replace(request.package, folder=request.package.folder.resolve()),
+        options=tuple(option.resolve() if isinstance(option, Path) else option for option in request.options),
+        patience_s=PATIENCE_SECONDS,
+    )
     try:
         client = distributed.Client(address, timeout=20)
     except (OSError, ValueError) as error:

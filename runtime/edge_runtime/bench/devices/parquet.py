@@ -14,15 +14,41 @@ from edge_runtime.bench.report.tables import NONE, TextTable
 from edge_runtime.errors import RequestError
 
 REQUESTS, ENERGY = "requests", "energy"
-REQUEST_COLUMNS = pa.schema([
-    ("run", pa.string()), ("device", pa.string()), ("model", pa.string()), ("bundle", pa.string()), ("created_at", pa.string()),
-    ("part", pa.string()), ("domain", pa.string()), ("prompt", pa.int32()), ("repeat", pa.int32()), ("variant", pa.string()), ("tokens", pa.int64()),
-    ("seconds", pa.float64()), ("tokens_per_second", pa.float64()), ("drafted", pa.int64()), ("accepted", pa.int64()), ("output", pa.string()),
-])  # fmt: skip
-ENERGY_COLUMNS = pa.schema([
-    ("run", pa.string()), ("device", pa.string()), ("model", pa.string()), ("bundle", pa.string()), ("variant", pa.string()), ("scope", pa.string()),
-    ("meter", pa.string()), ("estimate", pa.bool_()), ("joules_per_output_token", pa.float64()), ("low", pa.float64()), ("high", pa.float64()),
-])  # fmt: skip
+REQUEST_COLUMNS = pa.schema(
+    [
+        ("run", pa.string()),
+        ("device", pa.string()),
+        ("model", pa.string()),
+        ("bundle", pa.string()),
+        ("created_at", pa.string()),
+        ("part", pa.string()),
+        ("domain", pa.string()),
+        ("prompt", pa.int32()),
+        ("repeat", pa.int32()),
+        ("variant", pa.string()),
+        ("tokens", pa.int64()),
+        ("seconds", pa.float64()),
+        ("tokens_per_second", pa.float64()),
+        ("drafted", pa.int64()),
+        ("accepted", pa.int64()),
+        ("output", pa.string()),
+    ]
+)
+ENERGY_COLUMNS = pa.schema(
+    [
+        ("run", pa.string()),
+        ("device", pa.string()),
+        ("model", pa.string()),
+        ("bundle", pa.string()),
+        ("variant", pa.string()),
+        ("scope", pa.string()),
+        ("meter", pa.string()),
+        ("estimate", pa.bool_()),
+        ("joules_per_output_token", pa.float64()),
+        ("low", pa.float64()),
+        ("high", pa.float64()),
+    ]
+)
 
 
 def write_parquet(folder: Path, result: DeviceResult) -> None:
@@ -54,11 +80,16 @@ def _speeds(folder: Path) -> TextTable:
     found = rows.group_by(keys).aggregate(wanted).sort_by([(key, "ascending") for key in keys]).to_pylist()
     cells = tuple(
         (
-            row["device"], row["model"], row["bundle"], row["variant"], str(row["run_count_distinct"]), f"{row['tokens_sum'] / row['seconds_sum']:.1f}",
+            row["device"],
+            row["model"],
+            row["bundle"],
+            row["variant"],
+            str(row["run_count_distinct"]),
+            f"{row['tokens_sum'] / row['seconds_sum']:.1f}",
             f"{row['accepted_sum'] / row['drafted_sum']:.1%}" if row["drafted_sum"] else NONE,
         )
         for row in found
-    )  # fmt: skip
+    )
     columns = ("", "model", "bundle", "", "runs", "tok/s", "accepted")
     note = "Of all runs in the Parquet folder together: emitted tokens / seconds of decoding."
     return TextTable(name="fleet", title="Fleet", columns=columns, rows=cells, note=note)
@@ -85,32 +116,57 @@ def _joules(folder: Path) -> list[TextTable]:
         groups.setdefault((row["scope"], row["estimate"]), []).append(cells)
     columns = ("", "model", "", "meter", "runs", "J/output token")
     return [
-        TextTable(name=f"fleet-energy-{scope}", title=f"Fleet: energy, scope {scope}" + (" (ESTIMATE)" if estimate else ""), columns=columns, rows=tuple(cells))
+        TextTable(
+            name=f"fleet-energy-{scope}",
+            title=f"Fleet: energy, scope {scope}" + (" (ESTIMATE)" if estimate else ""),
+            columns=columns,
+            rows=tuple(cells),
+        )
         for (scope, estimate), cells in groups.items()
-    ]  # fmt: skip
+    ]
 
 
 def _requests(result: DeviceResult) -> list[dict[str, Any]]:
     header = result.figures.records.header
     return [
         {
-            "run": result.run, "device": result.device, "model": result.model, "bundle": header.bundle, "created_at": header.created_at,
-            "part": run.part, "domain": run.domain, "prompt": run.prompt, "repeat": run.repeat, "variant": run.variant.label, "tokens": run.tokens,
-            "seconds": run.seconds, "tokens_per_second": run.tokens / run.seconds, "drafted": run.drafted, "accepted": run.accepted,
+            "run": result.run,
+            "device": result.device,
+            "model": result.model,
+            "bundle": header.bundle,
+            "created_at": header.created_at,
+            "part": run.part,
+            "domain": run.domain,
+            "prompt": run.prompt,
+            "repeat": run.repeat,
+            "variant": run.variant.label,
+            "tokens": run.tokens,
+            "seconds": run.seconds,
+            "tokens_per_second": run.tokens / run.seconds,
+            "drafted": run.drafted,
+            "accepted": run.accepted,
             "output": run.output,
         }
         for run in result.figures.records.runs
-    ]  # fmt: skip
+    ]
 
 
 def _energy(result: DeviceResult) -> list[dict[str, Any]]:
     report = result.figures.energy
     return [
         {
-            "run": result.run, "device": result.device, "model": result.model, "bundle": result.figures.records.header.bundle, "variant": one.name,
-            "scope": str(report.scope), "meter": report.meter, "estimate": report.estimate, "joules_per_output_token": one.joules_per_output_token.value,
-            "low": one.joules_per_output_token.low, "high": one.joules_per_output_token.high,
+            "run": result.run,
+            "device": result.device,
+            "model": result.model,
+            "bundle": result.figures.records.header.bundle,
+            "variant": one.name,
+            "scope": str(report.scope),
+            "meter": report.meter,
+            "estimate": report.estimate,
+            "joules_per_output_token": one.joules_per_output_token.value,
+            "low": one.joules_per_output_token.low,
+            "high": one.joules_per_output_token.high,
         }
         for one in (report.variants if report else ())
         if report is not None and one.joules_per_output_token
-    ]  # fmt: skip
+    ]

@@ -133,9 +133,23 @@ def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[
     waiting = ["--wait-unplugged"] if request.unplugged else []
     bundle = posixpath.join(folder, "bundles", request.bundle.resolve().name)
     return [
-        "env", f"{CACHE_VARIABLE}={folder}/cache", f"TMPDIR={folder}", python, "-m", "edge_devices.remote.job_monitor", "--every", str(WATCH_SECONDS), *waiting, WATCH, "--",
-        bench, bundle, "--runs", RUNS, *options,
-    ]  # fmt: skip
+        "env",
+        f"{CACHE_VARIABLE}={folder}/cache",
+        f"TMPDIR={folder}",
+        python,
+        "-m",
+        "edge_devices.remote.job_monitor",
+        "--every",
+        str(WATCH_SECONDS),
+        *waiting,
+        WATCH,
+        "--",
+        bench,
+        bundle,
+        "--runs",
+        RUNS,
+        *options,
+    ]
 
 
 def _at_battery(seen: Look, meter: str | None) -> bool:
@@ -197,7 +211,7 @@ def _collect(transport: Transport, job: str, request: RemoteRequest, folder: Pat
     _raise_for(transport, status, folder, happened)
     result = complete_result(
         folder, device=transport.name, happenings=happened, hottest_c=watched.hottest_c, charge_used=watched.charge_used
-    )  # fmt: skip
+    )
     if request.clean:
         clean(transport)
     return result

@@ -47,7 +47,7 @@ def note_device(folder: Path, *, device: str, model: str, warnings: Sequence[str
 
 def complete_result(
     folder: Path, *, device: str, happenings: Sequence[str], hottest_c: float | None, charge_used: int | None
-) -> DeviceResult:  # fmt: skip
+) -> DeviceResult:
     """Adds what happened during the run, and reads all of `folder` as a result."""
     known = {**_device(folder / DEVICE), "device": device}
     _write(folder, {**known, "happenings": list(happenings), "hottest_c": hottest_c, "charge_used": charge_used})
@@ -69,10 +69,15 @@ def read_result(folder: Path) -> DeviceResult:
     energy, log = read_energy(folder / ENERGY) if (folder / ENERGY).exists() else (None, None)
     notes = (*(f"before the run: {text}" for text in said["warnings"]), *said["happenings"])
     return DeviceResult(
-        device=said["device"] or folder.name, run=folder.parent.name, model=said["model"], warnings=tuple(said["warnings"]),
-        happenings=tuple(said["happenings"]), hottest_c=said["hottest_c"], charge_used=said["charge_used"],
+        device=said["device"] or folder.name,
+        run=folder.parent.name,
+        model=said["model"],
+        warnings=tuple(said["warnings"]),
+        happenings=tuple(said["happenings"]),
+        hottest_c=said["hottest_c"],
+        charge_used=said["charge_used"],
         figures=figures(replace(records, notes=(*records.notes, *notes)), energy, log),
-    )  # fmt: skip
+    )
 
 
 def find_results(places: Sequence[Path]) -> list[DeviceResult]:

@@ -88,9 +88,14 @@ class Benchmark:
             self._bundle, config=request.config, preset=request.preset, context=request.context, notify=progress.say
         )
         self._options: dict[str, Any] = {
-            "threads": self._threads, "context": self._settings.context, "config": request.config, "preset": request.preset,
-            "check": "none", "notify": progress.say, "backend": self._backend,
-        }  # fmt: skip
+            "threads": self._threads,
+            "context": self._settings.context,
+            "config": request.config,
+            "preset": request.preset,
+            "check": "none",
+            "notify": progress.say,
+            "backend": self._backend,
+        }
 
     def records(self) -> Iterator[Record]:
         """Measures, and yields each record as soon as it is there; the first is the header."""
@@ -103,9 +108,7 @@ class Benchmark:
                 yield Note(text=f"draft length {length} is left out: parallel_batch_size is {longest + 1}")
         yield from self._memory(drafters)
         with ExitStack() as stack:
-            ours = {
-                kind: OurSide(stack.enter_context(open_session(request.bundle, drafter=kind, **self._options))) for kind in drafters
-            }  # fmt: skip
+            ours = {kind: OurSide(stack.enter_context(open_session(request.bundle, drafter=kind, **self._options))) for kind in drafters}
             first = next(iter(ours.values()))
             prompts = prepare(request.prompts, first.session)
             yield from self._compare(ours, prompts, lengths)
@@ -121,24 +124,38 @@ class Benchmark:
     def _header(self, drafters: Sequence[str], lengths: Sequence[int]) -> Header:
         request, source = self._request, self._bundle.manifest.sources.get("target")
         return Header(
-            schema=SCHEMA, version=version("edge-mtp"), created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            bundle=request.bundle.resolve().name, target=PurePath(source.origin).name if source else "",
-            files=_files(self._bundle), machine=read_machine().to_json(),
+            schema=SCHEMA,
+            version=version("edge-mtp"),
+            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            bundle=request.bundle.resolve().name,
+            target=PurePath(source.origin).name if source else "",
+            files=_files(self._bundle),
+            machine=read_machine().to_json(),
             settings={
-                "threads": self._threads, "tokens": request.tokens, "repeats": request.repeats, "warm_up": request.warm_up,
-                "backend": self._backend, "drafters": list(drafters), "lengths": list(lengths), "policies": list(request.policies),
+                "threads": self._threads,
+                "tokens": request.tokens,
+                "repeats": request.repeats,
+                "warm_up": request.warm_up,
+                "backend": self._backend,
+                "drafters": list(drafters),
+                "lengths": list(lengths),
+                "policies": list(request.policies),
                 "session": self._settings.to_json(),
             },
-        )  # fmt: skip
+        )
 
     def _memory(self, drafters: Sequence[str]) -> Iterator[Record]:
         levels = [(kind, 1) for kind in drafters] + [(drafters[0], n) for n in self._request.concurrency if n > 1]
         self._progress.begin("memory", len(levels))
         for kind, sequences in levels:
             yield measure_memory(
-                self._request.bundle, backend=self._backend, drafter=kind, sequences=sequences, context=self._settings.context,
+                self._request.bundle,
+                backend=self._backend,
+                drafter=kind,
+                sequences=sequences,
+                context=self._settings.context,
                 threads=self._threads,
-            )  # fmt: skip
+            )
             self._progress.advance()
 
     def _compare(self, ours: dict[DrafterKind, OurSide], prompts: Sequence[PreparedPrompt], lengths: Sequence[int]) -> Iterator[Record]:
@@ -224,10 +241,15 @@ class Benchmark:
 
         self._progress.begin("types of KV cache", 1)
         costs = measure_kv_types(
-            request.bundle, [prompt.text for prompt in request.prompts], kv_types=cast(tuple[KvType, ...], request.kv_types),
-            max_tokens=request.tokens, draft_length=_middle(lengths) or min(3, self._settings.longest_draft), threads=self._threads,
-            context=self._settings.context, notify=self._progress.say,
-        )  # fmt: skip
+            request.bundle,
+            [prompt.text for prompt in request.prompts],
+            kv_types=cast(tuple[KvType, ...], request.kv_types),
+            max_tokens=request.tokens,
+            draft_length=_middle(lengths) or min(3, self._settings.longest_draft),
+            threads=self._threads,
+            context=self._settings.context,
+            notify=self._progress.say,
+        )
         self._progress.advance()
         for cost in costs:
             yield KvTypeCost(**vars(cost))

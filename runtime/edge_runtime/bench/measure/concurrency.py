@@ -26,9 +26,15 @@ def alone(session: Session, prompts: Sequence[PreparedPrompt], tokens: int) -> l
 
 
 def run_level(
-    sessions: Sessions, variant: Variant, prompts: Sequence[PreparedPrompt], expected: Sequence[Sequence[int]], tokens: int, repeat: int,
-    *, clock: Callable[[], float] = time.perf_counter,
-) -> Concurrency:  # fmt: skip
+    sessions: Sessions,
+    variant: Variant,
+    prompts: Sequence[PreparedPrompt],
+    expected: Sequence[Sequence[int]],
+    tokens: int,
+    repeat: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Concurrency:
     """Serves every prompt once to each client, each client in an order of its own; `expected` are the outputs that must come out."""
     clients = [session_for(session, variant) for session in sessions.sessions]
     wanted: dict[int, Sequence[int]] = {}
@@ -52,7 +58,14 @@ def run_level(
             request_seconds.append(now - free[client])
             free[client] = now
     return Concurrency(
-        clients=len(clients), variant=variant, repeat=repeat, requests=len(generations), tokens=sum(len(g.tokens) for g in generations),
-        seconds=clock() - begin, request_seconds=tuple(request_seconds), token_seconds=tuple(token_seconds),
-        equal=sum(list(wanted[id(g)]) == g.tokens for g in generations), compared=len(generations),
-    )  # fmt: skip
+        clients=len(clients),
+        variant=variant,
+        repeat=repeat,
+        requests=len(generations),
+        tokens=sum(len(g.tokens) for g in generations),
+        seconds=clock() - begin,
+        request_seconds=tuple(request_seconds),
+        token_seconds=tuple(token_seconds),
+        equal=sum(list(wanted[id(g)]) == g.tokens for g in generations),
+        compared=len(generations),
+    )

@@ -58,9 +58,16 @@ class _Reading:
 
 
 def measure_kv_types(
-    folder: Path | str, prompts: Sequence[str], *, kv_types: Sequence[KvType] = KV_TYPES, max_tokens: int = 64, draft_length: int = 3,
-    threads: int | None = None, context: int | None = None, notify: Callable[[str], None] = lambda _: None,
-) -> list[KvCost]:  # fmt: skip
+    folder: Path | str,
+    prompts: Sequence[str],
+    *,
+    kv_types: Sequence[KvType] = KV_TYPES,
+    max_tokens: int = 64,
+    draft_length: int = 3,
+    threads: int | None = None,
+    context: int | None = None,
+    notify: Callable[[str], None] = lambda _: None,
+) -> list[KvCost]:
     """Measures each type over texts of `max_tokens` tokens after `prompts`; float16 comes first, asked for or not.
 
     Rows of two types lie in a temporary file: 8 bytes x tokens x vocabulary. Raises as `open_session` does, and RequestError without
@@ -85,9 +92,7 @@ def measure_kv_types(
     return costs
 
 
-def _write(
-    session: Session, prompts: Sequence[str], max_tokens: int, draft_length: int
-) -> tuple[list[tuple[list[int], list[int]]], float]:  # fmt: skip
+def _write(session: Session, prompts: Sequence[str], max_tokens: int, draft_length: int) -> tuple[list[tuple[list[int], list[int]]], float]:
     """Returns prompt and greedy tokens of each text, and the seconds their decoding took."""
     texts, seconds = [], 0.0
     for prompt in prompts:
@@ -101,7 +106,7 @@ def _write(
 
 def _read(
     session: Session, texts: Sequence[tuple[list[int], list[int]]], draft_length: int, path: Path, seconds: float, written: int
-) -> _Reading:  # fmt: skip
+) -> _Reading:
     """Goes along the texts token by token: drafts at each, verifies the drafts, and goes on with the text whatever came out."""
     vocabulary = session.bundle.manifest.architecture.vocab_size
     count = sum(len(tokens) for _, tokens in texts)
@@ -141,9 +146,7 @@ def _take_room(descriptor: int, size: int) -> None:
             raise
 
 
-def _steps(
-    session: Session, prompt: list[int], tokens: list[int], draft_length: int
-) -> Iterator[tuple[list[int], NDArray[np.float32]]]:  # fmt: skip
+def _steps(session: Session, prompt: list[int], tokens: list[int], draft_length: int) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
     target, drafter = session.target, session.drafter
     target.rollback(0)
     target.prefill(prompt[:-1])
@@ -175,11 +178,15 @@ def _cost(bundle: Bundle, context: int, kv_type: KvType, reference: _Reading, re
         same += int(p.argmax() == q.argmax())
     opening = Opening(context=context, kv_type=kv_type, sequences=1, batch=BATCH, verify_rows=1, drafters=(), repack=False)
     return KvCost(
-        kv_type=kv_type, cache_bytes=cache_bytes(bundle.manifest.cache_layout, opening), tokens=len(divergences),
+        kv_type=kv_type,
+        cache_bytes=cache_bytes(bundle.manifest.cache_layout, opening),
+        tokens=len(divergences),
         acceptance_rate=reading.accepted / reading.drafted if reading.drafted else 0.0,
         tokens_per_second=reading.written / reading.seconds if reading.seconds else 0.0,
-        kl_mean=float(np.mean(divergences)), kl_max=float(np.max(divergences)), same_best=same / len(divergences),
-    )  # fmt: skip
+        kl_mean=float(np.mean(divergences)),
+        kl_max=float(np.max(divergences)),
+        same_best=same / len(divergences),
+    )
 
 
 def kv_cost_table(costs: Sequence[KvCost]) -> str:

@@ -69,9 +69,23 @@ class LlamaTools:
         # The tool's log thread sometimes ends before its last lines are out; then it is run again.
         for _ in range(ATTEMPTS):
             output = self._output(
-                SPECULATIVE, "-md", str(self.drafter), "--spec-type", "draft-mtp", *length, "--temp", "0", "-c", str(self.context),
-                "-n", str(tokens), "--no-escape", "-p", text, *([] if self.repack else ["--no-repack"]),
-            )  # fmt: skip
+                SPECULATIVE,
+                "-md",
+                str(self.drafter),
+                "--spec-type",
+                "draft-mtp",
+                *length,
+                "--temp",
+                "0",
+                "-c",
+                str(self.context),
+                "-n",
+                str(tokens),
+                "--no-escape",
+                "-p",
+                text,
+                *([] if self.repack else ["--no-repack"]),
+            )
             timing, counts = DECODED.search(output), dict(COUNTS.findall(output))
             if timing and len(counts) == 2:
                 return int(timing[1]), int(counts["drafted"]), int(counts["accept"]), float(timing[2])

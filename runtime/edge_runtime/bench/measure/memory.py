@@ -23,7 +23,17 @@ DRAFT_LENGTH = 3
 
 def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, context: int, threads: int) -> Memory:
     """Opens the bundle in a child process. Raises BackendError if that fails."""
-    command = [sys.executable, "-m", "edge_runtime.bench.measure.memory", str(bundle), backend, drafter, str(sequences), str(context), str(threads)]
+    command = [
+        sys.executable,
+        "-m",
+        "edge_runtime.bench.measure.memory",
+        str(bundle),
+        backend,
+        drafter,
+        str(sequences),
+        str(context),
+        str(threads),
+    ]
     try:
         child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
@@ -44,9 +54,7 @@ def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, 
 @click.argument("threads", type=int)
 def main(bundle: Path, backend: str, drafter: str, sequences: int, context: int, threads: int) -> None:
     """What the child does: one request after half the context on each sequence, all at once."""
-    options = cast(
-        OpenOptions, {"backend": backend, "drafter": drafter, "context": context, "threads": threads, "check": "none"}
-    )  # fmt: skip
+    options = cast(OpenOptions, {"backend": backend, "drafter": drafter, "context": context, "threads": threads, "check": "none"})
     try:
         if sequences == 1:
             with open_session(bundle, **options) as session:

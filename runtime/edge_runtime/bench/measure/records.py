@@ -135,8 +135,14 @@ class Concurrency:
 
 
 KINDS: dict[str, type[Any]] = {
-    "header": Header, "run": Run, "cost_curve": CostCurve, "memory": Memory, "kv_type": KvTypeCost, "concurrency": Concurrency, "note": Note,
-}  # fmt: skip
+    "header": Header,
+    "run": Run,
+    "cost_curve": CostCurve,
+    "memory": Memory,
+    "kv_type": KvTypeCost,
+    "concurrency": Concurrency,
+    "note": Note,
+}
 Record = Header | Run | CostCurve | Memory | KvTypeCost | Concurrency | Note
 
 

@@ -50,11 +50,23 @@ class OurSide:
             seconds = generation.stats.decode_seconds
         stats = generation.stats
         return Run(
-            **vars(place), variant=variant, prompt_tokens=stats.prompt_tokens, tokens=stats.tokens, seconds=stats.decode_seconds,
-            drafted=stats.drafted, accepted=stats.accepted, drafted_at=tuple(stats.drafted_at), accepted_at=tuple(stats.accepted_at),
-            round_seconds=tuple(round_seconds), round_tokens=tuple(len(one.tokens) for one in rounds),
-            prefill_seconds=stats.prefill_seconds, first_token_seconds=stats.first_token_seconds, draft_seconds=stats.draft_seconds, verify_seconds=stats.verify_seconds, output=digest(generation.tokens),
-        )  # fmt: skip
+            **vars(place),
+            variant=variant,
+            prompt_tokens=stats.prompt_tokens,
+            tokens=stats.tokens,
+            seconds=stats.decode_seconds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            drafted_at=tuple(stats.drafted_at),
+            accepted_at=tuple(stats.accepted_at),
+            round_seconds=tuple(round_seconds),
+            round_tokens=tuple(len(one.tokens) for one in rounds),
+            prefill_seconds=stats.prefill_seconds,
+            first_token_seconds=stats.first_token_seconds,
+            draft_seconds=stats.draft_seconds,
+            verify_seconds=stats.verify_seconds,
+            output=digest(generation.tokens),
+        )
 
     def _session(self, variant: Variant) -> Session:
         if variant.policy not in self._sessions:

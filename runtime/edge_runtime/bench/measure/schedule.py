@@ -56,7 +56,5 @@ def context_plan(
     prompts: Sequence[PreparedPrompt], variants: Sequence[Variant], lengths: Sequence[int], *, repeats: int, tokens: int
 ) -> Plan:
     """A comparison on one prompt of each length in tokens, made of all the prompts one after the other."""
-    long = tuple(
-        PreparedPrompt(domain=str(length), number=0, ids=long_prompt(prompts, length), text="") for length in lengths
-    )  # fmt: skip
+    long = tuple(PreparedPrompt(domain=str(length), number=0, ids=long_prompt(prompts, length), text="") for length in lengths)
     return Plan(part=CONTEXTS_PART, variants=tuple(variants), prompts=long, repeats=repeats, tokens=tokens)

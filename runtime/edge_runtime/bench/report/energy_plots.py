@@ -26,9 +26,14 @@ def energy_plots(report: Report, log: RunLog | None = None) -> list[Plot]:
     where = f"scope {report.scope} ({report.meter})"
     mark = "ESTIMATE, nothing was measured: " if report.estimate else ""
     candidates: list[tuple[str, str, bool, Callable[[Axes], None]]] = [
-        ("energy", f"{mark}Joules per emitted token, {where}", any(v.joules_per_output_token for v in report.variants), partial(_draw_tokens, report=report)),
+        (
+            "energy",
+            f"{mark}Joules per emitted token, {where}",
+            any(v.joules_per_output_token for v in report.variants),
+            partial(_draw_tokens, report=report),
+        ),
         ("energy-phases", f"{mark}Joules per request by phase, {where}", any(_split(report)), partial(_draw_phases, report=report)),
-    ]  # fmt: skip
+    ]
     if log is not None:
         candidates.insert(0, ("power", f"{mark}Power over time, {where}", True, partial(_draw_power, log=log)))
     return [draw_svg(name, title, draw) for name, title, wanted, draw in candidates if wanted]

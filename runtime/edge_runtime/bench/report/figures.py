@@ -101,10 +101,15 @@ def figures(records: Records, energy: Report | None = None, energy_log: RunLog |
     domains = [run for run in records.runs if run.part == DOMAINS_PART]
     contexts = [run for run in records.runs if run.part == CONTEXTS_PART]
     return Figures(
-        records=records, overall=_rows(domains, split=False), by_domain=_rows(domains, split=True), by_context=_rows(contexts, split=True),
-        against=_against(domains), levels=_levels(records.concurrency, records.memory), energy=energy,
+        records=records,
+        overall=_rows(domains, split=False),
+        by_domain=_rows(domains, split=True),
+        by_context=_rows(contexts, split=True),
+        against=_against(domains),
+        levels=_levels(records.concurrency, records.memory),
+        energy=energy,
         energy_log=energy_log,
-    )  # fmt: skip
+    )
 
 
 def _grouped(runs: Iterable[Run]) -> dict[Variant, list[Run]]:
@@ -139,14 +144,21 @@ def _row(variant: Variant, domain: str | None, runs: list[Run], baseline: list[R
             latencies.add(seconds, count)
     told = [(run.output, plain[run.domain, run.prompt].output) for run in runs if (run.domain, run.prompt) in plain and run.output]
     return Row(
-        variant=variant, domain=domain, runs=len(runs), tokens_per_second=_typical_speed(runs),
+        variant=variant,
+        domain=domain,
+        runs=len(runs),
+        tokens_per_second=_typical_speed(runs),
         speed_up=None if _is_baseline(variant) else ratio(paired_logs(runs, baseline)),
         acceptance_rate=sum(run.accepted for run in runs) / drafted if drafted else None,
-        acceptance_by_position=_by_position(runs), tokens_per_round=tokens / rounds if rounds else None,
+        acceptance_by_position=_by_position(runs),
+        tokens_per_round=tokens / rounds if rounds else None,
         first_token_seconds=_median(run.first_token_seconds for run in runs),
-        token_p50_seconds=latencies.percentile(50), token_p95_seconds=latencies.percentile(95),
-        phase_seconds_per_token=_phases(runs, tokens), equal=sum(a == b for a, b in told), compared=len(told),
-    )  # fmt: skip
+        token_p50_seconds=latencies.percentile(50),
+        token_p95_seconds=latencies.percentile(95),
+        phase_seconds_per_token=_phases(runs, tokens),
+        equal=sum(a == b for a, b in told),
+        compared=len(told),
+    )
 
 
 def _typical_speed(runs: Sequence[Run]) -> float:
@@ -222,11 +234,18 @@ def _levels(measured: Sequence[Concurrency], memory: Sequence[Memory]) -> tuple[
             for seconds in one.request_seconds:
                 requests.add(seconds)
         drafter = variant.drafter if variant.policy != PLAIN else None
-        levels.append(Level(
-            variant=variant, clients=clients, tokens_per_second=statistics.median(one.tokens / one.seconds for one in group),
-            token_p50_seconds=tokens.percentile(50), token_p95_seconds=tokens.percentile(95),
-            request_p50_seconds=requests.percentile(50), request_p95_seconds=requests.percentile(95),
-            peak_bytes=next((peak for (kind, n), peak in peaks.items() if n == clients and drafter in (None, kind)), None),
-            equal=sum(one.equal for one in group), compared=sum(one.compared for one in group),
-        ))  # fmt: skip
+        levels.append(
+            Level(
+                variant=variant,
+                clients=clients,
+                tokens_per_second=statistics.median(one.tokens / one.seconds for one in group),
+                token_p50_seconds=tokens.percentile(50),
+                token_p95_seconds=tokens.percentile(95),
+                request_p50_seconds=requests.percentile(50),
+                request_p95_seconds=requests.percentile(95),
+                peak_bytes=next((peak for (kind, n), peak in peaks.items() if n == clients and drafter in (None, kind)), None),
+                equal=sum(one.equal for one in group),
+                compared=sum(one.compared for one in group),
+            )
+        )
     return tuple(levels)

@@ -27,9 +27,14 @@ th:first-child, td:first-child { text-align: left; } .note, caption { color: var
 """
 # Each plot stands before the table that has its figures.
 PLOT_OF_TABLE = {
-    "domains": ("speed-by-domain", "speed-by-length"), "acceptance": ("acceptance",), "costs": ("cost-curve",), "phases": ("phases",),
-    "contexts": ("contexts",), "energy": ("power", "energy"), "energy-phases": ("energy-phases",),
-}  # fmt: skip
+    "domains": ("speed-by-domain", "speed-by-length"),
+    "acceptance": ("acceptance",),
+    "costs": ("cost-curve",),
+    "phases": ("phases",),
+    "contexts": ("contexts",),
+    "energy": ("power", "energy"),
+    "energy-phases": ("energy-phases",),
+}
 
 
 def report_page(figures: Figures) -> str:
@@ -60,13 +65,21 @@ def tables_page(title: str, tables: Sequence[TextTable]) -> str:
 def _document(title: str, head: Sequence[str], remarks: Sequence[str], tables: Sequence[TextTable], drawn: Sequence[Plot]) -> str:
     plots = {plot.name: plot for plot in drawn}
     parts = [
-        "<!DOCTYPE html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
+        "<!DOCTYPE html>",
+        '<html lang="en">',
+        "<head>",
+        '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         # Nothing is loaded from anywhere, and no text of the records can become a script.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">",
-        f"<title>{escape(title)}</title>", f"<style>{CSS}</style>", "</head>", "<body>",
-        f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in head), *(f'<p class="note">{escape(text)}</p>' for text in remarks),
-    ]  # fmt: skip
+        f"<title>{escape(title)}</title>",
+        f"<style>{CSS}</style>",
+        "</head>",
+        "<body>",
+        f"<h1>{escape(title)}</h1>",
+        *(f"<p>{escape(line)}</p>" for line in head),
+        *(f'<p class="note">{escape(text)}</p>' for text in remarks),
+    ]
     for table in tables:
         parts.append(f'<section id="{table.name}"><h2>{escape(table.title)}</h2>')
         parts += [_figure(plots[name]) for name in PLOT_OF_TABLE.get(table.name, ()) if name in plots]

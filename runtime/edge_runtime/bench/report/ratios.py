@@ -84,9 +84,12 @@ def ratio(domains: Mapping[str, list[Logs]]) -> Ratio | None:
     known = fewest > 1
     half = t_quantile(freedom) * float(draws.std()) * math.sqrt(fewest / (fewest - 1)) if known else 0.0
     return Ratio(
-        value=math.exp(value), low=math.exp(value - half) if known else None, high=math.exp(value + half) if known else None,
-        pairs=sum(map(len, prompts)), worst=math.exp(min(medians)),
-    )  # fmt: skip
+        value=math.exp(value),
+        low=math.exp(value - half) if known else None,
+        high=math.exp(value + half) if known else None,
+        pairs=sum(map(len, prompts)),
+        worst=math.exp(min(medians)),
+    )
 
 
 def _seeded(domains: Mapping[str, list[Logs]]) -> Iterable[list[tuple[Logs, np.random.Generator]]]:

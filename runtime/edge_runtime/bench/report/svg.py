@@ -24,11 +24,26 @@ LINES = ("-", "--", ":", "-.")
 HATCHES = ("", "//", "..", "xx")
 MARKERS = "os^Dv<>P"
 STYLE = {
-    "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
-    "xtick.color": INK, "ytick.color": INK, "legend.labelcolor": INK, "legend.frameon": False, "axes.facecolor": "none",
-    "figure.facecolor": "none", "savefig.transparent": True, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "grid.color": INK, "grid.alpha": 0.15, "lines.linewidth": 1.8,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.labelcolor": INK,
+    "legend.frameon": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "savefig.transparent": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": INK,
+    "grid.alpha": 0.15,
+    "lines.linewidth": 1.8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,9 +30,18 @@ class TextTable:
 def all_tables(figures: Figures) -> list[TextTable]:
     """Returns the tables that have anything to say, in the order of a report."""
     tables = [
-        _variants(figures), _by_domain(figures), _against(figures), _positions(figures), _phases(figures), _contexts(figures),
-        _costs(figures), _concurrency(figures), _kv_types(figures), *(energy_tables(figures.energy) if figures.energy else ()), _memory(figures),
-    ]  # fmt: skip
+        _variants(figures),
+        _by_domain(figures),
+        _against(figures),
+        _positions(figures),
+        _phases(figures),
+        _contexts(figures),
+        _costs(figures),
+        _concurrency(figures),
+        _kv_types(figures),
+        *(energy_tables(figures.energy) if figures.energy else ()),
+        _memory(figures),
+    ]
     return [table for table in tables if table.rows]
 
 
@@ -72,16 +81,33 @@ def _of(equal: int, compared: int) -> str:
 def _variants(figures: Figures) -> TextTable:
     rows = tuple(
         (
-            row.variant.label, f"{row.tokens_per_second:.1f}", ratio_text(row.speed_up), row.speed_up.verdict if row.speed_up else "",
-            f"{row.speed_up.worst:.2f}" if row.speed_up else NONE, share(row.acceptance_rate),
-            f"{row.tokens_per_round:.2f}" if row.tokens_per_round else NONE, milliseconds(row.first_token_seconds),
-            milliseconds(row.token_p50_seconds), milliseconds(row.token_p95_seconds), _of(row.equal, row.compared),
+            row.variant.label,
+            f"{row.tokens_per_second:.1f}",
+            ratio_text(row.speed_up),
+            row.speed_up.verdict if row.speed_up else "",
+            f"{row.speed_up.worst:.2f}" if row.speed_up else NONE,
+            share(row.acceptance_rate),
+            f"{row.tokens_per_round:.2f}" if row.tokens_per_round else NONE,
+            milliseconds(row.first_token_seconds),
+            milliseconds(row.token_p50_seconds),
+            milliseconds(row.token_p95_seconds),
+            _of(row.equal, row.compared),
         )
         for row in figures.overall
-    )  # fmt: skip
+    )
     columns = (
-        "", "tok/s", "over plain [95%]", "claim", "worst prompt", "accepted", "tokens/round", "first token ms", "P50 ms", "P95 ms", "same output",
-    )  # fmt: skip
+        "",
+        "tok/s",
+        "over plain [95%]",
+        "claim",
+        "worst prompt",
+        "accepted",
+        "tokens/round",
+        "first token ms",
+        "P50 ms",
+        "P95 ms",
+        "same output",
+    )
     note = (
         "Over plain: geometric mean over the domains of the paired ratios to plain decoding; the interval is that of measuring the same"
         " prompts again. P50 and P95 are per token."
@@ -162,11 +188,16 @@ def _fine(seconds: float | None) -> str:
 def _kv_types(figures: Figures) -> TextTable:
     rows = tuple(
         (
-            kind.kv_type, f"{kind.cache_bytes / 1e6:.2f}", f"{kind.acceptance_rate:.1%}", f"{kind.tokens_per_second:.1f}",
-            f"{kind.kl_mean:.2e}", f"{kind.kl_max:.2e}", f"{kind.same_best:.1%}",
+            kind.kv_type,
+            f"{kind.cache_bytes / 1e6:.2f}",
+            f"{kind.acceptance_rate:.1%}",
+            f"{kind.tokens_per_second:.1f}",
+            f"{kind.kl_mean:.2e}",
+            f"{kind.kl_max:.2e}",
+            f"{kind.same_best:.1%}",
         )
         for kind in figures.records.kv_types
-    )  # fmt: skip
+    )
     columns = ("", "cache MB", "accepted", "tok/s", "KL mean", "KL max", "same best")
     note = (
         "KL in nats per token from the f16 cache's next-token distributions, over the same texts, as are accepted drafts." if rows else ""
@@ -186,8 +217,13 @@ def _energy(report: Report) -> TextTable:
         ratio = one.ratio_to_baseline
         claim = "" if ratio is None else "saves energy" if one.saves_energy else "no win claimed"
         values = (
-            one.joules_per_output_token, one.net_joules_per_output_token, one.joules_per_prompt_token, one.joules_per_request, one.watts, ratio
-        )  # fmt: skip
+            one.joules_per_output_token,
+            one.net_joules_per_output_token,
+            one.joules_per_prompt_token,
+            one.joules_per_request,
+            one.watts,
+            ratio,
+        )
         rows.append(
             (one.name, *(figure_text(value) if value else NONE for value in values), claim, one.phase_method, "; ".join(one.refused))
         )
@@ -200,11 +236,15 @@ def _energy_phases(report: Report) -> TextTable:
     phases = tuple(dict.fromkeys(phase for one in report.variants if len(one.phase_joules) > 1 for phase in one.phase_joules))
     rows = tuple(
         (
-            one.name, *(figure_text(one.phase_joules[phase]) if phase in one.phase_joules else NONE for phase in phases),
-            one.phase_method.replace("_", " "), NONE if one.closure is None else f"{one.closure:+.1%}", "" if one.closes else "does NOT close",
+            one.name,
+            *(figure_text(one.phase_joules[phase]) if phase in one.phase_joules else NONE for phase in phases),
+            one.phase_method.replace("_", " "),
+            NONE if one.closure is None else f"{one.closure:+.1%}",
+            "" if one.closes else "does NOT close",
         )
-        for one in report.variants if len(one.phase_joules) > 1
-    )  # fmt: skip
+        for one in report.variants
+        if len(one.phase_joules) > 1
+    )
     note = (
         "Joules per request. Calibrated: each phase's watts come from loops of that phase alone, and the sum of the phases is held against what was"
         " measured (the sum's error, the worst repeat's). Time proportional: no such loops, all phases share the mean power, which is an assumption."
@@ -217,11 +257,18 @@ def meter_table(log: RunLog) -> TextTable:
     """Returns what is known of a log's meter, and what was measured of it."""
     facts, seen = log.facts, log.characteristics
     rows = [
-        ("scope", str(facts.scope)), ("kind", str(facts.kind)), ("source", facts.source), ("a new value every", f"{seen.refresh_s:.3g} s, at most {seen.longest_gap_s:.3g} s"),
-        ("a load shows after", f"{seen.lag_s:.3g} s"), ("readings that meant nothing", f"{seen.zero_rate:.1%}"), ("a reading takes", f"{1000 * seen.read_s:.3g} ms"),
-        ("resolution", f"{facts.resolution:g} {'J' if facts.kind is Kind.COUNTER else 'W'}"), ("readings", f"{len(log.trace.times)}"),
-        ("in no interval", facts.systematic), *(("note", text) for text in facts.notes),
-    ]  # fmt: skip
+        ("scope", str(facts.scope)),
+        ("kind", str(facts.kind)),
+        ("source", facts.source),
+        ("a new value every", f"{seen.refresh_s:.3g} s, at most {seen.longest_gap_s:.3g} s"),
+        ("a load shows after", f"{seen.lag_s:.3g} s"),
+        ("readings that meant nothing", f"{seen.zero_rate:.1%}"),
+        ("a reading takes", f"{1000 * seen.read_s:.3g} ms"),
+        ("resolution", f"{facts.resolution:g} {'J' if facts.kind is Kind.COUNTER else 'W'}"),
+        ("readings", f"{len(log.trace.times)}"),
+        ("in no interval", facts.systematic),
+        *(("note", text) for text in facts.notes),
+    ]
     return TextTable(name="meter", title=f"The meter {facts.name}", columns=("", ""), rows=tuple(rows))
 
 
@@ -232,15 +279,29 @@ def _energy_title(title: str, report: Report) -> str:
 def _concurrency(figures: Figures) -> TextTable:
     rows = tuple(
         (
-            level.variant.label, str(level.clients), f"{level.tokens_per_second:.1f}", milliseconds(level.token_p50_seconds),
-            milliseconds(level.token_p95_seconds), milliseconds(level.request_p50_seconds), milliseconds(level.request_p95_seconds),
-            f"{level.peak_bytes / 1e6:.0f}" if level.peak_bytes else NONE, _of(level.equal, level.compared),
+            level.variant.label,
+            str(level.clients),
+            f"{level.tokens_per_second:.1f}",
+            milliseconds(level.token_p50_seconds),
+            milliseconds(level.token_p95_seconds),
+            milliseconds(level.request_p50_seconds),
+            milliseconds(level.request_p95_seconds),
+            f"{level.peak_bytes / 1e6:.0f}" if level.peak_bytes else NONE,
+            _of(level.equal, level.compared),
         )
         for level in figures.levels
-    )  # fmt: skip
+    )
     columns = (
-        "", "clients", "tok/s together", "token P50 ms", "token P95 ms", "request P50 ms", "request P95 ms", "peak MB", "same as alone",
-    )  # fmt: skip
+        "",
+        "clients",
+        "tok/s together",
+        "token P50 ms",
+        "token P95 ms",
+        "request P50 ms",
+        "request P95 ms",
+        "peak MB",
+        "same as alone",
+    )
     note = "Each client sends its next request when its last one is over." if rows else ""
     return TextTable(name="concurrency", title="Several requests at once", columns=columns, rows=rows, note=note)
 

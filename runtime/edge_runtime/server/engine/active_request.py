@@ -24,12 +24,16 @@ class Running:
         self.seat = seat
         ask = job.ask
         self.generation: Generation = session.generate(
-            job.ids, max_tokens=ask.max_tokens or session.target.context, sampling=ask.sampling,
+            job.ids,
+            max_tokens=ask.max_tokens or session.target.context,
+            sampling=ask.sampling,
             # Only so a seed repeats itself: rejection draws as the drafts fall, and rows that others computed may differ in their last bits.
             # And as many drafts as others' rejections leave would make forwards of other sizes.
-            acceptance="match" if ask.repeatable else DEFAULT_ACCEPTANCE, reuse_prefix=not ask.repeatable,
-            policy=session.settings.new_policy() if ask.repeatable else None, constraint=ask.constraint,
-        )  # fmt: skip
+            acceptance="match" if ask.repeatable else DEFAULT_ACCEPTANCE,
+            reuse_prefix=not ask.repeatable,
+            policy=session.settings.new_policy() if ask.repeatable else None,
+            constraint=ask.constraint,
+        )
         self._speech: Speech
         if isinstance(ask.prompt, Conversation):
             self._speech = ChannelParser(session.vocabulary, (*ask.stop, *template.stop))

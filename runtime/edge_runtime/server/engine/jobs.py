@@ -32,10 +32,16 @@ class Figures:
 def figures_of(stats: DecodeStats, tokens: int, energy: RunEnergy | None = None) -> Figures:
     """Returns the figures as they stand."""
     return Figures(
-        prompt_tokens=stats.prompt_tokens, cached_tokens=stats.reused_tokens, tokens=tokens, drafted=stats.drafted, accepted=stats.accepted,
-        prefill_seconds=stats.prefill_seconds, first_token_seconds=stats.first_token_seconds, decode_seconds=stats.decode_seconds,
+        prompt_tokens=stats.prompt_tokens,
+        cached_tokens=stats.reused_tokens,
+        tokens=tokens,
+        drafted=stats.drafted,
+        accepted=stats.accepted,
+        prefill_seconds=stats.prefill_seconds,
+        first_token_seconds=stats.first_token_seconds,
+        decode_seconds=stats.decode_seconds,
         energy=energy,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class Worker:
 
     def __init__(
         self, sessions: Sessions, template: ChatTemplate, *, waiting: int, note: Callable[[str], None], watch: SharedWatch | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._sessions = sessions.sessions
         self._lockstep = sessions.lockstep
         self._template = template
@@ -75,9 +75,11 @@ class Worker:
                 raise _ending()
             if self._submitted >= self._capacity:
                 raise ApiError(
-                    503, f"{self._submitted} requests are running or waiting, as many as may; try again soon", code="queue_full",
+                    503,
+                    f"{self._submitted} requests are running or waiting, as many as may; try again soon",
+                    code="queue_full",
                     headers={"Retry-After": str(RETRY_SECONDS)},
-                )  # fmt: skip
+                )
             self._submitted += 1
         job = Job(ask, deliver)
         self._inbox.put(job)
@@ -125,9 +127,10 @@ class Worker:
             raise RequestError(f"the prompt has a token id outside 0..{size - 1}; check where it came from")
         if len(ids) >= session.target.context:
             raise ApiError(
-                400, f"the prompt has {len(ids)} tokens, the context holds {session.target.context} with the answer; shorten it",
+                400,
+                f"the prompt has {len(ids)} tokens, the context holds {session.target.context} with the answer; shorten it",
                 code="context_length_exceeded",
-            )  # fmt: skip
+            )
         return ids
 
     def _call_off(self) -> None:

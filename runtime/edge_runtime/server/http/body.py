@@ -48,11 +48,8 @@ def _check_depth(value: object) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]  # fmt: skip
+            inner for outer in level if isinstance(outer, dict | list) for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
         if not level:
             return
     raise _too_deep()

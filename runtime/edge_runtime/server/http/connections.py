@@ -87,9 +87,19 @@ class TimedProtocol(H11Protocol):
 def server_config(app: App, connections: int) -> uvicorn.Config:
     """Returns how uvicorn runs an application for so many connections at once."""
     return uvicorn.Config(
-        app, http=TimedProtocol, loop="asyncio", ws="none", lifespan="off", interface="asgi3", log_level="warning", access_log=False,
-        proxy_headers=False, server_header=False, timeout_graceful_shutdown=_PATIENCE_SECONDS, limit_concurrency=connections,
-    )  # fmt: skip
+        app,
+        http=TimedProtocol,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=_PATIENCE_SECONDS,
+        limit_concurrency=connections,
+    )
 
 
 def run_server(config: uvicorn.Config, stop: Callable[[], None], listener: socket.socket) -> None:

@@ -20,16 +20,54 @@ COMPLETION_TOKENS = 16  # the API's own default for /v1/completions
 _SEEDS = 1 << 64
 # Asked for by clients that work with any server; nothing here depends on them.
 _IGNORED = {
-    "metadata", "model", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity",
-}  # fmt: skip
+    "metadata",
+    "model",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+    "verbosity",
+}
 _SHARED = {
-    "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "min_p", "n", "presence_penalty", "repetition_penalty", "seed", "stop",
-    "stream", "stream_options", "temperature", "top_k", "top_p",
-}  # fmt: skip
-_CHAT = _IGNORED | _SHARED | {
-    "audio", "chat_template_kwargs", "function_call", "functions", "max_completion_tokens", "messages", "modalities", "prediction",
-    "reasoning_effort", "response_format", "tool_choice", "tools", "top_logprobs", "web_search_options",
-}  # fmt: skip
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "max_tokens",
+    "min_p",
+    "n",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_k",
+    "top_p",
+}
+_CHAT = (
+    _IGNORED
+    | _SHARED
+    | {
+        "audio",
+        "chat_template_kwargs",
+        "function_call",
+        "functions",
+        "max_completion_tokens",
+        "messages",
+        "modalities",
+        "prediction",
+        "reasoning_effort",
+        "response_format",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "web_search_options",
+    }
+)
 _COMPLETION = _IGNORED | _SHARED | {"best_of", "echo", "prompt", "suffix"}
 
 
@@ -83,9 +121,7 @@ def read_completion(body: dict[str, Any]) -> Ask:
     return _ask(fields, _prompt(fields), fields.whole("max_tokens", 1, 1 << 31, COMPLETION_TOKENS))
 
 
-def _ask(
-    fields: Fields, prompt: str | tuple[int, ...] | Conversation, max_tokens: int | None, constraint: JsonSchema | None = None
-) -> Ask:  # fmt: skip
+def _ask(fields: Fields, prompt: str | tuple[int, ...] | Conversation, max_tokens: int | None, constraint: JsonSchema | None = None) -> Ask:
     fields.refuse("n", 1, why="there is one answer to a prompt")
     stream = fields.flag("stream")
     options = Fields(fields.object("stream_options") or {}, "stream_options")
@@ -93,9 +129,15 @@ def _ask(
         raise fields.wrong("stream_options", "is for streams; set stream to true, or leave it out")
     options.only({"include_usage", "continuous_usage_stats", "include_obfuscation"})
     return Ask(
-        prompt=prompt, max_tokens=max_tokens, sampling=_sampling(fields), stop=_stops(fields), stream=stream,
-        usage_at_end=options.flag("include_usage"), usage_always=options.flag("continuous_usage_stats"), constraint=constraint,
-    )  # fmt: skip
+        prompt=prompt,
+        max_tokens=max_tokens,
+        sampling=_sampling(fields),
+        stop=_stops(fields),
+        stream=stream,
+        usage_at_end=options.flag("include_usage"),
+        usage_always=options.flag("continuous_usage_stats"),
+        constraint=constraint,
+    )
 
 
 def _sampling(fields: Fields) -> SamplingParams:

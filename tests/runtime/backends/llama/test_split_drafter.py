@@ -80,7 +80,7 @@ class Reference:
             hook = self.assistant.post_projection.register_forward_pre_hook(lambda _, given, into=captured: into.append(given[0]))
             output = self.assistant(
                 inputs_embeds=embeddings, shared_kv_states=self.rows_before(position), position_ids=torch.tensor([[position]])
-            )  # fmt: skip
+            )
             hook.remove()
             yield output.logits[0, -1].numpy(), self.assistant.lm_head(captured[0])[0, -1].numpy()
             hidden, last = output.last_hidden_state, token
