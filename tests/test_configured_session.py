@@ -32,11 +32,11 @@ def support(drafter: object) -> int:
     assert isinstance(drafter, LlamaSplitDrafter)
     seen: list[int] = []
 
-    def choose(logits, tokens=None):
+    def sampler(logits, tokens=None):
         seen.append(len(logits))
         return int(tokens[logits.argmax()])
 
-    drafter.draft(1, 1, choose)
+    drafter.draft(1, 1, sampler)
     return seen[0]
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Logits = NDArray[np.float32]
 
 
-class Choose(Protocol):
+class DraftSampler(Protocol):
     """Picks one draft; called once per draft, in order."""
 
     def __call__(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
@@ -27,7 +27,7 @@ class Choose(Protocol):
 
 
 # Asked after each draft with the drafter's own probability of its likeliest token there; says whether to draft another.
-GoOn = Callable[[float], bool]
+ShouldContinue = Callable[[float], bool]
 
 
 class Target(Protocol):
@@ -80,12 +80,14 @@ class SavableTarget(Target, Protocol):
 class Drafter(Protocol):
     """Proposes tokens that follow `last`, the newest token, which is not in the target's cache yet."""
 
-    stepwise: bool  # whether it asks `go_on`
+    stepwise: bool  # whether it asks `should_continue`
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
-        """Returns at most `draft_length` token ids; may return fewer, as where `go_on` says no. Leaves the target's cache as it is.
+    def draft(
+        self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
+    ) -> list[int]:
+        """Returns at most `draft_length` token ids; may return fewer, as where `should_continue` says no. Leaves the target's cache as it is.
 
-        Each is the likeliest, or what `choose` picks. A token that `choose` picked must be returned, before any that it did not pick:
+        Each is the likeliest, or what `sampler` picks. A token that `sampler` picked must be returned, before any that it did not pick:
         to drop one for what it is would bend the distribution of the output.
         """
 
@@ -94,24 +96,24 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftAsk:
+class DraftRequest:
     """A draft for one of the sequences that share a context; the other fields are the arguments of `Drafter.draft`."""
 
     sequence: int
     last: int
     draft_length: int
-    choose: Choose | None = None
-    go_on: GoOn | None = None
+    sampler: DraftSampler | None = None
+    should_continue: ShouldContinue | None = None
 
 
-class Together(Protocol):
+class SequenceBatch(Protocol):
     """Sequences that share a context, so that one forward serves several. The asks of a call are for different ones."""
 
     @property
     def targets(self) -> Sequence[Target]:
         """The sequences' targets; a sequence's number is its place here."""
 
-    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         """Drafts for each as its `Drafter.draft` would."""
 
     def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:

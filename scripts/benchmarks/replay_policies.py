@@ -24,7 +24,7 @@ from rich.table import Table
 
 from edge_runtime.bench.measure.prompts import DOMAINS, prepare, read_prompts, shipped_prompts
 from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
-from edge_runtime.decoding.acceptance import Verdict, accept_greedy
+from edge_runtime.decoding.acceptance import VerifyResult, accept_greedy
 from edge_runtime.decoding.acceptance_rules import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
@@ -65,7 +65,7 @@ class _Recorder(GreedyRule):
         self._confidences = []
         return MAX_DRAFT_LENGTH
 
-    def go_on(self, confidence: float) -> bool:
+    def should_continue(self, confidence: float) -> bool:
         self._confidences.append(confidence)
         return True
 
@@ -75,10 +75,10 @@ class _Recorder(GreedyRule):
     def padding(self, drafted: int) -> int:  # noqa: ARG002
         return 0
 
-    def accept(self, drafts: Sequence[int], logits: Logits) -> Verdict:
+    def accept(self, drafts: Sequence[int], logits: Logits) -> VerifyResult:
         stands = accept_greedy(drafts, logits)
         self.places.append(Place(tuple(self._confidences), stands.accepted))
-        return Verdict(accepted=0, next_token=drafts[0] if stands.accepted else stands.next_token)
+        return VerifyResult(accepted=0, next_token=drafts[0] if stands.accepted else stands.next_token)
 
     def hear(self, right: bool) -> None: ...
     def timed(self, timing: Timing) -> None: ...
@@ -125,7 +125,7 @@ class Replay:
         length, drafted = min(policy.draft_length(), left - 1), 0
         while drafted < length:
             drafted += 1
-            if policy.go_on is not None and not policy.go_on(place.confidences[drafted - 1]):
+            if policy.should_continue is not None and not policy.should_continue(place.confidences[drafted - 1]):
                 break
         seconds = self.costs.draft(drafted)
         accepted = min(drafted, place.accepted)

@@ -18,7 +18,7 @@ from typing import Any
 
 from chat_words import SpeakingTarget, chat_session
 from edge_devices.energy.shared_watch import SharedWatch
-from edge_runtime.interfaces import DraftAsk, Logits
+from edge_runtime.interfaces import DraftRequest, Logits
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.session.open import Sessions
 from edge_runtime.text.chat_template import bundle_template
@@ -33,7 +33,7 @@ class SpeakingTogether:
         self.targets = list(targets)
         self.before_forward: Callable[[], None] = lambda: None
 
-    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         return [[] for _ in asks]
 
     def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:

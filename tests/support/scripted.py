@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.bundle.bundle import Architecture, Bundle, CacheLayout, LayerCache, Manifest, RuntimeSettings
-from edge_runtime.interfaces import Choose, GoOn, Logits
+from edge_runtime.interfaces import DraftSampler, Logits, ShouldContinue
 from edge_runtime.session.session import Session
 
 VOCABULARY = 17
@@ -84,7 +84,9 @@ class ScriptedDrafter:
         self.lengths: list[int] = []
         self.closed = False
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
+    def draft(
+        self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
+    ) -> list[int]:
         context = [*self._target.cache, last]
         drafts: list[int] = []
         for position in range(draft_length):

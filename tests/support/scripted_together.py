@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.interfaces import DraftAsk, Logits
+from edge_runtime.interfaces import DraftRequest, Logits
 from edge_runtime.session.open import Sessions
 from edge_runtime.session.session import Session
 from scripted import MANIFEST, LetterVocabulary, ScriptedDrafter, ScriptedTarget, next_token
@@ -20,8 +20,8 @@ class ScriptedTogether:
         self.drafters = [ScriptedDrafter(target, lambda c, i: next_token(c) if i < 2 else 0) for target in self.targets]
         self.forwards: list[list[int]] = []
 
-    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
-        return [self.drafters[ask.sequence].draft(ask.last, ask.draft_length, ask.choose) for ask in asks]
+    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self.drafters[ask.sequence].draft(ask.last, ask.draft_length, ask.sampler) for ask in asks]
 
     def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
         self.forwards.append([len(tokens) for _, tokens in asks])

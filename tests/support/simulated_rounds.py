@@ -53,7 +53,7 @@ def rate(
             standing = standing and chances.random() < chance
             accepted += standing
             confidence = min(max(chance + chances.gauss(0, 0.05), 0.001), 0.999)
-            if policy.go_on is not None and not policy.go_on(confidence):
+            if policy.should_continue is not None and not policy.should_continue(confidence):
                 break
         drafting = costs.draft(drafted)
         steps = drafted

@@ -15,7 +15,7 @@ from edge_runtime.decoding.acceptance_rules import AcceptanceRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
-from edge_runtime.interfaces import Choose, GoOn, Logits
+from edge_runtime.interfaces import DraftSampler, Logits, ShouldContinue
 from scripted import ScriptedTarget
 
 Row = Callable[[Sequence[int]], Logits]
@@ -52,7 +52,9 @@ class StochasticDrafter:
         self._row = row
         self._support = support
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
+    def draft(
+        self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
+    ) -> list[int]:
         context = [*self._target.cache, last]
         for _ in range(draft_length):
             logits, tokens = self._row(context).copy(), None
@@ -61,12 +63,12 @@ class StochasticDrafter:
                 logits = logits[tokens]
             sure = 1 / float(np.exp(logits - logits.max()).sum())
             best = int(logits.argmax()) if tokens is None else int(tokens[logits.argmax()])
-            chosen = choose(logits, tokens) if choose else best
+            chosen = sampler(logits, tokens) if sampler else best
             logits.fill(np.nan)
             if chosen is None:
                 break
             context.append(chosen)
-            if go_on is not None and not go_on(sure):
+            if should_continue is not None and not should_continue(sure):
                 break
         return context[self._target.length + 1 :]
 
@@ -75,9 +77,11 @@ class StochasticDrafter:
 
 
 class CertainDrafter(StochasticDrafter):
-    """Ignores `choose`, as a lookup does: drafts its likeliest tokens."""
+    """Ignores `sampler`, as a lookup does: drafts its likeliest tokens."""
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
+    def draft(
+        self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
+    ) -> list[int]:
         return super().draft(last, draft_length)
 
 

@@ -15,7 +15,7 @@ from edge_devices.files.temp_files import clear_leftovers, temporary_of
 _PRIVATE = 0o600
 
 
-def write_whole(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) -> None:
+def atomic_write(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) -> None:
     """Writes the parts under a temporary name beside `path` and renames it; what was there stays until then. Raises OSError.
 
     A link stays one: the file it leads to is written. What earlier processes left of this file is removed first.

@@ -7,7 +7,7 @@ import os
 import platform
 from pathlib import Path
 
-from edge_devices.files.atomic_write import write_whole
+from edge_devices.files.atomic_write import atomic_write
 
 CACHE_VARIABLE = "EDGE_MTP_CACHE"
 MAX_CACHE_BYTES = 1 << 20
@@ -49,7 +49,7 @@ def remember_entry(path: Path, key: str, value: object) -> OSError | None:
     kept = dict([*list(entries.items())[-MAX_REMEMBERED + 1 :], (key, value)])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, [json.dumps(kept, indent=2).encode()])
+        atomic_write(path, [json.dumps(kept, indent=2).encode()])
     except OSError as error:
         return error
     return None

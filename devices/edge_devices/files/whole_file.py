@@ -12,7 +12,7 @@ from pathlib import Path
 from edge_devices.errors import DeviceError
 
 
-def write_whole(path: Path, lines: Iterable[str]) -> None:
+def atomic_write(path: Path, lines: Iterable[str]) -> None:
     """Writes lines to a temporary name beside `path` and renames it; raises DeviceError, with nothing left behind, when that fails.
 
     A link stays one: the file it leads to is written.

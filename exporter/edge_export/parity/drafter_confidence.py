@@ -21,7 +21,7 @@ class _Learner(CountingPolicy):
         self.model = AcceptanceModel()
         self._kinds: list[int] = []
 
-    def go_on(self, confidence: float) -> bool:  # type: ignore[override]
+    def should_continue(self, confidence: float) -> bool:  # type: ignore[override]
         """Takes in how sure the drafter is."""
         self._kinds.append(self.model.kind(confidence, len(self._kinds)))
         return True

@@ -24,7 +24,7 @@ from edge_runtime.bench.devices.results import find_results
 from edge_runtime.bench.measure.benchmark import Benchmark, BenchRequest
 from edge_runtime.bench.measure.energy import find_meter, is_energy_log, measure_energy, read_energy
 from edge_runtime.bench.measure.prompts import DOMAINS, Prompt, read_prompts, shipped_prompts
-from edge_runtime.bench.measure.record_file import RecordFile, write_whole
+from edge_runtime.bench.measure.record_file import RecordFile, atomic_write
 from edge_runtime.bench.measure.records import Note, Record, collect, read_records
 from edge_runtime.bench.measure.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_lengths, parse_names, parse_numbers
 from edge_runtime.bench.report.figures import Figures, figures
@@ -71,7 +71,7 @@ class Outputs:
         if self.html is not None:
             from edge_runtime.bench.report.html import report_page
 
-            write_whole(self.html, report_page(result))
+            atomic_write(self.html, report_page(result))
         if self._write_json(result.to_json()):
             print_report(result)
 
@@ -80,7 +80,7 @@ class Outputs:
         if self.html is not None:
             from edge_runtime.bench.report.html import energy_page
 
-            write_whole(self.html, energy_page(report, log))
+            atomic_write(self.html, energy_page(report, log))
         if self._write_json(report.to_json()):
             for line in report_lines(report):
                 click.echo(line)
@@ -92,7 +92,7 @@ class Outputs:
             if self.json_path == STDOUT:
                 click.echo(text, nl=False)
             else:
-                write_whole(Path(self.json_path), text)
+                atomic_write(Path(self.json_path), text)
         return self.json_path != STDOUT
 
 

@@ -16,7 +16,7 @@ from edge_runtime.drafting.acceptance_model import EXPORTED, AcceptanceModel
 CACHE_NAME = "drafts.json"
 
 
-class DraftMemory:
+class AcceptanceCache:
     """The memory of one pair and drafter, which all sessions on it share. `facts` tell the pair and drafter from all others."""
 
     def __init__(self, facts: Sequence[object], folder: Path | None = None, exported: object = None) -> None:

@@ -20,14 +20,14 @@ class LogitRows(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class VerifyResult:
     """`accepted` drafts stand, in order from the first; `next_token` is the target's own token after them, always there."""
 
     accepted: int
     next_token: int
 
 
-def accept_greedy(drafts: Sequence[int], logits: LogitRows) -> Verdict:
+def accept_greedy(drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
     """Accepts the longest prefix of `drafts` that the target would have chosen itself.
 
     `logits` are float32 [len(drafts) + 1, vocabulary]; row i predicts the token at draft i's place. Rows after the first
@@ -46,22 +46,22 @@ def likeliest(row: Logits) -> int:
     return best
 
 
-def accept_by_match(drafts: Sequence[int], choose: Callable[[int], int]) -> Verdict:
+def accept_by_match(drafts: Sequence[int], sampler: Callable[[int], int]) -> VerifyResult:
     """Accepts drafts as long as they equal what the target chooses at their places; `choose(i)` is asked once per place, in order.
 
     All emitted tokens are the target's own choices: drafts change nothing but how many of them one forward yields, so the same
     random numbers give the same output for any drafter. Positions after the first mismatch are not asked for.
     """
     for position, draft in enumerate(drafts):
-        choice = choose(position)
+        choice = sampler(position)
         if choice != draft:
-            return Verdict(accepted=position, next_token=choice)
-    return Verdict(accepted=len(drafts), next_token=choose(len(drafts)))
+            return VerifyResult(accepted=position, next_token=choice)
+    return VerifyResult(accepted=len(drafts), next_token=sampler(len(drafts)))
 
 
 def accept_by_rejection(
     drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution], random: Callable[[], float]
-) -> Verdict:
+) -> VerifyResult:
     """Speculative sampling: emits tokens distributed as the target's, if draft i was drawn from `proposed[i]`.
 
     With p = `target(i)` and q = `proposed[i]` a draft x stands with probability min(1, p(x) / q(x)); in place of the first that does
@@ -71,5 +71,5 @@ def accept_by_rejection(
     for position, draft in enumerate(drafts):
         p, q = target(position), proposed[position]
         if random() * q.of(draft) >= p.of(draft):
-            return Verdict(accepted=position, next_token=p.less(q).draw(random()))
-    return Verdict(accepted=len(drafts), next_token=target(len(drafts)).draw(random()))
+            return VerifyResult(accepted=position, next_token=p.less(q).draw(random()))
+    return VerifyResult(accepted=len(drafts), next_token=target(len(drafts)).draw(random()))

@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.decoding.acceptance import LogitRows, Verdict, accept_by_match, accept_by_rejection, accept_greedy
+from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_match, accept_by_rejection, accept_greedy
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import NothingToDraw, Sampler, SamplingParams
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.interfaces import Choose, Logits
+from edge_runtime.interfaces import DraftSampler, Logits
 
 ACCEPTANCE_METHODS = ("rejection", "match")
 # The better one at temperatures 0.3, 0.7 and 1.0 (scripts/benchmarks/bench_sampling.py; README, results).
@@ -20,18 +20,18 @@ DEFAULT_ACCEPTANCE = "rejection"
 
 
 class AcceptanceRule(Protocol):
-    """Belongs to one request. A round asks `choose` for each draft, in order, then `admit` once, then `accept` once."""
+    """Belongs to one request. A round asks `sampler` for each draft, in order, then `admit` once, then `accept` once."""
 
     any_prefix: bool  # whether drafts may be left unverified by what later ones look like, without moving the output's distribution
 
     @property
-    def choose(self) -> Choose | None:
+    def sampler(self) -> DraftSampler | None:
         """How the drafter picks a draft from its own logits; None: the likeliest."""
 
     def admit(self, drafts: list[int]) -> list[int]:
         """Returns the drafts that are worth verifying: those before the first that cannot stand whatever the target says."""
 
-    def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
         """Judges a round's drafts on the target's logits, float32 [len(drafts) + 1, vocabulary]; the verdict's tokens become the past."""
 
 
@@ -39,13 +39,13 @@ class GreedyRule:
     """The target's likeliest token, always. Looks at no distribution and keeps no past."""
 
     any_prefix = True
-    choose = None
+    sampler = None
 
     def admit(self, drafts: list[int]) -> list[int]:
         """All."""
         return drafts
 
-    def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
         """Accepts the longest prefix that the target would have chosen itself."""
         return accept_greedy(drafts, logits)
 
@@ -82,11 +82,11 @@ class MatchRule(_SampledRule):
     any_prefix = True
 
     @property
-    def choose(self) -> Choose | None:
+    def sampler(self) -> DraftSampler | None:
         """None unless bias or penalties move the likeliest token."""
         return self._choose if self._sampler.adjusts else None
 
-    def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
         """One random number per emitted token, so a seed gives the same output with any drafts and with none."""
         verdict = accept_by_match(drafts, lambda position: self._target(drafts, logits, position).draw(self._random()))
         self._remember([*drafts[: verdict.accepted], verdict.next_token])
@@ -108,11 +108,11 @@ class RejectionRule(_SampledRule):
         super().__init__(sampler, past, random)
 
     @property
-    def choose(self) -> Choose | None:
+    def sampler(self) -> DraftSampler | None:
         """Draws and remembers what it drew from."""
         return self._choose
 
-    def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
         """Drafts that were not drawn (from a lookup, say) count as certain. Raises BackendError if drawn ones are missing or changed:
         the output would no longer have the target's distribution.
         """

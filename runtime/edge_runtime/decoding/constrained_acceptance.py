@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.decoding.acceptance import LogitRows, Verdict, accept_by_match
+from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_match
 from edge_runtime.decoding.acceptance_rules import GREEDY, AcceptanceRule
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import Choose, Logits
+from edge_runtime.interfaces import DraftSampler, Logits
 from edge_runtime.text.constraints import Constraint
 
 _NEVER = np.float32(-np.inf)
@@ -35,7 +35,7 @@ class _ConstrainedRule(ABC):
         self._drawn: list[int] = []
 
     @property
-    def choose(self) -> Choose | None:
+    def sampler(self) -> DraftSampler | None:
         """Picks a valid draft, or ends the draft where the drafter has no candidate for one."""
         return self._choose
 
@@ -66,7 +66,7 @@ class ConstrainedGreedyRule(_ConstrainedRule):
 
     any_prefix = True
 
-    def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
         """Accepts the longest prefix that the target would have chosen itself. Raises RequestError where it can choose nothing."""
         return accept_by_match(drafts, lambda position: self._target(drafts[:position], logits[position]))
 
@@ -99,7 +99,7 @@ class ConstrainedSampledRule(_ConstrainedRule):
         self._rule = rule
         self.any_prefix = rule.any_prefix
 
-    def accept(self, drafts: Sequence[int], logits: LogitRows) -> Verdict:
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
         """Judges as the other rule does; rows are masked when it looks at them."""
         return self._rule.accept(drafts, _MaskedRows(self, drafts, logits))
 
@@ -108,9 +108,9 @@ class ConstrainedSampledRule(_ConstrainedRule):
         best = int(masked.argmax())
         if not masked[best] > _NEVER:
             return None
-        if self._rule.choose is None:
+        if self._rule.sampler is None:
             return best if tokens is None else int(tokens[best])
-        token = self._rule.choose(masked, tokens)
+        token = self._rule.sampler(masked, tokens)
         # A bias may have banned all that the constraint leaves.
         return token if token is not None and self._constraint.allowed(self._drawn)[token] else None
 

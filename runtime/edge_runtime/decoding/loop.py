@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from edge_runtime.decoding.acceptance_rules import GREEDY, AcceptanceRule
 from edge_runtime.drafting.policies import DraftLengthPolicy, Timing
-from edge_runtime.interfaces import DraftAsk, Drafter, Logits, Target
+from edge_runtime.interfaces import Drafter, DraftRequest, Logits, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Decoding:
         """Whether `max_tokens` tokens are out, `ends` said yes, or the context is full."""
         return self.ended or self._left <= 0 or self._target.length >= self._target.context
 
-    def ask(self, sequence: int = 0, requests: int = 1) -> DraftAsk:
+    def ask(self, sequence: int = 0, requests: int = 1) -> DraftRequest:
         """Begins a round that `requests` requests share: says what to draft, at most. A `draft_length` of 0 asks for nothing."""
         target = self._target
         self._start, self._asked = target.length, 0
@@ -69,8 +69,10 @@ class Decoding:
         self._room = min(self._left - 1, target.context - target.length - 1, target.rewind_slack)
         length = min(self._policy.draft_length(requests, any_prefix=self.rule.any_prefix), self._room)
         # What is not verified must not be drawn either: the rule would wait for a verdict on it.
-        choose = None if self._policy.listening else self.rule.choose
-        return DraftAsk(sequence=sequence, last=self.last, draft_length=length, choose=choose, go_on=self._policy.go_on)
+        sampler = None if self._policy.listening else self.rule.sampler
+        return DraftRequest(
+            sequence=sequence, last=self.last, draft_length=length, sampler=sampler, should_continue=self._policy.should_continue
+        )
 
     def rows(self, drafts: list[int]) -> list[int]:
         """Takes the round's drafts; returns the tokens to verify: the newest, the drafts worth it, and padding that nobody looks at."""
@@ -126,7 +128,7 @@ def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Itera
         begin = time.perf_counter()
         ask = decoding.ask()
         wanted = drafter is not None and ask.draft_length > 0
-        drafts = drafter.draft(ask.last, ask.draft_length, ask.choose, ask.go_on) if drafter and wanted else []
+        drafts = drafter.draft(ask.last, ask.draft_length, ask.sampler, ask.should_continue) if drafter and wanted else []
         middle = time.perf_counter()
         logits = target.verify(decoding.rows(drafts))
         yield decoding.settle(logits, decoding.timing(middle - begin, time.perf_counter() - middle))

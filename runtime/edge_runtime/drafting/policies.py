@@ -9,7 +9,7 @@ from typing import Protocol
 
 from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import GoOn
+from edge_runtime.interfaces import ShouldContinue
 
 COUNTING_POLICIES = ("fixed", "rolling", "stepped")
 POLICIES = ("profit", *COUNTING_POLICIES)
@@ -35,7 +35,7 @@ class DraftLengthPolicy(Protocol):
     """Decides before each round, and if it likes after each draft; is told what became of it."""
 
     @property
-    def go_on(self) -> GoOn | None:
+    def should_continue(self) -> ShouldContinue | None:
         """Asked by the drafter after each draft whether to draft another; None: always."""
 
     @property
@@ -67,7 +67,7 @@ class DraftLengthPolicy(Protocol):
 class CountingPolicy:
     """What policies have in common that decide before a round, by counts alone."""
 
-    go_on = None
+    should_continue = None
     listening = False
 
     def keep(self, drafted: int) -> int:

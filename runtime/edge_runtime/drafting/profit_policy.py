@@ -58,7 +58,7 @@ class Profit:
     """
 
     def __init__(self, costs: Costs, model: Acceptance, *, longest: int = MAX_DRAFT_LENGTH, stepwise: bool = True) -> None:
-        """`longest` bounds a draft. `stepwise`: the drafter asks `go_on` after each draft; otherwise the length is decided before."""
+        """`longest` bounds a draft. `stepwise`: the drafter asks `should_continue` after each draft; otherwise the length is decided before."""
         self._costs = costs
         self._model = model
         self._longest = longest
@@ -101,7 +101,7 @@ class Profit:
         return self._mode == "listen"
 
     def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:
-        """Returns the most tokens to draft now; `go_on` may end the draft earlier."""
+        """Returns the most tokens to draft now; `should_continue` may end the draft earlier."""
         if requests != self._requests:
             self._requests, self._stale, self._unread = requests, True, 0
         stale = self._stale or any_prefix != self._any_prefix
@@ -178,7 +178,7 @@ class Profit:
             worth = np.maximum(worth, further.max(axis=0))
         return float(kinds @ worth) - rate * float(drafts[0] - self._draft_costs[drafted]) - self._worth
 
-    def go_on(self, confidence: float) -> bool:
+    def should_continue(self, confidence: float) -> bool:
         """Hears how sure the drafter is of the token it just drafted; returns whether another pays."""
         self._draft_of(self._model.kind(confidence, len(self._kinds)))
         self._confidences.append(confidence)
@@ -201,7 +201,7 @@ class Profit:
         return min(self._verified, drafted)
 
     def _hear_of(self, drafted: int) -> None:
-        """Takes in drafts of a drafter that did not ask `go_on`."""
+        """Takes in drafts of a drafter that did not ask `should_continue`."""
         while len(self._kinds) < drafted:
             self._draft_of(self._model.kind(1.0, len(self._kinds)))
 

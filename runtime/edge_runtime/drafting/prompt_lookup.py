@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.interfaces import Choose, GoOn, Target
+from edge_runtime.interfaces import DraftSampler, ShouldContinue, Target
 
 # A longer match says more about what follows; one token alone says too little to pay for verifying the draft.
 LONGEST_MATCH = 4
@@ -23,10 +23,16 @@ class LookupDrafter:
     def __init__(self, target: Target) -> None:
         self._target = target
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:  # noqa: ARG002
+    def draft(
+        self,
+        last: int,
+        draft_length: int,
+        sampler: DraftSampler | None = None,  # noqa: ARG002
+        should_continue: ShouldContinue | None = None,  # noqa: ARG002
+    ) -> list[int]:
         """Returns `draft_length` tokens, or none where the newest SHORTEST_MATCH tokens are new to the text.
 
-        There are no logits for `choose` to pick from: what is copied counts as certain. Where the copy reaches the end of the text it goes on with itself, so that a loop is drafted as a loop.
+        There are no logits for `sampler` to pick from: what is copied counts as certain. Where the copy reaches the end of the text it goes on with itself, so that a loop is drafted as a loop.
         """
         tokens = self._target.tokens
         for length in range(min(LONGEST_MATCH, len(tokens)), SHORTEST_MATCH - 1, -1):

@@ -11,7 +11,7 @@ from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.policies import DraftLengthPolicy, Timing
 from edge_runtime.drafting.rejection_window import WINDOW_TOKENS, Event, EventKind, RejectionWindow
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import GoOn
+from edge_runtime.interfaces import ShouldContinue
 
 LIMIT = 0.5
 # While stopped: plain rounds before the first probe, doubled after each that fails, and drafted tokens in a probe, one per round.
@@ -91,9 +91,9 @@ class Guarded:
         self._on_event = on_event
 
     @property
-    def go_on(self) -> GoOn | None:
+    def should_continue(self) -> ShouldContinue | None:
         """The policy's."""
-        return self._policy.go_on
+        return self._policy.should_continue
 
     @property
     def listening(self) -> bool:

@@ -10,23 +10,23 @@ from collections.abc import Iterator, Sequence
 
 from edge_runtime.decoding.loop import Round
 from edge_runtime.errors import EdgeRuntimeError, RequestError
-from edge_runtime.interfaces import DraftAsk, Drafter, Logits, Target, Together
+from edge_runtime.interfaces import Drafter, DraftRequest, Logits, SequenceBatch, Target
 from edge_runtime.session.generation import Generation
 
 _OVER = object()
 
 
-class Alone:
-    """One sequence as a `Together` of its own, for backends that run no more."""
+class SingleSequence:
+    """One sequence as a `SequenceBatch` of its own, for backends that run no more."""
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
         self.targets = (target,)
         self._drafter = drafter
 
-    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         """Drafts for the one."""
         drafter = self._drafter
-        return [drafter.draft(ask.last, ask.draft_length, ask.choose, ask.go_on) if drafter else [] for ask in asks]
+        return [drafter.draft(ask.last, ask.draft_length, ask.sampler, ask.should_continue) if drafter else [] for ask in asks]
 
     def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
         """Verifies for the one."""
@@ -39,10 +39,10 @@ class Alone:
         self.targets[0].close()
 
 
-class Lockstep:
+class BatchDecoder:
     """Runs requests of different sequences of one context. Requests may join and leave between two steps."""
 
-    def __init__(self, together: Together) -> None:
+    def __init__(self, together: SequenceBatch) -> None:
         self._together = together
         self._joining: dict[Generation, Iterator[None]] = {}
         self._running: list[Generation] = []

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edge_devices.files.atomic_write import write_whole
+from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.typed_json import StructureError, from_json, to_json
 from edge_runtime.errors import RequestError
@@ -29,7 +29,7 @@ def save(path: Path, settings: Any, messages: Sequence[dict[str, Any]]) -> None:
     data["sampling"]["logit_bias"] = {str(k): "-inf" if v == -math.inf else v for k, v in settings.sampling.logit_bias.items()}
     record = {"format": FORMAT, "version": VERSION, "settings": data, "messages": list(messages)}
     try:
-        write_whole(path, [json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False).encode(), b"\n"])
+        atomic_write(path, [json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False).encode(), b"\n"])
     except (OSError, ValueError) as error:
         raise RequestError(f"the conversation cannot be saved to {path} ({error}); choose another place") from error
 

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.files.atomic_write import write_whole
+from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.typed_json import StructureError, from_json, to_json
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.errors import RequestError
@@ -132,6 +132,6 @@ def _digest(tokens: bytes, state: bytes) -> str:
 
 def _write(path: Path, parts: tuple[bytes, ...]) -> None:
     try:
-        write_whole(path, parts)
+        atomic_write(path, parts)
     except OSError as error:
         raise RequestError(f"the state cannot be written to {path} ({error.strerror}); choose another place") from error

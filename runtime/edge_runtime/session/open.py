@@ -14,7 +14,7 @@ from edge_runtime.backends.selection import BackendKind, choose_backend
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType, check_kv_type
-from edge_runtime.calibration.acceptance_cache import DraftMemory
+from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.calibration.first_use import MeasuredPair, PowerSource, measured_costs, measured_threads
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.schema import SpeculativeConfig
@@ -24,10 +24,10 @@ from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import Drafter, Target, Together
+from edge_runtime.interfaces import Drafter, SequenceBatch, Target
 from edge_runtime.planning.memory import Opening
 from edge_runtime.planning.memory_check import available_memory, check_memory, memory_bytes
-from edge_runtime.session.batch import Alone, Lockstep
+from edge_runtime.session.batch import BatchDecoder, SingleSequence
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.session.session import Session
@@ -72,9 +72,9 @@ class Sessions:
     Close this, not the single sessions; or use it as a context manager.
     """
 
-    def __init__(self, sessions: Sequence[Session], together: Together) -> None:
+    def __init__(self, sessions: Sequence[Session], together: SequenceBatch) -> None:
         self.sessions = tuple(sessions)
-        self.lockstep = Lockstep(together)
+        self.lockstep = BatchDecoder(together)
         self._together = together
 
     def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
@@ -120,7 +120,7 @@ def open_sessions(folder: Path | str, count: int, **options: Unpack[OpenOptions]
     if count > 1:
         raise RequestError(f"{count} sessions at once run on llama.cpp only; ask for 1, or for the llama backend")
     session = _open_onnx(opening, options)
-    return Sessions([session], Alone(session.target, session.drafter))
+    return Sessions([session], SingleSequence(session.target, session.drafter))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ def _open_onnx(opening: _Opening, options: OpenOptions) -> Session:
 def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions:
     from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.library import library_version, system_info
-    from edge_runtime.backends.llama.open import open_together
+    from edge_runtime.backends.llama.open import open_batch
     from edge_runtime.calibration.crash_probe import probe_load_options
 
     if options.get("execution_provider") is not None or options.get("uniform_rows") or options.get("keep_packed"):
@@ -195,7 +195,7 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
     paths = [bundle.folder / file.path for file in probed]
     quantizations = [file.quantization or "unknown" for file in probed]
     answer = probe_load_options(paths[0], paths[1] if has_model else None, quantizations, notify=opening.notify)
-    together, kind = open_together(
+    together, kind = open_batch(
         bundle,
         LlamaOptions(
             context=settings.context,
@@ -228,12 +228,12 @@ def _open_llama(opening: _Opening, count: int, options: OpenOptions) -> Sessions
     return Sessions(sessions, together)
 
 
-def _memory(opening: _Opening, backend: str, kind: DrafterKind) -> DraftMemory:
+def _memory(opening: _Opening, backend: str, kind: DrafterKind) -> AcceptanceCache:
     """Drafts of one pair are alike on all machines, but not on both backends, whose weights differ."""
     manifest = opening.bundle.manifest
     measured = (manifest.parity or {}) if backend == "llama" else (manifest.parity or {}).get("onnx")
     drafts = measured.get("drafts") if isinstance(measured, dict) else None
-    return DraftMemory(
+    return AcceptanceCache(
         [backend, kind, *(file.sha256 for file in manifest.files)], exported=drafts.get("confidence") if isinstance(drafts, dict) else None
     )
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, Bundle
-from edge_runtime.calibration.acceptance_cache import DraftMemory
+from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.config.settings import Settings, resolve_settings
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.loop import Round
@@ -42,7 +42,7 @@ class Session:
         settings: Settings | None = None,
         monitor: Monitor | None = None,
         costs: Callable[[], Costs] | None = None,
-        memory: DraftMemory | None = None,
+        memory: AcceptanceCache | None = None,
     ) -> None:
         """`settings` None takes the bundle's recommendation; `monitor` None one that only counts. `costs` is asked once, when the
         policy `profit` is first used: without it that policy drafts a fixed length over the safety net. `memory` is what that policy

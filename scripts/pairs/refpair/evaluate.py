@@ -36,14 +36,16 @@ class Acceptance:
 
 
 @torch.no_grad()
-def write_on(target: Gemma4ForCausalLM, prompts: np.ndarray, new_tokens: int, choose: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
-    """Continues prompts [N, P] by `new_tokens` tokens each; `choose` maps logits [N, V] to ids [N]. Returns [N, P + new_tokens]."""
+def write_on(
+    target: Gemma4ForCausalLM, prompts: np.ndarray, new_tokens: int, sampler: Callable[[torch.Tensor], torch.Tensor]
+) -> np.ndarray:
+    """Continues prompts [N, P] by `new_tokens` tokens each; `sampler` maps logits [N, V] to ids [N]. Returns [N, P + new_tokens]."""
     tokens = torch.from_numpy(prompts.astype(np.int64))
     cache, step = DynamicCache(config=target.config), tokens
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for _ in range(new_tokens):
             logits = target(input_ids=step, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
-            step = choose(logits)[:, None]
+            step = sampler(logits)[:, None]
             tokens = torch.cat([tokens, step], dim=1)
     return tokens.numpy().astype(np.uint16)
 

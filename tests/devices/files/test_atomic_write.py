@@ -15,7 +15,7 @@ import pytest
 
 from edge_devices.errors import DeviceError
 from edge_devices.files import whole_file as devices_whole_file
-from edge_devices.files.atomic_write import write_whole
+from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.temp_files import held, leftovers_of, temporary_of
 from edge_devices.files.user_cache import read_entries, remember_entry
 from edge_runtime.bench.measure.record_file import RecordFile
@@ -30,10 +30,10 @@ def dead_process() -> int:
 
 def test_the_file_is_its_owner_s_and_nothing_else_is_left(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    write_whole(path, [b"a", b"bc"])
+    atomic_write(path, [b"a", b"bc"])
     assert path.read_bytes() == b"abc"
     assert path.stat().st_mode & 0o777 == 0o600
-    write_whole(path, [b"new"], mode=0o644)
+    atomic_write(path, [b"new"], mode=0o644)
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o644)
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
@@ -48,7 +48,7 @@ def test_the_old_file_survives_a_failed_write(tmp_path: Path, error: BaseExcepti
         raise error
 
     with pytest.raises(type(error)):
-        write_whole(path, parts())
+        atomic_write(path, parts())
     assert path.read_bytes() == b"old"
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
@@ -58,7 +58,7 @@ def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            write_whole(tmp_path / "file", [b"x" * 5000])
+            atomic_write(tmp_path / "file", [b"x" * 5000])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
@@ -72,7 +72,7 @@ def test_leftovers_of_dead_processes_go_and_those_of_running_ones_stay(tmp_path:
     (tmp_path / f".other.partial-{dead}").write_bytes(b"another file's")
     (tmp_path / ".file.partial-999999999999").symlink_to(tmp_path)
     assert [found.name for found in leftovers_of(path)] == [f".file.partial-{dead}"]
-    write_whole(path, [b"new"])
+    atomic_write(path, [b"new"])
     assert not (tmp_path / f".file.partial-{dead}").exists()
     assert len(list(tmp_path.iterdir())) == 5
 
@@ -101,11 +101,11 @@ def test_a_process_killed_while_it_writes_leaves_what_the_next_one_removes(tmp_p
     code = f"""
 import os, signal
 from pathlib import Path
-from edge_devices.files.atomic_write import write_whole
+from edge_devices.files.atomic_write import atomic_write
 def parts():
     yield b"half"
     os.kill(os.getpid(), signal.SIGKILL)
-write_whole(Path({str(tmp_path / "costs.json")!r}), parts())
+atomic_write(Path({str(tmp_path / "costs.json")!r}), parts())
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == -9
@@ -119,11 +119,11 @@ Writer = Callable[[Path], None]
 
 
 def by_runtime(path: Path) -> None:
-    write_whole(path, [b"new\n"])
+    atomic_write(path, [b"new\n"])
 
 
 def by_devices(path: Path) -> None:
-    devices_whole_file.write_whole(path, ["new"])
+    devices_whole_file.atomic_write(path, ["new"])
 
 
 def by_records(path: Path) -> None:
@@ -176,5 +176,5 @@ def test_a_link_to_itself_is_an_error(tmp_path: Path, write: Writer) -> None:
 
 def test_a_path_without_a_name_is_an_os_error() -> None:
     with pytest.raises(OSError, match=r"\."):
-        write_whole(Path(), [b"x"])
+        atomic_write(Path(), [b"x"])
     assert not temporary_of(Path()).exists()

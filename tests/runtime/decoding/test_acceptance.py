@@ -45,11 +45,11 @@ def numbers(*values: float):
 def test_match_asks_once_per_place_and_not_beyond_the_mismatch():
     asked: list[int] = []
 
-    def choose(position: int) -> int:
+    def sampler(position: int) -> int:
         asked.append(position)
         return [4, 2, 9][position]
 
-    verdict = accept_by_match([4, 3, 9], choose)
+    verdict = accept_by_match([4, 3, 9], sampler)
     assert (verdict.accepted, verdict.next_token, asked) == (1, 2, [0, 1])
 
 

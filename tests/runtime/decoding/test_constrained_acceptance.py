@@ -120,8 +120,8 @@ class UnmaskedDrafts:
         self.admit = self._rule.admit
         self.accept = self._rule.accept
 
-    def choose(self, logits, tokens=None):
-        token = self._rule.choose(logits, tokens)
+    def sampler(self, logits, tokens=None):
+        token = self._rule.sampler(logits, tokens)
         if token is not None and len(self._inner._drawn) == 1:
             likeliest = int(self._inner._proposed[0].tokens[self._inner._proposed[0].probabilities.argmax()])
             self._inner._drawn[0] = self._rule._drawn[0] = token = likeliest
@@ -192,20 +192,20 @@ def kept(rows: list[int], emitted: list[int], at: int) -> int:
 def test_a_drafter_without_a_valid_candidate_ends_its_draft():
     constraint = constrain("ab")
     for rule in (GREEDY, acceptance_rule(SamplingParams(seed=1), "rejection", PROMPT), acceptance_rule(SamplingParams(), "match", PROMPT)):
-        choose = constrained(rule, constraint).choose
-        assert choose is not None
+        sampler = constrained(rule, constraint).sampler
+        assert sampler is not None
         logits = np.array([3.0, 2.0], dtype=np.float32)
-        assert choose(logits, np.array([2, 4])) is None
-        assert choose(logits, np.array([2, 0])) == 0
-        assert choose(logits, np.array([0, 1])) == 1
-        assert choose(logits, np.array([0, 1])) is None  # the text is closed: nothing to draft
+        assert sampler(logits, np.array([2, 4])) is None
+        assert sampler(logits, np.array([2, 0])) == 0
+        assert sampler(logits, np.array([0, 1])) == 1
+        assert sampler(logits, np.array([0, 1])) is None  # the text is closed: nothing to draft
 
 
 def test_a_ban_of_the_drafters_last_candidate_ends_its_draft_too():
     params = SamplingParams(logit_bias={0: -np.inf}, seed=1)
-    choose = constrained(acceptance_rule(params, "rejection", PROMPT), constrain("[abc]+")).choose
-    assert choose is not None
-    assert choose(np.array([3.0], dtype=np.float32), np.array([0])) is None
+    sampler = constrained(acceptance_rule(params, "rejection", PROMPT), constrain("[abc]+")).sampler
+    assert sampler is not None
+    assert sampler(np.array([3.0], dtype=np.float32), np.array([0])) is None
 
 
 def test_a_ban_of_all_that_is_valid_is_refused():

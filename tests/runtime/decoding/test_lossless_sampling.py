@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edge_runtime.decoding import acceptance_rules as rules
-from edge_runtime.decoding.acceptance import Verdict
+from edge_runtime.decoding.acceptance import VerifyResult
 from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, MatchRule, RejectionRule
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.policies import CountingPolicy
@@ -92,16 +92,16 @@ def draws_again_from_the_target(drafts, proposed, target, random):
     """Forgets to take the drafter's share away after a rejection."""
     for i, draft in enumerate(drafts):
         if random() * proposed[i].of(draft) >= target(i).of(draft):
-            return Verdict(accepted=i, next_token=target(i).draw(random()))
-    return Verdict(accepted=len(drafts), next_token=target(len(drafts)).draw(random()))
+            return VerifyResult(accepted=i, next_token=target(i).draw(random()))
+    return VerifyResult(accepted=len(drafts), next_token=target(len(drafts)).draw(random()))
 
 
 def accepts_what_is_likely(drafts, proposed, target, random):
     """Accepts with the target's probability alone, and resamples rightly."""
     for i, draft in enumerate(drafts):
         if random() >= target(i).of(draft):
-            return Verdict(accepted=i, next_token=target(i).less(proposed[i]).draw(random()))
-    return Verdict(accepted=len(drafts), next_token=target(len(drafts)).draw(random()))
+            return VerifyResult(accepted=i, next_token=target(i).less(proposed[i]).draw(random()))
+    return VerifyResult(accepted=len(drafts), next_token=target(len(drafts)).draw(random()))
 
 
 @pytest.mark.parametrize("biased", [draws_again_from_the_target, accepts_what_is_likely])
@@ -127,8 +127,8 @@ def test_the_chi_square_sees_penalties_at_the_wrong_place():
 class DroppingDrafter(StochasticDrafter):
     """Draws a token and then thinks better of it."""
 
-    def draft(self, last, draft_length, choose=None, go_on=None):
-        return super().draft(last, draft_length, choose)[:-1]
+    def draft(self, last, draft_length, sampler=None, should_continue=None):
+        return super().draft(last, draft_length, sampler)[:-1]
 
 
 def test_a_drafter_that_drops_what_it_drew_is_refused():
@@ -184,7 +184,7 @@ class Choosy(CountingPolicy):
         self._may, self._sure = any_prefix or self._bold, []
         return 3
 
-    def go_on(self, confidence: float) -> bool:  # type: ignore[override]
+    def should_continue(self, confidence: float) -> bool:  # type: ignore[override]
         self._sure.append(confidence)
         return True
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_devices.files.user_cache import MAX_REMEMBERED
-from edge_runtime.calibration.acceptance_cache import DraftMemory
+from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.calibration.cost_probe import measure_costs, remember_costs, remembered_costs, start_and_step, steady
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
@@ -94,7 +94,7 @@ def test_drafts_that_look_bad_are_not_verified() -> None:
     def draft(*, any_prefix: bool) -> int:
         policy.draft_length(any_prefix=any_prefix)
         for confidence in (0.999, 0.999, 0.999, 0.01):
-            policy.go_on(confidence)
+            policy.should_continue(confidence)
         return policy.keep(4)
 
     assert draft(any_prefix=True) == 3
@@ -160,23 +160,23 @@ def test_what_was_learned_survives_being_written_down(rounds) -> None:
 
 
 def test_drafts_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
-    def stands(memory: DraftMemory) -> float:
+    def stands(memory: AcceptanceCache) -> float:
         return float(memory.model.forecast(1).stands[8])
 
-    memory = DraftMemory(["pair", "split"], tmp_path / "new")
+    memory = AcceptanceCache(["pair", "split"], tmp_path / "new")
     memory.save()
     assert not (tmp_path / "new").exists(), "nothing was learned"
     for _ in range(50):
         memory.model.observe([8], 1, 0)
     memory.save()
-    assert stands(DraftMemory(["pair", "split"], tmp_path / "new")) == pytest.approx(stands(memory))
-    assert stands(DraftMemory(["pair", "dense"], tmp_path / "new")) > 0.8
-    exported = DraftMemory(["another pair"], tmp_path / "new", exported=memory.model.to_json())
+    assert stands(AcceptanceCache(["pair", "split"], tmp_path / "new")) == pytest.approx(stands(memory))
+    assert stands(AcceptanceCache(["pair", "dense"], tmp_path / "new")) > 0.8
+    exported = AcceptanceCache(["another pair"], tmp_path / "new", exported=memory.model.to_json())
     assert stands(exported) < 0.3, "what the bundle says comes before nothing"
-    assert stands(DraftMemory(["pair", "split"], tmp_path / "new", exported=AcceptanceModel().to_json())) < 0.2, (
+    assert stands(AcceptanceCache(["pair", "split"], tmp_path / "new", exported=AcceptanceModel().to_json())) < 0.2, (
         "and after what was seen here"
     )
-    assert stands(DraftMemory(["another pair"], tmp_path / "new", exported={"seen": "x"})) > 0.8
+    assert stands(AcceptanceCache(["another pair"], tmp_path / "new", exported={"seen": "x"})) > 0.8
     path = tmp_path / "new" / "drafts.json"
     written = json.loads(path.read_text())
     (key,) = written
@@ -191,7 +191,7 @@ def test_drafts_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
         {**good, "first": [float("nan")] * 13},
     ):
         path.write_text(json.dumps({key: damage}))
-        assert stands(DraftMemory(["pair", "split"], tmp_path / "new")) > 0.8
+        assert stands(AcceptanceCache(["pair", "split"], tmp_path / "new")) > 0.8
 
 
 @pytest.mark.parametrize("curve", ["linear", "repacked"])
@@ -221,7 +221,7 @@ def test_a_sure_drafter_is_followed_further_than_an_unsure_one() -> None:
         policy = Profit(ExactCosts(LINEAR, 0.5), AcceptanceModel())
         policy.draft_length()
         count = 1
-        while policy.go_on(confidence) and count < 12:
+        while policy.should_continue(confidence) and count < 12:
             count += 1
         return count
 
@@ -246,7 +246,7 @@ def test_where_drafts_are_useless_it_only_listens_and_within_its_budget() -> Non
     for _ in range(500):
         length = policy.draft_length()
         if length:
-            policy.go_on(0.02)
+            policy.should_continue(0.02)
         if policy.listening:
             policy.hear(False)
             length = 0
@@ -273,7 +273,7 @@ def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, hap
         drafted = 0
         while drafted < length:
             drafted += 1
-            if stepwise and not policy.go_on(confidence):
+            if stepwise and not policy.should_continue(confidence):
                 break
         if policy.listening:
             assert length == 1
@@ -328,7 +328,7 @@ def test_listening_pays_for_what_beginning_a_draft_takes() -> None:
     for _ in range(1000):
         length = policy.draft_length()
         if length:
-            policy.go_on(0.02)
+            policy.should_continue(0.02)
         if policy.listening:
             heard += 1
             policy.hear(False)

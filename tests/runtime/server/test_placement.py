@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.server.engine.jobs import Job
-from edge_runtime.server.engine.slots import MOST_PASSED_OVER, Seat, choose
+from edge_runtime.server.engine.slots import MOST_PASSED_OVER, Seat, choose_slot
 from edge_runtime.server.requests.completions import Ask
 from scripted import ScriptedTarget
 
@@ -26,7 +26,7 @@ def job(*ids: int, seed: int | None = None) -> Job:
 
 
 def chosen(seats: Sequence[Seat], waiting: Sequence[Job]) -> tuple[int, int]:
-    one, other = choose(seats, waiting)
+    one, other = choose_slot(seats, waiting)
     return one.number, waiting.index(other)
 
 

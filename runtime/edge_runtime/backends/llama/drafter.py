@@ -21,7 +21,7 @@ from edge_runtime.backends.llama.model import LlamaModel
 from edge_runtime.backends.llama.target import LlamaSequence, LlamaTarget
 from edge_runtime.bundle.gguf_gemma4 import DRAFTER, rows_read
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.interfaces import Choose, DraftAsk, GoOn
+from edge_runtime.interfaces import DraftRequest, DraftSampler, ShouldContinue
 
 Row = NDArray[np.float32]
 # A drafted token or none, the drafter's probability of its likeliest token, and what the next step takes over.
@@ -65,12 +65,16 @@ class LlamaDrafter(LlamaModel):
         """Sets the threads of a draft step."""
         self._api.llama_set_n_threads(self._pointer, threads, threads)
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
-        """Returns `draft_length` tokens after `last`, fewer where `choose` or `go_on` ends them, none where the target has no hidden row
+    def draft(
+        self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
+    ) -> list[int]:
+        """Returns `draft_length` tokens after `last`, fewer where `sampler` or `should_continue` ends them, none where the target has no hidden row
         (see `rollback`)."""
-        return self.draft_all([DraftAsk(sequence=0, last=last, draft_length=draft_length, choose=choose, go_on=go_on)])[0]
+        return self.draft_all(
+            [DraftRequest(sequence=0, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue)]
+        )[0]
 
-    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         """Returns the drafts of each ask, whose sequences are all different.
 
         All steps stand at the same position, that of `last`, and write nothing to the cache (common/speculative.cpp, is_mem_shared).
@@ -98,30 +102,30 @@ class LlamaDrafter(LlamaModel):
                     del carries[i]
         return drafts
 
-    def _sequence(self, ask: DraftAsk) -> LlamaSequence:
+    def _sequence(self, ask: DraftRequest) -> LlamaSequence:
         return self._target.shared.sequences[ask.sequence]
 
     def _first_carry(self, hidden: Row, number: int) -> Row:  # noqa: ARG002
         """What the first step takes over from the target's hidden row: with a dense drafter the row itself."""
         return hidden
 
-    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[Step]:
+    def _step(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> list[Step]:
         """One draft step of each sequence, given the newest token and what the step before left for it; returns the likeliest token,
         or what was chosen, its confidence if that is asked for, and what the next step takes over: here the drafter's hidden row."""
         following = self._forward(steps)
         logits = floats(self._api.llama_get_logits(self._pointer), len(steps), self._target.vocabulary.size)
         return [
-            (ask.choose(row) if ask.choose else int(row.argmax()), top_probability(row) if ask.go_on else 0.0, carry)
+            (ask.sampler(row) if ask.sampler else int(row.argmax()), top_probability(row) if ask.should_continue else 0.0, carry)
             for (ask, _, _), row, carry in zip(steps, logits, following, strict=True)
         ]
 
-    def _forward(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> NDArray[np.float32]:
+    def _forward(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> NDArray[np.float32]:
         """As `_decode` does; returns the hidden rows, a view until the next forward."""
         self._decode(steps)
         pointer = self._library.staging.llama_get_embeddings_nextn(self._pointer)
         return floats(pointer, len(steps), self._target.hidden_size)
 
-    def _decode(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> None:
+    def _decode(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> None:
         """One forward with a token and an embedding [target's hidden_size] for each."""
         self._batch.clear()
         for ask, token, embedding in steps:
@@ -152,7 +156,7 @@ def top_probability(logits: Row) -> float:
     return float(1 / np.exp(logits - logits.max()).sum())
 
 
-def _ends(ask: DraftAsk, confidence: float, drafted: int) -> bool:
+def _ends(ask: DraftRequest, confidence: float, drafted: int) -> bool:
     """Whether a draft is over. The policy hears of every draft, the last too."""
-    more = ask.go_on is None or ask.go_on(confidence)
+    more = ask.should_continue is None or ask.should_continue(confidence)
     return not more or drafted == ask.draft_length

@@ -12,7 +12,7 @@ from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.drafting.drafter_kinds import STEPS, DrafterKind, draft_step_seconds
 from edge_runtime.drafting.prompt_lookup import LookupDrafter
 from edge_runtime.errors import BundleError
-from edge_runtime.interfaces import Choose, DraftAsk, Drafter, GoOn, Logits
+from edge_runtime.interfaces import Drafter, DraftRequest, DraftSampler, Logits, ShouldContinue
 
 
 class SequenceDrafter:
@@ -24,9 +24,11 @@ class SequenceDrafter:
         self._drafter = drafter
         self._number = number
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
+    def draft(
+        self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
+    ) -> list[int]:
         """Returns `draft_length` tokens after `last`, or none where the sequence has no hidden row."""
-        ask = DraftAsk(sequence=self._number, last=last, draft_length=draft_length, choose=choose, go_on=go_on)
+        ask = DraftRequest(sequence=self._number, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue)
         return self._drafter.draft_all([ask])[0]
 
     def close(self) -> None:
@@ -34,7 +36,7 @@ class SequenceDrafter:
 
 
 class LlamaTogether:
-    """All sequences of a target with their drafters. Implements `interfaces.Together`."""
+    """All sequences of a target with their drafters. Implements `interfaces.SequenceBatch`."""
 
     def __init__(self, target: LlamaTarget, drafter: Drafter | None) -> None:
         """`drafter` is a model drafter, which serves all sequences, or a LookupDrafter, of which each gets its own, or None."""
@@ -48,7 +50,7 @@ class LlamaTogether:
         else:
             self.drafters = tuple(LookupDrafter(sequence) if drafter is not None else None for sequence in self.targets)
 
-    def draft_all(self, asks: Sequence[DraftAsk]) -> list[list[int]]:
+    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         """One forward a step for all asks, where a model drafts."""
         if self._drafter is not None:
             return self._drafter.draft_all(asks)
@@ -73,7 +75,7 @@ class LlamaTogether:
 _BODY, _HEAD = "drafter_body", "drafter_head"
 
 
-def open_together(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaTogether, DrafterKind]:
+def open_batch(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaTogether, DrafterKind]:
     """Opens all `options.sequences` sequences and says which kind of drafter they have. Raises as `open_with_drafter` does."""
     target, drafter, kind = open_with_drafter(bundle, options, wanted)
     return LlamaTogether(target, drafter), kind

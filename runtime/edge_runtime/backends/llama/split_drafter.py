@@ -19,7 +19,7 @@ from edge_runtime.backends.llama.mapped_gguf import map_gguf
 from edge_runtime.backends.llama.sparse_head import SparseHead
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.interfaces import DraftAsk
+from edge_runtime.interfaces import DraftRequest
 
 # With its own vocabulary gone, the body sees every token as this one; its embedding meets zeros.
 _NO_TOKEN = 0
@@ -62,7 +62,7 @@ class LlamaSplitDrafter(LlamaDrafter):
     def _first_carry(self, hidden: Row, number: int) -> Row:
         return self._kept(self._opened().first_carry(hidden), number)
 
-    def _step(self, steps: Sequence[tuple[DraftAsk, int, Row]]) -> list[Step]:
+    def _step(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> list[Step]:
         """One forward of the blocks between the two linear ends; a carry [width] is the hidden row's share of their input."""
         head = self._opened()
         fed = []
@@ -74,13 +74,13 @@ class LlamaSplitDrafter(LlamaDrafter):
         outputs = floats(self._api.llama_get_logits(self._pointer), len(steps), self._width)
         return [self._settle(head, ask, output) for (ask, _, _), output in zip(steps, outputs, strict=True)]
 
-    def _settle(self, head: SparseHead, ask: DraftAsk, output: Row) -> Step:
+    def _settle(self, head: SparseHead, ask: DraftRequest, output: Row) -> Step:
         carry = self._kept(head.feed(output), ask.sequence)
-        confidence = top_probability(head.logits) if ask.go_on else 0.0
-        if ask.choose is None:
+        confidence = top_probability(head.logits) if ask.should_continue else 0.0
+        if ask.sampler is None:
             return head.best_token(), confidence, carry
         tokens, logits = head.candidates()
-        return ask.choose(logits, tokens), confidence, carry
+        return ask.sampler(logits, tokens), confidence, carry
 
     def _kept(self, carry: Row, number: int) -> Row:
         # The head's own array serves one sequence at a time.

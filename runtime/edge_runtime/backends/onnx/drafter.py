@@ -11,7 +11,7 @@ from edge_runtime.backends.onnx.drafting import GraphDrafter
 from edge_runtime.backends.onnx.library import Call, Graph, scalar
 from edge_runtime.backends.onnx.target import OrtTarget, shared_inputs
 from edge_runtime.errors import BackendError
-from edge_runtime.interfaces import Choose, GoOn
+from edge_runtime.interfaces import DraftSampler, ShouldContinue
 
 # A probability that every token has.
 _ANY = float(np.finfo(np.float32).tiny)
@@ -45,15 +45,21 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
         return graph.bind({name: value for name, value in inputs.items() if name in graph.inputs}, dict.fromkeys(_OUTPUTS))
 
     def _draft(
-        self, call: Call, last: int, hidden: NDArray[np.float32], draft_length: int, choose: Choose | None, go_on: GoOn | None
+        self,
+        call: Call,
+        last: int,
+        hidden: NDArray[np.float32],
+        draft_length: int,
+        sampler: DraftSampler | None,
+        should_continue: ShouldContinue | None,
     ) -> list[int]:
         self._target.cache.set_counts(self._target.length)
         self._target.cache.place_drafter_rows(call, self._inputs, self._target.length)
         self._position[...] = self._target.length
         self._token[...], self._hidden[0, 0] = last, hidden
-        if choose is None and go_on is None:
+        if sampler is None and should_continue is None:
             return self._all_steps(call, draft_length)
-        return self._single_steps(call, draft_length, choose, go_on)
+        return self._single_steps(call, draft_length, sampler, should_continue)
 
     def _all_steps(self, call: Call, draft_length: int) -> list[int]:
         self._length[...], self._least[...], self._with_scores[...] = draft_length, self.least_probability, False
@@ -63,19 +69,21 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
         tokens: list[int] = drafts[:sure].tolist()
         return tokens
 
-    def _single_steps(self, call: Call, draft_length: int, choose: Choose | None, go_on: GoOn | None) -> list[int]:
+    def _single_steps(
+        self, call: Call, draft_length: int, sampler: DraftSampler | None, should_continue: ShouldContinue | None
+    ) -> list[int]:
         """One step per call: the host picks each token from the scores, or says after each whether to go on."""
         # The graph computes probabilities only where it is asked for a least one.
-        self._length[...], self._least[...], self._with_scores[...] = 1, _ANY if go_on else 0.0, choose is not None
+        self._length[...], self._least[...], self._with_scores[...] = 1, _ANY if should_continue else 0.0, sampler is not None
         tokens: list[int] = []
         while len(tokens) < draft_length:
             call.run()
             drafts, probabilities, hidden, scores, candidates = call.outputs()
-            chosen = int(drafts[0]) if choose is None else choose(scores[0], candidates[0] if candidates.size else None)
+            chosen = int(drafts[0]) if sampler is None else sampler(scores[0], candidates[0] if candidates.size else None)
             if chosen is None:
                 break
             tokens.append(chosen)
-            if go_on is not None and not go_on(float(probabilities[0])):
+            if should_continue is not None and not should_continue(float(probabilities[0])):
                 break
             self._token[...], self._hidden[...] = chosen, hidden
         return tokens

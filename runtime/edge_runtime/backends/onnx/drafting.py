@@ -13,7 +13,7 @@ from edge_runtime.backends.onnx.kv_cache import MAX_ROWS
 from edge_runtime.backends.onnx.library import Call, Graph, SessionOptions
 from edge_runtime.backends.onnx.target import OrtTarget
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import Choose, GoOn
+from edge_runtime.interfaces import DraftSampler, ShouldContinue
 
 T = TypeVar("T", bound=OrtTarget)
 
@@ -31,7 +31,9 @@ class GraphDrafter(ABC, Generic[T]):
         self._call: Call | None = self._bind(graph, path)
         target._closers.append(self)
 
-    def draft(self, last: int, draft_length: int, choose: Choose | None = None, go_on: GoOn | None = None) -> list[int]:
+    def draft(
+        self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
+    ) -> list[int]:
         """Returns `draft_length` tokens after `last`, fewer where the drafter is unsure, or none where the target has no hidden row.
 
         All steps stand at the same position, that of `last`, and write nothing to the cache.
@@ -44,7 +46,7 @@ class GraphDrafter(ABC, Generic[T]):
         if hidden is None or draft_length < 1:
             return []
         self._target.vocabulary.check(last)
-        return self._draft(self._call, last, hidden, draft_length, choose, go_on)
+        return self._draft(self._call, last, hidden, draft_length, sampler, should_continue)
 
     def assignments(self) -> dict[str, dict[str, int]]:
         """Per execution provider how many nodes of each operator it runs."""
@@ -60,6 +62,12 @@ class GraphDrafter(ABC, Generic[T]):
 
     @abstractmethod
     def _draft(
-        self, call: Call, last: int, hidden: NDArray[np.float32], draft_length: int, choose: Choose | None, go_on: GoOn | None
+        self,
+        call: Call,
+        last: int,
+        hidden: NDArray[np.float32],
+        draft_length: int,
+        sampler: DraftSampler | None,
+        should_continue: ShouldContinue | None,
     ) -> list[int]:
         """Drafts after `last` from the hidden row before it, for a length and a token that were checked."""

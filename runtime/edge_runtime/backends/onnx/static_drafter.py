@@ -11,7 +11,7 @@ from edge_runtime.backends.onnx.drafting import GraphDrafter
 from edge_runtime.backends.onnx.library import Call, Graph, value_over
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget, small_arrays
 from edge_runtime.backends.onnx.target import check_inputs
-from edge_runtime.interfaces import Choose, GoOn
+from edge_runtime.interfaces import DraftSampler, ShouldContinue
 
 
 class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
@@ -29,7 +29,13 @@ class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
         return graph.bind(inputs | read, {name: value_over(array) for name, array in self.outputs.items()})
 
     def _draft(
-        self, call: Call, last: int, hidden: NDArray[np.float32], draft_length: int, choose: Choose | None, go_on: GoOn | None
+        self,
+        call: Call,
+        last: int,
+        hidden: NDArray[np.float32],
+        draft_length: int,
+        sampler: DraftSampler | None,
+        should_continue: ShouldContinue | None,
     ) -> list[int]:
         target = self._target
         target.turns.fill(self._arrays, target.length)
@@ -37,24 +43,26 @@ class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
             if f"mask_{kind}" in self._arrays:
                 target.rows.drafter_mask(kind, self._arrays[f"mask_{kind}"], target.length)
         self._arrays["hidden"][0, 0] = hidden
-        return self._steps(call, last, draft_length, choose, go_on)
+        return self._steps(call, last, draft_length, sampler, should_continue)
 
-    def _steps(self, call: Call, last: int, draft_length: int, choose: Choose | None, go_on: GoOn | None) -> list[int]:
+    def _steps(
+        self, call: Call, last: int, draft_length: int, sampler: DraftSampler | None, should_continue: ShouldContinue | None
+    ) -> list[int]:
         tokens: list[int] = []
         while len(tokens) < draft_length:
             self._target.embedding.look_up(np.array([tokens[-1] if tokens else last]), self._arrays["embedded"])
             call.run()
             scores, candidates = self.outputs["scores"], self.outputs["candidates"] if self._has_candidates else None
             best = int(scores.argmax())
-            probability = _share(scores, best) if self.least_probability > 0 or go_on is not None else 1.0
+            probability = _share(scores, best) if self.least_probability > 0 or should_continue is not None else 1.0
             likeliest = best if candidates is None else int(candidates[best])
-            if probability < self.least_probability and choose is None and go_on is None:
+            if probability < self.least_probability and sampler is None and should_continue is None:
                 break
-            chosen = likeliest if choose is None else choose(scores, candidates)
+            chosen = likeliest if sampler is None else sampler(scores, candidates)
             if chosen is None:
                 break
             tokens.append(chosen)
-            if go_on is not None and not go_on(probability):
+            if should_continue is not None and not should_continue(probability):
                 break
             self._arrays["hidden"][...] = self.outputs["hidden_out"]
         return tokens

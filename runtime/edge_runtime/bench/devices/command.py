@@ -20,7 +20,7 @@ from edge_runtime.bench.devices.comparison import comparison_tables
 from edge_runtime.bench.devices.package import read_package
 from edge_runtime.bench.devices.remote_run import RemoteRequest, bench_on, clean, deploy, end_run
 from edge_runtime.bench.devices.results import DeviceResult
-from edge_runtime.bench.measure.record_file import write_whole
+from edge_runtime.bench.measure.record_file import atomic_write
 from edge_runtime.bench.report.tables import TextTable
 from edge_runtime.bench.report.terminal import note, print_tables
 from edge_runtime.errors import EdgeRuntimeError, RequestError
@@ -192,7 +192,7 @@ def write_comparison(results: Sequence[DeviceResult], places: Sequence[Path], js
     if html is not None:
         from edge_runtime.bench.report.html import tables_page
 
-        write_whole(html, tables_page("edge-bench: devices", tables))
+        atomic_write(html, tables_page("edge-bench: devices", tables))
     said = [
         {
             "device": r.device,
@@ -211,7 +211,7 @@ def write_comparison(results: Sequence[DeviceResult], places: Sequence[Path], js
         click.echo(text, nl=False)
         return
     if json_path:
-        write_whole(Path(json_path), text)
+        atomic_write(Path(json_path), text)
     print_tables(tables)
 
 

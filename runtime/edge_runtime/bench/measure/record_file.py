@@ -14,10 +14,10 @@ from edge_runtime.errors import RequestError
 PARTIAL = ".partial"
 
 
-def write_whole(path: Path, text: str) -> None:
+def atomic_write(path: Path, text: str) -> None:
     """Writes a file under a temporary name and renames it. Raises RequestError, and leaves nothing behind, if that fails."""
     try:
-        whole_file.write_whole(path, [text.encode()], mode=0o644)
+        whole_file.atomic_write(path, [text.encode()], mode=0o644)
     except OSError as error:
         raise RequestError(f"{path} cannot be written ({error.strerror}); choose another place") from error
 

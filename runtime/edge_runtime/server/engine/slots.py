@@ -22,7 +22,7 @@ class Seat:
     last_used: int
 
 
-def choose(seats: Sequence[Seat], waiting: Sequence[Job]) -> tuple[Seat, Job]:
+def choose_slot(seats: Sequence[Seat], waiting: Sequence[Job]) -> tuple[Seat, Job]:
     """Returns the free session and the request, of those waiting since longest first, that share the longest prefix.
 
     A cache counts where it holds at least half of the prompt: few tokens in common, as all chats have, are not worth another

@@ -12,7 +12,7 @@ from edge_devices.energy.shared_watch import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.server.engine.active_request import Running
 from edge_runtime.server.engine.jobs import Failed, Job, News
-from edge_runtime.server.engine.slots import Seat, choose
+from edge_runtime.server.engine.slots import Seat, choose_slot
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.completions import Ask
 from edge_runtime.server.requests.messages import Conversation
@@ -150,7 +150,7 @@ class Worker:
             if i not in taken
         ]
         while seats and self._waiting:
-            seat, job = choose(seats, self._waiting)
+            seat, job = choose_slot(seats, self._waiting)
             self._waiting.remove(job)
             try:
                 one = Running(job, seat.number, self._sessions[seat.number], self._template, self._watch)

@@ -48,12 +48,12 @@ def test_what_the_drafter_offers_is_its_own_greedy_choice_and_a_finite_row(pair:
     greedy = drafter.draft(prompt[-1], 5)
     shown: list[np.ndarray[Any, Any]] = []
 
-    def choose(logits: np.ndarray[Any, Any], tokens: object = None) -> int:
+    def sampler(logits: np.ndarray[Any, Any], tokens: object = None) -> int:
         assert tokens is None
         shown.append(logits.copy())
         return int(logits.argmax())
 
-    assert drafter.draft(prompt[-1], 5, choose) == greedy
+    assert drafter.draft(prompt[-1], 5, sampler) == greedy
     assert [row.shape for row in shown] == [(target.vocabulary.size,)] * 5
     assert all(np.isfinite(row).all() for row in shown)
 
@@ -67,11 +67,11 @@ def test_a_chosen_draft_leads_the_next_step(pair: tuple[LlamaTarget, LlamaDrafte
     def second_rows(first: int) -> np.ndarray[Any, Any]:
         rows: list[np.ndarray[Any, Any]] = []
 
-        def choose(logits: np.ndarray[Any, Any], tokens: object = None) -> int:
+        def sampler(logits: np.ndarray[Any, Any], tokens: object = None) -> int:
             rows.append(logits.copy())
             return first
 
-        assert drafter.draft(prompt[-1], 2, choose) == [first, first]
+        assert drafter.draft(prompt[-1], 2, sampler) == [first, first]
         return rows[1]
 
     assert not np.array_equal(second_rows(300), second_rows(301))

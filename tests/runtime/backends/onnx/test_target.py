@@ -166,13 +166,13 @@ def test_rows_that_are_rolled_back_are_never_read(target: OrtTarget, drafter: Or
 def scores_of(drafter: OrtDrafter, last: int) -> np.ndarray[Any, Any]:
     seen: list[np.ndarray[Any, Any]] = []
 
-    def choose(scores: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any] | None = None) -> int:
+    def sampler(scores: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any] | None = None) -> int:
         assert tokens is not None
         order = np.argsort(tokens)
         seen.append(scores[order].copy())
         return int(tokens[scores.argmax()])
 
-    drafter.draft(last, 1, choose)
+    drafter.draft(last, 1, sampler)
     return seen[0]
 
 
