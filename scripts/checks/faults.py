@@ -40,7 +40,7 @@ KINDS = ("kill", "interrupt", "file-size", "memory")
 # The exporter's modules are loaded, then the fault is set, so that it hits the export and not Python's start.
 PROGRAM = """
 import resource, sys
-from edge_export import atomic_folder
+from edge_export.output import atomic_folder
 from edge_export.cli.command import main
 import edge_export.gguf.writer, edge_export.parity.gguf, llama_cpp
 def move_in(*folders, really=atomic_folder._move_in):

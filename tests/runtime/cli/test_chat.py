@@ -26,7 +26,7 @@ CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>,n:2}<tool_call|>'
 SLOW = """
 import time
 from chat_words import chat_session
-from edge_runtime import cli
+from edge_runtime.cli import run as cli
 session = chat_session("<|channel>thought\\nhm<channel|>\\x1b[31mred", "z" * 1500, "still here")
 verify = session.target.verify
 session.target.verify = lambda tokens: (time.sleep(0.01), verify(tokens))[1]
