@@ -33,7 +33,8 @@ from edge_runtime.backends.llama.mapped_gguf import map_gguf
 from edge_runtime.backends.llama.open import has_split, open_model_drafter
 from edge_runtime.backends.llama.sparse_head import SparseHead
 from edge_runtime.backends.llama.split_drafter import EMBEDDING
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, Bundle, open_bundle
+from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.calibration.crash_probe import probe_load_options
 from edge_runtime.drafting.prompt_lookup import LookupDrafter
 from edge_runtime.errors import EdgeRuntimeError

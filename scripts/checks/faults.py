@@ -33,7 +33,8 @@ import click
 from edge_export.cli.command import main as export
 from edge_export.output.atomic_folder import check_output
 from edge_export.output.folder_swap import exchange
-from edge_runtime.bundle.bundle import MANIFEST_NAME, open_bundle
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.manifest import MANIFEST_NAME
 from edge_runtime.errors import BundleError
 
 KINDS = ("kill", "interrupt", "file-size", "memory")

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.bundle.bundle import Architecture, Bundle, CacheLayout, LayerCache, Manifest, RuntimeSettings
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.manifest import Architecture, CacheLayout, LayerCache, Manifest, RuntimeSettings
 from edge_runtime.interfaces import DraftSampler, Logits, ShouldContinue
 from edge_runtime.session.session import Session
 

@@ -14,8 +14,8 @@ from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, read_pieces
 from edge_export.errors import CheckpointError
-from edge_runtime.bundle.bundle import Source, SourceFile
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, string_array
+from edge_runtime.bundle.manifest import Source, SourceFile
 
 # What an export reads of a hub repository.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")

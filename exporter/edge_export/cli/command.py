@@ -28,7 +28,8 @@ from edge_export.pipeline.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATIO
 from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization.importance_sources import Weighing
 from edge_export.quantization.llama_quantize import QUANTIZATIONS
-from edge_runtime.bundle.bundle import Bundle, Manifest
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.cli.plan import device_speed, manifest_plan, plan_options, plan_values, show_plan
 from edge_runtime.config.presets import expanded, preset_of
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig

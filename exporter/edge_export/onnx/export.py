@@ -23,7 +23,7 @@ from edge_export.onnx.weight_formats import head_form, quantization_name, table_
 from edge_export.onnx.weights import WeightFile
 from edge_export.parity.gguf import ReferenceRequest
 from edge_export.quantization.importance import Importance
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
 
 # Rows a sliding buffer has beyond those it must keep: the longest forward, and how rarely rows are moved to its front.
 SPARE_ROWS = 256

@@ -33,7 +33,7 @@ from edge_export.parity.gguf import (
     reference_rows,
     why_not,
 )
-from edge_runtime.bundle.bundle import CacheLayout, OnnxGraphs, StaticGraphs
+from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.errors import EdgeRuntimeError
 
 _RANGE = "range."

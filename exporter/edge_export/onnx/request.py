@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
-from edge_runtime.bundle.bundle import CacheLayout, OnnxGraphs, StaticGraphs
+from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
 
 OnnxWeights = Literal["f32", "f16", "int8", "int4"]
 ONNX_WEIGHTS: tuple[OnnxWeights, ...] = get_args(OnnxWeights)

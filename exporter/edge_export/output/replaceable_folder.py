@@ -10,7 +10,7 @@ from typing import Any
 
 from edge_export.checkpoint.json_file import read_json_object
 from edge_export.errors import CheckpointError, ExportError
-from edge_runtime.bundle.bundle import MANIFEST_NAME
+from edge_runtime.bundle.manifest import MANIFEST_NAME
 from edge_runtime.bundle.signature import SIGNATURE_NAME
 from edge_runtime.config.yaml_file import CONFIG_NAME
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint, check_pair
 from edge_export.errors import CheckpointError
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, Architecture, CacheLayout, LayerCache
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, Architecture, CacheLayout, LayerCache
 
 CACHE_DTYPE = "f16"
 # llama.cpp rounds its caches up to this many rows (src/llama-kv-cache-iswa.cpp).

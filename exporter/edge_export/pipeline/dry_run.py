@@ -8,7 +8,7 @@ from edge_export.gguf.split_head import can_split, head_bytes
 from edge_export.pipeline.cache_layout import architecture, cache_layout
 from edge_export.pipeline.export import DEFAULT_CONTEXT, DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
 from edge_export.quantization.llama_quantize import check_quantization, expected_bytes
-from edge_runtime.bundle.bundle import SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings
+from edge_runtime.bundle.manifest import SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings
 
 # Bits per weight of the layers' matrices, and of the tables with a row per token, where llama.cpp's mix makes them differ.
 _MATRIX_BITS = {"q4_0": 4.5, "q4_k_m": 4.9, "q5_k_m": 5.7}

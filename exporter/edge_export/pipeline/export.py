@@ -31,17 +31,9 @@ from edge_export.pipeline.signing import read_signing_key, sign_manifest
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.importance_sources import importance_of_pair
 from edge_export.quantization.llama_quantize import DIRECT, WEIGHED, check_quantization, expected_bytes, library_version, quantize_gguf
-from edge_runtime.bundle.bundle import (
-    MANIFEST_NAME,
-    SCHEMA_VERSION,
-    Bundle,
-    BundleFile,
-    Manifest,
-    RuntimeSettings,
-    Source,
-    open_bundle,
-)
+from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.integrity import sha256_of
+from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings, Source
 from edge_runtime.config.presets import expanded
 from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
 from edge_runtime.config.settings import defaults

@@ -11,7 +11,7 @@ from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.onnx.request import Made, OnnxRequest, expected_onnx_bytes, table_bytes
 from edge_export.quantization.importance import Importance
-from edge_runtime.bundle.bundle import CacheLayout
+from edge_runtime.bundle.manifest import CacheLayout
 
 if TYPE_CHECKING:
     from edge_export.pipeline.request import Progress

@@ -23,7 +23,7 @@ from edge_export.errors import ExportError, ParityError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_export.parity.gguf import DRAFT_LENGTH, ReferenceRows, load_reference, why_no_reference
 from edge_export.quantization.importance import ChannelSums
-from edge_runtime.bundle.bundle import ImportanceSource
+from edge_runtime.bundle.manifest import ImportanceSource
 
 MAX_TEXT_BYTES = 64 << 20
 # Tokens per forward (llama-imatrix takes as many), and how many forwards of a long text, evenly spread over it, are enough.

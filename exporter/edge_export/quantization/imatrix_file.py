@@ -20,8 +20,8 @@ from edge_devices.files.limited_read import read_at_most
 from edge_export.checkpoint.gguf_header import read_gguf_header
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.quantization.importance import ChannelSums
-from edge_runtime.bundle.bundle import ImportanceSource
 from edge_runtime.bundle.gguf_header import TensorInfo
+from edge_runtime.bundle.manifest import ImportanceSource
 
 MAX_BYTES = 256 << 20
 _MAX_NAME = 1 << 10

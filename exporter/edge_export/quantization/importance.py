@@ -18,7 +18,7 @@ from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.safetensors import StoredTensor
 from edge_export.errors import ExportError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
-from edge_runtime.bundle.bundle import ImportanceSource
+from edge_runtime.bundle.manifest import ImportanceSource
 
 # Channels the text never used still count a little, or nothing would hold their weights.
 LEAST = 1e-6

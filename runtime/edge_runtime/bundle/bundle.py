@@ -1,6 +1,6 @@
 """The bundle: the file contract between the exporter, which writes it, and the runtime, which reads it.
 
-A bundle is a directory with `manifest.json` and the files it lists. This module knows files and facts; it opens no model.
+A bundle is a directory with `manifest.json` and the files it lists. This module checks files and opens no model.
 Layout and every field: docs/bundle.md.
 """
 
@@ -8,226 +8,29 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from edge_devices.files.regular_file import read_regular
-from edge_devices.files.typed_json import StructureError, from_json, to_json
+from edge_devices.files.typed_json import StructureError, from_json
 from edge_runtime.bundle.integrity import CheckMode, is_intact
-from edge_runtime.bundle.manifest_checks import has_own_hash, with_hash
-from edge_runtime.bundle.manifest_numbers import check_numbers
+from edge_runtime.bundle.manifest import (
+    MANIFEST_NAME,
+    MAX_DRAFT_LENGTH,
+    MAX_MANIFEST_BYTES,
+    SCHEMA_VERSION,
+    Architecture,
+    BundleFile,
+    CacheLayout,
+    Manifest,
+)
+from edge_runtime.bundle.manifest_checks import check_numbers, has_own_hash
 from edge_runtime.bundle.signature import check_signature
 from edge_runtime.errors import BundleError, RequestError
 
-SCHEMA_VERSION = 2
-MANIFEST_NAME = "manifest.json"
-MAX_MANIFEST_BYTES = 4 << 20
 _LONGEST_PATH = 200
-# More than any bundle has; each is looked at.
+# More than any bundle has.
 _MOST_FILES = 64
-# A draft is never longer than this (see docs/bundle.md, rewind slack).
-MAX_DRAFT_LENGTH = 12
-
-
-@dataclass(frozen=True, kw_only=True)
-class BundleFile:
-    """One file of the bundle; `path` is relative, with forward slashes. `role` is one of those in docs/bundle.md."""
-
-    path: str
-    role: str
-    format: str
-    bytes: int
-    sha256: str
-    quantization: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    """One file of a source checkpoint, as it was when the bundle was made."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where a model came from."""
-
-    origin: str
-    model_type: str
-    files: tuple[SourceFile, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportanceSource:
-    """What a model's quantization was weighted by: `kind` is imatrix (a file of llama.cpp's format) or calibration (a text).
-
-    `tokens` is how many tokens of the text were run, None for a file.
-    """
-
-    kind: str
-    name: str
-    bytes: int
-    sha256: str
-    tokens: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerCache:
-    """K/V rows of one kind of layer. A row is [kv_heads, head_dim] of `dtype`, for K and V each.
-
-    `owner_layers` are the target layers that write rows; `window` is the attention window in rows (None: all rows);
-    `capacity` is how many rows are kept.
-    """
-
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    capacity: int
-    window: int | None
-    owner_layers: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheBuffer:
-    """The two buffers of an owner layer in the ONNX graphs: `key` and `value` are their input names, [1, kv_heads, rows, head_dim] of `dtype`.
-
-    `kind` is "sliding" or "full"; `rows` is how many rows the bundle's context takes, those of a sliding layer with room to move in.
-    `read` says what the target's graph is given: the whole "buffer", or only the "rows" that are there; `drafter_read` the same of the
-    drafter's (docs/bundle.md).
-    """
-
-    layer: int
-    kind: str
-    key: str
-    value: str
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    rows: int
-    read: str = "buffer"
-    drafter_read: str = "buffer"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheLayout:
-    """Who owns which K/V rows, and who reads them.
-
-    `layer_owners[i]` is the target layer whose rows target layer i attends to (itself unless its K/V is shared).
-    `drafter_sources[i]` is the target layer whose rows drafter layer i attends to; the drafter owns none.
-    `rewind_slack` is how many rows can be rolled back, at least the longest draft. `buffers` are the ONNX graphs', if there are any.
-    """
-
-    sliding: LayerCache | None
-    full: LayerCache
-    layer_owners: tuple[int, ...]
-    drafter_sources: tuple[int, ...]
-    rewind_slack: int
-    buffers: tuple[CacheBuffer, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rotation:
-    """Rotary embedding of one kind of layer: the first `rotated_pairs` of head_dim/2 pairs turn by position / base^(2i/head_dim)."""
-
-    kind: str
-    base: float
-    head_dim: int
-    rotated_pairs: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnnxGraphs:
-    """What a reader of the ONNX graphs must know beside them: operator sets, contrib operators of onnxruntime, and the tokens that
-    begin and end a text (`bos_token`, `eos_token` None: there is none). `control_tokens` have no text of their own.
-    `context` is the longest the target was made for, in tokens."""
-
-    opset: int
-    contrib_ops: tuple[str, ...]
-    rotations: tuple[Rotation, ...]
-    context: int
-    bos_token: int | None
-    eos_token: int | None
-    eog_tokens: tuple[int, ...]
-    control_tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StaticGraphs:
-    """What a reader of graphs of fixed shapes must know besides: rows per forward, and the factors of looked-up embeddings.
-
-    `device` is the profile they were made for; `per_layer_scale` is None where there are no per-layer embeddings.
-    """
-
-    device: str
-    prefill_rows: int
-    verify_rows: int
-    embedding_scale: float
-    per_layer_scale: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """Facts of the pair that a reader may want before it opens a model.
-
-    `feed_forward_size` is the width of the widest feed-forward block, `per_layer_size` that of a layer's own embedding (0: none); older
-    bundles do not say.
-    """
-
-    family: str
-    hidden_size: int
-    layers: int
-    vocab_size: int
-    context_length: int
-    parameters: int
-    drafter_hidden_size: int
-    drafter_layers: int
-    drafter_parameters: int
-    ordered_embeddings: bool
-    feed_forward_size: int | None = None
-    per_layer_size: int | None = None
-    drafter_feed_forward_size: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuntimeSettings:
-    """Settings the exporter recommends; the command line may override them."""
-
-    draft_length: int = 3
-    context: int = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """All of manifest.json."""
-
-    schema_version: int
-    created_by: str
-    created_at: str
-    sources: dict[str, Source]
-    architecture: Architecture
-    cache_layout: CacheLayout
-    files: tuple[BundleFile, ...]
-    left_out: tuple[str, ...] = ()
-    parity: dict[str, Any] | None = None
-    importance: dict[str, ImportanceSource] = field(default_factory=dict)
-    runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
-    onnx: OnnxGraphs | None = None
-    static: StaticGraphs | None = None
-
-    def to_json(self) -> str:
-        """The exact text of manifest.json, with its hash, ending in a newline."""
-        data = to_json(self)
-        # What only some bundles have is left out of the others.
-        if not self.importance:
-            del data["importance"]
-        if self.onnx is None:
-            del data["onnx"], data["cache_layout"]["buffers"]
-        if self.static is None:
-            del data["static"]
-        return with_hash(data)
 
 
 @dataclass(frozen=True)

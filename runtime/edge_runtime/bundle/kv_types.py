@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from edge_runtime.bundle.bundle import CacheLayout, LayerCache
+from edge_runtime.bundle.manifest import CacheLayout, LayerCache
 from edge_runtime.errors import RequestError
 
 KvType = Literal["f16", "q8_0", "q4_0"]

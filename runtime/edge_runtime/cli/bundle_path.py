@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from edge_runtime.bundle.bundle import MANIFEST_NAME
+from edge_runtime.bundle.manifest import MANIFEST_NAME
 
 # A shell that waits for thousands of folders is worse than one that completes less.
 MOST_FOLDERS = 1000

@@ -16,8 +16,8 @@ from edge_devices.machine.bandwidth import read_bandwidth
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.profiles import profile, profiles
 from edge_devices.machine.system import System
-from edge_runtime.bundle.bundle import Manifest
 from edge_runtime.bundle.kv_types import check_kv_type
+from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.cli.plan_measuring import Measured
 from edge_runtime.config.settings import LONGEST
 from edge_runtime.drafting.drafter_kinds import DrafterKind

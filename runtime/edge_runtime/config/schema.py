@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.config.validators import Check, always_true, flag, number, one_of, size, text, whole
 from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.errors import ConfigError

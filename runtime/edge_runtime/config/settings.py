@@ -9,7 +9,8 @@ from functools import reduce
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, Bundle, RuntimeSettings
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, RuntimeSettings
 from edge_runtime.config.presets import expanded, preset_of
 from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, StreamingConfig, TuningConfig, VerifierConfig
 from edge_runtime.config.validators import bytes_of

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import ShouldContinue
 

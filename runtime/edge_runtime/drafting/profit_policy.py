@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.acceptance_model import Acceptance, Chances
 from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.policies import Timing

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.policies import DraftLengthPolicy, Timing
 from edge_runtime.drafting.rejection_window import WINDOW_TOKENS, Event, EventKind, RejectionWindow
 from edge_runtime.errors import RequestError

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from edge_runtime.bundle.bundle import Architecture, BundleFile, CacheLayout, Manifest
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType, row_bytes
+from edge_runtime.bundle.manifest import Architecture, BundleFile, CacheLayout, Manifest
 
 # llama.cpp pads contexts and sliding caches to this (src/llama-context.cpp, src/llama-kv-cache-iswa.cpp).
 CELL_STEP = 256

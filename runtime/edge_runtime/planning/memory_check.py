@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from edge_runtime.bundle.bundle import Manifest
+from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.config.validators import bytes_of, size
 from edge_runtime.errors import RequestError
 from edge_runtime.planning.memory import MemoryPlan, Opening, largest_context, memory_plan, smaller_kv_type

@@ -12,8 +12,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edge_runtime.bundle.bundle import Architecture, Manifest
 from edge_runtime.bundle.kv_types import KvType, row_bytes
+from edge_runtime.bundle.manifest import Architecture, Manifest
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.planning.memory import MemoryPlan
 

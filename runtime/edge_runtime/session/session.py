@@ -8,7 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, Bundle
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.config.settings import Settings, resolve_settings
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE

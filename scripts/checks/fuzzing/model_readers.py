@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_runtime.bundle.bundle import Bundle, OnnxGraphs, open_bundle
+from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.bundle.manifest import OnnxGraphs
 from edge_runtime.errors import BackendError
 from fuzzing.readers import PARSED, Read, Reader
 

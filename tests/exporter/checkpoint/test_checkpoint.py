@@ -14,7 +14,7 @@ import pytest
 from edge_export.checkpoint.checkpoint import check_pair, open_checkpoint
 from edge_export.errors import CheckpointError
 from edge_export.pipeline.cache_layout import architecture, cache_layout
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 
 Folders = Callable[[str], Path]
 

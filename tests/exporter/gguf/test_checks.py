@@ -11,8 +11,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from edge_runtime.bundle.gguf_check import check_model
-from edge_runtime.bundle.gguf_gemma4 import DRAFTER, TARGET, rows_read
+from edge_runtime.bundle.gguf_gemma4 import DRAFTER, TARGET, check_model, rows_read
 from silent import Silent
 from tiny_members import MEMBERS, TARGETS
 

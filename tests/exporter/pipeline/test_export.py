@@ -20,7 +20,8 @@ from edge_export.output import atomic_folder
 from edge_export.pipeline import export
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from edge_runtime.bundle.bundle import MANIFEST_NAME, open_bundle
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.manifest import MANIFEST_NAME
 
 Folders = Callable[[str], Path]
 STEPS = [

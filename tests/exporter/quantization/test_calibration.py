@@ -27,7 +27,8 @@ from edge_export.quantization.calibration import CalibrationRequest, calibrate, 
 from edge_export.quantization.importance import Importance, fitted
 from edge_export.quantization.importance_sources import SAVED, Weighing
 from edge_export.quantization.llama_quantize import quantize_gguf
-from edge_runtime.bundle.bundle import ImportanceSource, open_bundle
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.manifest import ImportanceSource
 from silent import Silent
 
 Folders = Callable[[str], Path]

@@ -19,7 +19,7 @@ from edge_export.gguf.tensor_names import gguf_name
 from edge_export.quantization import imatrix_file
 from edge_export.quantization.imatrix_file import read_imatrix, write_imatrix
 from edge_export.quantization.importance import ChannelSums, fitted
-from edge_runtime.bundle.bundle import ImportanceSource
+from edge_runtime.bundle.manifest import ImportanceSource
 
 Folders = Callable[[str], Path]
 SOURCE = ImportanceSource(kind="imatrix", name="some.dat", bytes=1, sha256="0")

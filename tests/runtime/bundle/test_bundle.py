@@ -15,7 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edge_devices.files.typed_json import from_json
-from edge_runtime.bundle.bundle import (
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.integrity import CHECK_MODES
+from edge_runtime.bundle.manifest import (
     Architecture,
     BundleFile,
     CacheLayout,
@@ -24,9 +26,7 @@ from edge_runtime.bundle.bundle import (
     RuntimeSettings,
     Source,
     SourceFile,
-    open_bundle,
 )
-from edge_runtime.bundle.integrity import CHECK_MODES
 from edge_runtime.bundle.manifest_checks import with_hash
 from edge_runtime.errors import BundleError, RequestError
 

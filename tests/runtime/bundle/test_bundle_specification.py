@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from edge_devices.files.typed_json import from_json
-from edge_runtime.bundle.bundle import SCHEMA_VERSION, Manifest
-from edge_runtime.bundle.manifest_checks import has_own_hash, with_hash
-from edge_runtime.bundle.manifest_numbers import FROM_ZERO
+from edge_runtime.bundle.manifest import SCHEMA_VERSION, Manifest
+from edge_runtime.bundle.manifest_checks import FROM_ZERO, has_own_hash, with_hash
 
 TEXT = (Path(__file__).parents[3] / "docs" / "bundle.md").read_text(encoding="utf-8")
 NAMES = {int: "integer", float: "number", str: "text", bool: "boolean", type(None): "null"}

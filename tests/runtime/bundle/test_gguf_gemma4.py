@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_runtime.bundle.gguf_check import check_gguf, check_model
-from edge_runtime.bundle.gguf_gemma4 import rows_read
+from edge_runtime.bundle.gguf_gemma4 import check_gguf, check_model, rows_read
 from edge_runtime.errors import BackendError
 
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")

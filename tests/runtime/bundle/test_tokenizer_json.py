@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers", reason="needs edge-mtp[onnx]")
 
 from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
 from edge_runtime.bundle import tokenizer_json as tokenizer_file
-from edge_runtime.bundle.bundle import OnnxGraphs
+from edge_runtime.bundle.manifest import OnnxGraphs
 from edge_runtime.errors import BundleError
 
 PAIR = Path(__file__).parents[3] / "exporter" / "edge_export" / "reference_pair" / "target" / "tokenizer.json"

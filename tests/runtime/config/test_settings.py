@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from edge_runtime.bundle.bundle import Bundle, BundleFile, RuntimeSettings, Source
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.manifest import BundleFile, RuntimeSettings, Source
 from edge_runtime.config.schema import DrafterConfig, SpeculativeConfig, StreamingConfig, TuningConfig, VerifierConfig
 from edge_runtime.config.settings import load_settings, resolve_settings
 from edge_runtime.config.yaml_file import CONFIG_NAME, config_text

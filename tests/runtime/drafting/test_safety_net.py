@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.policies import Fixed, Stepped
 from edge_runtime.drafting.rejection_window import Event
 from edge_runtime.drafting.safety_net import FIRST_WAIT, LONGEST_WAIT, PROBE_TOKENS, Guarded, SafetyNet

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from edge_runtime.bundle.bundle import LayerCache, open_bundle
+from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.kv_types import KV_TYPES, check_kv_type, row_bytes
+from edge_runtime.bundle.manifest import LayerCache
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.planning.memory import MemoryPlan, Opening, largest_context, memory_plan, smaller_kv_type
 from edge_runtime.planning.memory_check import available_memory, check_memory, memory_bytes

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_devices.machine.profiles import profiles
-from edge_runtime.bundle.bundle import Architecture, BundleFile, open_bundle
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.manifest import Architecture, BundleFile
 from edge_runtime.cli import plan as plan_command
 from edge_runtime.cli import run as cli
 from edge_runtime.cli.plan import device_speed, manifest_plan, plan_lines, product_operations

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat_words import CONTROL, ChatWords
-from edge_runtime.bundle.bundle import Bundle, BundleFile
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.manifest import BundleFile
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.text.chat_template import MARK, MAX_TEMPLATE_BYTES, PLAIN_TEMPLATE, TURNS_TEMPLATE, ChatTemplate, bundle_template
 from scripted import MANIFEST

@@ -16,7 +16,7 @@ from edge_export.checkpoint.safetensors import read_float_chunks
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.request import KvKind
 from edge_export.onnx.weights import Stored, ValueType, WeightFile
-from edge_runtime.bundle.bundle import CacheBuffer, Rotation
+from edge_runtime.bundle.manifest import CacheBuffer, Rotation
 
 _TYPES: dict[KvKind, ValueType] = {"f32": "f32", "f16": "f16", "int8": "i8"}
 _LEVELS = 127

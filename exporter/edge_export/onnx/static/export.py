@@ -28,7 +28,7 @@ from edge_export.onnx.static.weights import ChannelForm, PlainGraph, PlainWeight
 from edge_export.onnx.weight_formats import quantization_name
 from edge_export.onnx.weights import WeightForm, row_pieces
 from edge_export.quantization.importance import Importance
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, RuntimeSettings, StaticGraphs
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, RuntimeSettings, StaticGraphs
 
 if TYPE_CHECKING:
     from edge_export.onnx.request import Made

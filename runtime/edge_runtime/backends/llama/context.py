@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.llama.library import LlamaLibrary
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
 
 # See `rewind_slack`: with fewer rows per batch the sliding cache could not always be rewound by the longest draft.

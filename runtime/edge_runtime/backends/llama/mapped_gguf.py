@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.llama.library import LlamaLibrary, declare
-from edge_runtime.bundle.gguf_check import check_gguf
+from edge_runtime.bundle.gguf_gemma4 import check_gguf
 from edge_runtime.errors import BackendError
 
 # Types that a matrix may have: those whose rows ggml expands and multiplies on every processor.

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from edge_runtime.backends.llama.context import LlamaOptions, load_model
 from edge_runtime.backends.llama.library import library
-from edge_runtime.bundle.gguf_check import check_model
+from edge_runtime.bundle.gguf_gemma4 import check_model
 
 
 class LlamaModel:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.backends.onnx.kv_cache import FULL, SLIDING, check_buffers
 from edge_runtime.backends.onnx.library import value_over
-from edge_runtime.bundle.bundle import CacheLayout
+from edge_runtime.bundle.manifest import CacheLayout
 from edge_runtime.errors import BundleError
 
 # Added to what is not seen. Float16, in which an NPU may compute, holds it, and its exponential is zero there.

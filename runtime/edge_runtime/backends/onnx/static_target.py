@@ -13,7 +13,7 @@ from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, rotation_angles
 from edge_runtime.backends.onnx.library import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.static_cache import StaticRows
 from edge_runtime.backends.onnx.target import OrtOptions, OrtTarget, PairFiles, check_inputs
-from edge_runtime.bundle.bundle import Rotation
+from edge_runtime.bundle.manifest import Rotation
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Logits
 

@@ -16,7 +16,8 @@ from edge_runtime.backends.committed_tokens import CommittedText
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations
 from edge_runtime.backends.onnx.library import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
-from edge_runtime.bundle.bundle import Bundle, CacheLayout, OnnxGraphs, StaticGraphs
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Logits

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from edge_runtime.bundle.bundle import OnnxGraphs
+from edge_runtime.bundle.manifest import OnnxGraphs
 from edge_runtime.bundle.tokenizer_json import check_parts, read_tokenizer
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.errors import RequestError

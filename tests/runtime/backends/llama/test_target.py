@@ -15,7 +15,7 @@ import pytest
 
 from edge_runtime.backends.llama import library as llama_library
 from edge_runtime.backends.llama.llama_cpp import LlamaDrafter, LlamaOptions, LlamaTarget, open_pair
-from edge_runtime.bundle.bundle import MAX_DRAFT_LENGTH
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
 
 # Kernels differ by the number of rows and caches are float16; logits of the pair reach about 10.
