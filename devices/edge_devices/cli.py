@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.csv_import import import_csv
-from edge_devices.energy.external_meter import with_external
+from edge_devices.energy.external_meter import import_csv, with_external
 from edge_devices.energy.load import BusyLoad
 from edge_devices.energy.protocol import characterise_meter
 from edge_devices.energy.report import make_report

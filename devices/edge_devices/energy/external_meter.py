@@ -1,15 +1,176 @@
-"""A run's log with the recording of an external meter in the place of its own samples."""
+"""An external meter's recording: its table, its clock, and a run log that uses it instead of the log's own samples."""
 
 from __future__ import annotations
 
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
-from edge_devices.energy.alignment import clock_offset, shifted
 from edge_devices.energy.characteristics import Characteristics, change_times
 from edge_devices.energy.run_log import RunLog
-from edge_devices.errors import MeasurementError
+from edge_devices.errors import MeasurementError, MeterError
+from edge_devices.files.bounded import lines_at_most
+from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
 from edge_devices.meters.trace import Trace
+
+TIME = {"t": 1.0, "time": 1.0, "timestamp": 1.0, "times": 1.0, "seconds": 1.0, "timems": 1e-3, "timestampms": 1e-3}
+VOLTS = {"v": 1.0, "voltage": 1.0, "voltagev": 1.0, "volts": 1.0, "voltagemv": 1e-3}
+AMPERES = {"a": 1.0, "current": 1.0, "currenta": 1.0, "amps": 1.0, "amperes": 1.0, "currentma": 1e-3, "currentua": 1e-6}
+WATTS = {"w": 1.0, "power": 1.0, "powerw": 1.0, "watts": 1.0, "powermw": 1e-3}
+JOULES = {"j": 1.0, "energy": 1.0, "energyj": 1.0, "energyws": 1.0, "joules": 1.0, "energywh": 3600.0, "energymwh": 3.6}
+MOST_ROWS = 10_000_000
+LONGEST_LINE = 4096
+
+
+def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
+    """Reads a table with a header line, separated by commas, semicolons, tabs or blanks. Joules are taken before watts before V × A.
+
+    Times that go back (loggers that stamp whole packets) are held at the latest one. Raises MeterError for a table without the needed columns.
+    """
+    rows = _rows(path)
+    header = next(rows, [])
+    columns = {re.sub(r"[^a-z]", "", name.lower().replace("µ", "u")): i for i, name in enumerate(header)}
+    time = _column(columns, TIME)
+    joules, watts, volts, amperes = (_column(columns, names) for names in (JOULES, WATTS, VOLTS, AMPERES))
+    factors = [c for c in ((joules,) if joules else (watts,) if watts else (volts, amperes)) if c]
+    if time is None or not factors or (not joules and not watts and len(factors) < 2):
+        raise MeterError(
+            f"{path}: the columns {', '.join(header) or '(none)'} hold no time with joules, watts, or volts and amperes. Name them so."
+        )
+    samples: list[Sample] = []
+    for number, row in enumerate(rows, start=2):
+        if number > MOST_ROWS:
+            raise MeterError(f"{path} has more than {MOST_ROWS} rows; cut out the part that was measured.")
+        figures = [_figure(path, number, row, column) for column in (time, *factors)]
+        samples.append(Sample(max(figures[0], samples[-1].time_s if samples else -math.inf), math.prod(figures[1:])))
+    if len(samples) < 2:
+        raise MeterError(f"{path} has {len(samples)} rows of figures; at least 2 are needed.")
+    gaps = sorted(b.time_s - a.time_s for a, b in pairwise(samples) if b.time_s > a.time_s)
+    spacing = gaps[len(gaps) // 2] if gaps else 1.0
+    facts = MeterFacts(
+        name=f"csv:{path.name}",
+        kind=Kind.COUNTER if joules else Kind.SAMPLER,
+        scope=scope,
+        source=str(path.name),
+        refresh_s=spacing,
+        resolution=_resolution(samples),
+        poll_s=spacing,
+        systematic="see the meter's data sheet",
+    )
+    return Trace.of(facts, samples)
+
+
+def _rows(path: Path) -> Iterator[list[str]]:
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            for line in lines_at_most(file, LONGEST_LINE, 2 * MOST_ROWS):
+                text = line.strip()
+                if text and not text.startswith("#"):
+                    separator = next((s for s in (";", ",", "\t") if s in text), None)
+                    yield [cell.strip().strip('"') for cell in text.split(separator)]
+    except OSError as error:
+        raise MeterError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _column(columns: dict[str, int], names: dict[str, float]) -> tuple[int, float] | None:
+    return next(((columns[name], scale) for name, scale in names.items() if name in columns), None)
+
+
+def _figure(path: Path, number: int, row: Sequence[str], column: tuple[int, float]) -> float:
+    text = row[column[0]] if column[0] < len(row) else ""
+    try:
+        figure = float(text) * column[1]
+    except ValueError:
+        figure = math.nan
+    if not math.isfinite(figure):
+        raise MeterError(f"{path}: row {number} holds {text!r} where a number is needed (decimal points, no commas).")
+    return figure
+
+
+def _resolution(samples: Sequence[Sample]) -> float:
+    steps = [abs(b.value - a.value) for a, b in pairwise(samples) if a.value != b.value]
+    return min(steps, default=0.0)
+
+
+Span = tuple[float, float]
+LEAST_FIT = 0.5  # share of the power's variance that the steps must explain
+RIVAL_SHARE = 0.9
+
+
+def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
+    """Returns the seconds to add to the trace's times so that its power is high in the spans of load and low in the rests around them.
+
+    An offset's fit is the share of the variance, over loads and rests, that two levels explain (R² of a step function). `search` bounds the offset.
+    Raises MeasurementError when no step shows, or when another offset fits almost as well (steps of equal length and distance).
+    """
+    if len(loads) < 2:
+        raise MeasurementError(f"{len(loads)} load steps cannot align two clocks; give at least 2, of different lengths.")
+    between = [(a[1], b[0]) for a, b in pairwise(loads)]
+    margin = min(end - start for start, end in between)
+    rests = [(loads[0][0] - margin, loads[0][0]), *between, (loads[-1][1], loads[-1][1] + margin)]
+    curves = _Curves(trace)
+    width = min(end - start for start, end in [*loads, *rests])
+    coarse = max(width / 8, (search[1] - search[0]) / 200_000)
+    tried = [search[0] + i * coarse for i in range(int((search[1] - search[0]) / coarse) + 1)]
+    scored = [(curves.fit(loads, rests, offset), offset) for offset in tried]
+    fit, best = max(scored)
+    if fit < LEAST_FIT:
+        raise MeasurementError(
+            f"no load step shows in the meter's recording (fit {fit:.2f} of 1); make the steps longer or the load heavier."
+        )
+    rival = max((s for s, offset in scored if abs(offset - best) > width), default=0.0)
+    if rival > RIVAL_SHARE * fit:
+        raise MeasurementError("the load steps fit the meter's recording at two places; make steps and rests of different lengths.")
+    step = coarse
+    while step > 1e-3:
+        step /= 2
+        fit, best = max((curves.fit(loads, rests, offset), offset) for offset in (best - step, best, best + step))
+    return best
+
+
+def shifted(trace: Trace, offset_s: float) -> Trace:
+    """Returns the trace on the other clock."""
+    return Trace.of(trace.facts, (Sample(t + offset_s, v) for t, v in zip(trace.times, trace.values, strict=True)))
+
+
+class _Curves:
+    """Integrals of power and of its square up to each reading; power is constant in between."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._times = trace.times
+        self._first, self._second = [0.0], [0.0]
+        counter = trace.facts.kind is Kind.COUNTER
+        for i in range(1, len(trace.times)):
+            seconds = trace.times[i] - trace.times[i - 1]
+            joules = trace.values[i] - trace.values[i - 1] if counter else trace.values[i - 1] * seconds
+            self._first.append(self._first[-1] + joules)
+            self._second.append(self._second[-1] + (joules * joules / seconds if seconds > 0 else 0.0))
+
+    def fit(self, loads: Sequence[Span], rests: Sequence[Span], offset: float) -> float:
+        """Share of the variance that the two levels explain; 0 where the power under load is not the higher one."""
+        if rests[0][0] - offset < self._times[0] or rests[-1][1] - offset > self._times[-1]:
+            return 0.0
+        load_s, rest_s = (sum(e - s for s, e in spans) for spans in (loads, rests))
+        load, rest = (self._integral(self._first, spans, offset) for spans in (loads, rests))
+        total_s, total = load_s + rest_s, load + rest
+        variance = self._integral(self._second, [*loads, *rests], offset) - total * total / total_s
+        contrast = load / load_s - rest / rest_s
+        return contrast**2 * load_s * rest_s / total_s / variance if variance > 1e-12 and contrast > 0 else 0.0
+
+    def _integral(self, curve: Sequence[float], spans: Sequence[Span], offset: float) -> float:
+        return sum(self._at(curve, e - offset) - self._at(curve, s - offset) for s, e in spans)
+
+    def _at(self, curve: Sequence[float], time: float) -> float:
+        i = bisect_right(self._times, time)
+        if i == 0 or i == len(self._times):
+            return curve[min(i, len(self._times) - 1)]
+        share = (time - self._times[i - 1]) / (self._times[i] - self._times[i - 1])
+        return curve[i - 1] + share * (curve[i] - curve[i - 1])
+
 
 LONGEST_EXTRA_S = 6 * 3600.0
 

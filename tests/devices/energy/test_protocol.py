@@ -11,9 +11,8 @@ from click.testing import CliRunner
 
 from edge_devices.cli import main
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.csv_import import import_csv
 from edge_devices.energy.estimate import EstimateMeter
-from edge_devices.energy.external_meter import with_external
+from edge_devices.energy.external_meter import import_csv, with_external
 from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, ratio_interval, t_quantile
 from edge_devices.energy.live import EnergyWatch
 from edge_devices.energy.load import BusyLoad

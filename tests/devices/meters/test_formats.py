@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_devices.energy.alignment import clock_offset
-from edge_devices.energy.csv_import import import_csv
+from edge_devices.energy.external_meter import clock_offset, import_csv
 from edge_devices.errors import DeviceError, MeasurementError, MeterError
 from edge_devices.machine.system import CommandResult, System
 from edge_devices.meters import nvidia as nvml

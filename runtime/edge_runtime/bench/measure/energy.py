@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.csv_import import import_csv
-from edge_devices.energy.external_meter import with_external
+from edge_devices.energy.external_meter import import_csv, with_external
 from edge_devices.energy.load import BusyLoad
 from edge_devices.energy.protocol import Plan, Work, Workload, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
