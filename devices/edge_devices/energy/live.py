@@ -11,8 +11,7 @@ from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.intervals import Interval, of_error
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.text import NO_METER, figure_text
-from edge_devices.energy.validity import LEAST_NEWS
-from edge_devices.energy.windows import measure_window
+from edge_devices.energy.windows import LEAST_NEWS, measure_window
 from edge_devices.errors import DeviceError, MeasurementError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, MeterFacts

@@ -9,10 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, ratio_interval
-from edge_devices.energy.phases import PhaseShares, share_out
 from edge_devices.energy.run_log import Run, RunLog
 from edge_devices.energy.validity import objections
-from edge_devices.energy.windows import WindowEnergy, measure_window
+from edge_devices.energy.windows import PhaseShares, WindowEnergy, measure_window, share_out
 from edge_devices.errors import MeasurementError
 
 CALIBRATION = "calibrate:"  # a variant of this name and a phase runs that phase alone

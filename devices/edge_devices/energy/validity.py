@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from edge_devices.energy.run_log import Run, RunLog
-from edge_devices.energy.windows import WindowEnergy
+from edge_devices.energy.windows import LEAST_NEWS, WindowEnergy
 from edge_devices.machine.state import disturbances
 from edge_devices.meters.base import Kind
 
 LONGEST_OVERRUN = 1.25
-LEAST_NEWS = 8
 LONGEST_GAP = 3  # refreshes, or readings where those are rarer
 
 

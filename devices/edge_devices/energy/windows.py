@@ -1,21 +1,23 @@
 """Energy of a window of time: a difference of a counter, or the integral of a sampler.
 
 Only the steady inside of a window is read. What a counter or gauge shows at the window's edges still belongs in part to the time outside, so the lead-in
-is left out, the mean power of the rest is taken, and the window's energy is that power times the window's whole length.
-"""
+is left out, the mean power of the rest is taken, and the window's energy is that power times the window's whole length."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
+from typing import Any
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind
 from edge_devices.meters.trace import Trace
 
+LEAST_NEWS = 8
 FAST = 1000  # a counter that is new so many times per window needs no lead-in and no look at when it changed
 
 
@@ -137,3 +139,40 @@ def _sampling_error(values: list[float]) -> tuple[float, float]:
 def _longest_gap(times: list[float], start_s: float, end_s: float) -> float:
     edges = [start_s, *times, end_s]
     return max(b - a for a, b in pairwise(edges))
+
+
+CLOSURE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseShares:
+    """Joules per phase; `method`: measured (one phase), calibrated or time_proportional; `closure`: (sum - measured) / measured, None where not tested."""
+
+    joules: Mapping[str, float]
+    method: str
+    closure: float | None
+    closes: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return asdict(self)
+
+
+def share_out(
+    joules: float, seconds: Mapping[str, float], watts: Mapping[str, tuple[float, float]], *, error_joules: float = 0.0
+) -> PhaseShares:
+    """Divides a window's joules over its phases. `watts`: power and its standard error of the phases that were calibrated.
+
+    The sum closes when it is within 5 % of what was measured, or within two standard errors of it.
+    """
+    total = sum(seconds.values())
+    if len(seconds) <= 1 or total <= 0:
+        return PhaseShares(joules=dict.fromkeys(seconds, joules), method="measured", closure=None, closes=True)
+    if not seconds.keys() <= watts.keys():
+        shares = {phase: joules * s / total for phase, s in seconds.items()}
+        return PhaseShares(joules=shares, method="time_proportional", closure=None, closes=True)
+    shares = {phase: watts[phase][0] * s for phase, s in seconds.items()}
+    difference = sum(shares.values()) - joules
+    error = math.hypot(error_joules, *(watts[phase][1] * s for phase, s in seconds.items()))
+    closes = abs(difference) <= max(CLOSURE * abs(joules), 2 * error)
+    return PhaseShares(joules=shares, method="calibrated", closure=difference / joules if joules else math.inf, closes=closes)
