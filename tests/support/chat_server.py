@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_words import SpeakingTarget, chat_session
-from edge_devices.energy.shared_watch import SharedWatch
+from edge_devices.energy.live import SharedWatch
 from edge_runtime.interfaces import DraftRequest, Logits
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.session.open import Sessions

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from edge_devices.energy.live import EnergyWatch, RunEnergy
-from edge_devices.energy.shared_watch import SharedWatch
+from edge_devices.energy.live import EnergyWatch, RunEnergy, SharedWatch
 from edge_devices.energy.virtual_meters import MADE, asked_meter
 from edge_devices.errors import DeviceError
 from edge_devices.machine.system import System

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Unpack
 
-from edge_devices.energy.shared_watch import SharedWatch
+from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard, host_name

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from edge_devices.energy.shared_watch import SharedWatch
+from edge_devices.energy.live import SharedWatch
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 from chat_server import scripted_server
-from edge_devices.energy.shared_watch import SharedWatch
+from edge_devices.energy.live import SharedWatch
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
 

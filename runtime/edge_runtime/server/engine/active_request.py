@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from edge_devices.energy.live import RunEnergy
-from edge_devices.energy.shared_watch import Share, SharedWatch
+from edge_devices.energy.live import RunEnergy, Share, SharedWatch
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.loop import Round
 from edge_runtime.server.engine.jobs import Begun, Ended, Job, Said, figures_of

@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from edge_devices.energy.shared_watch import SharedWatch
+from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.server.engine.active_request import Running
 from edge_runtime.server.engine.jobs import Failed, Job, News
