@@ -1,17 +1,19 @@
-"""Meters that no search finds, since they are made from what a person says: an estimate, a recording, and one that writes its own table."""
+"""Meters that no search finds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from edge_devices.energy.estimate import EstimateMeter
-from edge_devices.energy.replay import ReplayMeter
 from edge_devices.energy.run_log import read_log
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, Scope
+from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, Sample, Scope
 from edge_devices.meters.search import choose_meter
+from edge_devices.meters.trace import Trace
 
 ESTIMATE, REPLAY, EXTERNAL = "estimate", "replay", "external"
 MADE = "estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl (a recording)"
@@ -54,3 +56,55 @@ def made_meter(system: System, name: str | None) -> Meter | None:
     if kind == REPLAY and value:
         return ReplayMeter(system, read_log(Path(value)).trace)
     return None
+
+
+class EstimateMeter:
+    """Idle watts × time + watts per busy core × this process's processor seconds: joules of a model, not of the device."""
+
+    def __init__(
+        self, system: System, *, idle_watts: float, core_watts: float, busy_seconds: Callable[[], float] = time.process_time
+    ) -> None:
+        """`busy_seconds`: processor time of this process, all its threads; child processes are not in it. MeterError for impossible watts."""
+        for name, watts in (("idle", idle_watts), ("core", core_watts)):
+            if not (math.isfinite(watts) and 0 <= watts <= 1000):
+                raise MeterError(f"{name} watts of {watts} make no power model; give a number from 0 to 1000.")
+        self._system, self._busy_seconds = system, busy_seconds
+        self._idle_watts, self._core_watts = idle_watts, core_watts
+        self._begin = system.clock(), busy_seconds()
+        self.facts = MeterFacts(
+            name="estimate",
+            kind=Kind.COUNTER,
+            scope=Scope.ESTIMATE,
+            source=f"model: {idle_watts:g} W idle + {core_watts:g} W per busy core",
+            refresh_s=0.001,
+            resolution=0.001,
+            poll_s=1.0,
+            systematic="unbounded: this is a model, not a measurement",
+            notes=("ESTIMATE: nothing was measured",),
+        )
+
+    def read(self) -> Sample:
+        """Evaluates the model; joules."""
+        now, busy = self._system.clock(), self._busy_seconds()
+        joules = self._idle_watts * (now - self._begin[0]) + self._core_watts * (busy - self._begin[1])
+        return Sample(now, joules, f"busy={busy:.6f}")
+
+
+class ReplayMeter:
+    """Answers the recorded value that was current as long after the trace's start as now is after this meter's."""
+
+    def __init__(self, system: System, trace: Trace) -> None:
+        if not trace.times:
+            raise MeterError("the recorded trace has no samples; record it again.")
+        self._system, self._trace = system, trace
+        self._begin = system.clock()
+        self.facts = replace(trace.facts, name=f"replay:{trace.facts.name}", notes=(*trace.facts.notes, "replayed from a recording"))
+
+    def read(self) -> Sample:
+        """Returns the recorded value; raises MeterError past the end of the recording."""
+        now = self._system.clock()
+        elapsed = now - self._begin
+        if elapsed > self._trace.times[-1] - self._trace.times[0] + self._trace.facts.poll_s:
+            raise MeterError(f"the recording ends after {self._trace.times[-1] - self._trace.times[0]:.3g} s; this run is longer.")
+        at = self._trace.index_at(self._trace.times[0] + elapsed)
+        return Sample(now, self._trace.values[at], f"replayed {at}")

@@ -11,18 +11,16 @@ from click.testing import CliRunner
 
 from edge_devices.cli import main
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.estimate import EstimateMeter
 from edge_devices.energy.external_meter import import_csv, with_external
 from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, ratio_interval, t_quantile
 from edge_devices.energy.live import EnergyWatch
 from edge_devices.energy.load import BusyLoad
 from edge_devices.energy.protocol import Plan, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
-from edge_devices.energy.replay import ReplayMeter
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, read_log, write_log
 from edge_devices.energy.text import figure_text, report_lines
-from edge_devices.energy.virtual_meters import AwaitedMeter, made_meter
+from edge_devices.energy.virtual_meters import AwaitedMeter, EstimateMeter, ReplayMeter, made_meter
 from edge_devices.energy.windows import measure_window, share_out
 from edge_devices.errors import DeviceError, MeasurementError, MeterError
 from edge_devices.machine.state import DeviceState

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from edge_devices import cli
 from edge_devices.cli import main
-from edge_devices.energy.estimate import EstimateMeter
 from edge_devices.energy.text import meter_lines
+from edge_devices.energy.virtual_meters import EstimateMeter
 from edge_devices.errors import DeviceError, MeterError
 from edge_devices.machine.power_supply import parse_uevent
 from edge_devices.machine.state import disturbances, read_state, refusals

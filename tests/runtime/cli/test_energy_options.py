@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from chat_words import chat_session
-from edge_devices.energy.replay import ReplayMeter
+from edge_devices.energy.virtual_meters import ReplayMeter
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, State, absent, present, usable
 from edge_devices.meters.trace import Trace
