@@ -10,8 +10,7 @@ import click
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external_meter import import_csv, with_external
-from edge_devices.energy.load import BusyLoad
-from edge_devices.energy.protocol import characterise_meter
+from edge_devices.energy.protocol import BusyLoad, characterise_meter
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import read_log
 from edge_devices.energy.text import meter_lines, report_lines

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean
+from types import TracebackType
 
 from edge_devices.energy.characteristics import Characteristics, characterise
 from edge_devices.energy.recorder import Recorder
@@ -17,6 +20,31 @@ from edge_devices.machine.state import read_state, refusals, warnings
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, Scope
 from edge_devices.meters.trace import Trace
+
+BLOCK = bytes(1 << 20)  # hashing blocks this large leaves the interpreter's lock free, so every thread keeps a core busy
+
+
+class BusyLoad:
+    """Keeps `threads` processors busy inside a with block."""
+
+    def __init__(self, threads: int = 1) -> None:
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._work, name=f"busy-load-{i}", daemon=True) for i in range(threads)]
+
+    def __enter__(self) -> BusyLoad:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while not self._ended.is_set():
+            hashlib.sha256(BLOCK).digest()
+
 
 TOGGLES = 3
 ROOM = 1.2  # planned window / shortest one: an external meter, or this one measured again, may need a little longer

@@ -14,8 +14,7 @@ from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external_meter import import_csv, with_external
 from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, ratio_interval, t_quantile
 from edge_devices.energy.live import EnergyWatch
-from edge_devices.energy.load import BusyLoad
-from edge_devices.energy.protocol import Plan, characterise_meter, measure
+from edge_devices.energy.protocol import BusyLoad, Plan, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, read_log, write_log

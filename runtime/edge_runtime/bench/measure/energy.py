@@ -10,8 +10,7 @@ from pathlib import Path
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external_meter import import_csv, with_external
-from edge_devices.energy.load import BusyLoad
-from edge_devices.energy.protocol import Plan, Work, Workload, characterise_meter, measure
+from edge_devices.energy.protocol import BusyLoad, Plan, Work, Workload, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import CALIBRATION, PREFILL, Report, make_report
 from edge_devices.energy.run_log import LONGEST_LINE, RunLog, read_log, write_log
