@@ -20,8 +20,8 @@ from edge_devices.remote.preflight import refuses, warns
 from edge_devices.remote.snapshot import Look, look
 from edge_devices.transports.adb import AdbTransport
 from edge_devices.transports.jobs import JobState, JobStatus
-from edge_devices.transports.local import LocalTransport
 from fake_adbd import FakeAdbd
+from local_transport import LocalTransport
 from phones import Desk
 
 FINISHED = JobStatus(state=JobState.FINISHED, exit_code=0)

@@ -17,8 +17,8 @@ from edge_devices.transports import file_sync as tree
 from edge_devices.transports.adb import AdbTransport
 from edge_devices.transports.base import Transport, own_folder, seal, shell
 from edge_devices.transports.jobs import JobState, poll_job, remove, start_job, stop_job
-from edge_devices.transports.local import LocalTransport
 from edge_devices.transports.ssh import SshTransport
+from local_transport import LocalTransport
 
 AWKWARD = [
     "plain",
