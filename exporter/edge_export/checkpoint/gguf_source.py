@@ -12,9 +12,9 @@ import numpy as np
 
 from edge_export.checkpoint.architecture import FULL, MAX_LAYERS, MAX_SIZE, SLIDING, AssistantArchitecture, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.gguf_header import read_gguf_header
 from edge_export.checkpoint.safetensors import StoredTensor
 from edge_export.errors import CheckpointError
+from edge_runtime.bundle import gguf_header
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, TensorInfo
 
 TARGET_ARCHITECTURE, DRAFTER_ARCHITECTURE = "gemma4", "gemma4-assistant"
@@ -43,6 +43,14 @@ FILE_TYPES = {
 _F32 = 0
 # Larger factors stop a rotary pair from turning (proportional RoPE).
 _TURNS_BELOW = 1e20
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Reads keys and tensor infos. Raises CheckpointError if it is no GGUF file of a known version, or is truncated or corrupt."""
+    try:
+        return gguf_header.read_gguf_header(path)
+    except gguf_header.GgufError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def open_gguf(path: Path) -> tuple[Checkpoint, GgufHeader]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ExportError
 from edge_export.gguf.metadata import Entry, architecture_entries, architecture_name
 from edge_export.gguf.writer import RawTensor, raw_tensor, write_raw_gguf

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.architecture import AssistantArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.checkpoint.safetensors import StoredTensor, read_chunks, read_float_chunks
 from edge_export.checkpoint.tensor_shapes import CENTROIDS, TOKEN_ORDERING
 from edge_export.errors import CheckpointError, ExportError

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.files.limited_read import read_at_most
-from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.quantization.importance import ChannelSums
 from edge_runtime.bundle.gguf_header import TensorInfo

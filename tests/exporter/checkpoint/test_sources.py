@@ -16,8 +16,7 @@ import pytest
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.gguf_header import read_gguf_header
-from edge_export.checkpoint.gguf_source import open_gguf
+from edge_export.checkpoint.gguf_source import open_gguf, read_gguf_header
 from edge_export.checkpoint.sources import PATTERNS, hub_folder, manifest_source, resolve_pair
 from edge_export.errors import CheckpointError
 from edge_export.gguf.writer import write_gguf

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ParityError
 from edge_export.parity import gguf as parity
 from edge_export.parity.divergence import agrees, divergence

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_export.checkpoint.gguf_header import read_gguf_header
+from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ExportError
 from edge_export.output import atomic_folder
 from edge_export.pipeline import export

@@ -10,8 +10,7 @@ import pytest
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.gguf_header import read_gguf_header
-from edge_export.checkpoint.gguf_source import quantization_of
+from edge_export.checkpoint.gguf_source import quantization_of, read_gguf_header
 from edge_export.errors import ExportError
 from edge_export.gguf.writer import write_gguf
 from edge_export.quantization import llama_quantize as quantize
