@@ -31,27 +31,22 @@ from pathlib import Path
 import click
 
 from edge_export.cli.command import main as export
-from edge_export.output.atomic_folder import check_output
-from edge_export.output.folder_swap import exchange
+from edge_export.output.atomic_folder import REPLACE_EVENT, check_output, exchange
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME
 from edge_runtime.errors import BundleError
 
 KINDS = ("kill", "interrupt", "file-size", "memory")
 # The exporter's modules are loaded, then the fault is set, so that it hits the export and not Python's start.
-PROGRAM = """
+PROGRAM = f"""
 import resource, sys
-from edge_export.output import atomic_folder
 from edge_export.cli.command import main
 import edge_export.gguf.writer, edge_export.parity.gguf, llama_cpp
-def move_in(*folders, really=atomic_folder._move_in):
-    print("moving", flush=True)
-    really(*folders)
-atomic_folder._move_in = move_in
+sys.addaudithook(lambda event, _: print("moving", flush=True) if event == "{REPLACE_EVENT}" else None)
 what, amount = sys.argv[1], int(sys.argv[2])
 if what == "memory":
     amount += int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-limit = {"memory": resource.RLIMIT_AS, "file-size": resource.RLIMIT_FSIZE}.get(what)
+limit = {{"memory": resource.RLIMIT_AS, "file-size": resource.RLIMIT_FSIZE}}.get(what)
 if limit is not None:
     resource.setrlimit(limit, (amount, amount))
 print("ready", flush=True)

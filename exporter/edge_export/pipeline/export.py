@@ -20,8 +20,7 @@ from edge_export.gguf.split_body import write_body
 from edge_export.gguf.split_head import can_split, head_bytes, output_rows, write_head
 from edge_export.gguf.writer import gguf_bytes, write_gguf
 from edge_export.onnx.request import Made, check_onnx_sources
-from edge_export.output.atomic_folder import check_output, partial_folder
-from edge_export.output.folder_swap import sync_files
+from edge_export.output.atomic_folder import check_output, partial_folder, sync_files
 from edge_export.output.replaceable_folder import check_outside
 from edge_export.parity.gguf import ParityRequest, measure_parity
 from edge_export.pipeline.cache_layout import architecture, cache_layout

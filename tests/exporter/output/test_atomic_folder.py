@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from edge_export.errors import ExportError
-from edge_export.output import atomic_folder, folder_swap
+from edge_export.output import atomic_folder
 
 MARKER = "manifest.json"
 REPLACEMENTS = 300
@@ -37,9 +37,9 @@ def output(tmp_path: Path) -> Path:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux exchanges two names")
 def test_a_reader_finds_a_bundle_at_every_moment(output: Path) -> None:
     (output.parent / "other").mkdir()
-    if not folder_swap.exchange(output, output.parent / "other"):
+    if not atomic_folder.exchange(output, output.parent / "other"):
         pytest.skip("this file system has no exchange")
-    folder_swap.exchange(output, output.parent / "other")
+    atomic_folder.exchange(output, output.parent / "other")
     missing, looks, done = 0, 0, threading.Event()
 
     def look() -> None:
@@ -77,7 +77,7 @@ class Library:
 @pytest.mark.parametrize("code", [None, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
 def test_an_exchange_that_cannot_be_had_is_no_error(code: int | None, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library(code))
-    assert not folder_swap.exchange(output, output.parent)
+    assert not atomic_folder.exchange(output, output.parent)
     replace(output, "new")
     assert (output / MARKER).read_text() == manifest("new")
 
@@ -95,6 +95,6 @@ def test_files_and_their_names_are_written_to_the_disk(output: Path, monkeypatch
     written: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda handle: written.append(os.fstat(handle).st_ino))
     (output / "weights").write_bytes(b"w")
-    folder_swap.sync_files(output)
+    atomic_folder.sync_files(output)
     paths = [output / MARKER, output / "weights", *([] if os.name == "nt" else [output])]
     assert sorted(written) == sorted(path.stat().st_ino for path in paths)
