@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from edge_devices.command_line import one_sentence_errors
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external_meter import import_csv, with_external
 from edge_devices.energy.protocol import BusyLoad, characterise_meter
@@ -24,7 +25,6 @@ from edge_devices.meters.base import Meter
 from edge_devices.meters.recorded_system import Recording, record, write_recording
 from edge_devices.meters.search import find_meters
 
-OUT_OF_MEMORY = "there is not enough memory; close other programs"
 # Of all the flags a kernel prints, those that matrix kernels are chosen by.
 SPEED_FEATURES = {
     "avx",
@@ -47,17 +47,13 @@ SPEED_FEATURES = {
 }
 
 
-class PlainErrors(click.Group):
-    """Prints what went wrong as one sentence, with exit code 1."""
+class Commands(click.Group):
+    """Commands whose errors end in one sentence."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
-        try:
+        with one_sentence_errors():
             return super().invoke(ctx)
-        except DeviceError as error:
-            raise click.ClickException(str(error)) from error
-        except MemoryError as error:
-            raise click.ClickException(OUT_OF_MEMORY) from error
 
 
 EXAMPLES = """
@@ -72,7 +68,7 @@ Examples:
 """
 
 
-@click.group(cls=PlainErrors, epilog=EXAMPLES)
+@click.group(cls=Commands, epilog=EXAMPLES)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
     """Look at the device this runs on.

@@ -1,4 +1,4 @@
-"""What can go wrong in an export. Each message says what was wrong, the value, and what to do.
+"""The errors of an export. Each message says what was wrong, with the value, and what to do.
 
 ExportError
   CheckpointError   a checkpoint that is missing, damaged, or not a Gemma 4 pair
@@ -6,18 +6,15 @@ ExportError
   PackageError      a device package that cannot be made here: a tool or a download is missing
 """
 
-from edge_runtime.errors import one_line
+from edge_devices.errors import EdgeError
 
 
-class ExportError(Exception):
-    """Base of all errors that the command prints as one sentence, with exit code 1."""
-
-    def __str__(self) -> str:
-        return one_line(super().__str__())
+class ExportError(EdgeError):
+    """Base of the errors of the exporter."""
 
 
 class CheckpointError(ExportError):
-    """A source that cannot be read or is not what it was given as."""
+    """A source that cannot be read, or is not what the user declared it to be."""
 
 
 class ParityError(ExportError):

@@ -26,6 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from edge_devices.command_line import one_sentence_errors
 from edge_runtime.backends.llama.head_file import read_head
 from edge_runtime.backends.llama.library import library
 from edge_runtime.backends.llama.llama_cpp import LlamaOptions, LlamaTarget
@@ -37,7 +38,6 @@ from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.calibration.crash_probe import probe_load_options
 from edge_runtime.drafting.prompt_lookup import LookupDrafter
-from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.interfaces import Drafter
 from edge_runtime.session.open import default_threads
 
@@ -153,18 +153,16 @@ def _spread(found: dict[str, float]) -> str:
 @click.option("--draft-length", type=click.IntRange(2, MAX_DRAFT_LENGTH), default=3)
 @click.option("--rounds", type=click.IntRange(min=2), default=50)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the record here too.")
+@one_sentence_errors()
 def main(folder: Path, threads: int | None, tokens: int, draft_length: int, rounds: int, json_path: Path | None) -> None:
     """Time the draft steps of BUNDLE."""
-    try:
-        bundle = open_bundle(folder, check="none")
-        files = [bundle.file(role, "gguf") for role in ("target", "drafter")]
-        paths = [bundle.folder / file.path for file in files]
-        notify = Console(stderr=True).print
-        answer = probe_load_options(paths[0], paths[1], [file.quantization or "unknown" for file in files], notify=notify)
-        options = LlamaOptions(context=tokens, threads=threads or default_threads(), use_extra_bufts=answer.use_extra_bufts)
-        record = measure(bundle, options, tokens, draft_length, rounds)
-    except EdgeRuntimeError as error:
-        raise click.ClickException(str(error)) from error
+    bundle = open_bundle(folder, check="none")
+    files = [bundle.file(role, "gguf") for role in ("target", "drafter")]
+    paths = [bundle.folder / file.path for file in files]
+    notify = Console(stderr=True).print
+    answer = probe_load_options(paths[0], paths[1], [file.quantization or "unknown" for file in files], notify=notify)
+    options = LlamaOptions(context=tokens, threads=threads or default_threads(), use_extra_bufts=answer.use_extra_bufts)
+    record = measure(bundle, options, tokens, draft_length, rounds)
     if json_path is not None:
         json_path.write_text(json.dumps(record, indent=2) + "\n")
     Console().print(table(record))

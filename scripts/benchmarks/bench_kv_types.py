@@ -12,9 +12,9 @@ from pathlib import Path
 
 import click
 
+from edge_devices.command_line import one_sentence_errors
 from edge_runtime.bench.measure.kv_types import kv_cost_table, measure_kv_types
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
-from edge_runtime.errors import EdgeRuntimeError
 
 
 @click.command(context_settings={"show_default": True})
@@ -28,6 +28,7 @@ from edge_runtime.errors import EdgeRuntimeError
 @click.option("--kv-type", "kv_types", type=click.Choice(KV_TYPES), multiple=True, default=KV_TYPES)
 @click.option("--threads", type=click.IntRange(min=1))
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here.")
+@one_sentence_errors()
 def main(
     bundle: Path,
     files: tuple[Path, ...],
@@ -40,18 +41,15 @@ def main(
 ) -> None:
     """Compare the KV types on BUNDLE."""
     prompts = [prompt for file in files for prompt in json.loads(file.read_text(encoding="utf-8"))[:count]]
-    try:
-        costs = measure_kv_types(
-            bundle,
-            prompts,
-            kv_types=kv_types,
-            max_tokens=max_tokens,
-            draft_length=draft_length,
-            threads=threads,
-            notify=lambda text: click.echo(text, err=True),
-        )
-    except EdgeRuntimeError as error:
-        raise click.ClickException(str(error)) from error
+    costs = measure_kv_types(
+        bundle,
+        prompts,
+        kv_types=kv_types,
+        max_tokens=max_tokens,
+        draft_length=draft_length,
+        threads=threads,
+        notify=lambda text: click.echo(text, err=True),
+    )
     if json_path:
         json_path.write_text(json.dumps([cost.to_json() for cost in costs], indent=1) + "\n", encoding="utf-8")
     click.echo(kv_cost_table(costs))

@@ -25,10 +25,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.memory import Resident, resident_bytes
 from edge_runtime.backends.selection import BACKENDS
 from edge_runtime.drafting.policies import Fixed
-from edge_runtime.errors import BackendError, EdgeRuntimeError
+from edge_runtime.errors import BackendError
 from edge_runtime.interfaces import Drafter, Target
 from edge_runtime.session.open import OpenOptions, default_threads, open_session
 from edge_runtime.session.session import Session
@@ -262,6 +263,7 @@ def text_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
 @click.option("--openings", "opening_repeats", type=click.IntRange(min=0), default=0, help="How often each side is opened anew.")
 @click.option("--statistic", type=click.Choice(("median", "best")), default="median", help="best: for a machine that is not quiet.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all figures here.")
+@one_sentence_errors()
 def main(
     words: tuple[str, ...],
     threads: int | None,
@@ -295,22 +297,19 @@ def main(
         if json_path is not None:
             json_path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
 
-    try:
-        if opening_repeats:
-            record["openings"] = openings(sides, opening_repeats)
-            keep(opening_table(record["openings"]))
-        with ExitStack() as stack:
-            sessions = {side.name: stack.enter_context(side.open(say=True)) for side in sides}
-            for context in sorted(contexts):
-                found = record["forwards"][str(context)] = forwards(sessions, context, row_counts, max([3, *lengths]), repeats, typical)
-                keep(forward_table(context, found))
-            if len(contexts) > 1:
-                keep(growth_table(record["forwards"]))
-            if listed:
-                record["texts"] = texts(sessions, listed, lengths, tokens, repeats, typical)
-                keep(text_table(record["texts"]))
-    except EdgeRuntimeError as error:
-        raise click.ClickException(str(error)) from error
+    if opening_repeats:
+        record["openings"] = openings(sides, opening_repeats)
+        keep(opening_table(record["openings"]))
+    with ExitStack() as stack:
+        sessions = {side.name: stack.enter_context(side.open(say=True)) for side in sides}
+        for context in sorted(contexts):
+            found = record["forwards"][str(context)] = forwards(sessions, context, row_counts, max([3, *lengths]), repeats, typical)
+            keep(forward_table(context, found))
+        if len(contexts) > 1:
+            keep(growth_table(record["forwards"]))
+        if listed:
+            record["texts"] = texts(sessions, listed, lengths, tokens, repeats, typical)
+            keep(text_table(record["texts"]))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import click
 
+from edge_devices.command_line import one_sentence_errors
 from edge_runtime.bench.measure.records import read_records
 from edge_runtime.bench.measure.variants import FIXED, OURS, PLAIN
 from edge_runtime.bench.report.figures import Figures, Row, figures
 from edge_runtime.bench.report.tables import machine_line, ratio_text
-from edge_runtime.errors import EdgeRuntimeError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = ROOT / "exporter" / "edge_export" / "reference_pair"
@@ -91,6 +91,7 @@ def setting(row: Row) -> str:
 @click.option("--runs", type=click.Path(path_type=Path, dir_okay=False), help="Where the measurements go.")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Measure nothing, print the table of this file.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@one_sentence_errors()
 def main(bundle: Path | None, tools: Path, runs: Path | None, report: Path | None, options: tuple[str, ...]) -> None:
     """Compare our loop with llama.cpp's own on BUNDLE; further OPTIONS are those of edge-bench."""
     if (runs is None) == (report is None):
@@ -100,10 +101,7 @@ def main(bundle: Path | None, tools: Path, runs: Path | None, report: Path | Non
         bundle = bundle.resolve() if bundle else wide_bundle(ROOT / "build" / "wide")
         command = [*EDGE_BENCH, bundle, "--against", f"llama.cpp={folder}", "--contexts", "none", "--runs", runs, *options]
         run(command, LLAMA_CPP_LIB_PATH=str(folder))
-    try:
-        result = figures(read_records(runs or report or Path()))
-    except EdgeRuntimeError as error:
-        raise click.ClickException(str(error)) from error
+    result = figures(read_records(runs or report or Path()))
     click.echo(machine_line(result.records.header) + "\n")
     click.echo(markdown_table(result))
 

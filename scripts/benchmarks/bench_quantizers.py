@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from edge_devices.command_line import one_sentence_errors
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edge_export.checkpoint.reference_pair import reference_pair
-from edge_export.errors import ExportError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_export.gguf.writer import write_gguf
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
@@ -232,6 +232,7 @@ def report(found: list[Loss]) -> str:
 @click.option("--continuation", type=click.IntRange(min=0), default=48, help="Tokens the reference continues each prompt by.")
 @click.option("--threads", type=click.IntRange(min=1), default=1)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all figures here.")
+@one_sentence_errors()
 def main(
     target: Path | None, prompt_files: tuple[Path, ...], text: Path | None, continuation: int, threads: int, json_path: Path | None
 ) -> None:
@@ -241,22 +242,19 @@ def main(
     def say(what: str) -> None:
         click.echo(what, err=True)
 
-    try:
-        folder = target or reference_pair()[0]
-        files = prompt_files or tuple(sorted(reference_pair()[0].parent.glob("prompts.*.json")))
-        prompts = [prompt for path in files for prompt in json.loads(path.read_text("utf-8"))]
-        checkpoint = open_checkpoint(folder)
-        with tempfile.TemporaryDirectory() as name:
-            if text is None:
-                text = Path(name) / "standard-library.txt"
-                text.write_text(standard_library(prompts), encoding="utf-8")
-            say(f"calibrating on {text}")
-            importance = measured_importance(folder, text, checkpoint, threads)
-            say(f"running {len(prompts)} prompts")
-            model = Target(folder, prompts, continuation)
-            found = list(losses(model, checkpoint, importance, Path(name), threads, say))
-    except ExportError as error:
-        raise click.ClickException(str(error)) from error
+    folder = target or reference_pair()[0]
+    files = prompt_files or tuple(sorted(reference_pair()[0].parent.glob("prompts.*.json")))
+    prompts = [prompt for path in files for prompt in json.loads(path.read_text("utf-8"))]
+    checkpoint = open_checkpoint(folder)
+    with tempfile.TemporaryDirectory() as name:
+        if text is None:
+            text = Path(name) / "standard-library.txt"
+            text.write_text(standard_library(prompts), encoding="utf-8")
+        say(f"calibrating on {text}")
+        importance = measured_importance(folder, text, checkpoint, threads)
+        say(f"running {len(prompts)} prompts")
+        model = Target(folder, prompts, continuation)
+        found = list(losses(model, checkpoint, importance, Path(name), threads, say))
     if json_path:
         result: dict[str, Any] = {
             "target": str(folder),

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import click
 
+from edge_devices.command_line import one_sentence_errors
 from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import Fixed
-from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
@@ -113,6 +113,7 @@ def report(samples: Sequence[Sample], temperatures: Sequence[float]) -> str:
 @click.option("--top-p", type=float, default=1.0)
 @click.option("--threads", type=click.IntRange(min=1))
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all samples here.")
+@one_sentence_errors()
 def main(
     bundle: Path,
     temperatures: tuple[float, ...],
@@ -125,11 +126,8 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Compare rejection and match on BUNDLE."""
-    try:
-        with open_session(bundle, threads=threads, notify=lambda text: click.echo(text, err=True)) as session:
-            samples = measure(session, temperatures, draft_length, max_tokens, repeats, top_k, top_p)
-    except EdgeRuntimeError as error:
-        raise click.ClickException(str(error)) from error
+    with open_session(bundle, threads=threads, notify=lambda text: click.echo(text, err=True)) as session:
+        samples = measure(session, temperatures, draft_length, max_tokens, repeats, top_k, top_p)
     if json_path:
         json_path.write_text(json.dumps([asdict(s) for s in samples], indent=1), encoding="utf-8")
     click.echo(report(samples, temperatures))

@@ -19,8 +19,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from edge_devices.command_line import one_sentence_errors
 from edge_export.parity.gguf import ReferenceRows, load_reference
-from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.errors import RequestError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
@@ -116,6 +117,7 @@ def drafts_of(session: Session, tokens: Sequence[int], positions: Sequence[int],
 @click.option("--threads", type=int)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @torch.inference_mode()
+@one_sentence_errors()
 def main(
     bundle: Path,
     target: Path,
@@ -131,32 +133,29 @@ def main(
     """Draft along texts of BUNDLE's target with its dense and split drafters and with the checkpoints TARGET and DRAFTER."""
     prompts = [prompt for file in files for prompt in json.loads(file.read_text())] + list(single)
     sides: dict[str, Side] = {name: Side() for name in (SPARSE, DENSE, "split", "dense")}
-    try:
-        with (
-            open_session(bundle, threads=threads, drafter="dense") as dense,
-            open_session(bundle, threads=threads, drafter="split") as split,
-        ):
-            layout = dense.bundle.manifest.cache_layout
-            window = (layout.sliding.window if layout.sliding else None) or dense.target.context
-            reference = Reference(target, drafter, window)
-            for prompt in prompts:
-                generation = dense.generate(prompt, max_tokens=tokens, draft_length=0)
-                list(generation.rounds())
-                text = [*generation.prompt, *generation.tokens]
-                positions = range(len(generation.prompt), len(text) - draft_length, every)
-                rows = reference.read(text)
-                wanted = [reference.draft(rows, text, p, draft_length, sparse=True) for p in positions]
-                drafts = {
-                    SPARSE: wanted,
-                    DENSE: [reference.draft(rows, text, p, draft_length, sparse=False) for p in positions],
-                    "split": drafts_of(split, text, positions, draft_length),
-                    "dense": drafts_of(dense, text, positions, draft_length),
-                }
-                for name, made in drafts.items():
-                    stood = [sides[name].add(d, text[p + 1 :], w) for d, p, w in zip(made, positions, wanted, strict=True)]
-                    sides[name].by_prompt.append(sum(stood) / (len(stood) * draft_length) if stood else 0.0)
-    except EdgeRuntimeError as error:
-        raise click.ClickException(str(error)) from error
+    with (
+        open_session(bundle, threads=threads, drafter="dense") as dense,
+        open_session(bundle, threads=threads, drafter="split") as split,
+    ):
+        layout = dense.bundle.manifest.cache_layout
+        window = (layout.sliding.window if layout.sliding else None) or dense.target.context
+        reference = Reference(target, drafter, window)
+        for prompt in prompts:
+            generation = dense.generate(prompt, max_tokens=tokens, draft_length=0)
+            list(generation.rounds())
+            text = [*generation.prompt, *generation.tokens]
+            positions = range(len(generation.prompt), len(text) - draft_length, every)
+            rows = reference.read(text)
+            wanted = [reference.draft(rows, text, p, draft_length, sparse=True) for p in positions]
+            drafts = {
+                SPARSE: wanted,
+                DENSE: [reference.draft(rows, text, p, draft_length, sparse=False) for p in positions],
+                "split": drafts_of(split, text, positions, draft_length),
+                "dense": drafts_of(dense, text, positions, draft_length),
+            }
+            for name, made in drafts.items():
+                stood = [sides[name].add(d, text[p + 1 :], w) for d, p, w in zip(made, positions, wanted, strict=True)]
+                sides[name].by_prompt.append(sum(stood) / (len(stood) * draft_length) if stood else 0.0)
     if as_json:
         click.echo(json.dumps({"prompts": len(prompts), "draft_length": draft_length, **{n: s.to_json() for n, s in sides.items()}}))
         return

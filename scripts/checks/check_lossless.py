@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
+from edge_devices.command_line import one_sentence_errors
 from edge_runtime.drafting.policies import Fixed
-from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.session.lossless import LosslessReport, check_lossless
 from edge_runtime.session.open import OpenOptions, open_session
 
@@ -26,20 +26,18 @@ from edge_runtime.session.open import OpenOptions, open_session
 @click.option("--draft-length", default=3)
 @click.option("--uniform-rows", is_flag=True, help="ONNX: plain decoding through the kernels of several rows too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@one_sentence_errors()
 def main(bundle: Path, files: tuple[Path, ...], count: int, tokens: int, draft_length: int, uniform_rows: bool, as_json: bool) -> None:
     """Compare BUNDLE's output with and without drafts on many prompts."""
     reports: list[LosslessReport] = []
     options: OpenOptions = {"notify": lambda text: click.echo(text, err=True)}
     if uniform_rows:
         options["uniform_rows"] = True
-    try:
-        with open_session(bundle, **options) as session:
-            for prompt in (p for file in files for p in json.loads(file.read_text())[:count]):
-                generation = session.generate(prompt, max_tokens=tokens, policy=Fixed(draft_length))
-                generation.text()
-                reports.append(check_lossless(session, generation))
-    except EdgeRuntimeError as error:
-        raise click.ClickException(str(error)) from error
+    with open_session(bundle, **options) as session:
+        for prompt in (p for file in files for p in json.loads(file.read_text())[:count]):
+            generation = session.generate(prompt, max_tokens=tokens, policy=Fixed(draft_length))
+            generation.text()
+            reports.append(check_lossless(session, generation))
     equal = sum(r.equal for r in reports)
     if as_json:
         click.echo(json.dumps({"prompts": len(reports), "equal": equal, "reports": [r.to_json() for r in reports]}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,10 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from edge_devices.command_line import one_sentence_errors
 from edge_devices.files.typed_json import to_json
 from edge_export.checkpoint.reference_pair import reference_pair
 from edge_export.device_package.cli import package_options, package_request, run_package
-from edge_export.errors import ExportError
 from edge_export.onnx.request import BLOCKS, DEVICE_WEIGHTS, DEVICES, KV_KINDS, ONNX_WEIGHTS, OnnxRequest
 from edge_export.pipeline.dry_run import planned_manifest
 from edge_export.pipeline.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, export_pair
@@ -35,7 +34,7 @@ from edge_runtime.config.presets import expanded, preset_of
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.config.yaml_file import read_config
 from edge_runtime.drafting.phase_power import read_phase_power
-from edge_runtime.errors import OUT_OF_MEMORY, EdgeRuntimeError
+from edge_runtime.errors import OUT_OF_MEMORY
 
 EXAMPLES = """
 \b
@@ -194,22 +193,15 @@ def export_config(path: Path | None, preset: str | None) -> SpeculativeConfig:
 
 
 @contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """What the user can mend ends the command with one sentence, and an interruption with a word."""
-    threading.excepthook = _hear_of_thread
-    try:
+def export_errors() -> Iterator[None]:
+    """`one_sentence_errors` for an export, whose progress display runs in a thread."""
+    threading.excepthook = _thread_ended
+    with one_sentence_errors(out_of_memory=OUT_OF_MEMORY, stopped="stopped; nothing unfinished was left behind"):
         yield
-    except (ExportError, EdgeRuntimeError) as error:
-        raise click.ClickException(str(error)) from error
-    except MemoryError as error:
-        raise click.ClickException(OUT_OF_MEMORY) from error
-    except KeyboardInterrupt:
-        click.echo("stopped; nothing unfinished was left behind", err=True)
-        sys.exit(130)
 
 
-def _hear_of_thread(ended: threading.ExceptHookArgs) -> None:
-    """The thread that draws the progress ends without words if it finds no memory: the command itself says so."""
+def _thread_ended(ended: threading.ExceptHookArgs) -> None:
+    """Prints no traceback where the progress thread finds no memory: the command itself reports that."""
     if not issubclass(ended.exc_type, MemoryError):
         threading.__excepthook__(ended)
 
@@ -320,15 +312,13 @@ def main(
     """
     package = package_request(onnx, output, force)
     if package is not None:
-        with plain_errors():
+        with export_errors():
             run_package(package, as_json)
         return
     planning = plan_values(onnx)
     check_making(output, phase_power, planning.plan)
-    try:
+    with one_sentence_errors():
         config = export_config(config_path, preset)
-    except EdgeRuntimeError as error:
-        raise click.ClickException(str(error)) from error
     if not shipped:
         target, drafter = target or config.verifier.model, drafter or config.drafter.model
     if shipped and (target or drafter):
@@ -338,7 +328,7 @@ def main(
     check_formats(formats, target_quant or drafter_quant, onnx)
     check_weighing(calibrate, save_imatrix, imatrix or drafter_imatrix)
     console, gguf = Console(stderr=True), formats != "onnx"
-    with plain_errors():
+    with export_errors():
         if shipped:
             target, drafter = map(str, reference_pair())
         if output is None or planning.plan:

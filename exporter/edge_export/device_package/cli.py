@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
+from edge_devices.command_line import option_group
 from edge_export.device_package.build import BACKENDS, PackageRequest, make_package
 from edge_export.device_package.inventory import Inventory
 from edge_export.device_package.platforms import PLATFORMS
 
-F = TypeVar("F", bound=Callable[..., Any])
 _OWN = {"package", "backends", "with_llama_tools", "output", "force", "as_json"}
 
 
-def package_options(command: F) -> F:
-    """Adds the options to a command, which gets their values among its keyword arguments."""
-    for option in (
-        click.option(
-            "--backend",
-            "backends",
-            multiple=True,
-            type=click.Choice(BACKENDS),
-            help="With --package: a backend to put in; may be repeated.  [default: all there are]",
-        ),
-        click.option(
-            "--with-llama-tools", is_flag=True, help="With --package: add llama.cpp's own tools as static programs that need no Python."
-        ),
-        click.option(
-            "--package", type=click.Choice(list(PLATFORMS)), help="Make a folder that runs bundles on such a device, not a bundle."
-        ),
-    ):
-        command = option(command)
-    return command
+package_options = option_group(
+    click.option("--package", type=click.Choice(list(PLATFORMS)), help="Make a folder that runs bundles on such a device, not a bundle."),
+    click.option(
+        "--with-llama-tools", is_flag=True, help="With --package: add llama.cpp's own tools as static programs that need no Python."
+    ),
+    click.option(
+        "--backend",
+        "backends",
+        multiple=True,
+        type=click.Choice(BACKENDS),
+        help="With --package: a backend to put in; may be repeated.  [default: all there are]",
+    ),
+)
 
 
 def package_request(values: dict[str, Any], output: Path | None, force: bool) -> PackageRequest | None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import click
 
+from edge_devices.command_line import one_sentence_errors
 from edge_devices.energy.report import Report
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import NO_METER, report_lines
@@ -34,7 +35,7 @@ from edge_runtime.cli.bundle_path import BundlePath
 from edge_runtime.cli.options import check_options, check_values
 from edge_runtime.config.schema import PRESET_NAMES
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
-from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.errors import OUT_OF_MEMORY, RequestError
 from edge_runtime.session.open import default_threads
 
 EXAMPLES = """
@@ -212,7 +213,8 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
     values |= {"runs": runs, "report": report}
     check_usage(bundle, values)
     outputs, stopped = Outputs(json_path=json_path, html=html), False
-    try:
+    remark = "stopped; a run on a device goes on there, --run NAME collects it" if wants_devices(values) else "stopped"
+    with one_sentence_errors(out_of_memory=OUT_OF_MEMORY, stopped=remark):
         if html is not None and not values["compare"]:
             from edge_runtime.bench.report.svg import require_library
 
@@ -223,11 +225,6 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
             report_again(report, values["energy"], values["external"], outputs)
         else:
             stopped = measure_all(bench_request(cast(Path, bundle), values), runs, values["energy"], values["meter"], outputs)
-    except EdgeRuntimeError as error:
-        raise click.ClickException(str(error)) from error
-    except KeyboardInterrupt:
-        note("stopped; a run on a device goes on there, --run NAME collects it" if wants_devices(values) else "stopped")
-        sys.exit(130)
     if stopped:
         note("stopped; the figures are of what was measured until then")
         sys.exit(130)

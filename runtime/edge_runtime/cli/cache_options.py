@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from edge_devices.command_line import option_group
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
 from edge_runtime.session.generation import Generation
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +23,20 @@ class CacheValues:
     save: Path | None
 
 
-def cache_options(command: F) -> F:
-    """Adds the options to a command, which gets their values among its keyword arguments."""
-    file = click.Path(path_type=Path, dir_okay=False)
-    for option in (
-        click.option("--save-state", type=file, help="Keep the KV state in this file afterwards."),
-        click.option("--load-state", type=file, help="Start from a KV state; the prompt begins with its text."),
-        click.option(
-            "--memory-limit", help="Refuse to open what would take more, e.g. 2GB.  [default: the configuration's, or what the machine has]"
-        ),
-        click.option(
-            "--kv-type",
-            type=click.Choice(KV_TYPES),
-            help="Type of the KV cache; a smaller one is less exact.  [default: the configuration's]",
-        ),
-    ):
-        command = option(command)
-    return command
+cache_options = option_group(
+    click.option(
+        "--kv-type",
+        type=click.Choice(KV_TYPES),
+        help="Type of the KV cache; a smaller one is less exact.  [default: the configuration's]",
+    ),
+    click.option(
+        "--memory-limit", help="Refuse to open what would take more, e.g. 2GB.  [default: the configuration's, or what the machine has]"
+    ),
+    click.option(
+        "--load-state", type=click.Path(path_type=Path, dir_okay=False), help="Start from a KV state; the prompt begins with its text."
+    ),
+    click.option("--save-state", type=click.Path(path_type=Path, dir_okay=False), help="Keep the KV state in this file afterwards."),
+)
 
 
 def cache_values(values: dict[str, Any], *, once: bool) -> CacheValues:

@@ -9,10 +9,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from edge_devices.command_line import option_group
 from edge_devices.energy.intervals import combined, of_error
 from edge_devices.energy.live import EnergyWatch, RunEnergy
 from edge_devices.energy.text import figure_text
@@ -29,8 +30,6 @@ def unwatched() -> EnergyWatch:
     """Returns a watch without a meter."""
     return EnergyWatch(System(), None)
 
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 PROMPT = "> "
 # Characters of standard input that are taken for one prompt or turn: more than any context holds.
@@ -51,7 +50,7 @@ ENDED = {
     "context": "cut off: the context is full; /reset, or give a larger --context",
     "interrupted": "stopped",
 }
-OPTIONS = (
+chat_options = option_group(
     click.option("--system", help="Chat: the system message."),
     click.option("--thinking", is_flag=True, help="Chat: let the model think before it answers, if its template can."),
     click.option(
@@ -60,13 +59,6 @@ OPTIONS = (
         help="Chat: what happens when the conversation outgrows the context. [default: the configuration's]",
     ),
 )
-
-
-def chat_options(command: Command) -> Command:
-    """Adds `OPTIONS` to a command; `chat_values` reads them."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
 
 
 def chat_values(values: dict[str, Any], *, chatting: bool) -> dict[str, Any]:

@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.system import System
 from edge_devices.meters.base import State
 from edge_runtime.calibration.crash_probe import cure
 from edge_runtime.cli.diagnosis import Diagnosis, diagnose
-from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.errors import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-F = TypeVar("F", bound=Callable[..., Any])
 Row = tuple[str, str, str]
 _COLOURS = {"ok": "green", "missing": "yellow", "broken": "red", "denied": "yellow"}
 _LLAMA, _ONNX = "llama.cpp", "onnxruntime"
 
 
-def doctor_option(command: F) -> F:
-    """Adds --doctor, which needs no bundle: it shows the diagnosis and ends the command. `--json` must be eager to be known by then."""
-
-    def show(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
-        if not wanted or context.resilient_parsing:
-            return
-        try:
+def _show(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        with one_sentence_errors(out_of_memory=OUT_OF_MEMORY):
             show_diagnosis(diagnose(System()), as_json=bool(context.params.get("as_json")))
-        except EdgeRuntimeError as error:
-            raise click.ClickException(str(error)) from error
         context.exit()
 
-    return click.option(
-        "--doctor", is_flag=True, expose_value=False, callback=show, help="Show what works on this machine and what is missing, and exit."
-    )(command)
+
+# Needs no bundle: its callback shows the diagnosis and ends the command. `--json` is eager, so that its value is known by then.
+doctor_option = click.option(
+    "--doctor", is_flag=True, expose_value=False, callback=_show, help="Show what works on this machine and what is missing, and exit."
+)
 
 
 def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:

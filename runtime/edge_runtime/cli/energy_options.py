@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from edge_devices.command_line import option_group
 from edge_devices.energy.live import EnergyWatch, RunEnergy, SharedWatch
 from edge_devices.energy.virtual_meters import MADE, asked_meter
 from edge_devices.errors import DeviceError
@@ -20,8 +21,6 @@ from edge_runtime.calibration.power_probe import PowerProbe
 from edge_runtime.config.schema import OBJECTIVES
 from edge_runtime.drafting.phase_power import PhasePower, read_phase_power
 from edge_runtime.errors import RequestError
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,34 +42,30 @@ class EnergyValues:
         return SharedWatch(self.system, self.meter) if self.meter else None
 
 
-def energy_options(command: F) -> F:
-    """Adds the options to a command, which gets their values among its keyword arguments."""
-    for option in (
-        click.option(
-            "--explain",
-            is_flag=True,
-            help="Say a line about each round: what was planned, drafted and accepted, tokens expected and emitted, the cost expected, ms"
-            " taken, the rate expected over plain decoding's, and how sure the drafter was. The text comes after the lines.",
-        ),
-        click.option(
-            "--phase-power",
-            type=click.Path(path_type=Path, exists=True, dir_okay=False),
-            metavar="FILE",
-            help="Watts of draft, verify and plain as JSON, for --objective energy.  [default: measured with the meter, once]",
-        ),
-        click.option(
-            "--objective",
-            type=click.Choice(OBJECTIVES),
-            help="What --policy profit drafts for: most tokens per second, or fewest joules per token.  [default: the configuration's]",
-        ),
-        click.option(
-            "--meter",
-            metavar="NAME",
-            help=f"Energy meter of edge-devices meters to read, or {MADE}.  [default: the best usable one, if there is any]",
-        ),
-    ):
-        command = option(command)
-    return command
+energy_options = option_group(
+    click.option(
+        "--meter",
+        metavar="NAME",
+        help=f"Energy meter of edge-devices meters to read, or {MADE}.  [default: the best usable one, if there is any]",
+    ),
+    click.option(
+        "--objective",
+        type=click.Choice(OBJECTIVES),
+        help="What --policy profit drafts for: most tokens per second, or fewest joules per token.  [default: the configuration's]",
+    ),
+    click.option(
+        "--phase-power",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        metavar="FILE",
+        help="Watts of draft, verify and plain as JSON, for --objective energy.  [default: measured with the meter, once]",
+    ),
+    click.option(
+        "--explain",
+        is_flag=True,
+        help="Say a line about each round: what was planned, drafted and accepted, tokens expected and emitted, the cost expected, ms"
+        " taken, the rate expected over plain decoding's, and how sure the drafter was. The text comes after the lines.",
+    ),
+)
 
 
 def energy_values(values: dict[str, Any], notify: Callable[[str], None], *, policy: str | None, draft_length: int | None) -> EnergyValues:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import click
 
+from edge_devices.command_line import option_group
 from edge_runtime.bundle.integrity import CHECK_MODES, CheckMode
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CheckValues(TypedDict):
@@ -20,24 +18,20 @@ class CheckValues(TypedDict):
     public_key: Path | None
 
 
-def check_options(command: F) -> F:
-    """Adds the options to a command, which gets their values among its keyword arguments."""
-    for option in (
-        click.option(
-            "--verify-key",
-            type=click.Path(path_type=Path, dir_okay=False),
-            metavar="PUBKEY",
-            help="Refuse the bundle unless this Ed25519 key (PEM) signed it; needs [sign].",
-        ),
-        click.option(
-            "--check",
-            type=click.Choice(CHECK_MODES),
-            default="fast",
-            help="full: all files' sha256; fast: that once, then sizes, times and samples; none: sizes.",
-        ),
-    ):
-        command = option(command)
-    return command
+check_options = option_group(
+    click.option(
+        "--check",
+        type=click.Choice(CHECK_MODES),
+        default="fast",
+        help="full: all files' sha256; fast: that once, then sizes, times and samples; none: sizes.",
+    ),
+    click.option(
+        "--verify-key",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="PUBKEY",
+        help="Refuse the bundle unless this Ed25519 key (PEM) signed it; needs [sign].",
+    ),
+)
 
 
 def check_values(values: dict[str, Any]) -> CheckValues:

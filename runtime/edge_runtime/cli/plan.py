@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import numpy as np
 
+from edge_devices.command_line import option_group
 from edge_devices.errors import DeviceError
 from edge_devices.machine.bandwidth import read_bandwidth
 from edge_devices.machine.detection import detect_device
@@ -26,7 +26,6 @@ from edge_runtime.errors import RequestError
 from edge_runtime.planning.memory import Opening, memory_plan
 from edge_runtime.planning.speed import DRAFTER_ROLES, DeviceSpeed, Range, SpeedPlan, deviation, pair_facts, speed_plan
 
-F = TypeVar("F", bound=Callable[..., Any])
 # Share of a memory type's peak that a processor is assumed to read at.
 OF_PEAK = (0.35, 0.75)
 # Reading in a forward / reading alone: kernels unpack weights and wait for each other; and what else the machine does slows the probe too.
@@ -47,21 +46,15 @@ class PlanValues:
     profile: str | None
 
 
-def plan_options(command: F) -> F:
-    """Adds the options to a command, which gets their values among its keyword arguments."""
-    for option in (
-        click.option(
-            "--profile",
-            metavar="NAME",
-            shell_complete=lambda _context, _parameter, start: [name for name in profiles() if name.startswith(start)],
-            help="With --plan: a device profile, such as raspberry-pi-5.  [default: this machine]",
-        ),
-        click.option(
-            "--plan", is_flag=True, help="Predict memory, speed, best draft length and joules per token, with ranges; make nothing."
-        ),
-    ):
-        command = option(command)
-    return command
+plan_options = option_group(
+    click.option("--plan", is_flag=True, help="Predict memory, speed, best draft length and joules per token, with ranges; make nothing."),
+    click.option(
+        "--profile",
+        metavar="NAME",
+        shell_complete=lambda _context, _parameter, start: [name for name in profiles() if name.startswith(start)],
+        help="With --plan: a device profile, such as raspberry-pi-5.  [default: this machine]",
+    ),
+)
 
 
 def plan_values(values: dict[str, Any]) -> PlanValues:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.cpu_affinity import MOST_THREADS
 from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.bundle.bundle import open_bundle
@@ -34,7 +35,7 @@ from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.drafting.rejection_window import WARN_ABOVE
-from edge_runtime.errors import OUT_OF_MEMORY, EdgeRuntimeError, RequestError
+from edge_runtime.errors import OUT_OF_MEMORY, RequestError
 from edge_runtime.server.options import serve_options, serve_values
 from edge_runtime.session.chat import MAX_TOKENS, Chat
 from edge_runtime.session.generation import GREEDY_PARAMS, GenerationOptions
@@ -312,7 +313,7 @@ def main(
 
     Without PROMPT: a chat, with the bundle's chat template. It reads turns from the terminal, or one per line from a pipe.
     """
-    try:
+    with one_sentence_errors(out_of_memory=OUT_OF_MEMORY):
         planning = plan_values(values)
         if measure and (not planning.plan or planning.profile is not None):
             raise click.UsageError("--measure is for --plan on this machine; leave --profile out and give --plan")
@@ -372,10 +373,3 @@ def main(
                 run_comparison(session, options, repeats)
             else:
                 run_once(session, options)
-    except EdgeRuntimeError as error:
-        raise click.ClickException(str(error)) from error
-    except MemoryError as error:
-        raise click.ClickException(OUT_OF_MEMORY) from error
-    except KeyboardInterrupt:
-        note("stopped")
-        sys.exit(130)

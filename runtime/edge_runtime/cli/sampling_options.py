@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from edge_devices.command_line import option_group
 from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.sampling import PENALTY_WINDOW, SamplingParams
 from edge_runtime.errors import RequestError
 from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, Regex
 from edge_runtime.text.grammar_limits import MAX_SCHEMA_BYTES
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def read_biases(_context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
@@ -29,7 +28,7 @@ def read_biases(_context: click.Context, parameter: click.Parameter, values: tup
     return biases
 
 
-OPTIONS = (
+sampling_options = option_group(
     click.option("--temperature", type=float, default=0.0, help="0 is greedy; 1 is the model's own distribution."),
     click.option("--top-k", type=int, default=0, help="Draw from the K likeliest tokens; 0 is all."),
     click.option("--top-p", type=float, default=1.0, help="Draw from the likeliest tokens that have this probability together."),
@@ -55,13 +54,6 @@ OPTIONS = (
     click.option("--stop", multiple=True, help="Text that ends the answer and is not shown. Repeatable."),
     click.option("--chunk-size", type=int, help="Show at least this many tokens at once.  [default: the configuration's, else 1]"),
 )
-
-
-def sampling_options(command: Command) -> Command:
-    """Adds `OPTIONS` to a command; `request_options` reads them."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
 
 
 def request_options(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+from edge_devices.command_line import option_group
+
 KEY_VARIABLE = "EDGE_MTP_API_KEY"
 # Options that make sense for a server; the others are about one prompt, or are fields of each request.
 _SHARED = {
@@ -40,7 +40,7 @@ _SHARED = {
     "waiting",
     "api_key",
 }
-OPTIONS = (
+serve_options = option_group(
     click.option("--serve", is_flag=True, help="Serve the OpenAI API and a chat page over HTTP instead of generating."),
     click.option("--host", default="127.0.0.1", help="Serve: the address to listen on; 0.0.0.0 is all of this machine's."),
     click.option("--port", type=click.IntRange(0, 65535), default=8080, help="Serve: the port; 0 takes a free one."),
@@ -59,13 +59,6 @@ class ServeOptions:
     sessions: int
     waiting: int
     api_key: str | None
-
-
-def serve_options(command: Command) -> Command:
-    """Adds `OPTIONS` to a command; `serve_values` reads them."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
 
 
 def serve_values(values: dict[str, Any]) -> ServeOptions | None:

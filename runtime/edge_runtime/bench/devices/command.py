@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from edge_devices.command_line import option_group
 from edge_devices.errors import DeviceError
 from edge_devices.transports.adb import AdbTransport, usable_serials
 from edge_devices.transports.base import Transport
@@ -49,8 +50,7 @@ FORWARDED = {
     "preset",
     "check",
 }
-Command = TypeVar("Command", bound=Callable[..., Any])
-OPTIONS = (
+device_options = option_group(
     click.option("--adb", multiple=True, metavar="SERIAL", help="Measure on this phone, or on all that adb sees (all). Repeatable."),
     click.option("--ssh", multiple=True, metavar="HOST", help="Measure on this host of your ssh configuration. Repeatable."),
     click.option("--fleet", metavar="ADDRESS", help="Measure on the phones of all workers of this Dask scheduler (needs edge-mtp[fleet])."),
@@ -65,13 +65,6 @@ OPTIONS = (
     click.option("--ssh-config", type=click.Path(path_type=Path, exists=True), help="Another ssh configuration than your own."),
     click.option("--compare", type=click.Path(path_type=Path), multiple=True, help="Measure nothing: set devices' results side by side."),
 )
-
-
-def device_options(command: Command) -> Command:
-    """Adds the options of this part to a command."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
 
 
 def wants_devices(values: dict[str, Any]) -> bool:

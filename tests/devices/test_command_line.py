@@ -1,0 +1,51 @@
+"""Groups of options, and how errors end a command."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from edge_devices.command_line import one_sentence_errors, option_group
+from edge_devices.errors import OUT_OF_MEMORY, DeviceError, EdgeError
+from edge_export.errors import ExportError
+from edge_runtime.errors import EdgeRuntimeError
+
+pair = option_group(click.option("--first"), click.option("--second"))
+
+
+def test_a_group_keeps_its_options_in_order():
+    @click.command()
+    @pair
+    def command(first: str, second: str) -> None:
+        click.echo(f"{first} {second}")
+
+    assert [parameter.name for parameter in command.params] == ["first", "second"]
+    assert CliRunner().invoke(command, ["--second", "b", "--first", "a"]).output == "a b\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
+        (EdgeError("no room\x1b"), 1, "Error: no room\\x1b\n"),
+        (DeviceError("no meter"), 1, "Error: no meter\n"),
+        (EdgeRuntimeError("no bundle"), 1, "Error: no bundle\n"),
+        (ExportError("no checkpoint"), 1, "Error: no checkpoint\n"),
+        (MemoryError(), 1, f"Error: {OUT_OF_MEMORY}\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"),
+    ],
+)
+def test_an_error_ends_the_command_with_one_sentence(error: BaseException, code: int, printed: str):
+    @click.command()
+    @one_sentence_errors()
+    def command() -> None:
+        raise error
+
+    for _ in range(2):  # a decorated command can be run again
+        result = CliRunner().invoke(command)
+        assert (result.exit_code, result.stderr) == (code, printed)
+
+
+def test_other_errors_pass():
+    with pytest.raises(ZeroDivisionError), one_sentence_errors():
+        1 / 0  # noqa: B018
