@@ -29,12 +29,14 @@ from edge_export.quantization.importance_sources import Weighing
 from edge_export.quantization.llama_quantize import QUANTIZATIONS
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import Manifest
-from edge_runtime.cli.plan import device_speed, manifest_plan, plan_options, plan_values, show_plan
+from edge_runtime.cli.plan import plan_options, plan_values, show_plan
 from edge_runtime.config.presets import expanded, preset_of
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.config.yaml_file import read_config
 from edge_runtime.drafting.phase_power import read_phase_power
 from edge_runtime.errors import OUT_OF_MEMORY
+from edge_runtime.planning.device_speed import device_speed
+from edge_runtime.planning.speed import manifest_plan
 
 EXAMPLES = """
 \b

@@ -22,7 +22,7 @@ from edge_runtime.cli.comparison import compare, comparison_table
 from edge_runtime.cli.doctor import doctor_option
 from edge_runtime.cli.energy_options import EnergyValues, energy_options, energy_record, energy_values
 from edge_runtime.cli.options import check_options, check_values
-from edge_runtime.cli.plan import PlanValues, device_speed, manifest_plan, plan_options, plan_values, show_plan
+from edge_runtime.cli.plan import PlanValues, plan_options, plan_values, show_plan
 from edge_runtime.cli.plan_measuring import measure_plan
 from edge_runtime.cli.sampling_options import request_options, sampling_options
 from edge_runtime.cli.screens import Explain
@@ -36,6 +36,8 @@ from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.drafting.rejection_window import WARN_ABOVE
 from edge_runtime.errors import OUT_OF_MEMORY, RequestError
+from edge_runtime.planning.device_speed import device_speed
+from edge_runtime.planning.speed import manifest_plan
 from edge_runtime.server.options import serve_options, serve_values
 from edge_runtime.session.chat import MAX_TOKENS, Chat
 from edge_runtime.session.generation import GREEDY_PARAMS, GenerationOptions

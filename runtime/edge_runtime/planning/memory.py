@@ -1,36 +1,38 @@
-"""How much memory an opened bundle will take: arithmetic on its manifest, done before anything is opened.
+"""How much memory a loaded bundle will take, computed from its manifest, and the check that it fits.
 
-K/V rows and logits are exact for llama.cpp; what a forward computes with is an estimate from the widest block, since llama.cpp lays
-its activations over each other. Weights are mapped: the system can drop them and read them again, unlike the rest.
+K/V rows and logits are exact for llama.cpp. Activations are estimated from the widest block, because llama.cpp reuses their memory.
+Weights are mapped: unlike the rest, the system can drop them and read them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType, row_bytes
 from edge_runtime.bundle.manifest import Architecture, BundleFile, CacheLayout, Manifest
+from edge_runtime.config.validators import bytes_of, size
+from edge_runtime.errors import RequestError
 
 # llama.cpp pads contexts and sliding caches to this (src/llama-context.cpp, src/llama-kv-cache-iswa.cpp).
 CELL_STEP = 256
 # The interpreter with numpy and llama.cpp's libraries, as measured.
 PROCESS_BYTES = 48 << 20
-# Bits per weight of the types that llama.cpp copies into an order of its own for the CPU (ggml/src/ggml-cpu/repack.cpp); which ones
-# it really copies depends on the processor, and this counts all of them.
+# Bits per weight of the types that llama.cpp repacks for the CPU (ggml/src/ggml-cpu/repack.cpp). Which of them it repacks depends on the
+# processor; all are counted.
 _REPACKED_BITS = {"q4_0": 4.5, "q4_k_m": 4.9, "q5_k_m": 5.7, "q6_k": 6.6, "q8_0": 8.5}
 _FLOAT, _MASK = 4, 2
 # llama.cpp's tables of a vocabulary, per token, as measured.
 _TOKEN_BYTES = 128
-# What a manifest does not say: no Gemma 4 block is wider than this many times the hidden size.
+# For manifests without feed_forward_size: no Gemma 4 block is wider than this many times the hidden size.
 _WIDEST = 8
-# The drafter's context is opened for this many (backends/llama_context.py, MAX_SEQUENCES).
+# The drafter's context is opened for this many (backends/llama/context.py, MAX_SEQUENCES).
 _DRAFTER_ROWS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
-    """How a bundle is to be opened; sizes in tokens, per sequence. `drafters` are the kinds that are open at the same time."""
+class MemoryRequest:
+    """The load options that decide how much memory is taken; sizes in tokens, per sequence. `drafters` are all kinds loaded at once."""
 
     context: int
     kv_type: KvType
@@ -43,8 +45,7 @@ class Opening:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by what they are for: the process itself, mapped files, copies of weights in another order, K/V rows, and activations
-    with logits."""
+    """Bytes by purpose: the process itself, mapped files, repacked copies of weights, K/V rows, and activations with logits."""
 
     process: int
     weights: int
@@ -54,67 +55,96 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All bytes, as a process that has touched every page shows them."""
+        """All bytes: the resident size of a process that has touched every page."""
         return self.reserved + self.weights
 
     @property
     def reserved(self) -> int:
-        """What the system cannot take back: everything but the mapped files."""
+        """Bytes that the system cannot reclaim: everything but the mapped files."""
         return self.process + self.repacked + self.cache + self.buffers
 
 
-def memory_plan(manifest: Manifest, opening: Opening) -> MemoryPlan:
-    """Returns what the bundle takes when it is opened so."""
-    files = _files(manifest.files, opening.drafters)
+def memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
+    """Returns the bytes that the bundle takes when loaded with these options."""
+    files = _files(manifest.files, request.drafters)
     return MemoryPlan(
         process=PROCESS_BYTES,
         weights=sum(file.bytes for file in files),
-        repacked=_repacked(manifest, files) if opening.repack else 0,
-        cache=cache_bytes(manifest.cache_layout, opening),
-        buffers=_buffers(manifest, opening),
+        repacked=_repacked(manifest, files) if request.repack else 0,
+        cache=cache_bytes(manifest.cache_layout, request),
+        buffers=_buffers(manifest, request),
     )
 
 
-def cache_bytes(layout: CacheLayout, opening: Opening) -> int:
+def cache_bytes(layout: CacheLayout, request: MemoryRequest) -> int:
     """Returns the bytes of all K/V rows that llama.cpp allocates."""
-    full, sliding = _cells(layout, opening)
-    total = full * row_bytes(layout.full, opening.kv_type) * len(layout.full.owner_layers)
+    full, sliding = _cells(layout, request)
+    total = full * row_bytes(layout.full, request.kv_type) * len(layout.full.owner_layers)
     if layout.sliding is not None:
-        total += sliding * row_bytes(layout.sliding, opening.kv_type) * len(layout.sliding.owner_layers)
+        total += sliding * row_bytes(layout.sliding, request.kv_type) * len(layout.sliding.owner_layers)
     return total
 
 
-def largest_context(manifest: Manifest, opening: Opening, fits: int, *, reserved_only: bool) -> int | None:
-    """Returns the largest context, in steps of CELL_STEP and at most the one asked for, that takes at most `fits` bytes; None if none does."""
+def largest_context(manifest: Manifest, request: MemoryRequest, fits: int, *, reserved_only: bool) -> int | None:
+    """Returns the largest context, in steps of CELL_STEP and at most the requested one, that needs at most `fits` bytes; else None."""
 
     def needed(context: int) -> int:
-        plan = memory_plan(manifest, replace(opening, context=context))
+        plan = memory_plan(manifest, replace(request, context=context))
         return plan.reserved if reserved_only else plan.total
 
-    low, high = 0, -(-opening.context // CELL_STEP)
+    low, high = 0, -(-request.context // CELL_STEP)
     while low < high:
         middle = (low + high + 1) // 2
         if needed(middle * CELL_STEP) <= fits:
             low = middle
         else:
             high = middle - 1
-    return min(low * CELL_STEP, opening.context) if low else None
+    return min(low * CELL_STEP, request.context) if low else None
 
 
-def smaller_kv_type(manifest: Manifest, opening: Opening, fits: int, *, reserved_only: bool) -> KvType | None:
-    """Returns the best KV type below the one asked for with which the context takes at most `fits` bytes; None if none does."""
-    for kv_type in KV_TYPES[KV_TYPES.index(opening.kv_type) + 1 :]:
-        plan = memory_plan(manifest, replace(opening, kv_type=kv_type))
+def smaller_kv_type(manifest: Manifest, request: MemoryRequest, fits: int, *, reserved_only: bool) -> KvType | None:
+    """Returns the best KV type below the requested one with which the bundle takes at most `fits` bytes; None if none does."""
+    for kv_type in KV_TYPES[KV_TYPES.index(request.kv_type) + 1 :]:
+        plan = memory_plan(manifest, replace(request, kv_type=kv_type))
         if (plan.reserved if reserved_only else plan.total) <= fits:
             return kv_type
     return None
 
 
-def _cells(layout: CacheLayout, opening: Opening) -> tuple[int, int]:
+def memory_bytes(limit: str | int) -> int:
+    """Returns the bytes of "2GB", "512 MiB" or a number of bytes. Raises ConfigError for anything else."""
+    size("the memory limit", limit)
+    return bytes_of(limit)
+
+
+def check_memory(
+    manifest: Manifest, request: MemoryRequest, limit: int | None, available: int | None, notify: Callable[[str], None] = lambda _: None
+) -> MemoryPlan:
+    """Returns the plan. Raises RequestError if its total exceeds `limit` or, without one, if its reserved bytes exceed `available`.
+
+    Mapped weights count against a limit, which is for the whole process. They do not count against the available memory, because the
+    system may drop them and read them again; if they will not all stay in memory, `notify` gets a warning, since that is slow.
+    """
+    plan = memory_plan(manifest, request)
+    if limit is not None:
+        if plan.total > limit:
+            raise RequestError(_refusal(manifest, request, plan.total, limit, f"the limit is {_size(limit)}", reserved_only=False))
+    elif available is not None:
+        if plan.reserved > available:
+            where = f"{_size(available)} are available"
+            raise RequestError(_refusal(manifest, request, plan.reserved, available, where, reserved_only=True))
+        if plan.total > available:
+            notify(
+                f"The bundle takes {_size(plan.total)}, but {_size(available)} are available: weights will be read from disk again and again."
+            )
+    return plan
+
+
+def _cells(layout: CacheLayout, request: MemoryRequest) -> tuple[int, int]:
     """Cells of a full and of a sliding layer (src/llama-kv-cache-iswa.cpp): the sliding ones hold each sequence's window and a batch."""
-    full = _padded(opening.context) * opening.sequences
+    full = _padded(request.context) * request.sequences
     window = layout.sliding.window if layout.sliding else None
-    return full, _padded(min(full, (window or full) * opening.sequences + opening.batch)) if layout.sliding else 0
+    return full, _padded(min(full, (window or full) * request.sequences + request.batch)) if layout.sliding else 0
 
 
 def _padded(cells: int) -> int:
@@ -131,7 +161,7 @@ def _files(files: Sequence[BundleFile], drafters: Sequence[str]) -> list[BundleF
 
 
 def _repacked(manifest: Manifest, files: Sequence[BundleFile]) -> int:
-    """Matrices are copied, tables that rows are looked up in are not."""
+    """Matrices are repacked; embedding tables are not."""
     own = manifest.architecture
     tables = {
         "target": own.vocab_size * (own.hidden_size + own.layers * (own.per_layer_size or 0)),
@@ -142,23 +172,37 @@ def _repacked(manifest: Manifest, files: Sequence[BundleFile]) -> int:
     return sum(int(max(0, weights[role] - tables[role]) * bits.get(role, 0) / 8) for role in weights)
 
 
-def _buffers(manifest: Manifest, opening: Opening) -> int:
+def _buffers(manifest: Manifest, request: MemoryRequest) -> int:
     own = manifest.architecture
-    cells = sum(_cells(manifest.cache_layout, opening))
-    rows = min(opening.batch, _padded(opening.context) * opening.sequences)
+    cells = sum(_cells(manifest.cache_layout, request))
+    rows = min(request.batch, _padded(request.context) * request.sequences)
     widest = own.feed_forward_size or _WIDEST * own.hidden_size
     target = 3 * widest + 3 * own.hidden_size + own.layers * (own.per_layer_size or 0)
-    outputs = opening.verify_rows * opening.sequences
+    outputs = request.verify_rows * request.sequences
     total = rows * (target * _FLOAT + cells * _MASK) + _logits(own, outputs, own.vocab_size) + own.vocab_size * _TOKEN_BYTES
-    for kind in opening.drafters:
+    for kind in request.drafters:
         if kind in ("dense", "split"):
             widest = own.drafter_feed_forward_size or _WIDEST * own.drafter_hidden_size
             vocabulary = own.vocab_size if kind == "dense" else 0
             total += _DRAFTER_ROWS * ((3 * widest + 2 * own.hidden_size) * _FLOAT + cells * _MASK)
-            total += _logits(own, opening.sequences, vocabulary) + vocabulary * _TOKEN_BYTES
+            total += _logits(own, request.sequences, vocabulary) + vocabulary * _TOKEN_BYTES
     return total
 
 
 def _logits(own: Architecture, rows: int, vocabulary: int) -> int:
-    """A row is computed in one buffer and copied to another, with its hidden row."""
+    """A row is computed in one buffer and copied to another, together with its hidden state."""
     return rows * (2 * vocabulary + own.hidden_size) * _FLOAT
+
+
+def _refusal(manifest: Manifest, request: MemoryRequest, needed: int, fits: int, where: str, *, reserved_only: bool) -> str:
+    context = largest_context(manifest, request, fits, reserved_only=reserved_only)
+    kv_type = smaller_kv_type(manifest, request, fits, reserved_only=reserved_only)
+    changes = [f"a context of at most {context}"] if context is not None else []
+    changes += [f"KV type {kv_type}"] if kv_type is not None else []
+    advice = f"ask for {' or '.join(changes)}" if changes else "no context is small enough: use a smaller bundle, or give it more memory"
+    several = f" for each of {request.sequences} sequences" if request.sequences > 1 else ""
+    return f"a context of {request.context}{several} with KV type {request.kv_type} needs {_size(needed)} of memory, but {where}; {advice}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 10**9 else f"{count / 1e6:.1f} MB"

@@ -1,7 +1,8 @@
-"""What a pair will do on a device before it runs there: speed, best draft length and joules by arithmetic on facts, as ranges.
+"""Predicts speed, best draft length and joules of a pair on a device, as ranges, from its manifest and the speed of the device.
 
-A forward of n rows reads every weight once and computes each row: fixed cost of the layers + bytes / bandwidth + n x operations / rate. At best
-the first row is computed while the weights are read, then the larger of the two counts: the roofline (Williams et al. 2009, doi 10.1145/1498765.1498785).
+A forward of n rows reads every weight once and computes each row: fixed cost of the layers + bytes / bandwidth + n x operations / rate.
+At best the first row is computed while the weights are read, and the larger of the two times counts: the roofline model (Williams et al.
+2009, doi 10.1145/1498765.1498785).
 Expected tokens of a round that drafts k: (1 - a^(k+1)) / (1 - a) at acceptance a (Leviathan et al. 2023, arXiv 2211.17192).
 """
 
@@ -12,16 +13,19 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edge_runtime.bundle.kv_types import KvType, row_bytes
+from edge_runtime.bundle.kv_types import KvType, check_kv_type, row_bytes
 from edge_runtime.bundle.manifest import Architecture, Manifest
+from edge_runtime.config.settings import LONGEST
+from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
-from edge_runtime.planning.memory import MemoryPlan
+from edge_runtime.errors import RequestError
+from edge_runtime.planning.memory import MemoryPlan, MemoryRequest, memory_plan
 
-# Assumed, after one small pair on one machine: seconds to start a forward, and in it a layer's kernels with all threads waiting for each other: what is left for pairs so small that
-# reading and computing do not matter.
+# Seconds to start a forward, and seconds per layer for starting its kernels and synchronizing threads: what remains for pairs so small
+# that reading and computing do not matter. Assumed from one small pair on one machine.
 FORWARD_SECONDS = (50e-6, 300e-6)
 LAYER_SECONDS = (10e-6, 60e-6)
-# Acceptance of a draft given the ones before it: text that is hard, and text that is easy to foresee.
+# Acceptance of a draft given that the ones before it were accepted: text that is hard and text that is easy to predict.
 ACCEPTANCE = (0.5, 0.85)
 # Rows of a prefill's batch are computed together, so a row costs at best this share of one more row in a small batch.
 PREFILL_SHARE = 0.4
@@ -34,7 +38,7 @@ DRAFTER_ROLES = {"dense": ("drafter",), "split": ("drafter_body", "drafter_head"
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The lowest, a middle and the highest value to expect."""
+    """The lowest, a middle and the highest expected value."""
 
     low: float
     middle: float
@@ -52,7 +56,7 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpeed:
-    """A device in numbers: bytes read per second, and operations per second in a forward of few rows. `*_from`: where they come from."""
+    """Speed of a device: bytes read per second, and operations per second in a forward of few rows. `*_from` name their sources."""
 
     name: str
     bandwidth: Range
@@ -63,8 +67,8 @@ class DeviceSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class PairFacts:
-    """A pair in numbers: bytes that a forward and a draft step read, weights that a row is multiplied with (of them the head's, which
-    a prefill leaves out), layers, and bytes of K/V rows that a row attends to when the context is full."""
+    """Sizes of a pair: bytes that a forward and a draft step read, weights that a row is multiplied with (and how many of them are the
+    head's, which a prefill leaves out), layers, and bytes of K/V rows that a row attends to when the context is full."""
 
     target_bytes: float
     step_bytes: float
@@ -78,9 +82,10 @@ class PairFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedPlan:
-    """The predictions. Speeds in tokens per second, the step in seconds, the best draft length with its range; joules None: no power known.
+    """The predictions: speeds in tokens per second, the draft step in seconds, the best draft length with its range, joules per token (None
+    where the power is not known).
 
-    `verify_seconds[n - 1]` is the middle prediction for n rows. `derived` says of each figure how it came about.
+    `verify_seconds[n - 1]` is the middle prediction for n rows. `derived` explains how each figure was computed.
     """
 
     device: str
@@ -103,7 +108,7 @@ class SpeedPlan:
 
 
 def pair_facts(manifest: Manifest, drafter: str, context: int, kv_type: KvType) -> PairFacts:
-    """Reads the facts off a manifest; `drafter` is dense or split. Tables that rows are looked up in are not read as a whole."""
+    """Returns the sizes of the pair of a manifest; `drafter` is dense or split. Embedding tables are not read as a whole."""
     own, sizes = manifest.architecture, {file.role: file.bytes for file in manifest.files if file.format in ("gguf", "safetensors")}
     read = _read_parameters(own)
     head = sizes.get("drafter_head", 0) * SPARSE_SHARE
@@ -124,8 +129,37 @@ def pair_facts(manifest: Manifest, drafter: str, context: int, kv_type: KvType) 
     )
 
 
+def manifest_plan(
+    manifest: Manifest,
+    device: DeviceSpeed,
+    *,
+    context: int,
+    kv_type: str = "f16",
+    longest: int = LONGEST,
+    drafter: DrafterKind | None = None,
+    power: PhasePower | None = None,
+) -> SpeedPlan:
+    """Returns the plan for a pair's GGUF files; `drafter` None takes the split one if the pair has it.
+
+    Raises RequestError if there is no GGUF target, or not the drafter.
+    """
+    from edge_runtime.backends.llama.context import BATCH
+
+    roles = {file.role for file in manifest.files if file.format in ("gguf", "safetensors")}
+    there = [kind for kind, needed in DRAFTER_ROLES.items() if roles.issuperset(needed)]
+    chosen = drafter or (there or ["dense"])[-1]
+    if "target" not in roles or chosen not in there:
+        raise RequestError(
+            f"--plan needs GGUF files of a target and a dense or split drafter, but the bundle has {', '.join(sorted(roles)) or 'none'};"
+            " export them"
+        )
+    kv = check_kv_type(manifest.cache_layout, kv_type)
+    request = MemoryRequest(context=context, kv_type=kv, sequences=1, batch=BATCH, verify_rows=longest + 1, drafters=(chosen,), repack=True)
+    return speed_plan(pair_facts(manifest, chosen, context, kv), device, memory_plan(manifest, request), longest, power)
+
+
 def speed_plan(facts: PairFacts, device: DeviceSpeed, memory: MemoryPlan, longest: int, power: PhasePower | None) -> SpeedPlan:
-    """Returns what to expect of drafts of at most `longest` tokens; joules if the watts of each phase are known."""
+    """Returns the predictions for drafts of at most `longest` tokens; with joules if the watts of each phase are known."""
     ends = [_Scene.of(facts, device, i) for i in (0, 1, 2)]
     slow, middle, fast = ends
     best = [scene.best(longest) for scene in ends]
@@ -162,7 +196,7 @@ class _Scene:
 
     @classmethod
     def of(cls, facts: PairFacts, device: DeviceSpeed, number: int, accept: int | None = None) -> _Scene:
-        """0: slow, everything against us; 1: the middle; 2: fast. `accept` takes the acceptance of another number."""
+        """`number` 0 takes the slow end of every assumption, 1 the middle, 2 the fast end; `accept` does so for the acceptance alone."""
 
         def pick(values: Range) -> float:
             return (values.low, values.middle, values.high)[number]
@@ -199,7 +233,7 @@ class _Scene:
         return max(range(longest + 1), key=self.rate)
 
     def per_token(self, drafted: int, power: PhasePower) -> float:
-        """Joules."""
+        """Returns joules per token."""
         joules = self.verify(drafted + 1) * power.forward(drafted + 1) + drafted * self.step * power.draft
         return joules / self.tokens(drafted)
 
@@ -210,7 +244,7 @@ def _range(values: Any) -> Range:
 
 
 def _read_parameters(own: Architecture) -> float:
-    """Weights that each row is multiplied with. The layers' own embeddings are looked up; of experts only those in use are read."""
+    """Weights that each row is multiplied with: per-layer embeddings are looked up instead, and only the active experts are read."""
     matrices = max(0, own.parameters - own.vocab_size * own.layers * (own.per_layer_size or 0))
     if own.feed_forward_size is None:
         return matrices
@@ -226,18 +260,22 @@ def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, 
     accepted = f"{ACCEPTANCE[0]:.0%} to {ACCEPTANCE[1]:.0%} of drafts accepted after those before them, assumed"
     shape = " to ".join(f"{each:.2f}" for each in sorted(scene.verify(4) / scene.verify(1) for scene in (fast, slow)))
     return {
-        "memory": "file sizes and cache layout; from what the system cannot take back to all pages touched and a tenth more",
+        "memory": "file sizes and cache layout; from what the system cannot reclaim to all pages touched plus a tenth",
         "prefill": f"{rows}; batches compute a row in {PREFILL_SHARE:.0%} to 100% of that",
-        "plain": f"{facts.target_bytes / 1e6:.4g} MB of weights and up to {facts.kv_bytes / 1e6:.3g} MB of K/V rows read per token at {band}, {layers}",
+        "plain": f"{facts.target_bytes / 1e6:.4g} MB of weights and up to {facts.kv_bytes / 1e6:.3g} MB of K/V rows"
+        f" read per token at {band}, {layers}",
         "drafted": f"the best length of each case: {accepted}; {rows}",
-        "step": f"{facts.step_bytes / 1e6:.4g} MB read and 2 x {facts.drafter_parameters / 1e6:.4g} M operations at the same speeds, {facts.drafter_layers} layers",
+        "step": f"{facts.step_bytes / 1e6:.4g} MB read and 2 x {facts.drafter_parameters / 1e6:.4g} M operations"
+        f" at the same speeds, {facts.drafter_layers} layers",
         "draft_length": f"most tokens per second; {accepted}, verify of 4 rows {shape} x that of one",
-        "joules": "no watts per phase are known: give --phase-power FILE" if power is None else "seconds of each phase x its watts, fewest",
+        "joules": "watts per phase are not known; give --phase-power FILE"
+        if power is None
+        else "seconds of each phase x its watts, at the best length",
     }
 
 
 def deviation(measured: float, predicted: Range) -> str:
-    """Returns how far the middle prediction is from the measurement, as a share of it (else as it is), and whether the range holds it."""
+    """Returns how far the middle prediction is from the measurement (as a share of it, unless one is 0), and whether it is in the range."""
     inside = "in range" if predicted.low <= measured <= predicted.high else "OUT OF RANGE"
     if not measured or not predicted.middle:
         return f"{predicted.middle - measured:+.2g}, {inside}"

@@ -25,8 +25,8 @@ from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, SequenceBatch, Target
-from edge_runtime.planning.memory import Opening
-from edge_runtime.planning.memory_check import available_memory, check_memory, memory_bytes
+from edge_runtime.planning.memory import MemoryRequest, check_memory, memory_bytes
+from edge_runtime.planning.memory_check import available_memory
 from edge_runtime.session.batch import BatchDecoder, SingleSequence
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.monitor import Monitor, MonitorOptions
@@ -274,7 +274,7 @@ def _check_memory(
     from edge_runtime.backends.llama.context import BATCH
     from edge_runtime.backends.llama.open import drafters_opened
 
-    opening = Opening(
+    opening = MemoryRequest(
         context=settings.context,
         kv_type=kv_type,
         sequences=count,

@@ -15,8 +15,16 @@ from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.kv_types import KV_TYPES, check_kv_type, row_bytes
 from edge_runtime.bundle.manifest import LayerCache
 from edge_runtime.errors import ConfigError, RequestError
-from edge_runtime.planning.memory import MemoryPlan, Opening, largest_context, memory_plan, smaller_kv_type
-from edge_runtime.planning.memory_check import available_memory, check_memory, memory_bytes
+from edge_runtime.planning.memory import (
+    MemoryPlan,
+    MemoryRequest,
+    check_memory,
+    largest_context,
+    memory_bytes,
+    memory_plan,
+    smaller_kv_type,
+)
+from edge_runtime.planning.memory_check import available_memory
 from edge_runtime.session.open import open_session
 from scripted import MANIFEST
 
@@ -49,9 +57,9 @@ print(json.dumps({**sizes, "peak": int(peak[1]) * 1024 if peak else None}))
 """
 
 
-def opening(**changes: Any) -> Opening:
+def request(**changes: Any) -> MemoryRequest:
     values = {"context": 1024, "kv_type": "f16", "sequences": 1, "batch": 512, "verify_rows": 13, "drafters": ("dense",), "repack": True}
-    return Opening(**{**values, **changes})
+    return MemoryRequest(**{**values, **changes})
 
 
 def test_a_row_takes_what_ggml_gives_it() -> None:
@@ -70,7 +78,7 @@ def test_heads_that_blocks_do_not_divide_are_refused() -> None:
 def test_sliding_layers_hold_windows_and_a_batch_only() -> None:
     def rows(context: int, sequences: int) -> int:
         full = replace(MEMBER.cache_layout, full=replace(FULL, owner_layers=()))
-        return memory_plan(replace(MEMBER, cache_layout=full), opening(context=context, sequences=sequences)).cache // (256 * 3)
+        return memory_plan(replace(MEMBER, cache_layout=full), request(context=context, sequences=sequences)).cache // (256 * 3)
 
     assert [rows(c, n) for c, n in [(100, 1), (1024, 1), (4096, 1), (4096, 4), (300, 2)]] == [256, 768, 768, 1024, 768]
 
@@ -100,7 +108,7 @@ def test_amounts_of_memory(text: str | int, size: int | None) -> None:
 
 
 def test_a_refusal_names_what_fits() -> None:
-    asked = opening(context=65536)
+    asked = request(context=65536)
     fits = memory_plan(MEMBER, replace(asked, context=20000)).total
     with pytest.raises(RequestError) as caught:
         check_memory(MEMBER, asked, fits, None)
@@ -112,7 +120,7 @@ def test_a_refusal_names_what_fits() -> None:
 
 
 def test_a_smaller_kv_type_is_named_where_it_helps() -> None:
-    asked = opening(context=65536)
+    asked = request(context=65536)
     fits = memory_plan(MEMBER, replace(asked, kv_type="q8_0")).total
     assert smaller_kv_type(MEMBER, asked, fits, reserved_only=False) == "q8_0"
     with pytest.raises(RequestError, match=r"or KV type q8_0$"):
@@ -124,18 +132,18 @@ def test_a_smaller_kv_type_is_named_where_it_helps() -> None:
 
 def test_mapped_weights_count_against_a_limit_but_not_against_the_machine(exported_pair: Path) -> None:
     manifest = open_bundle(exported_pair, check="none").manifest
-    plan = memory_plan(manifest, opening())
+    plan = memory_plan(manifest, request())
     assert plan.weights > 20_000_000
     said: list[str] = []
-    assert check_memory(manifest, opening(), None, plan.reserved, said.append) == plan
+    assert check_memory(manifest, request(), None, plan.reserved, said.append) == plan
     assert len(said) == 1
     assert "read from disk again and again" in said[0]
-    assert check_memory(manifest, opening(), None, plan.total, said.append) == plan
+    assert check_memory(manifest, request(), None, plan.total, said.append) == plan
     assert len(said) == 1
     with pytest.raises(RequestError, match="are available"):
-        check_memory(manifest, opening(), None, plan.reserved - 1)
+        check_memory(manifest, request(), None, plan.reserved - 1)
     with pytest.raises(RequestError, match="the limit is"):
-        check_memory(manifest, opening(), plan.total - 1, None)
+        check_memory(manifest, request(), plan.total - 1, None)
 
 
 def test_available_memory_heeds_the_control_group(tmp_path: Path) -> None:
@@ -167,7 +175,7 @@ def test_nothing_is_opened_beyond_the_limit(exported_pair: Path, monkeypatch: py
 def test_the_plan_is_what_llama_cpp_takes(exported_pair: Path, kv_type: str, context: int, sequences: int) -> None:
     """K/V rows to the rounding of the log, activations never above the plan and within 25% of it; the process within 35%."""
     bundle = open_bundle(exported_pair, check="none")
-    plan: MemoryPlan = memory_plan(bundle.manifest, opening(kv_type=kv_type, context=context, sequences=sequences))
+    plan: MemoryPlan = memory_plan(bundle.manifest, request(kv_type=kv_type, context=context, sequences=sequences))
     paths = [str(bundle.path(role, "gguf")) for role in ("target", "drafter")]
     command = [sys.executable, "-c", MEASURE, *paths, kv_type, str(context), str(sequences)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

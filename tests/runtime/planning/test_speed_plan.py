@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from edge_devices.machine.profiles import profiles
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import Architecture, BundleFile
-from edge_runtime.cli import plan as plan_command
 from edge_runtime.cli import run as cli
-from edge_runtime.cli.plan import device_speed, manifest_plan, plan_lines, product_operations
+from edge_runtime.cli.plan import plan_lines
 from edge_runtime.cli.plan_measuring import Measured
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
+from edge_runtime.planning import device_speed as device_speed_module
+from edge_runtime.planning.device_speed import device_speed, product_operations
 from edge_runtime.planning.memory import MemoryPlan
-from edge_runtime.planning.speed import DeviceSpeed, PairFacts, Range, SpeedPlan, deviation, pair_facts, speed_plan
+from edge_runtime.planning.speed import DeviceSpeed, PairFacts, Range, SpeedPlan, deviation, manifest_plan, pair_facts, speed_plan
 from scripted import MANIFEST
 
 GB, G = 1e9, 1e9
@@ -229,7 +230,7 @@ def test_a_plan_of_a_bundle_opens_no_model(run: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_plan_is_held_against_this_machine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_command, "product_operations", lambda: 5e10)
+    monkeypatch.setattr(device_speed_module, "product_operations", lambda: 5e10)
     result = run("--plan", "--measure", "--json", "--threads", "1")
     record = json.loads(result.stdout)
     assert record["measured"]["plain"] > 0

@@ -22,7 +22,7 @@ from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import RequestError
-from edge_runtime.planning.memory import Opening, cache_bytes
+from edge_runtime.planning.memory import MemoryRequest, cache_bytes
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
@@ -176,10 +176,10 @@ def _cost(bundle: Bundle, context: int, kv_type: KvType, reference: _Reading, re
     for p, q in zip(reference.rows, reading.rows, strict=True):
         divergences.append(float(np.sum(np.exp(p, dtype=np.float64) * (p.astype(np.float64) - q))))
         same += int(p.argmax() == q.argmax())
-    opening = Opening(context=context, kv_type=kv_type, sequences=1, batch=BATCH, verify_rows=1, drafters=(), repack=False)
+    request = MemoryRequest(context=context, kv_type=kv_type, sequences=1, batch=BATCH, verify_rows=1, drafters=(), repack=False)
     return KvCost(
         kv_type=kv_type,
-        cache_bytes=cache_bytes(bundle.manifest.cache_layout, opening),
+        cache_bytes=cache_bytes(bundle.manifest.cache_layout, request),
         tokens=len(divergences),
         acceptance_rate=reading.accepted / reading.drafted if reading.drafted else 0.0,
         tokens_per_second=reading.written / reading.seconds if reading.seconds else 0.0,

@@ -1,0 +1,83 @@
+"""The speed of a device: read from a profile, or measured on this machine by two short probes."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from edge_devices.errors import DeviceError
+from edge_devices.machine.bandwidth import read_bandwidth
+from edge_devices.machine.detection import detect_device
+from edge_devices.machine.profiles import profile
+from edge_devices.machine.system import System
+from edge_runtime.errors import RequestError
+from edge_runtime.planning.speed import DeviceSpeed, Range
+
+# Share of a memory type's peak that a processor is assumed to read at.
+OF_PEAK = (0.35, 0.75)
+# Bandwidth in a forward / bandwidth of the probe: kernels unpack weights and synchronize; other load on the machine slows the probe too.
+OF_READ = (0.7, 1.1)
+# Operations per second of a forward of few rows / of a large float32 product: 8-bit arithmetic is faster, few rows fill the units less.
+OF_PRODUCT = (0.4, 1.6)
+# Assumed operations per byte read, for profiles that do not list arithmetic speed: few cores, and many cores or matrix units.
+BALANCE = (6.0, 45.0)
+# Side of the matrices of that product, and how often it is timed.
+_SIDE, _TIMES = 768, 6
+
+
+def device_speed(name: str | None, threads: int | None) -> DeviceSpeed:
+    """Returns the speed from a profile, or measures this machine with two probes of some tenths of a second. Raises RequestError."""
+    try:
+        return _profile_speed(name) if name is not None else _machine_speed(threads)
+    except DeviceError as error:
+        raise RequestError(str(error)) from error
+
+
+def _profile_speed(name: str) -> DeviceSpeed:
+    found = profile(name)
+    if found.effective_gb_per_s is not None:
+        low, high = (value * 1e9 for value in found.effective_gb_per_s)
+        source = "the profile's, measured by others"
+    elif found.peak_gb_per_s is not None:
+        low, high = (share * found.peak_gb_per_s * 1e9 for share in OF_PEAK)
+        source = f"{OF_PEAK[0]:.0%} to {OF_PEAK[1]:.0%} of the memory's peak"
+    else:
+        raise RequestError(
+            f"the profile {name} has no memory speed, since it differs between machines; run --plan there, without --profile"
+        )
+    return DeviceSpeed(
+        name=found.title,
+        bandwidth=Range.between(low, high),
+        bandwidth_from=source,
+        operations=Range.between(BALANCE[0] * low, BALANCE[1] * high),
+        operations_from=f"assumed, {BALANCE[0]:g} to {BALANCE[1]:g} for each byte read: profiles do not list arithmetic speed",
+    )
+
+
+def _machine_speed(threads: int | None) -> DeviceSpeed:
+    found = detect_device(System())
+    threads = threads or found.threads
+    read = read_bandwidth(threads, memory_available=found.machine.memory_available)
+    if read is None:
+        raise RequestError("too little memory is free to measure its speed; close other programs, or name a profile with --profile")
+    # The product runs on all processors that this process may use, whatever `threads` is.
+    product = product_operations() * min(1.0, threads / found.machine.usable_processors)
+    return DeviceSpeed(
+        name=f"this machine ({found.machine.processor or found.profile.title}, {threads} threads)",
+        bandwidth=Range.between(OF_READ[0] * read, OF_READ[1] * read),
+        bandwidth_from=f"{OF_READ[0]:g} to {OF_READ[1]:g} x the {read / 1e9:.3g} GB/s it reads",
+        operations=Range.between(OF_PRODUCT[0] * product, OF_PRODUCT[1] * product),
+        operations_from=f"{OF_PRODUCT[0]:g} to {OF_PRODUCT[1]:g} x the {product / 1e9:.3g} G/s of a float32 product",
+    )
+
+
+def product_operations() -> float:
+    """Returns float32 operations per second of a numpy matrix product, the best of several runs."""
+    matrix = np.ones((_SIDE, _SIDE), dtype=np.float32)
+    best = float("inf")
+    for _ in range(_TIMES):
+        begin = time.perf_counter()
+        np.matmul(matrix, matrix)
+        best = min(best, time.perf_counter() - begin)
+    return 2.0 * _SIDE**3 / max(best, 1e-9)
