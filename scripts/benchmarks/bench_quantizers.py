@@ -33,7 +33,7 @@ from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize
 from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.weight_formats import table_form, weight_form
 from edge_export.parity.divergence import divergence
-from edge_export.parity.gguf import load_reference
+from edge_export.parity.reference import load_reference
 from edge_export.quantization.calibration import CalibrationRequest, calibrate, text_name
 from edge_export.quantization.importance import Importance, fitted
 from edge_export.quantization.llama_quantize import quantize_gguf

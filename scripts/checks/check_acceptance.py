@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_devices.command_line import one_sentence_errors
-from edge_export.parity.gguf import ReferenceRows, load_reference
+from edge_export.parity.reference import ReferenceRows, load_reference
 from edge_runtime.errors import RequestError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session

@@ -21,7 +21,7 @@ from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, measure_onnx_pa
 from edge_export.onnx.request import OnnxPart, OnnxRequest, check_onnx_sources
 from edge_export.onnx.weight_formats import head_form, quantization_name, table_form, weight_form
 from edge_export.onnx.weights import WeightFile
-from edge_export.parity.gguf import ReferenceRequest
+from edge_export.parity.reference import ReferenceRequest
 from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
 

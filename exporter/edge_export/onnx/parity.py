@@ -17,7 +17,7 @@ from edge_export.errors import ParityError
 from edge_export.onnx.request import KvKind, OnnxWeights
 from edge_export.parity.divergence import Divergence, divergence
 from edge_export.parity.drafter_confidence import ROOM
-from edge_export.parity.gguf import (
+from edge_export.parity.reference import (
     DRAFT_LENGTH,
     MIN_CONTEXT,
     ROWS,

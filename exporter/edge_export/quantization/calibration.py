@@ -21,7 +21,7 @@ from edge_export.checkpoint.checkpoint import TEXT_PREFIXES
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError, ParityError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
-from edge_export.parity.gguf import DRAFT_LENGTH, ReferenceRows, load_reference, why_no_reference
+from edge_export.parity.reference import DRAFT_LENGTH, ReferenceRows, load_reference, why_no_reference
 from edge_export.quantization.importance import ChannelSums
 from edge_runtime.bundle.manifest import ImportanceSource
 

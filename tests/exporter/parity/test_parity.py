@@ -15,7 +15,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ParityError
-from edge_export.parity import gguf as parity
+from edge_export.parity import reference
 from edge_export.parity.divergence import agrees, divergence
 from edge_export.pipeline import export
 from edge_export.pipeline.export import export_pair
@@ -127,19 +127,19 @@ def test_a_broken_quantization_refuses_the_bundle(
 )
 def test_what_is_missing_is_the_reason_to_skip(package: str, found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0", "transformers": "5.22.2", "llama-cpp-python": "0.3.36"}
-    monkeypatch.setattr(parity, "installed", lambda name: (versions | {package: found})[name])
-    assert (parity.why_not(1000) or "").startswith(reason)
-    monkeypatch.setattr(parity, "installed", lambda name: versions[name])
-    assert parity.why_not(1000) is None
+    monkeypatch.setattr(reference, "installed", lambda name: (versions | {package: found})[name])
+    assert (reference.why_not(1000) or "").startswith(reason)
+    monkeypatch.setattr(reference, "installed", lambda name: versions[name])
+    assert reference.why_not(1000) is None
 
 
 def test_a_reference_that_does_not_fit_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "installed", lambda name: "5.22.2")
-    monkeypatch.setattr(parity, "available_memory", lambda: 4_000_000)
-    assert parity.why_not(1_000_000) == "the float32 reference needs 4800000 bytes of memory, 4000000 are available"
-    assert parity.why_not(500_000) is None
-    monkeypatch.setattr(parity, "available_memory", lambda: None)
-    assert parity.why_not(1 << 60) is None
+    monkeypatch.setattr(reference, "installed", lambda name: "5.22.2")
+    monkeypatch.setattr(reference, "available_memory_bytes", lambda: 4_000_000)
+    assert reference.why_not(1_000_000) == "the float32 reference needs 4800000 bytes of memory, 4000000 are available"
+    assert reference.why_not(500_000) is None
+    monkeypatch.setattr(reference, "available_memory_bytes", lambda: None)
+    assert reference.why_not(1 << 60) is None
 
 
 def test_divergence_figures() -> None:

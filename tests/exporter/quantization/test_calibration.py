@@ -18,8 +18,8 @@ pytest.importorskip("llama_cpp", reason="llama.cpp quantizes")
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.errors import ExportError
 from edge_export.gguf.writer import write_gguf
-from edge_export.parity import gguf as parity
-from edge_export.parity.gguf import load_reference
+from edge_export.parity import reference
+from edge_export.parity.reference import load_reference
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization import calibration
@@ -123,7 +123,7 @@ def test_texts_that_cannot_be_used(request_for: Callable[[str], CalibrationReque
     with pytest.raises(ExportError, match="has more than 5 bytes"):
         read_text(text)
     monkeypatch.undo()
-    monkeypatch.setattr(parity, "available_memory", lambda: 1)
+    monkeypatch.setattr(reference, "available_memory_bytes", lambda: 1)
     with pytest.raises(
         ExportError, match=r"but the float32 reference needs 4800 bytes of memory, 1 are available; make an importance matrix"
     ):

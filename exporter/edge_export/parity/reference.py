@@ -1,0 +1,250 @@
+"""The reference that an export is compared with: transformers in float32, run on the checkpoint itself.
+
+With calibration, the only module that imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_devices.machine.memory import available_memory_bytes
+from edge_export.errors import ParityError
+from edge_export.parity.divergence import Rows, agrees
+from edge_export.parity.drafter_confidence import drafter_confidence
+from edge_runtime.interfaces import Drafter, Target
+
+# transformers 5.19 brought the assistant; 5.23.0 refuses to build it ("cache-producing layer types").
+FIRST_TRANSFORMERS, END_TRANSFORMERS = (5, 19), (5, 23)
+SEED = 20260101
+# Rows whose logits are compared; before them as many tokens as the sliding window has rows, so that its edge is passed.
+ROWS = 64
+MIN_CONTEXT = ROWS + 16
+MAX_WINDOW = 1024
+# Rows per forward of the export; a draft starts after each, so there are ROWS / ROWS_PER_FORWARD contexts of drafts.
+ROWS_PER_FORWARD = 8
+DRAFT_LENGTH = 3
+# Beside the float32 weights: activations, the export's own pages, towers that transformers loads along.
+MEMORY_MARGIN = 1.2
+TEXT = """The reader opens the file once, looks at the first bytes and decides what it is dealing with. If the size does not fit what the
+header promises, it says so and stops: a wrong answer that looks right costs more than no answer at all.
+
+def running_mean(values, width):
+    total, means = 0.0, []
+    for index, value in enumerate(values):
+        total += value
+        if index >= width:
+            total -= values[index - width]
+        means.append(total / min(index + 1, width))
+    return means
+"""
+_REFUSED = "the bundle is refused (--no-verify skips this check)"
+# Weights that the text model does without: other modalities, tied heads, the sparse head.
+_NOT_COMPARED = re.compile(r"vision|audio|lm_head|masked_embedding")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What still counts as the same function: largest logit difference, mean KL in nats, shares of equal greedy tokens and drafts."""
+
+    max_abs_difference: float
+    mean_kl: float
+    greedy_agreement: float
+    draft_agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceRequest:
+    """What transformers runs. `parameters` counts both models; `window` and `context` are the target's, in tokens."""
+
+    target_folder: Path
+    drafter_folder: Path
+    tokenizer_folder: Path
+    parameters: int
+    window: int
+    context: int
+    threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rowset:
+    """What one implementation gave: logits [ROWS, vocabulary], and `drafts[i]` of DRAFT_LENGTH tokens at context `contexts[i]`.
+
+    `confidence` is what its drafter's is worth (`drafter_confidence`).
+    """
+
+    logits: Rows
+    contexts: tuple[int, ...]
+    drafts: tuple[tuple[int, ...], ...]
+    confidence: dict[str, Any] | None = None
+
+
+def why_not(parameters: int, library: str = "llama-cpp-python", extra: str = "llama") -> str | None:
+    """Returns the reason why parity cannot be measured here, or None if it can. Imports nothing heavy.
+
+    `library` is the one that runs the export, and `extra` what installs it.
+    """
+    reason = why_no_reference(parameters)
+    if reason is None and installed(library) is None:
+        return f"{library} is not installed; pip install 'edge-mtp[{extra}]' to run the export"
+    return reason
+
+
+def why_no_reference(parameters: int) -> str | None:
+    """Returns the reason why transformers cannot run so many parameters in float32 here, or None. Imports nothing heavy."""
+    for package in ("torch", "transformers"):
+        if installed(package) is None:
+            return f"{package} is not installed; pip install 'edge-mtp[verify]' to compare with the reference"
+    found = installed("transformers") or ""
+    if not FIRST_TRANSFORMERS <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < END_TRANSFORMERS:
+        return f"transformers {found} cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can; pip install 'edge-mtp[verify]'"
+    needed, free = int(4 * parameters * MEMORY_MARGIN), available_memory_bytes()
+    if free is not None and needed > free:
+        return f"the float32 reference needs {needed} bytes of memory, {free} are available"
+    return None
+
+
+def demand(what: str, value: float, *, most: float = float("inf"), least: float = 0.0) -> None:
+    """Raises ParityError for a figure that is beyond its limit."""
+    if not least <= value <= most:
+        bound = f"at most {most:g}" if value > most else f"at least {least:g}"
+        raise ParityError(f"parity failed: the {what} is {value:.4g}, {bound} is wanted; {_REFUSED}")
+
+
+def installed(package: str) -> str | None:
+    """Returns the version of a package, None if it is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def parity_tokens(request: ReferenceRequest) -> list[int]:
+    """TEXT as the reference tokenizes it, after a seeded shuffle of its own tokens that is as long as the window."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode(TEXT, add_special_tokens=False)
+    begin: list[int] = tokenizer.encode("", add_special_tokens=True)
+    text = [ids[i % len(ids)] for i in range(ROWS + 1)]
+    shuffled = min(request.window, MAX_WINDOW, request.context - len(begin) - len(text))
+    chosen = np.random.default_rng(SEED).integers(len(ids), size=shuffled)
+    return [*begin, *(ids[i] for i in chosen), *text]
+
+
+def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int]) -> Rowset:
+    """Runs an opened export over the tokens; the last one is never decoded: it only begins the last draft."""
+    first = len(tokens) - 1 - ROWS
+    target.prefill(tokens[:first])
+    logits: list[Rows] = []
+    drafts: list[tuple[int, ...]] = []
+    contexts = tuple(range(first + ROWS_PER_FORWARD, len(tokens), ROWS_PER_FORWARD))
+    for end in contexts:
+        logits.append(np.array(target.verify(tokens[end - ROWS_PER_FORWARD : end])))
+        if drafter is not None:
+            drafts.append(tuple(drafter.draft(tokens[end], DRAFT_LENGTH)))
+    confidence = drafter_confidence(target, drafter, tokens[-1])
+    return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts), confidence=confidence)
+
+
+def check_tokenizer(request: ReferenceRequest, found: list[int], whose: str) -> None:
+    """Raises ParityError if `found`, the tokens of TEXT, are not those of the checkpoint's own tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    wanted = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / "tokenizer.json")).encode(TEXT, add_special_tokens=False)
+    if found != wanted:
+        first = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), min(len(found), len(wanted)))
+        raise ParityError(
+            f"parity failed: {whose}'s tokenizer differs from the checkpoint's from token {first} of the test text on; {_REFUSED}"
+        )
+
+
+def reference_rows(request: ReferenceRequest, tokens: list[int], rowsets: list[Rowset], *, as_llama: bool) -> tuple[Rows, list[float]]:
+    """Returns the reference's logits [ROWS, vocabulary], and for each row set the share of its drafts that the assistant agrees with.
+
+    `as_llama` has the assistant do what llama.cpp does, which runs the dense head and sees two rows less of the window.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(request.threads)
+    try:
+        with torch.inference_mode():
+            target = load_reference(request.target_folder)
+            ids = torch.tensor([tokens[:-1]])
+            output = target(input_ids=ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=ROWS)
+            assistant = load_reference(request.drafter_folder)
+            if as_llama:
+                assistant.config.use_ordered_embeddings = False
+            seen = request.window - 1 if as_llama else len(tokens)
+            rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), seen)
+            agreements = [_agreement(assistant, rows, tokens, rowset) for rowset in rowsets]
+            return output.logits[0].float().numpy(), agreements
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class ReferenceRows:
+    """What the assistant reads: the embedding, hidden rows [1, T, hidden], K/V [1, heads, T, head_dim] by layer type.
+
+    `seen` is how many rows its sliding layers are shown; those that are beyond its own window it masks itself.
+    """
+
+    embed: Any
+    hidden: Any
+    shared: dict[str, tuple[Any, Any]]
+    seen: int
+
+    def before(self, position: int) -> dict[str, tuple[Any, Any]]:
+        """The K/V rows that a query at `position` is shown: all before it, `seen` of them on sliding layers."""
+        first = {"sliding_attention": max(0, position - self.seen)}
+        return {kind: tuple(rows[:, :, first.get(kind, 0) : position] for rows in pair) for kind, pair in self.shared.items()}
+
+
+def _agreement(assistant: Any, rows: ReferenceRows, tokens: list[int], rowset: Rowset) -> float:
+    """Unrolls the assistant at constant position along the export's drafts: every step is judged, whatever the step before gave."""
+    import torch
+
+    agreed = 0
+    for position, draft in zip(rowset.contexts, rowset.drafts, strict=True):
+        last, hidden, shared = tokens[position], rows.hidden[:, position - 1 : position], rows.before(position)
+        for token in draft:
+            output = assistant(
+                inputs_embeds=torch.cat([rows.embed(torch.tensor([[last]])), hidden], dim=-1),
+                position_ids=torch.tensor([[position]]),
+                shared_kv_states=shared,
+                use_cache=False,
+            )
+            logits, hidden = output.logits[0, -1].float(), output.last_hidden_state
+            agreed += agrees(logits.numpy(), token)
+            last = token
+    return agreed / (len(rowset.contexts) * DRAFT_LENGTH)
+
+
+def load_reference(folder: Path) -> Any:
+    """Loads a checkpoint in float32; raises ParityError if transformers does not find every weight of the text model in it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    said, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
+        )
+    finally:
+        logging.set_verbosity(said)
+        if bars:
+            logging.enable_progress_bar()
+    missing = sorted(name for name in report["missing_keys"] if not _NOT_COMPARED.search(name))
+    if missing:
+        raise ParityError(f"transformers finds no {missing[0]} in {folder}; it cannot be the reference; {_REFUSED}")
+    return model.eval()
