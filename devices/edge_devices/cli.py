@@ -10,7 +10,7 @@ import click
 
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.external_meter import import_csv, with_external
+from edge_devices.energy.external_meter import import_csv, with_external_meter
 from edge_devices.energy.protocol import BusyLoad, characterise_meter
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import read_log
@@ -190,7 +190,7 @@ def energy(log: Path, baseline: str | None, external: Path | None, as_json: bool
     """Compute joules per token again from the raw record of a run; needs no device."""
     measured = read_log(log)
     if external is not None:
-        measured = with_external(measured, import_csv(external))
+        measured = with_external_meter(measured, import_csv(external))
     report = make_report(measured, baseline=baseline)
     if as_json:
         click.echo(json.dumps(report.to_json()))

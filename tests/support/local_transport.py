@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edge_devices.errors import TransportError
 from edge_devices.machine.system import CommandResult, run_command
-from edge_devices.transports.base import LARGEST_ANSWER, SECONDS
+from edge_devices.transports.base import COMMAND_SECONDS, MAX_OUTPUT_BYTES
 
 
 class LocalTransport:
@@ -18,9 +18,9 @@ class LocalTransport:
         self.name = "local"
         self.folder = str(folder.resolve())
 
-    def run(self, arguments: Sequence[str], *, seconds: float = SECONDS) -> CommandResult:
+    def run(self, arguments: Sequence[str], *, seconds: float = COMMAND_SECONDS) -> CommandResult:
         """Runs a command here."""
-        return run_command(arguments, seconds=seconds, most=LARGEST_ANSWER)
+        return run_command(arguments, seconds=seconds, most=MAX_OUTPUT_BYTES)
 
     def put(self, source: Path, target: str) -> None:
         """Copies a file."""

@@ -175,7 +175,7 @@ class _Curves:
 LONGEST_EXTRA_S = 6 * 3600.0
 
 
-def with_external(log: RunLog, table: Trace) -> RunLog:
+def with_external_meter(log: RunLog, table: Trace) -> RunLog:
     """Returns the log as the external meter saw it; its clock is found by the log's load steps, or by the runs themselves where there are none.
 
     Raises MeasurementError when the clocks cannot be aligned.

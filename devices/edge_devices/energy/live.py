@@ -12,13 +12,13 @@ from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.intervals import Interval, of_error
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.text import NO_METER, figure_text
-from edge_devices.energy.windows import LEAST_NEWS, measure_window
+from edge_devices.energy.windows import MIN_UPDATES, measure_window
 from edge_devices.errors import DeviceError, MeasurementError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, MeterFacts
 from edge_devices.meters.trace import Trace
 
-LEAST_REFRESHES = 50
+MIN_REFRESHES = 50
 FAST_S = 0.1
 
 
@@ -106,14 +106,14 @@ def run_energy(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float
 
 def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float) -> Interval:
     facts, expected = trace.facts, Characteristics.expected(trace.facts)
-    need = LEAST_REFRESHES * expected.refresh_s + expected.lead_in_s
+    need = MIN_REFRESHES * expected.refresh_s + expected.lead_in_s
     if end_s - start_s < need:
         raise MeasurementError(f"the run of {end_s - start_s:.3g} s is too short, this meter needs {need:.3g} s")
     if faults:
         raise MeasurementError(f"the meter failed: {faults[0][1]}")
     window = measure_window(trace, start_s, end_s, expected)
-    if facts.kind is Kind.SAMPLER and window.news < LEAST_NEWS:
-        raise MeasurementError(f"the meter showed {window.news} new values; {LEAST_NEWS} are needed")
+    if facts.kind is Kind.SAMPLER and window.updates < MIN_UPDATES:
+        raise MeasurementError(f"the meter showed {window.updates} new values; {MIN_UPDATES} are needed")
     return of_error(window.joules, window.error_watts * window.seconds, window.freedom, 1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, ratio_interval
 from edge_devices.energy.run_log import Run, RunLog
-from edge_devices.energy.windows import LEAST_NEWS, PhaseShares, WindowEnergy, measure_window, share_out
+from edge_devices.energy.windows import MIN_UPDATES, PhaseShares, WindowEnergy, measure_window, share_out
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import disturbances
 from edge_devices.meters.base import Kind
@@ -76,7 +76,7 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
+class ValidRun:
     """A run that counts, its window, and its energy by phase."""
 
     run: Run
@@ -108,7 +108,7 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
     if not log.trace.times:
         raise MeasurementError("the log holds no readings, its meter is an external one; give that meter's table with --external TABLE.")
     powers = _phase_powers(log)
-    counted: dict[str, list[Counted]] = {}
+    counted: dict[str, list[ValidRun]] = {}
     refused: dict[str, list[str]] = {}
     for run in log.runs:
         if run.variant.startswith(CALIBRATION):
@@ -140,21 +140,21 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
     )
 
 
-def reasons_against(log: RunLog, run: Run) -> list[str]:
+def exclusion_reasons(log: RunLog, run: Run) -> list[str]:
     """Returns why a run does not count; none: it counts."""
     return _count(log, run, {})[1]
 
 
-def _count(log: RunLog, run: Run, powers: dict[str, tuple[float, float]]) -> tuple[Counted | None, list[str]]:
+def _count(log: RunLog, run: Run, powers: dict[str, tuple[float, float]]) -> tuple[ValidRun | None, list[str]]:
     try:
         window = measure_window(log.trace, run.start_s, run.end_s, log.characteristics)
     except MeasurementError as error:
         return None, [str(error)]
-    reasons = objections(log, run, window)
+    reasons = exclusions(log, run, window)
     if reasons:
         return None, reasons
     shares = share_out(window.joules, run.phases, powers, error_joules=window.error_watts * window.seconds)
-    return Counted(run=run, window=window, shares=shares), []
+    return ValidRun(run=run, window=window, shares=shares), []
 
 
 def _phase_powers(log: RunLog) -> dict[str, tuple[float, float]]:
@@ -186,7 +186,7 @@ def _idle(log: RunLog) -> Idle | None:
     return Idle(watts=fmean(w.watts for w in windows), error=error, freedom=freedom, drift_watts=drift)
 
 
-def _variant(name: str, runs: Sequence[Counted], refused: list[str], idle: Idle | None, baseline: Sequence[Counted] | None) -> Variant:
+def _variant(name: str, runs: Sequence[ValidRun], refused: list[str], idle: Idle | None, baseline: Sequence[ValidRun] | None) -> Variant:
     if not runs:
         return Variant(name=name, n=0, refused=refused)
     ratio = _ratio(runs, baseline) if baseline is not None else None
@@ -212,7 +212,7 @@ def _variant(name: str, runs: Sequence[Counted], refused: list[str], idle: Idle 
     )
 
 
-def _per(runs: Sequence[Counted], joules: Callable[[Counted], float], count: Callable[[Counted], int]) -> Interval | None:
+def _per(runs: Sequence[ValidRun], joules: Callable[[ValidRun], float], count: Callable[[ValidRun], int]) -> Interval | None:
     """Joules per unit: the mean of the repeats; of a single run the error is the one within its window."""
     if any(count(r) <= 0 for r in runs):
         return None
@@ -225,7 +225,7 @@ def _per(runs: Sequence[Counted], joules: Callable[[Counted], float], count: Cal
     return of_error(values[0], values[0] * relative, window.freedom, 1)
 
 
-def _by_phase(runs: Sequence[Counted]) -> dict[str, Interval]:
+def _by_phase(runs: Sequence[ValidRun]) -> dict[str, Interval]:
     found = {}
     for phase in dict.fromkeys(p for r in runs for p in r.shares.joules):
         joules = _per(runs, lambda r, phase=phase: r.shares.joules.get(phase, 0.0), lambda r: r.run.requests)  # type: ignore[misc]
@@ -234,10 +234,10 @@ def _by_phase(runs: Sequence[Counted]) -> dict[str, Interval]:
     return found
 
 
-def _net(runs: Sequence[Counted], idle: Idle) -> Interval | None:
+def _net(runs: Sequence[ValidRun], idle: Idle) -> Interval | None:
     """Joules above idle per emitted token: idle power × the decode's time taken off, its error added. None when lost in the error."""
 
-    def decode_s(r: Counted) -> float:
+    def decode_s(r: ValidRun) -> float:
         return sum(s for phase, s in r.run.phases.items() if phase != PREFILL) or r.run.seconds
 
     inner = _per(runs, lambda r: r.decode_joules - idle.watts * decode_s(r), lambda r: r.run.emitted_tokens)
@@ -248,7 +248,7 @@ def _net(runs: Sequence[Counted], idle: Idle) -> Interval | None:
     return of_error(inner.value, error, freedom, inner.n) if inner.value >= LEAST_SIGNAL * error else None
 
 
-def _ratio(runs: Sequence[Counted], baseline: Sequence[Counted]) -> Interval | None:
+def _ratio(runs: Sequence[ValidRun], baseline: Sequence[ValidRun]) -> Interval | None:
     """Joules per token of this variant / of the baseline, of the repeats that count on both sides."""
     theirs = {r.run.repeat: r for r in baseline}
     pairs = [
@@ -273,7 +273,7 @@ def too_short(log: RunLog, seconds: float) -> str | None:
     return f"too short: {seconds:.3g} s, and {log.facts.name} needs {need:.3g} s (50 refreshes of {log.characteristics.refresh_s:.3g} s, at least 10 s, and its lag)"
 
 
-def objections(log: RunLog, run: Run, window: WindowEnergy) -> list[str]:
+def exclusions(log: RunLog, run: Run, window: WindowEnergy) -> list[str]:
     """Returns every reason against a run; none: it counts."""
     found = disturbances(run.before, run.after)
     short = too_short(log, window.seconds)
@@ -293,8 +293,8 @@ def objections(log: RunLog, run: Run, window: WindowEnergy) -> list[str]:
 
 def _sampler_objections(log: RunLog, window: WindowEnergy) -> list[str]:
     found = []
-    if window.news < LEAST_NEWS:
-        found.append(f"the meter showed {window.news} new values; {LEAST_NEWS} are needed")
+    if window.updates < MIN_UPDATES:
+        found.append(f"the meter showed {window.updates} new values; {MIN_UPDATES} are needed")
     # What the meter did while nothing was wrong is its nature, not a fault of this run.
     longest = max(LONGEST_GAP * log.characteristics.refresh_s, LONGEST_GAP * log.facts.poll_s, 1.5 * log.characteristics.longest_gap_s)
     if window.longest_gap_s > longest:

@@ -16,10 +16,10 @@ from edge_devices.meters.search import choose_meter
 from edge_devices.meters.trace import Trace
 
 ESTIMATE, REPLAY, EXTERNAL = "estimate", "replay", "external"
-MADE = "estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl (a recording)"
+VIRTUAL = "estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl (a recording)"
 
 
-class AwaitedMeter:
+class PendingExternalMeter:
     """A meter in the supply line, whose table comes after the run: it reads nothing. What it does is assumed until then: a new value a second."""
 
     facts = MeterFacts(
@@ -38,13 +38,13 @@ class AwaitedMeter:
         """Returns nothing."""
 
 
-def asked_meter(system: System, findings: Sequence[Finding], name: str | None) -> Meter | None:
+def requested_meter(system: System, findings: Sequence[Finding], name: str | None) -> Meter | None:
     """Returns the meter to take: of those found, else made from its name; None when none is named and none is usable. Raises MeterError."""
-    made = None if any(finding.name == name for finding in findings) else made_meter(system, name)
+    made = None if any(finding.name == name for finding in findings) else virtual_meter(system, name)
     return made or choose_meter(findings, name)
 
 
-def made_meter(system: System, name: str | None) -> Meter | None:
+def virtual_meter(system: System, name: str | None) -> Meter | None:
     """Returns the meter of `estimate:IDLE,CORE` or `replay:FILE`; None for every other name. Raises MeterError for values that cannot be."""
     kind, _, value = (name or "").partition(":")
     if kind == ESTIMATE:

@@ -17,7 +17,7 @@ from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind
 from edge_devices.meters.trace import Trace
 
-LEAST_NEWS = 8
+MIN_UPDATES = 8
 FAST = 1000  # a counter that is new so many times per window needs no lead-in and no look at when it changed
 
 
@@ -33,7 +33,7 @@ class WindowEnergy:
     error_watts: float
     freedom: float
     resolution_watts: float
-    news: int
+    updates: int
     longest_gap_s: float
     observed_s: float
 
@@ -88,7 +88,7 @@ def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristi
         error_watts=math.hypot(resolution, unseen),
         freedom=math.inf,
         resolution_watts=resolution,
-        news=len(fresh),
+        updates=len(fresh),
         longest_gap_s=_longest_gap([trace.times[i] for i in fresh], start_s, end_s),
         observed_s=seconds,
     )
@@ -115,7 +115,7 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
         error_watts=error,
         freedom=freedom,
         resolution_watts=trace.facts.resolution / math.sqrt(12),
-        news=len(fresh),
+        updates=len(fresh),
         longest_gap_s=_longest_gap([trace.times[i] for i in inside], begin, end_s),
         observed_s=end_s - begin,
     )

@@ -14,11 +14,11 @@ from edge_devices.transports.jobs import JobState, JobStatus
 LONGEST_LINE = 1 << 16
 MOST_LINES = 1_000_000
 EMPTY = 5  # percent at the last look: a device that went off then ran out of power
-PUT_ASIDE = 4  # times the usual distance between looks
+SUSPENDED = 4  # times the usual distance between looks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class StateSample:
     """One look of the watch: seconds since the start, available memory in bytes."""
 
     t: float
@@ -27,28 +27,28 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class JobHistory:
     """All looks of one job, from its begin on. `ended`: the watch saw the command's end."""
 
-    looks: tuple[Seen, ...]
+    samples: tuple[StateSample, ...]
     ended: bool
 
     @property
     def hottest_c(self) -> float | None:
         """The highest temperature seen, °C."""
-        return max((look.state.temperature_c for look in self.looks if look.state.temperature_c is not None), default=None)
+        return max((look.state.temperature_c for look in self.samples if look.state.temperature_c is not None), default=None)
 
     @property
     def charge_used(self) -> int | None:
         """Percent of charge that went, None on a charger or without a battery."""
-        levels = [look.state.charge_percent for look in self.looks if look.state.charge_percent is not None]
-        on_charger = any(look.state.charger for look in self.looks)
+        levels = [look.state.charge_percent for look in self.samples if look.state.charge_percent is not None]
+        on_charger = any(look.state.charger for look in self.samples)
         return levels[0] - levels[-1] if levels and not on_charger else None
 
 
-def read_watch(path: Path) -> Watched:
+def read_job_history(path: Path) -> JobHistory:
     """Reads a watch, also one that was cut off; raises MeasurementError for anything else."""
-    looks: list[Seen] = []
+    samples: list[StateSample] = []
     ended = False
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -60,40 +60,40 @@ def read_watch(path: Path) -> Watched:
                     record = json.loads(line)
                     kind, t = record["kind"], float(record["t"])
                     if kind == "begin":
-                        looks = looks[-1:]  # what was seen while it waited for the cable is no part of the run
+                        samples = samples[-1:]  # what was seen while it waited for the cable is no part of the run
                     elif kind == "look":
                         memory = record["memory"]
-                        looks.append(
-                            Seen(t=t, state=DeviceState.from_json(record["state"]), memory=None if memory is None else int(memory))
+                        samples.append(
+                            StateSample(t=t, state=DeviceState.from_json(record["state"]), memory=None if memory is None else int(memory))
                         )
                     ended = ended or kind == "end"
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise MeasurementError(f"{path}: line {number} is none of a watch ({error!r}); collect the run again.") from error
     except OSError as error:
         raise MeasurementError(f"{path} cannot be read: {error.strerror}.") from error
-    return Watched(looks=tuple(looks), ended=ended)
+    return JobHistory(samples=tuple(samples), ended=ended)
 
 
-def happenings(watched: Watched, status: JobStatus) -> list[str]:
+def find_incidents(history: JobHistory, status: JobStatus) -> list[str]:
     """Returns what happened, a sentence each; nothing for a run that nothing disturbed."""
-    return [*_changes(watched.looks), *_ending(watched, status)]
+    return [*_changes(history.samples), *_ending(history, status)]
 
 
-def _changes(looks: tuple[Seen, ...]) -> list[str]:
+def _changes(samples: tuple[StateSample, ...]) -> list[str]:
     """What changed from look to look; what happened again and again is told once, with how often."""
-    gaps = sorted(b.t - a.t for a, b in pairwise(looks))
+    gaps = sorted(b.t - a.t for a, b in pairwise(samples))
     usual = gaps[len(gaps) // 2] if gaps else 0.0
     times: dict[str, list[float]] = {}
-    for before, after in pairwise(looks):
+    for before, after in pairwise(samples):
         for text in disturbances(before.state, after.state):
             times.setdefault(text, []).append(after.t)
-        if len(gaps) > 2 and after.t - before.t > PUT_ASIDE * usual + 5:
+        if len(gaps) > 2 and after.t - before.t > SUSPENDED * usual + 5:
             times.setdefault("the device put the run aside", []).append(before.t)
     return [f"after {at[0]:.0f} s: {text}" + (f" ({len(at)} times)" if len(at) > 1 else "") for text, at in times.items()]
 
 
-def _ending(watched: Watched, status: JobStatus) -> list[str]:
-    last = watched.looks[-1] if watched.looks else None
+def _ending(history: JobHistory, status: JobStatus) -> list[str]:
+    last = history.samples[-1] if history.samples else None
     if status.state is JobState.RESTARTED:
         percent = last.state.charge_percent if last else None
         if last and percent is not None and percent <= EMPTY and last.state.charger is None:

@@ -24,7 +24,7 @@ from edge_devices.machine.system import System
 EVERY_SECONDS = 5.0
 LONGEST_WAIT_SECONDS = 1800.0
 SETTLING_SECONDS = 10.0  # after unplugging: the gauge shows the charger's current for up to 7 s
-NOT_UNPLUGGED = 75
+STILL_CHARGING = 75
 
 
 class Watch:
@@ -47,7 +47,7 @@ class Watch:
         os.fsync(self._file.fileno())
 
 
-def wait_for_battery(watch: Watch, system: System) -> bool:
+def wait_for_unplugging(watch: Watch, system: System) -> bool:
     """Waits until nothing charges the device any more, and its gauge has noticed; False when nobody unplugs it."""
     end = system.clock() + LONGEST_WAIT_SECONDS
     watch.say("waiting")
@@ -59,7 +59,7 @@ def wait_for_battery(watch: Watch, system: System) -> bool:
     return False
 
 
-def run_watched(command: Sequence[str], watch: Watch, every_s: float) -> int:
+def run_monitored(command: Sequence[str], watch: Watch, every_s: float) -> int:
     """Runs a command to its end, looking every so often; returns its exit code. SIGTERM ends it too."""
     watch.look()
     watch.say("begin")
@@ -93,10 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     system = System(clock=time.monotonic)
     with given.watch.open("w", encoding="utf-8") as file:
         watch = Watch(file, system)
-        if given.wait_unplugged and not wait_for_battery(watch, system):
+        if given.wait_unplugged and not wait_for_unplugging(watch, system):
             print(f"nobody unplugged the device in {LONGEST_WAIT_SECONDS / 60:.0f} minutes", file=sys.stderr)
-            return NOT_UNPLUGGED
-        return run_watched(command, watch, given.every)
+            return STILL_CHARGING
+        return run_monitored(command, watch, given.every)
 
 
 if __name__ == "__main__":

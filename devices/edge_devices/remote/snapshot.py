@@ -38,7 +38,7 @@ exit 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class DeviceSnapshot:
     """A device at one moment. None: it does not say. `screen` is Android's word (Awake, Asleep, Dozing), `frozen` its battery service's state."""
 
     model: str
@@ -53,14 +53,14 @@ class Look:
     system: RecordedSystem
 
 
-def look(transport: Transport) -> Look:
+def take_snapshot(transport: Transport) -> DeviceSnapshot:
     """Looks at a device; raises LinkError when it cannot be reached. Changes nothing on it."""
     recording, screen = _parse(shell(transport, SCRIPT, *(" ".join(c) for c in ASKED)))
     system = RecordedSystem(recording, sleep=lambda _seconds: None)  # asking a recording again gives the same answer at once
     android = "system/build.prop" in recording.files
     doze = system.run(["dumpsys", "deviceidle", "enabled", "all"]).text.strip()
     model = system.run(["getprop", "ro.product.model"]).text.strip() if android else system.text_or("proc/device-tree/model").rstrip("\0")
-    return Look(
+    return DeviceSnapshot(
         model=model,
         architecture=system.run(["uname", "-m"]).text.strip(),
         android=android,

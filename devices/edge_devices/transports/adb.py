@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.machine.system import CommandResult, run_command
-from edge_devices.transports.base import LARGEST_ANSWER, SECONDS, last_words, seal
+from edge_devices.transports.base import COMMAND_SECONDS, MAX_OUTPUT_BYTES, frame_command, last_line
 
 NOT_THERE = "is not there; plug it in, or see `adb devices -l`."
 UNAUTHORIZED = "is not authorised; unlock the phone and accept this computer's key."
@@ -20,7 +20,7 @@ LINK_WORDS = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class AdbDevice:
     """One line of `adb devices -l`; `state` is "device" when it can be used."""
 
     serial: str
@@ -36,15 +36,15 @@ def find_adb() -> str:
     return found
 
 
-def adb_devices() -> list[Listed]:
+def adb_devices() -> list[AdbDevice]:
     """Returns what is connected, usable or not. Raises TransportError when adb cannot tell."""
     done = run_command([find_adb(), "devices", "-l"], seconds=20)
     if done.code != 0:
-        raise TransportError(f"adb devices failed: {last_words(done)}")
+        raise TransportError(f"adb devices failed: {last_line(done)}")
     return parse_devices(done.text)
 
 
-def parse_devices(text: str) -> list[Listed]:
+def parse_devices(text: str) -> list[AdbDevice]:
     """Reads the answer of `adb devices -l`."""
     found = []
     for line in text.partition("List of devices attached")[2].splitlines():
@@ -52,7 +52,7 @@ def parse_devices(text: str) -> list[Listed]:
         words = rest.split()
         if serial and words:
             model = next((w.removeprefix("model:") for w in words if w.startswith("model:")), "")
-            found.append(Listed(serial=serial, state=words[0], model=model))
+            found.append(AdbDevice(serial=serial, state=words[0], model=model))
     return found
 
 
@@ -85,12 +85,12 @@ class AdbTransport:
         self._adb = [find_adb(), "-s", serial]
         self._has_exit_codes: bool | None = None
 
-    def run(self, arguments: Sequence[str], *, seconds: float = SECONDS) -> CommandResult:
+    def run(self, arguments: Sequence[str], *, seconds: float = COMMAND_SECONDS) -> CommandResult:
         """Runs a command on the phone."""
         separate = self._knows_exit_codes()
-        sealed = seal(arguments, separate=separate)
+        sealed = frame_command(arguments, separate=separate)
         way = ["shell", "-T"] if separate else ["exec-out"]
-        done = run_command([*self._adb, *way, sealed.line], seconds=seconds, most=LARGEST_ANSWER)
+        done = run_command([*self._adb, *way, sealed.line], seconds=seconds, most=MAX_OUTPUT_BYTES)
         return sealed.answer(done, self._failure)
 
     def put(self, source: Path, target: str) -> None:
@@ -121,12 +121,12 @@ class AdbTransport:
         if "No space left" in said:
             return TransportError(f"{self.name}: no space left on the device; delete something, or `--clean` an earlier run.")
         if "Permission denied" in said or "Read-only" in said:
-            return TransportError(f"{self.name}: {last_words(done)}; choose another --device-folder.")
+            return TransportError(f"{self.name}: {last_line(done)}; choose another --device-folder.")
         if "remote" in said and not LINK_WORDS.search(said):
-            return TransportError(f"{self.name}: {last_words(done)}")
+            return TransportError(f"{self.name}: {last_line(done)}")
         if "not found" in said or "no devices" in said:
             return LinkError(f"{self.name} {NOT_THERE}")
         if "offline" in said:
             return LinkError(f"{self.name} is offline; plug it in again, or run `adb reconnect`.")
-        words = last_words(done) if (done.errors or done.text).strip() else "no answer"
+        words = last_line(done) if (done.errors or done.text).strip() else "no answer"
         return LinkError(f"{self.name}: the link broke ({words}); what is on the device stays.")

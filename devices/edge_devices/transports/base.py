@@ -15,8 +15,8 @@ from typing import Protocol
 from edge_devices.errors import TransportError
 from edge_devices.machine.system import CommandResult
 
-SECONDS = 60.0
-LARGEST_ANSWER = 64 << 20  # bytes; the longest one lists the files of a device package with their hashes
+COMMAND_SECONDS = 60.0
+MAX_OUTPUT_BYTES = 64 << 20  # bytes; the longest one lists the files of a device package with their hashes
 
 
 class Transport(Protocol):
@@ -25,7 +25,7 @@ class Transport(Protocol):
     name: str
     folder: str
 
-    def run(self, arguments: Sequence[str], *, seconds: float = SECONDS) -> CommandResult:
+    def run(self, arguments: Sequence[str], *, seconds: float = COMMAND_SECONDS) -> CommandResult:
         """Runs a command and returns what it said and its exit code (124: it took too long). Raises LinkError when the device went away."""
 
     def put(self, source: Path, target: str) -> None:
@@ -35,32 +35,32 @@ class Transport(Protocol):
         """Copies one file from the device. May leave a part of it when the link breaks."""
 
 
-def shell(transport: Transport, script: str, *arguments: str, seconds: float = SECONDS) -> str:
+def shell(transport: Transport, script: str, *arguments: str, seconds: float = COMMAND_SECONDS) -> str:
     """Runs an sh script ($1, $2, ... are `arguments`) and returns its output. Raises TransportError with its last words when it fails."""
     done = transport.run(["sh", "-c", script, "sh", *arguments], seconds=seconds)
     if done.code != 0:
-        raise TransportError(f"{transport.name}: {last_words(done)}")
+        raise TransportError(f"{transport.name}: {last_line(done)}")
     return done.text
 
 
-def whole_number(text: str) -> int | None:
+def parse_integer(text: str) -> int | None:
     """Returns the number that a device's decimal digits say; None for anything else, and for more digits than any real answer has."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
-def own_folder(transport: Transport) -> str:
+def prepare_folder(transport: Transport) -> str:
     """Returns the transport's folder as an absolute path, made if need be. Raises TransportError where it may not be written to."""
     return shell(transport, 'mkdir -p "$1" && cd "$1" && pwd && test -w .', transport.folder).strip()
 
 
-def last_words(done: CommandResult) -> str:
+def last_line(done: CommandResult) -> str:
     """Returns what a failed command said last."""
     said = [line for line in (done.errors or done.text).splitlines() if line.strip()]
     return said[-1].strip() if said else f"exit code {done.code}"
 
 
 @dataclass(frozen=True)
-class Sealed:
+class FramedCommand:
     """A command line that tells its own exit code at the end of its output, so that a broken link is never taken for a failed command.
 
     `separate`: standard error has a way of its own; else it is collected and sent after the code.
@@ -73,7 +73,7 @@ class Sealed:
         """Returns the command's own answer; None when its end never arrived."""
         body, found, rest = output.rpartition(self.mark)
         code, _, collected = rest.partition(b"\n")
-        number = whole_number(code.decode("ascii", "replace"))
+        number = parse_integer(code.decode("ascii", "replace"))
         if not found or number is None:
             return None
         return CommandResult(code=number, output=body, errors=errors + collected.decode("utf-8", "replace"))
@@ -88,13 +88,13 @@ class Sealed:
         return answer
 
 
-def seal(arguments: Sequence[str], *, separate: bool = True) -> Sealed:
+def frame_command(arguments: Sequence[str], *, separate: bool = True) -> FramedCommand:
     """Quotes a command for a POSIX shell and seals it. Raises TransportError for what no command line can carry."""
     if any("\0" in argument for argument in arguments):
         raise TransportError("an argument with a NUL byte cannot be passed to a command; leave it out.")
     mark = f"[{secrets.token_hex(8)}]"
     command = shlex.join(arguments)
     if separate:
-        return Sealed(f"{command}; echo '{mark}'$?", mark.encode())
+        return FramedCommand(f"{command}; echo '{mark}'$?", mark.encode())
     # Descriptor 3 is the output; what goes to standard error lands in the variable.
-    return Sealed(f"{{ e=$({{ {command}; }} 2>&1 1>&3 3>&-); c=$?; }} 3>&1; echo '{mark}'$c; printf %s \"$e\"", mark.encode())
+    return FramedCommand(f"{{ e=$({{ {command}; }} 2>&1 1>&3 3>&-); c=$?; }} 3>&1; echo '{mark}'$c; printf %s \"$e\"", mark.encode())

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.machine.system import CommandResult
-from edge_devices.transports.base import Transport, last_words, shell, whole_number
+from edge_devices.transports.base import Transport, last_line, parse_integer, shell
 
 CHUNK = 32 << 20
 LARGE = 4 << 20
@@ -224,14 +224,14 @@ def _raise_for(transport: Transport, done: CommandResult, partial: str) -> None:
     if done.code == 0:
         return
     shell(transport, 'rm -f "$1"', partial)
-    reason = "a chunk arrived damaged" if done.code == 9 else last_words(done)
+    reason = "a chunk arrived damaged" if done.code == 9 else last_line(done)
     raise TransportError(f"{transport.name}: {reason}; {partial} was removed.")
 
 
 def _resume_at(transport: Transport, file: LocalFile, partial: str) -> int:
     """Returns how much of a file is there already, right to the byte; what is wrong is removed."""
     said = shell(transport, 'test -f "$1" && wc -c < "$1" || echo 0', partial).strip()
-    there = whole_number(said) or 0
+    there = parse_integer(said) or 0
     if there:
         digest = shell(transport, HASH, partial, seconds=HASHING_SECONDS).strip()
         if there > file.bytes or digest != sha256_of(file.source, there):

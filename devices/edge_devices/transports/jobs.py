@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from edge_devices.errors import TransportError
-from edge_devices.transports.base import Transport, shell, whole_number
+from edge_devices.transports.base import Transport, parse_integer, shell
 
 EXISTS = 17
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -73,9 +73,9 @@ def poll_job(transport: Transport, job: str, results: str) -> JobStatus:
     """Looks at a job; `results` is the file in its folder whose lines are counted, also while it is named *.partial."""
     head, _, log = shell(transport, LOOK, job, results).partition("log=\n")
     said = dict(line.partition("=")[::2] for line in head.splitlines())
-    code = whole_number(said.get("exit", ""))
+    code = parse_integer(said.get("exit", ""))
     return JobStatus(
-        state=_state(said, code), exit_code=code, records=whole_number(said.get("lines", "").strip()) or 0, log=tuple(log.splitlines())
+        state=_state(said, code), exit_code=code, records=parse_integer(said.get("lines", "").strip()) or 0, log=tuple(log.splitlines())
     )
 
 

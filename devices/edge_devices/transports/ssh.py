@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.machine.system import CommandResult, run_command
-from edge_devices.transports.base import LARGEST_ANSWER, SECONDS, last_words, seal
+from edge_devices.transports.base import COMMAND_SECONDS, MAX_OUTPUT_BYTES, frame_command, last_line
 
 SSH_FAILED = 255
 
@@ -39,10 +39,10 @@ class SshTransport:
         words = ["BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", *shared]
         self._options = [*options, *(part for word in words for part in ("-o", word))]
 
-    def run(self, arguments: Sequence[str], *, seconds: float = SECONDS) -> CommandResult:
+    def run(self, arguments: Sequence[str], *, seconds: float = COMMAND_SECONDS) -> CommandResult:
         """Runs a command on the host, in the home folder."""
-        sealed = seal(arguments)
-        done = run_command(["ssh", "-T", *self._options, "--", self._host, sealed.line], seconds=seconds, most=LARGEST_ANSWER)
+        sealed = frame_command(arguments)
+        done = run_command(["ssh", "-T", *self._options, "--", self._host, sealed.line], seconds=seconds, most=MAX_OUTPUT_BYTES)
         return sealed.answer(done, self._failure)
 
     def put(self, source: Path, target: str) -> None:
@@ -63,7 +63,7 @@ class SshTransport:
         if done.code == SSH_FAILED and "Couldn't" not in done.errors:
             raise self._failure(done)
         if done.code != 0:
-            raise TransportError(f"{self.name}: {last_words(done)}; see that there is room and that the folder may be written to.")
+            raise TransportError(f"{self.name}: {last_line(done)}; see that there is room and that the folder may be written to.")
 
     def _failure(self, done: CommandResult) -> TransportError:
         said = done.errors
@@ -74,7 +74,7 @@ class SshTransport:
             return TransportError(f"{self.name}: no key of yours is accepted; set one up with ssh-copy-id (no password is ever asked for).")
         if "Could not resolve" in said:
             return TransportError(f"{self.name}: there is no host of this name; check it, or give an address.")
-        words = last_words(done) if said.strip() else "no answer"
+        words = last_line(done) if said.strip() else "no answer"
         return LinkError(f"{self.name}: the link broke ({words}); what is on the device stays.")
 
 

@@ -16,7 +16,7 @@ from edge_devices.command_line import one_sentence_errors
 from edge_devices.energy.report import Report
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import NO_METER, report_lines
-from edge_devices.energy.virtual_meters import EXTERNAL, MADE
+from edge_devices.energy.virtual_meters import EXTERNAL, VIRTUAL
 from edge_devices.machine.cpu_affinity import MOST_THREADS
 from edge_devices.meters.base import Meter
 from edge_runtime.backends.selection import BACKENDS
@@ -190,7 +190,7 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Rep
 @click.option(
     "--meter",
     metavar="NAME",
-    help=f"Energy meter of edge-devices meters, {MADE}, or external: one whose table is read afterwards with --external.  [default: the first usable one]",
+    help=f"Energy meter of edge-devices meters, {VIRTUAL}, or external: one whose table is read afterwards with --external.  [default: the first usable one]",
 )
 @click.option(
     "--external",

@@ -11,7 +11,7 @@ import click
 
 from edge_devices.command_line import option_group
 from edge_devices.energy.live import EnergyWatch, RunEnergy, SharedWatch
-from edge_devices.energy.virtual_meters import MADE, asked_meter
+from edge_devices.energy.virtual_meters import VIRTUAL, requested_meter
 from edge_devices.errors import DeviceError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
@@ -46,7 +46,7 @@ energy_options = option_group(
     click.option(
         "--meter",
         metavar="NAME",
-        help=f"Energy meter of edge-devices meters to read, or {MADE}.  [default: the best usable one, if there is any]",
+        help=f"Energy meter of edge-devices meters to read, or {VIRTUAL}.  [default: the best usable one, if there is any]",
     ),
     click.option(
         "--objective",
@@ -80,7 +80,7 @@ def energy_values(values: dict[str, Any], notify: Callable[[str], None], *, poli
         raise click.UsageError("--phase-power is for --objective energy; leave one of them out")
     system = System()
     try:
-        meter = asked_meter(system, find_meters(system), name)
+        meter = requested_meter(system, find_meters(system), name)
     except DeviceError as error:
         raise RequestError(str(error)) from error
     power: PhasePower | PowerSource | None = None

@@ -17,7 +17,7 @@ from edge_devices.meters.android.power_stats import parse_channels, parse_trace
 from edge_devices.meters.recorded_system import RecordedSystem, read_recording
 from edge_devices.meters.search import find_meters
 from edge_devices.transports.adb import parse_devices
-from edge_devices.transports.base import own_folder, seal
+from edge_devices.transports.base import frame_command, prepare_folder
 from edge_devices.transports.file_sync import device_files, free_bytes
 from edge_devices.transports.jobs import poll_job
 from fuzzing.readers import PARSED, Read, Reader, from_file
@@ -65,7 +65,7 @@ class _Answers:
         self._code, _, self._output = said.partition(b"\n")
 
     def run(self, arguments: Sequence[str], *, seconds: float = 0.0) -> CommandResult:  # noqa: ARG002
-        sealed = seal(arguments)
+        sealed = frame_command(arguments)
         done = sealed.open(self._output + sealed.mark + self._code + b"\n", "")
         if done is None:
             raise DeviceError("the link broke; plug it in again")
@@ -82,7 +82,7 @@ def _adb(_: Path, __: Path | None) -> Read:
     def read(data: bytes) -> None:
         device = _Answers(data)
         parse_devices(data.decode("utf-8", "replace"))
-        own_folder(device)
+        prepare_folder(device)
         device_files(device, device.folder)
         free_bytes(device, device.folder)
         poll_job(device, "job", "run.jsonl")

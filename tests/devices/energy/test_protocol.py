@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from edge_devices.cli import main
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.external_meter import import_csv, with_external
+from edge_devices.energy.external_meter import import_csv, with_external_meter
 from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, ratio_interval, t_quantile
 from edge_devices.energy.live import EnergyWatch
 from edge_devices.energy.protocol import BusyLoad, Plan, characterise_meter, measure
@@ -19,7 +19,7 @@ from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, read_log, write_log
 from edge_devices.energy.text import figure_text, report_lines
-from edge_devices.energy.virtual_meters import AwaitedMeter, EstimateMeter, ReplayMeter, made_meter
+from edge_devices.energy.virtual_meters import EstimateMeter, PendingExternalMeter, ReplayMeter, virtual_meter
 from edge_devices.energy.windows import measure_window, share_out
 from edge_devices.errors import DeviceError, MeasurementError, MeterError
 from edge_devices.machine.state import DeviceState
@@ -237,7 +237,7 @@ def test_an_external_meter_finds_its_own_clock(tmp_path):
     recorded = session(tap, {"plain": tap.workload(12.0)}, replace(PLAN, soak=False), tap.load)
     (tmp_path / "meter.csv").write_text("\n".join(rows))
     table = import_csv(tmp_path / "meter.csv")
-    seen = with_external(recorded, table)
+    seen = with_external_meter(recorded, table)
     assert seen.trace.times[0] - table.times[0] == pytest.approx(-5000.25, abs=0.06)
     report = make_report(seen)
     assert report.scope == Scope.EXTERNAL
@@ -256,7 +256,7 @@ def test_an_external_meter_alone_is_measured_with_and_read_afterwards(tmp_path):
                 t += 0.05
             super()._advance(to)
 
-    tap, meter = Tap(), AwaitedMeter()
+    tap, meter = Tap(), PendingExternalMeter()
     tap.recorder = Recorder(tap.system, meter)
     waiting = measure(tap.system, tap.recorder, {"plain": tap.workload(12.0)}, Characteristics.expected(meter.facts), PLAN, tap.load)
     write_log(tmp_path / "energy.jsonl", waiting)
@@ -272,15 +272,15 @@ def test_an_external_meter_alone_is_measured_with_and_read_afterwards(tmp_path):
 
 def test_meters_made_from_what_a_person_says(log, tmp_path):
     write_log(tmp_path / "run.jsonl", log)
-    assert made_meter(System(), f"replay:{tmp_path / 'run.jsonl'}").facts.name == "replay:simulated"
-    assert made_meter(System(), "estimate:2.5,4").facts.is_estimate
-    assert made_meter(System(), "rapl:package") is None
-    assert made_meter(System(), None) is None
+    assert virtual_meter(System(), f"replay:{tmp_path / 'run.jsonl'}").facts.name == "replay:simulated"
+    assert virtual_meter(System(), "estimate:2.5,4").facts.is_estimate
+    assert virtual_meter(System(), "rapl:package") is None
+    assert virtual_meter(System(), None) is None
     for bad in ("estimate", "estimate:2", "estimate:a,b", "estimate:-1,2"):
         with pytest.raises(MeterError, match="power model"):
-            made_meter(System(), bad)
+            virtual_meter(System(), bad)
     with pytest.raises(DeviceError, match="cannot be read"):
-        made_meter(System(), f"replay:{tmp_path / 'nothing'}")
+        virtual_meter(System(), f"replay:{tmp_path / 'nothing'}")
 
 
 def test_replay_repeats_a_recording(log):

@@ -14,10 +14,10 @@ import pytest
 
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import DeviceState
-from edge_devices.remote.incidents import Seen, Watched, happenings, read_watch
-from edge_devices.remote.job_monitor import NOT_UNPLUGGED, main
-from edge_devices.remote.preflight import refuses, warns
-from edge_devices.remote.snapshot import Look, look
+from edge_devices.remote.incidents import JobHistory, StateSample, find_incidents, read_job_history
+from edge_devices.remote.job_monitor import STILL_CHARGING, main
+from edge_devices.remote.preflight import preflight_refusals, preflight_warnings
+from edge_devices.remote.snapshot import DeviceSnapshot, take_snapshot
 from edge_devices.transports.adb import AdbTransport
 from edge_devices.transports.jobs import JobState, JobStatus
 from fake_adbd import FakeAdbd
@@ -38,14 +38,19 @@ def test_a_look_at_a_phone(daemon: FakeAdbd) -> None:
     phone.says("dumpsys power", "lots\n  mWakefulness=Asleep\n  mWakefulnessChanging=false\n")
     phone.says("dumpsys deviceidle enabled all", "1\n")
     phone.says("dumpsys thermalservice", "IsStatusOverride: false\nThermal Status: 1\n")
-    seen = look(AdbTransport(daemon.serial))
-    assert (seen.model, seen.android, seen.screen, seen.doze, seen.frozen) == ("Fake One", True, "Asleep", True, False)
-    assert (seen.state.charger, seen.state.charge_percent, seen.state.temperature_c, seen.state.thermal_status) == ("USB", 41, 33.5, 1)
-    assert (seen.state.governors, seen.state.frequency_caps) == (("schedutil",), (2400000,))
-    assert seen.architecture
-    assert seen.free_bytes
-    assert seen.memory_available
-    said = " ".join(warns(seen, model_bytes=1 << 50, at_battery=False))
+    snapshot = take_snapshot(AdbTransport(daemon.serial))
+    assert (snapshot.model, snapshot.android, snapshot.screen, snapshot.doze, snapshot.frozen) == ("Fake One", True, "Asleep", True, False)
+    assert (snapshot.state.charger, snapshot.state.charge_percent, snapshot.state.temperature_c, snapshot.state.thermal_status) == (
+        "USB",
+        41,
+        33.5,
+        1,
+    )
+    assert (snapshot.state.governors, snapshot.state.frequency_caps) == (("schedutil",), (2400000,))
+    assert snapshot.architecture
+    assert snapshot.free_bytes
+    assert snapshot.memory_available
+    said = " ".join(preflight_warnings(snapshot, model_bytes=1 << 50, at_battery=False))
     for words in (
         "screen is off (Asleep)",
         "doze is enabled",
@@ -59,21 +64,21 @@ def test_a_look_at_a_phone(daemon: FakeAdbd) -> None:
 
 def test_a_frozen_battery_service_is_seen(daemon: FakeAdbd) -> None:
     daemon.phone.says("dumpsys battery", "Current Battery Service state:\n  (UPDATES STOPPED -- use 'reset' to restart)\n  level: 100\n")
-    seen = look(AdbTransport(daemon.serial))
-    assert seen.frozen
-    assert "reset" in " ".join(refuses(seen, platform="", at_battery=True))
-    assert refuses(seen, platform="", at_battery=False) == []
+    snapshot = take_snapshot(AdbTransport(daemon.serial))
+    assert snapshot.frozen
+    assert "reset" in " ".join(preflight_refusals(snapshot, platform="", at_battery=True))
+    assert preflight_refusals(snapshot, platform="", at_battery=False) == []
 
 
 def test_a_look_at_this_machine(tmp_path: Path) -> None:
     transport = LocalTransport(tmp_path)
-    seen = look(transport)
-    assert not seen.android
-    assert seen.memory_available
-    assert refuses(seen, platform="", at_battery=False) == []
+    snapshot = take_snapshot(transport)
+    assert not snapshot.android
+    assert snapshot.memory_available
+    assert preflight_refusals(snapshot, platform="", at_battery=False) == []
 
 
-def seen_as(**changes: object) -> Look:
+def snapshot_with(**changes: object) -> DeviceSnapshot:
     state = {k: changes.pop(k) for k in list(changes) if k in DeviceState.__dataclass_fields__}
     values = {
         "model": "",
@@ -87,7 +92,7 @@ def seen_as(**changes: object) -> Look:
         "frozen": False,
         "system": None,
     }
-    return Look(**(values | changes))  # type: ignore[arg-type]
+    return DeviceSnapshot(**(values | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -102,31 +107,31 @@ def seen_as(**changes: object) -> Look:
     ],
 )
 def test_what_is_refused(changes: dict[str, object], words: str) -> None:
-    assert words in " ".join(refuses(seen_as(**changes), platform="android-arm64", at_battery=False))
+    assert words in " ".join(preflight_refusals(snapshot_with(**changes), platform="android-arm64", at_battery=False))
 
 
 def test_energy_at_the_battery_wants_it_unplugged() -> None:
-    plugged = seen_as(charger="USB", charge_percent=60)
-    assert "unplug it" in " ".join(refuses(plugged, platform="android-arm64", at_battery=True))
-    assert refuses(plugged, platform="android-arm64", at_battery=True, waits_for_unplugging=True) == []
-    assert refuses(plugged, platform="android-arm64", at_battery=False) == []
-    assert "at 97 %" in " ".join(refuses(seen_as(charge_percent=97), platform="android-arm64", at_battery=True))
+    plugged = snapshot_with(charger="USB", charge_percent=60)
+    assert "unplug it" in " ".join(preflight_refusals(plugged, platform="android-arm64", at_battery=True))
+    assert preflight_refusals(plugged, platform="android-arm64", at_battery=True, waits_for_unplugging=True) == []
+    assert preflight_refusals(plugged, platform="android-arm64", at_battery=False) == []
+    assert "at 97 %" in " ".join(preflight_refusals(snapshot_with(charge_percent=97), platform="android-arm64", at_battery=True))
 
 
-def looks(*states: DeviceState, every: float = 5.0) -> Watched:
-    return Watched(looks=tuple(Seen(t=every * i, state=state, memory=10_000_000) for i, state in enumerate(states)), ended=True)
+def history_of(*states: DeviceState, every: float = 5.0) -> JobHistory:
+    return JobHistory(samples=tuple(StateSample(t=every * i, state=state, memory=10_000_000) for i, state in enumerate(states)), ended=True)
 
 
 CALM = DeviceState(charge_percent=60, thermal_status=0, frequency_caps=(1000,))
 
 
 def test_an_undisturbed_run_has_nothing_to_tell() -> None:
-    assert happenings(looks(CALM, CALM, replace(CALM, charge_percent=59)), FINISHED) == []
+    assert find_incidents(history_of(CALM, CALM, replace(CALM, charge_percent=59)), FINISHED) == []
 
 
 def test_heat_charging_and_caps_are_named_with_their_time() -> None:
     hot, plugged, capped = replace(CALM, thermal_status=2), replace(CALM, charger="USB"), replace(CALM, frequency_caps=(800,))
-    said = happenings(looks(CALM, hot, CALM, plugged, CALM, capped, CALM, capped), FINISHED)
+    said = find_incidents(history_of(CALM, hot, CALM, plugged, CALM, capped, CALM, capped), FINISHED)
     assert said == [
         "after 5 s: Android throttled because of heat (thermal status moderate)",
         "after 15 s: the power source changed from battery to USB",
@@ -137,34 +142,34 @@ def test_heat_charging_and_caps_are_named_with_their_time() -> None:
 
 def test_a_board_that_throttles_is_named_once() -> None:
     board = DeviceState(throttled=0)
-    said = happenings(looks(board, replace(board, throttled=0x50005), replace(board, throttled=0x50005)), FINISHED)
+    said = find_incidents(history_of(board, replace(board, throttled=0x50005), replace(board, throttled=0x50005)), FINISHED)
     assert said == ["after 5 s: the board throttled (get_throttled 0x50005) (2 times)"]
 
 
 def test_a_run_that_was_put_aside_is_named() -> None:
-    watched = Watched(looks=tuple(Seen(t=t, state=CALM, memory=None) for t in (0, 5, 10, 15, 100, 105)), ended=True)
-    assert happenings(watched, FINISHED) == ["after 15 s: the device put the run aside"]
+    history = JobHistory(samples=tuple(StateSample(t=t, state=CALM, memory=None) for t in (0, 5, 10, 15, 100, 105)), ended=True)
+    assert find_incidents(history, FINISHED) == ["after 15 s: the device put the run aside"]
 
 
 def test_ends_are_named() -> None:
     restarted, died = JobStatus(state=JobState.RESTARTED), JobStatus(state=JobState.DIED)
-    assert "the device restarted after 5 s or more" in happenings(looks(CALM, CALM), restarted)[0]
+    assert "the device restarted after 5 s or more" in find_incidents(history_of(CALM, CALM), restarted)[0]
     empty = replace(CALM, charge_percent=2)
-    assert "the battery ran empty: 2 % at the last look" in happenings(looks(CALM, empty), restarted)[0]
-    assert "the device restarted" in happenings(looks(CALM, replace(empty, charger="AC")), restarted)[-1]
-    assert "for its memory; 10 MB of memory" in happenings(looks(CALM), died)[0]
-    assert "restarted" in happenings(Watched(looks=(), ended=False), restarted)[0]
+    assert "the battery ran empty: 2 % at the last look" in find_incidents(history_of(CALM, empty), restarted)[0]
+    assert "the device restarted" in find_incidents(history_of(CALM, replace(empty, charger="AC")), restarted)[-1]
+    assert "for its memory; 10 MB of memory" in find_incidents(history_of(CALM), died)[0]
+    assert "restarted" in find_incidents(JobHistory(samples=(), ended=False), restarted)[0]
 
 
 def test_a_watch_runs_a_command_and_outlives_its_end(tmp_path: Path) -> None:
     assert main([str(tmp_path / "watch"), "--every", "0.1", "--", "sh", "-c", "sleep 0.35; exit 4"]) == 4
-    watched = read_watch(tmp_path / "watch")
-    assert watched.ended
-    assert len(watched.looks) >= 4
-    assert happenings(watched, FINISHED) == [] or all("swapped" in text for text in happenings(watched, FINISHED))
+    history = read_job_history(tmp_path / "watch")
+    assert history.ended
+    assert len(history.samples) >= 4
+    assert find_incidents(history, FINISHED) == [] or all("swapped" in text for text in find_incidents(history, FINISHED))
     whole = (tmp_path / "watch").read_text()
     (tmp_path / "cut").write_text(whole[: len(whole) // 2])
-    assert not read_watch(tmp_path / "cut").ended
+    assert not read_job_history(tmp_path / "cut").ended
 
 
 def test_ending_the_watch_ends_the_command(tmp_path: Path) -> None:
@@ -174,13 +179,13 @@ def test_ending_the_watch_ends_the_command(tmp_path: Path) -> None:
             time.sleep(0.05)
         process.terminate()
         assert process.wait(timeout=10) == 128 + 15
-    assert read_watch(tmp_path / "watch").ended
+    assert read_job_history(tmp_path / "watch").ended
 
 
 def test_nobody_unplugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("edge_devices.remote.job_monitor.LONGEST_WAIT_SECONDS", 0.1)
     monkeypatch.setattr("edge_devices.remote.job_monitor.read_state", lambda _system: DeviceState(charger="USB"))
-    assert main([str(tmp_path / "watch"), "--wait-unplugged", "--", "touch", str(tmp_path / "ran")]) == NOT_UNPLUGGED
+    assert main([str(tmp_path / "watch"), "--wait-unplugged", "--", "touch", str(tmp_path / "ran")]) == STILL_CHARGING
     assert "nobody unplugged" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
@@ -191,4 +196,4 @@ def test_nobody_unplugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 def test_a_damaged_watch_is_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "watch").write_text(json.dumps({"kind": "begin", "t": 0}) + f"\n{line}\n")
     with pytest.raises(MeasurementError, match="line 2 is none of a watch"):
-        read_watch(tmp_path / "watch")
+        read_job_history(tmp_path / "watch")

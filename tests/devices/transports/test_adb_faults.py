@@ -9,7 +9,7 @@ import pytest
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.transports import file_sync as tree
 from edge_devices.transports.adb import AdbTransport, adb_devices, usable_serials
-from edge_devices.transports.base import own_folder, shell
+from edge_devices.transports.base import prepare_folder, shell
 from edge_devices.transports.jobs import JobState, poll_job, start_job
 from fake_adbd import FakeAdbd
 from phones import Desk
@@ -77,18 +77,18 @@ def test_a_link_that_breaks_in_a_push_costs_a_chunk(
     monkeypatch.setattr(tree, "ATTEMPTS", 1)
     source = tmp_path / "model.gguf"
     source.write_bytes(bytes(range(256)) * 16_000)
-    target = f"{own_folder(phone)}/model.gguf"
+    target = f"{prepare_folder(phone)}/model.gguf"
     daemon.faults.drop_after = [(5 << 20) // 2]
     with pytest.raises(LinkError, match="what is on the device stays"):
         tree.push_file(phone, source, target)
     desk.connect(daemon)
-    left = tree.device_files(phone, own_folder(phone))
+    left = tree.device_files(phone, prepare_folder(phone))
     assert "model.gguf" not in left
     assert set(left) <= {"model.gguf.partial", ".incoming"}
     sent: list[int] = []
     tree.push_file(phone, source, target, sent.append)
     assert sent[0] > 1 << 20  # not from the beginning
-    assert tree.device_files(phone, own_folder(phone))["model.gguf"] == tree.sha256_of(source)
+    assert tree.device_files(phone, prepare_folder(phone))["model.gguf"] == tree.sha256_of(source)
 
 
 def test_a_full_disk(desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path) -> None:
@@ -96,27 +96,27 @@ def test_a_full_disk(desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path
     (tmp_path / "source/file").write_bytes(bytes(300_000))
     daemon.faults.room = 100_000
     with pytest.raises(TransportError, match="no space left on the device"):
-        tree.push_tree(phone, tmp_path / "source", f"{own_folder(phone)}/pkg")
+        tree.push_tree(phone, tmp_path / "source", f"{prepare_folder(phone)}/pkg")
     daemon.faults.room = None
-    assert "file" not in tree.device_files(phone, f"{own_folder(phone)}/pkg")
+    assert "file" not in tree.device_files(phone, f"{prepare_folder(phone)}/pkg")
 
 
 def test_a_folder_that_may_not_be_written_to(phone: AdbTransport) -> None:
     phone.folder = "/proc/edge-mtp"
     with pytest.raises(TransportError, match=r"(?i)/proc/edge-mtp|no such file|permission"):
-        own_folder(phone)
+        prepare_folder(phone)
 
 
 def test_a_slow_link_is_only_slow(desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path) -> None:
     source = tmp_path / "file"
     source.write_bytes(bytes(400_000))
     daemon.faults.bytes_per_second = 1_000_000
-    tree.push_file(phone, source, f"{own_folder(phone)}/file")
-    assert shell(phone, 'wc -c < "$1"', f"{own_folder(phone)}/file").strip() == "400000"
+    tree.push_file(phone, source, f"{prepare_folder(phone)}/file")
+    assert shell(phone, 'wc -c < "$1"', f"{prepare_folder(phone)}/file").strip() == "400000"
 
 
 def test_a_job_survives_unplugging(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
-    job = f"{own_folder(phone)}/runs/one"
+    job = f"{prepare_folder(phone)}/runs/one"
     start_job(phone, job, ["sh", "-c", "sleep 0.5; echo done > res"])
     daemon.unplug()
     desk.connect(daemon)
@@ -127,7 +127,7 @@ def test_a_job_survives_unplugging(desk: Desk, daemon: FakeAdbd, phone: AdbTrans
 
 
 def test_a_reboot_is_named(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
-    job = f"{own_folder(phone)}/runs/two"
+    job = f"{prepare_folder(phone)}/runs/two"
     start_job(phone, job, ["sh", "-c", "echo one > res; sleep 60"])
     while poll_job(phone, job, "res").records < 1:
         pass

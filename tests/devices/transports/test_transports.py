@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from edge_devices.errors import TransportError
 from edge_devices.transports import file_sync as tree
 from edge_devices.transports.adb import AdbTransport
-from edge_devices.transports.base import Transport, own_folder, seal, shell
+from edge_devices.transports.base import Transport, frame_command, prepare_folder, shell
 from edge_devices.transports.jobs import JobState, poll_job, remove, start_job, stop_job
 from edge_devices.transports.ssh import SshTransport
 from local_transport import LocalTransport
@@ -71,7 +71,9 @@ def test_exit_codes_and_both_outputs_arrive(transport: Transport) -> None:
 @given(arguments=ARGUMENTS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_sealed_command_brings_any_argument_through_a_real_shell(arguments: list[str], separate: bool) -> None:
-    sealed = seal(["sh", "-c", 'for a in "$@"; do printf "%s\\0" "$a"; done; echo oops >&2; exit 5', "sh", *arguments], separate=separate)
+    sealed = frame_command(
+        ["sh", "-c", 'for a in "$@"; do printf "%s\\0" "$a"; done; echo oops >&2; exit 5', "sh", *arguments], separate=separate
+    )
     done = subprocess.run(["sh", "-c", sealed.line], capture_output=True, check=False)
     answer = sealed.open(done.stdout, done.stderr.decode())
     assert answer is not None
@@ -81,7 +83,7 @@ def test_a_sealed_command_brings_any_argument_through_a_real_shell(arguments: li
 
 def test_what_no_command_line_can_carry_is_refused() -> None:
     with pytest.raises(TransportError, match="NUL"):
-        seal(["a\0b"])
+        frame_command(["a\0b"])
 
 
 @pytest.fixture
@@ -98,7 +100,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_arrives_whole_and_only_changes_are_sent(transport: Transport, folder: Path) -> None:
-    target = f"{own_folder(transport)}/a folder"
+    target = f"{prepare_folder(transport)}/a folder"
     first = tree.push_tree(transport, folder, target)
     assert (first.sent, first.unchanged, first.removed) == (9, 0, 0)
     there = tree.device_files(transport, target)
@@ -116,7 +118,7 @@ def test_large_files_go_in_chunks_and_resume(transport: Transport, tmp_path: Pat
     monkeypatch.setattr(tree, "CHUNK", 1 << 20)
     source = tmp_path / "big it's.bin"
     source.write_bytes(bytes(range(256)) * 14_000)
-    target = f"{own_folder(transport)}/models/big it's.bin"
+    target = f"{prepare_folder(transport)}/models/big it's.bin"
     sent: list[int] = []
 
     class Enough(Exception):
@@ -141,15 +143,15 @@ def test_large_files_go_in_chunks_and_resume(transport: Transport, tmp_path: Pat
 def test_a_damaged_part_is_not_resumed(transport: Transport, tmp_path: Path) -> None:
     source = tmp_path / "file.bin"
     source.write_bytes(b"right" * 1000)
-    target = f"{own_folder(transport)}/file.bin"
+    target = f"{prepare_folder(transport)}/file.bin"
     shell(transport, 'printf wrong > "$1.partial"', target)
     tree.push_file(transport, source, target)
-    assert tree.device_files(transport, own_folder(transport)) == {"file.bin": tree.sha256_of(source)}
+    assert tree.device_files(transport, prepare_folder(transport)) == {"file.bin": tree.sha256_of(source)}
 
 
 def test_what_is_not_there_cannot_be_fetched(transport: Transport, tmp_path: Path) -> None:
     with pytest.raises(TransportError):
-        tree.pull_file(transport, f"{own_folder(transport)}/nothing", tmp_path / "nothing")
+        tree.pull_file(transport, f"{prepare_folder(transport)}/nothing", tmp_path / "nothing")
     assert not list(tmp_path.glob("nothing*"))
 
 
@@ -161,8 +163,8 @@ def wait(look: Callable[[], bool]) -> None:
 
 
 def test_a_job_goes_on_by_itself_and_tells_its_end(transport: Transport) -> None:
-    job = f"{own_folder(transport)}/runs/one"
-    release = f"{own_folder(transport)}/release"
+    job = f"{prepare_folder(transport)}/runs/one"
+    release = f"{prepare_folder(transport)}/release"
     script = 'echo begun; echo r1 >> res; while ! test -e "$1"; do sleep 0.05; done; echo r2 >> res; exit 3'
     start_job(transport, job, ["sh", "-c", script, "sh", release])
     wait(lambda: poll_job(transport, job, "res").records == 1)
@@ -179,7 +181,7 @@ def test_a_job_goes_on_by_itself_and_tells_its_end(transport: Transport) -> None
 
 
 def test_a_job_that_is_killed_or_restarted_is_seen_as_such(transport: Transport) -> None:
-    job = f"{own_folder(transport)}/runs/two"
+    job = f"{prepare_folder(transport)}/runs/two"
     start_job(transport, job, ["sleep", "60"])
     assert poll_job(transport, job, "res").state is JobState.RUNNING
     stop_job(transport, job)
@@ -195,7 +197,7 @@ def test_nothing_outside_the_own_folder_is_removed(transport: Transport) -> None
 
 
 def test_free_space_is_known_before_the_folder_is(transport: Transport) -> None:
-    free = tree.free_bytes(transport, f"{own_folder(transport)}/not/yet/there")
+    free = tree.free_bytes(transport, f"{prepare_folder(transport)}/not/yet/there")
     assert free is not None
     assert free > 1 << 20
 
@@ -203,11 +205,11 @@ def test_free_space_is_known_before_the_folder_is(transport: Transport) -> None:
 def test_too_little_room_is_refused_before_anything_is_sent(transport: Transport, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "free_bytes", lambda *_: 1000)
     with pytest.raises(TransportError, match="are free"):
-        tree.push_tree(transport, folder, f"{own_folder(transport)}/no room")
-    assert tree.device_files(transport, own_folder(transport)) == {}
+        tree.push_tree(transport, folder, f"{prepare_folder(transport)}/no room")
+    assert tree.device_files(transport, prepare_folder(transport)) == {}
 
 
 def test_seals_differ_and_quote() -> None:
-    one, other = seal(["a b"]), seal(["a b"])
+    one, other = frame_command(["a b"]), frame_command(["a b"])
     assert one.mark != other.mark
     assert one.line.startswith(shlex.quote("a b"))

@@ -16,7 +16,7 @@ from edge_devices.energy.protocol import Plan, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, write_log
-from edge_devices.energy.virtual_meters import AwaitedMeter
+from edge_devices.energy.virtual_meters import PendingExternalMeter
 from edge_devices.machine.state import DeviceState
 from edge_devices.meters.base import Kind
 from edge_devices.meters.trace import Trace
@@ -161,7 +161,7 @@ def test_the_whole_protocol_writes_a_log_that_says_the_same(kind: Kind | None, t
     machine = SimulatedMachine()
     path = tmp_path / "energy.jsonl"
     workloads = {"plain": machine.workload(12.0), "split 3": machine.workload(12.0, decode_s=1.2)}
-    report, log = measure_energy(path, machine if kind else AwaitedMeter(), workloads, threads=1, system=machine.system, repeats=2)
+    report, log = measure_energy(path, machine if kind else PendingExternalMeter(), workloads, threads=1, system=machine.system, repeats=2)
     assert is_energy_log(path)
     assert [run.variant for run in log.runs] == ["plain", "split 3", "split 3", "plain"]
     if report is None:

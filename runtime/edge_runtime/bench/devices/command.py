@@ -87,13 +87,13 @@ def bench_devices(bundle: Path | None, values: dict[str, Any]) -> list[DeviceRes
         _each(transports, lambda transport: end_run(transport, request.name))
         return []
     if values["deploy_only"]:
-        _each(transports, lambda transport: deploy(transport, request, teller(transport)))
+        _each(transports, lambda transport: deploy(transport, request, reporter(transport)))
         return []
     note(f"run {request.name} on {', '.join(transport.name for transport in transports)}")
-    return _each(transports, lambda transport: bench_on(transport, request, values["results"], teller(transport)))
+    return _each(transports, lambda transport: bench_on(transport, request, values["results"], reporter(transport)))
 
 
-def teller(transport: Transport) -> Callable[[str], None]:
+def reporter(transport: Transport) -> Callable[[str], None]:
     """Returns what says a sentence about a device to the person."""
     return lambda text: note(f"[{transport.name}] {text}")
 
@@ -192,7 +192,7 @@ def write_comparison(results: Sequence[DeviceResult], places: Sequence[Path], js
             "run": r.run,
             "model": r.model,
             "warnings": list(r.warnings),
-            "happenings": list(r.happenings),
+            "happenings": list(r.incidents),
             "hottest_c": r.hottest_c,
             "charge_used": r.charge_used,
             "figures": r.figures.to_json(),

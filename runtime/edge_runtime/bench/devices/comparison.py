@@ -68,7 +68,7 @@ def _happened(results: Sequence[DeviceResult]) -> TextTable:
     rows = [
         (result.label, result.run, when, text)
         for result in results
-        for when, texts in (("before", result.warnings), ("during", result.happenings))
+        for when, texts in (("before", result.warnings), ("during", result.incidents))
         for text in texts
     ]
     return TextTable(name="happened", title="What to know of these runs", columns=("", "run", "", ""), rows=tuple(rows))

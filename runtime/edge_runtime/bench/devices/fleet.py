@@ -34,7 +34,7 @@ class FleetTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FleetAnswer:
+class FleetResult:
     """What a phone brought: its result files by name, or why there are none."""
 
     host: str
@@ -51,17 +51,17 @@ def phones_here() -> tuple[str, ...]:
         return ()
 
 
-def bench_phone(task: FleetTask) -> FleetAnswer:
+def bench_phone(task: FleetTask) -> FleetResult:
     """Runs on a worker: measures on one of its phones."""
     host = socket.gethostname()
     with tempfile.TemporaryDirectory() as scratch:
         try:
             bench_on(AdbTransport(task.serial, task.folder), task.request, Path(scratch), lambda _text: None)
         except (EdgeRuntimeError, DeviceError) as error:
-            return FleetAnswer(host=host, serial=task.serial, files={}, failure=str(error))
+            return FleetResult(host=host, serial=task.serial, files={}, failure=str(error))
         found = next(Path(scratch).rglob(RUNS)).parent
         names = [name for name in (RUNS, ENERGY, WATCH, LOG, DEVICE) if (found / name).exists()]
-        return FleetAnswer(host=host, serial=task.serial, files={name: (found / name).read_bytes() for name in names})
+        return FleetResult(host=host, serial=task.serial, files={name: (found / name).read_bytes() for name in names})
 
 
 def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: Sequence[str], folder: str | None) -> list[DeviceResult]:
@@ -108,15 +108,15 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
     return sorted(found, key=lambda result: result.device)
 
 
-def _answer(future: Any) -> FleetAnswer:
+def _answer(future: Any) -> FleetResult:
     try:
-        answer: FleetAnswer = future.result()
+        answer: FleetResult = future.result()
     except Exception as error:  # noqa: BLE001 - whatever a worker died of: the others go on
-        return FleetAnswer(host="a worker", serial="", files={}, failure=f"{type(error).__name__}: {error}")
+        return FleetResult(host="a worker", serial="", files={}, failure=f"{type(error).__name__}: {error}")
     return answer
 
 
-def _keep(answer: FleetAnswer, folder: Path) -> DeviceResult:
+def _keep(answer: FleetResult, folder: Path) -> DeviceResult:
     """Writes a phone's files and reads them; hosts may have phones of one serial each, so the host is in the name."""
     place = folder / f"{answer.host}-{answer.serial}".replace(":", "-").replace("/", "-")
     place.mkdir(parents=True, exist_ok=True)

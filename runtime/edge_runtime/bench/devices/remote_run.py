@@ -13,11 +13,11 @@ from edge_devices.errors import DeviceError, LinkError
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.meters.base import Scope
 from edge_devices.meters.search import find_meters
-from edge_devices.remote.incidents import Watched, happenings, read_watch
-from edge_devices.remote.job_monitor import NOT_UNPLUGGED
-from edge_devices.remote.preflight import refuses, warns
-from edge_devices.remote.snapshot import Look, look
-from edge_devices.transports.base import Transport, own_folder
+from edge_devices.remote.incidents import JobHistory, find_incidents, read_job_history
+from edge_devices.remote.job_monitor import STILL_CHARGING
+from edge_devices.remote.preflight import preflight_refusals, preflight_warnings
+from edge_devices.remote.snapshot import DeviceSnapshot, take_snapshot
+from edge_devices.transports.base import Transport, prepare_folder
 from edge_devices.transports.file_sync import pull_file, push_file, push_tree
 from edge_devices.transports.jobs import JobState, JobStatus, poll_job, remove, start_job, stop_job
 from edge_runtime.bench.devices.package import DevicePackage
@@ -58,17 +58,17 @@ def device_label(transport: Transport) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", transport.name).strip("-.") or "device"
 
 
-def deploy(transport: Transport, request: RemoteRequest, said: Said) -> tuple[str, Look, list[str]]:
+def deploy(transport: Transport, request: RemoteRequest, said: Said) -> tuple[str, DeviceSnapshot, list[str]]:
     """Looks at the device and brings package, bundle and inputs there. Returns its folder, the look and the warnings. Raises RequestError."""
     try:
-        folder = own_folder(transport)
-        seen = look(transport)
+        folder = prepare_folder(transport)
+        seen = take_snapshot(transport)
         battery = request.energy and _at_battery(seen, request.meter)
-        against = refuses(seen, platform=request.package.platform, at_battery=battery, waits_for_unplugging=request.unplugged)
+        against = preflight_refusals(seen, platform=request.package.platform, at_battery=battery, waits_for_unplugging=request.unplugged)
         if against:
             raise RequestError(f"{transport.name}: " + " ".join(against))
         weights = sum(path.stat().st_size for path in request.bundle.rglob("*") if path.is_file())
-        warnings = warns(seen, model_bytes=weights, at_battery=battery)
+        warnings = preflight_warnings(seen, model_bytes=weights, at_battery=battery)
         for text in warnings:
             said(f"note: {text}")
         for what, source in (("package", request.package.folder), (f"bundles/{request.bundle.resolve().name}", request.bundle)):
@@ -87,7 +87,7 @@ def bench_on(transport: Transport, request: RemoteRequest, results: Path, said: 
     """
     home = results / request.name / device_label(transport)
     try:
-        folder = own_folder(transport)
+        folder = prepare_folder(transport)
         job = posixpath.join(folder, "runs", request.name)
         if poll_job(transport, job, RUNS).state is JobState.ABSENT:
             folder, seen, warnings = deploy(transport, request, said)
@@ -104,7 +104,7 @@ def bench_on(transport: Transport, request: RemoteRequest, results: Path, said: 
 
 def end_run(transport: Transport, name: str) -> None:
     """Ends a run on the device; what it measured stays there."""
-    stop_job(transport, posixpath.join(own_folder(transport), "runs", name))
+    stop_job(transport, posixpath.join(prepare_folder(transport), "runs", name))
 
 
 def clean(transport: Transport) -> None:
@@ -152,7 +152,7 @@ def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[
     ]
 
 
-def _at_battery(seen: Look, meter: str | None) -> bool:
+def _at_battery(seen: DeviceSnapshot, meter: str | None) -> bool:
     if meter is not None:
         return meter in BATTERY_METERS
     usable = [finding.meter.facts for finding in find_meters(seen.system) if finding.meter]
@@ -206,11 +206,11 @@ def _collect(transport: Transport, job: str, request: RemoteRequest, folder: Pat
         _cut_last_line(folder / RUNS)
     if request.energy:
         _pull_if_there(transport, posixpath.join(job, ENERGY), folder / ENERGY)
-    watched = read_watch(folder / WATCH) if (folder / WATCH).exists() else Watched(looks=(), ended=False)
-    happened = happenings(watched, status)
-    _raise_for(transport, status, folder, happened)
+    history = read_job_history(folder / WATCH) if (folder / WATCH).exists() else JobHistory(samples=(), ended=False)
+    incidents = find_incidents(history, status)
+    _raise_for(transport, status, folder, incidents)
     result = complete_result(
-        folder, device=transport.name, happenings=happened, hottest_c=watched.hottest_c, charge_used=watched.charge_used
+        folder, device=transport.name, incidents=incidents, hottest_c=history.hottest_c, charge_used=history.charge_used
     )
     if request.clean:
         clean(transport)
@@ -231,14 +231,14 @@ def _cut_last_line(path: Path) -> None:
         path.write_bytes(data[: data.rfind(b"\n") + 1])
 
 
-def _raise_for(transport: Transport, status: JobStatus, folder: Path, happened: Sequence[str]) -> None:
+def _raise_for(transport: Transport, status: JobStatus, folder: Path, incidents: Sequence[str]) -> None:
     """Raises RequestError where there is nothing to make figures of."""
     runs = folder / RUNS
     whole = runs.exists() and runs.read_bytes().count(b"\n") > 1
-    if status.state is JobState.FINISHED and status.exit_code == NOT_UNPLUGGED:
+    if status.state is JobState.FINISHED and status.exit_code == STILL_CHARGING:
         raise RequestError(f"{transport.name}: nobody unplugged the device; start again with another --run")
     if whole and (status.exit_code == 0 or status.state is not JobState.FINISHED):
         return
     words = [line for line in status.log if line.strip()]
-    reason = " ".join(happened) or (words[-1] if words else f"exit code {status.exit_code}")
+    reason = " ".join(incidents) or (words[-1] if words else f"exit code {status.exit_code}")
     raise RequestError(f"{transport.name}: the run brought no figures: {reason} (its log: {folder / LOG})")

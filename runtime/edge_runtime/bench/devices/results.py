@@ -30,7 +30,7 @@ class DeviceResult:
     figures: Figures
     model: str = ""
     warnings: tuple[str, ...] = ()
-    happenings: tuple[str, ...] = ()
+    incidents: tuple[str, ...] = ()
     hottest_c: float | None = None
     charge_used: int | None = None
 
@@ -46,11 +46,11 @@ def note_device(folder: Path, *, device: str, model: str, warnings: Sequence[str
 
 
 def complete_result(
-    folder: Path, *, device: str, happenings: Sequence[str], hottest_c: float | None, charge_used: int | None
+    folder: Path, *, device: str, incidents: Sequence[str], hottest_c: float | None, charge_used: int | None
 ) -> DeviceResult:
     """Adds what happened during the run, and reads all of `folder` as a result."""
     known = {**_device(folder / DEVICE), "device": device}
-    _write(folder, {**known, "happenings": list(happenings), "hottest_c": hottest_c, "charge_used": charge_used})
+    _write(folder, {**known, "happenings": list(incidents), "hottest_c": hottest_c, "charge_used": charge_used})
     return read_result(folder)
 
 
@@ -73,7 +73,7 @@ def read_result(folder: Path) -> DeviceResult:
         run=folder.parent.name,
         model=said["model"],
         warnings=tuple(said["warnings"]),
-        happenings=tuple(said["happenings"]),
+        incidents=tuple(said["happenings"]),
         hottest_c=said["hottest_c"],
         charge_used=said["charge_used"],
         figures=figures(replace(records, notes=(*records.notes, *notes)), energy, log),

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.external_meter import import_csv, with_external
+from edge_devices.energy.external_meter import import_csv, with_external_meter
 from edge_devices.energy.protocol import BusyLoad, Plan, Work, Workload, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import CALIBRATION, PREFILL, Report, make_report
 from edge_devices.energy.run_log import LONGEST_LINE, RunLog, read_log, write_log
-from edge_devices.energy.virtual_meters import EXTERNAL, AwaitedMeter, asked_meter
+from edge_devices.energy.virtual_meters import EXTERNAL, PendingExternalMeter, requested_meter
 from edge_devices.errors import DeviceError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
@@ -36,7 +36,7 @@ def find_meter(name: str | None = None) -> Meter | None:
     """Returns the named meter, or the first usable one; None when there is none. Raises RequestError if the named one cannot be used."""
     system = System()
     try:
-        return AwaitedMeter() if name == EXTERNAL else asked_meter(system, find_meters(system), name)
+        return PendingExternalMeter() if name == EXTERNAL else requested_meter(system, find_meters(system), name)
     except DeviceError as error:
         raise RequestError(str(error)) from error
 
@@ -59,7 +59,7 @@ def read_energy(path: Path, external: Path | None = None) -> tuple[Report, RunLo
     try:
         log = read_log(path)
         if external is not None:
-            log = with_external(log, import_csv(external))
+            log = with_external_meter(log, import_csv(external))
         return _figures(log), log
     except DeviceError as error:
         raise RequestError(str(error)) from error
@@ -72,7 +72,7 @@ def measure_energy(
 
     Raises RequestError where the machine's state forbids it.
     """
-    system, awaited = system or System(), isinstance(meter, AwaitedMeter)
+    system, awaited = system or System(), isinstance(meter, PendingExternalMeter)
 
     def load() -> BusyLoad:
         return BusyLoad(threads)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from edge_devices.energy.intervals import Interval
-from edge_devices.energy.report import Report, reasons_against
+from edge_devices.energy.report import Report, exclusion_reasons
 from edge_devices.energy.run_log import RunLog
 from edge_devices.meters.base import Kind
 from edge_devices.meters.trace import Trace
@@ -80,7 +80,7 @@ def _draw_power(axes: Axes, log: RunLog) -> None:
         variants = list(dict.fromkeys(run.variant for run in log.runs))
         for run in log.runs:
             colour = COLOURS[variants.index(run.variant) % len(COLOURS)]
-            refused = bool(reasons_against(log, run))
+            refused = bool(exclusion_reasons(log, run))
             mark(run.start_s, run.end_s, f"{run.variant}, refused" if refused else run.variant, colour, REFUSED_HATCH if refused else "")
         axes.stairs(
             [w for _, _, w in curve], [at(curve[0][0]), *(at(end) for _, end, _ in curve)] if curve else [0.0], color=INK, linewidth=1
