@@ -62,7 +62,7 @@ def scripted_worker(
     together = SpeakingTogether([session.target for session in own])  # type: ignore[misc]
     notes: list[str] = []
     template = bundle_template(own[0].bundle, own[0].vocabulary)
-    return Worker(Sessions(own, together), template, waiting=waiting, note=notes.append, watch=watch), together, notes
+    return Worker(Sessions(own, together), template, waiting=waiting, notify=notes.append, watch=watch), together, notes
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ def scripted_server(*replies: Any, key: str | None = None, **sessions: Any) -> I
     from edge_runtime.session.monitor import Monitor
 
     worker, together, notes = scripted_worker(*replies, **sessions)
-    app = make_app(Api(worker, Monitor(), model="scripted", made="2026-01-01T00:00:00Z"))
+    app = make_app(Api(worker, Monitor(), model="scripted", created_at="2026-01-01T00:00:00Z"))
     server = uvicorn.Server(server_config(Guard(app, hosts=LOOPBACK_NAMES, key=key), 64))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

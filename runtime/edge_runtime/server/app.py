@@ -15,34 +15,34 @@ from starlette.types import Receive, Scope, Send
 
 from edge_runtime.errors import RequestError
 from edge_runtime.server.engine.worker import Worker
-from edge_runtime.server.errors import ApiError, told
+from edge_runtime.server.errors import ApiError, to_api_error
 from edge_runtime.server.http.body import parse_json, read_body
 from edge_runtime.server.http.page import page
-from edge_runtime.server.requests.completions import Ask, read_chat, read_completion
-from edge_runtime.server.responses import ChatForm, CompletionForm, Form
-from edge_runtime.server.streaming import ClientGone, Reply, unless_gone
+from edge_runtime.server.requests.completions import CompletionRequest, read_chat, read_completion
+from edge_runtime.server.responses import ChatFormat, CompletionFormat, ResponseFormat
+from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, unless_disconnected
 from edge_runtime.session.monitor import Monitor
 from edge_runtime.session.prometheus import CONTENT_TYPE
 
-_CLIENT_GONE = 499  # nobody reads it; nginx made the number known
+_CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
 
 
 class Api:
-    """What the routes answer with. `model` is what clients call it, `made` when the bundle was made (ISO 8601)."""
+    """The handlers of the routes. `model` is the model's id for clients, `created_at` the time of the bundle's export (ISO 8601)."""
 
-    def __init__(self, worker: Worker, monitor: Monitor, *, model: str, made: str) -> None:
+    def __init__(self, worker: Worker, monitor: Monitor, *, model: str, created_at: str) -> None:
         self._worker = worker
         self._monitor = monitor
         self._name = model
-        self._model = {"id": model, "object": "model", "created": _epoch(made), "owned_by": "edge-mtp"}
+        self._model = {"id": model, "object": "model", "created": _epoch(created_at), "owned_by": "edge-mtp"}
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        return await self._answer(request, read_chat, ChatForm(self._name))
+        return await self._respond(request, read_chat, ChatFormat(self._name))
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions."""
-        return await self._answer(request, read_completion, CompletionForm(self._name))
+        return await self._respond(request, read_completion, CompletionFormat(self._name))
 
     async def models(self, _request: Request) -> Response:
         """GET /v1/models."""
@@ -51,7 +51,7 @@ class Api:
     async def model(self, request: Request) -> Response:
         """GET /v1/models/ID."""
         if request.path_params["name"] != self._name:
-            raise ApiError(404, f"there is no such model; this server has {self._name!r}", param="model", code="model_not_found")
+            raise ApiError(404, f"this server has no such model; use {self._name!r}", param="model", code="model_not_found")
         return JSONResponse(self._model)
 
     async def health(self, _request: Request) -> Response:
@@ -68,56 +68,56 @@ class Api:
         text, headers = page()
         return HTMLResponse(text, headers=headers)
 
-    async def _answer(self, request: Request, read: Callable[[dict[str, Any]], Ask], form: Form) -> Response:
+    async def _respond(self, request: Request, read: Callable[[dict[str, Any]], CompletionRequest], form: ResponseFormat) -> Response:
         try:
-            ask = read(parse_json(await read_body(request.stream(), request.headers.get("content-length"))))
-            reply = Reply(self._worker, ask, form)
+            completion = read(parse_json(await read_body(request.stream(), request.headers.get("content-length"))))
+            pending = PendingResponse(self._worker, completion, form)
             try:
-                await unless_gone(request.receive, reply.begun())
-                if not ask.stream:
-                    return JSONResponse(await unless_gone(request.receive, reply.whole()))
+                await unless_disconnected(request.receive, pending.wait_started())
+                if not completion.stream:
+                    return JSONResponse(await unless_disconnected(request.receive, pending.complete()))
             except BaseException:
-                reply.cancel()
+                pending.cancel()
                 raise
-            return EventStream(reply)
-        except (ClientDisconnect, ClientGone):
-            return Response(status_code=_CLIENT_GONE)
+            return EventStream(pending)
+        except (ClientDisconnect, ClientDisconnected):
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
 class EventStream(Response):
-    """An answer while it is made. The request ends when the client leaves."""
+    """A streamed failure. The request is cancelled when the client disconnects."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, pending: PendingResponse) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._reply = reply
+        self._pending = pending
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends until the answer ends or the client leaves."""
+        """Sends events until the answer ends or the client disconnects."""
         try:
-            await unless_gone(receive, self._send_all(send))
-        except ClientGone:
+            await unless_disconnected(receive, self._send_all(send))
+        except ClientDisconnected:
             pass
         finally:
-            self._reply.cancel()
+            self._pending.cancel()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._reply.stream():
+        async for event in self._pending.stream():
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
-async def failed(_request: Request, error: Exception) -> Response:
-    """Any failure in the API's shape; what is our own fault goes to the log from here."""
+async def error_response(_request: Request, error: Exception) -> Response:
+    """Returns any failure in the API's error format."""
     if isinstance(error, HTTPException):
         error = ApiError(
-            error.status_code, f"{error.detail}: there is no such path or method here; see GET /v1/models", headers=error.headers
+            error.status_code, f"{error.detail}: this server has no such path or method; see GET /v1/models", headers=error.headers
         )
-    answer = told(error)
-    return JSONResponse(answer.to_json(), answer.status, answer.headers)
+    failure = to_api_error(error)
+    return JSONResponse(failure.to_json(), failure.status, failure.headers)
 
 
 def make_app(api: Api) -> Starlette:
@@ -132,8 +132,13 @@ def make_app(api: Api) -> Starlette:
             Route("/metrics", api.metrics),
             Route("/", api.page),
         ],
-        # Starlette logs a traceback of what only Exception's handler takes.
-        exception_handlers={HTTPException: failed, ApiError: failed, RequestError: failed, Exception: failed},
+        # Starlette logs a traceback for errors that only the handler of Exception matches.
+        exception_handlers={
+            HTTPException: error_response,
+            ApiError: error_response,
+            RequestError: error_response,
+            Exception: error_response,
+        },
     )
 
 

@@ -11,7 +11,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(EdgeRuntimeError):
-    """What a client is told instead of an answer. `param` names the field of the request that is at fault."""
+    """An error response. `param` names the field of the request that caused it."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
@@ -29,14 +29,14 @@ class ApiError(EdgeRuntimeError):
 
 
 def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
-    """A request that asks for what cannot be."""
+    """Returns the error for an invalid request (400)."""
     return ApiError(400, message, param=param, code=code)
 
 
-def told(error: Exception) -> ApiError:
-    """Returns what a client is told of any failure: the sentence if the request was at fault, none of our insides otherwise."""
+def to_api_error(error: Exception) -> ApiError:
+    """Returns the client's error for any failure: its message if the request caused it; otherwise no internal details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
         return invalid(str(error))
-    return ApiError(500, "the model failed on this request; try again, the server's own output says why", code="backend_error")
+    return ApiError(500, "the model failed on this request; try again, or see the server's output", code="backend_error")

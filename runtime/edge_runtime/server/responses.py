@@ -1,4 +1,4 @@
-"""Answers in the shapes of the OpenAI API, whole or in chunks."""
+"""Responses in the formats of the OpenAI API, complete or in chunks."""
 
 from __future__ import annotations
 
@@ -10,55 +10,61 @@ from typing import Any, Protocol
 
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.live import RunEnergy
-from edge_runtime.server.engine.jobs import Figures, Finish
+from edge_runtime.server.engine.jobs import FinishReason
+from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import ToolCall
 
 Json = dict[str, Any]
 
 
-class Form(Protocol):
-    """How one answer is written. A stream is `first`, `chunk` for all events, then `last`; otherwise `whole` gets all events at once."""
+class ResponseFormat(Protocol):
+    """Format of one response: for a stream `first`, `chunks` of all events, then `last`; otherwise `complete` with all events."""
 
     def first(self) -> list[Json]:
-        """Chunks before any event."""
+        """Returns the chunks before any event."""
 
-    def chunk(self, events: Iterable[Event]) -> list[Json]:
-        """Chunks of these events."""
+    def chunks(self, events: Iterable[Event]) -> list[Json]:
+        """Returns the chunks of these events."""
 
-    def last(self, finish: Finish) -> Json:
-        """The chunk that says why it ended."""
+    def last(self, finish: FinishReason) -> Json:
+        """Returns the last chunk, with the finish reason."""
 
-    def usage_only(self) -> Json:
-        """The chunk without a choice that stream_options.include_usage asks for."""
+    def usage_chunk(self) -> Json:
+        """Returns the chunk without choices that stream_options.include_usage requests."""
 
-    def whole(self, events: Sequence[Event], finish: Finish) -> Json:
-        """The answer in one object."""
+    def complete(self, events: Sequence[Event], finish: FinishReason) -> Json:
+        """Returns the complete response."""
 
 
-def usage(figures: Figures) -> Json:
-    """The API's own counts. Drafts are counted as its predictions are, but rejected ones are no completion tokens; the rest is ours."""
-    seconds = figures.decode_seconds
+def usage(stats: DecodeStats, energy: RunEnergy | None = None) -> Json:
+    """Returns the `usage` object: the API's counts, then our additions.
+
+    Drafts are reported as the API's predicted tokens, except that rejected drafts do not count as completion tokens.
+    """
     counts = {
-        "prompt_tokens": figures.prompt_tokens,
-        "completion_tokens": figures.tokens,
-        "total_tokens": figures.prompt_tokens + figures.tokens,
-        "prompt_tokens_details": {"cached_tokens": figures.cached_tokens},
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.tokens,
+        "total_tokens": stats.prompt_tokens + stats.tokens,
+        "prompt_tokens_details": {"cached_tokens": stats.reused_tokens},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": figures.accepted,
-            "rejected_prediction_tokens": figures.drafted - figures.accepted,
+            "accepted_prediction_tokens": stats.accepted,
+            "rejected_prediction_tokens": stats.drafted - stats.accepted,
         },
-        "drafted_tokens": figures.drafted,
-        "accepted_tokens": figures.accepted,
-        "tokens_per_second": figures.tokens / seconds if seconds else 0.0,
-        "time_to_first_token_seconds": figures.first_token_seconds,
-        "prefill_seconds": figures.prefill_seconds,
+        "drafted_tokens": stats.drafted,
+        "accepted_tokens": stats.accepted,
+        "tokens_per_second": stats.tokens_per_second,
+        "time_to_first_token_seconds": stats.first_token_seconds,
+        "prefill_seconds": stats.prefill_seconds,
     }
-    return counts if figures.energy is None else counts | {"energy": energy_usage(figures.energy)}
+    return counts if energy is None else counts | {"energy": energy_usage(energy)}
 
 
 def energy_usage(energy: RunEnergy) -> Json:
-    """What a request took: the machine's joules while it ran, idle power and what else ran included; per token only if it was alone."""
+    """Returns a request's energy: the machine's joules while it ran, idle power and other load included.
+
+    Joules per token are null if other requests ran at the same time.
+    """
 
     def figure(value: Interval | None) -> Json:
         record = value.to_json() if value else {}
@@ -78,7 +84,7 @@ def energy_usage(energy: RunEnergy) -> Json:
     }
 
 
-class ChatForm:
+class ChatFormat:
     """/v1/chat/completions."""
 
     def __init__(self, model: str) -> None:
@@ -86,23 +92,23 @@ class ChatForm:
         self._calls = 0
 
     def first(self) -> list[Json]:
-        """Says who speaks."""
+        """Returns the chunk with the role."""
         return [self._chunk({"role": "assistant", "content": ""})]
 
-    def chunk(self, events: Iterable[Event]) -> list[Json]:
-        """One chunk per piece of text or thought, and per call."""
+    def chunks(self, events: Iterable[Event]) -> list[Json]:
+        """Returns one chunk per piece of text or thought and per tool call."""
         return [self._chunk(self._delta(event)) for event in events]
 
-    def last(self, finish: Finish) -> Json:
-        """The reason, which is tool_calls where the answer ended in calls."""
+    def last(self, finish: FinishReason) -> Json:
+        """Returns the chunk with the reason: tool_calls if the answer ended in calls."""
         return self._chunk({}, self._reason(finish))
 
-    def usage_only(self) -> Json:
-        """A chunk without a choice."""
+    def usage_chunk(self) -> Json:
+        """Returns a chunk without choices."""
         return {**self._stem, "object": "chat.completion.chunk", "choices": []}
 
-    def whole(self, events: Sequence[Event], finish: Finish) -> Json:
-        """The message; content is null where there are calls only."""
+    def complete(self, events: Sequence[Event], finish: FinishReason) -> Json:
+        """Returns the response with its message, whose content is null if there are only calls."""
         deltas = [self._delta(event) for event in events]
         calls = [{key: value for key, value in call.items() if key != "index"} for delta in deltas for call in delta.get("tool_calls", ())]
         content = "".join(delta.get("content", "") for delta in deltas)
@@ -124,13 +130,13 @@ class ChatForm:
 
     def _call(self, call: ToolCall) -> Json:
         if call.arguments is None:
-            return {"content": call.raw}  # what cannot be read as a call is what the model said
+            return {"content": call.raw}  # an unreadable call is passed on as text
         function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-        made = {"index": self._calls, "id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
+        fields = {"index": self._calls, "id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
         self._calls += 1
-        return {"tool_calls": [made]}
+        return {"tool_calls": [fields]}
 
-    def _reason(self, finish: Finish) -> str:
+    def _reason(self, finish: FinishReason) -> str:
         return "tool_calls" if self._calls and finish == "stop" else finish
 
     def _chunk(self, delta: Json, finish: str | None = None) -> Json:
@@ -138,30 +144,30 @@ class ChatForm:
         return {**self._stem, "object": "chat.completion.chunk", "choices": [choice]}
 
 
-class CompletionForm:
+class CompletionFormat:
     """/v1/completions."""
 
     def __init__(self, model: str) -> None:
         self._stem = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time()), "model": model}
 
     def first(self) -> list[Json]:
-        """Nothing comes before the text."""
+        """Returns none: nothing precedes the text."""
         return []
 
-    def chunk(self, events: Iterable[Event]) -> list[Json]:
-        """One chunk per piece."""
+    def chunks(self, events: Iterable[Event]) -> list[Json]:
+        """Returns one chunk per piece of text."""
         return [self._piece(event.text) for event in events if isinstance(event, Text)]
 
-    def last(self, finish: Finish) -> Json:
-        """The reason."""
+    def last(self, finish: FinishReason) -> Json:
+        """Returns the chunk with the reason."""
         return self._piece("", finish)
 
-    def usage_only(self) -> Json:
-        """A chunk without a choice."""
+    def usage_chunk(self) -> Json:
+        """Returns a chunk without choices."""
         return {**self._stem, "choices": []}
 
-    def whole(self, events: Sequence[Event], finish: Finish) -> Json:
-        """All text."""
+    def complete(self, events: Sequence[Event], finish: FinishReason) -> Json:
+        """Returns the response with all text."""
         return self._piece("".join(event.text for event in events if isinstance(event, Text)), finish)
 
     def _piece(self, text: str, finish: str | None = None) -> Json:

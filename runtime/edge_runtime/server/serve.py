@@ -18,55 +18,55 @@ from edge_runtime.session.open import OpenOptions, open_sessions
 from edge_runtime.text.chat_template import bundle_template
 
 INSTALL = "pip install 'edge-mtp[serve]'"
-# Beside requests that run or wait: connections that are idle, or fetch the page, models, health and metrics.
-_MORE_CONNECTIONS = 64
+# Connections beyond running and waiting requests: idle ones, and those for the page, models, health and metrics.
+_EXTRA_CONNECTIONS = 64
 
 
 def serve(
-    folder: Path, options: ServeOptions, note: Callable[[str], None], watch: SharedWatch | None = None, **opening: Unpack[OpenOptions]
+    folder: Path, options: ServeOptions, announce: Callable[[str], None], watch: SharedWatch | None = None, **opening: Unpack[OpenOptions]
 ) -> None:
-    """Serves a bundle until a signal ends it; `note` gets sentences for the person who started it, `watch` sees each request's energy.
+    """Serves a bundle until a signal ends it. `announce` gets messages for the operator; `watch` measures each request's energy.
 
-    Raises RequestError if the address cannot be taken, BackendError if the extra is not installed, and what `open_sessions` raises.
+    Raises RequestError if the address is not available, BackendError if the extra is not installed, and the errors of `open_sessions`.
     """
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise BackendError(f"serving needs {' and '.join(missing)}, not installed here; run: {INSTALL}")
+        raise BackendError(f"--serve needs {' and '.join(missing)}; install with: {INSTALL}")
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.http.connections import run_server, server_config
 
-    with _listening(options) as listener, open_sessions(folder, options.sessions, **opening) as sessions:
+    with _open_socket(options) as listener, open_sessions(folder, options.sessions, **opening) as sessions:
         first = sessions.sessions[0]
         for session in sessions.sessions:
-            session.profit()  # what it measures the first time, no client should wait for
-        worker = Worker(sessions, bundle_template(first.bundle, first.vocabulary), waiting=options.waiting, note=note, watch=watch)
-        api = Api(worker, first.monitor, model=folder.resolve().name, made=first.bundle.manifest.created_at)
+            session.profit()  # measures costs on first use, before any client waits
+        worker = Worker(sessions, bundle_template(first.bundle, first.vocabulary), waiting=options.waiting, notify=announce, watch=watch)
+        api = Api(worker, first.monitor, model=folder.resolve().name, created_at=first.bundle.manifest.created_at)
         guard = Guard(make_app(api), hosts=allowed_hosts(options.host), key=options.api_key)
-        config = server_config(guard, options.sessions + options.waiting + _MORE_CONNECTIONS)
+        config = server_config(guard, options.sessions + options.waiting + _EXTRA_CONNECTIONS)
         worker.start()
         try:
-            _say_where(listener, options, note)
+            _print_address(listener, options, announce)
             run_server(config, worker.stop, listener)
         finally:
             worker.close()
             if watch:
                 watch.close()
-        note("ended")
+        announce("ended")
 
 
 def allowed_hosts(host: str) -> frozenset[str] | None:
-    """Returns the names a Host header may have, None for any: only on the loopback does a client know its server's names."""
+    """Returns the allowed names of the Host header; None allows any, for addresses other than loopback, whose names are unknown here."""
     return LOOPBACK_NAMES | {host.lower()} if is_loopback(host) else None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Returns whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host_name(host).lower() == "localhost"
 
 
-def _listening(options: ServeOptions) -> socket.socket:
+def _open_socket(options: ServeOptions) -> socket.socket:
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listener = socket.create_server((options.host, options.port), family=family)
@@ -77,8 +77,10 @@ def _listening(options: ServeOptions) -> socket.socket:
     return listener
 
 
-def _say_where(listener: socket.socket, options: ServeOptions, note: Callable[[str], None]) -> None:
+def _print_address(listener: socket.socket, options: ServeOptions, notify: Callable[[str], None]) -> None:
     host, port = listener.getsockname()[:2]
     if not is_loopback(options.host) and options.api_key is None:
-        note(f"warning: anyone who reaches {host} port {port} can use this model; give --api-key or {KEY_VARIABLE}, or serve on 127.0.0.1")
-    note(f"serving at http://{f'[{host}]' if ':' in host else host}:{port} (API: /v1, chat page: /); Ctrl-C ends it")
+        notify(
+            f"warning: anyone who can reach {host} port {port} can use this model; set --api-key or {KEY_VARIABLE}, or serve on 127.0.0.1"
+        )
+    notify(f"serving at http://{f'[{host}]' if ':' in host else host}:{port} (API: /v1, chat page: /); Ctrl-C stops it")

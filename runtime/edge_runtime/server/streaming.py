@@ -1,4 +1,4 @@
-"""The event loop's side of a request: the worker's news made into a whole answer or a stream of server-sent events."""
+"""A request in the event loop: turns the worker's stream events into one response or into server-sent events."""
 
 from __future__ import annotations
 
@@ -8,102 +8,106 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
 
-from edge_runtime.server.engine.jobs import Ended, Failed, Figures, News, Said
+from edge_runtime.server.engine.jobs import Failed, Finished, Output, StreamEvent
 from edge_runtime.server.engine.worker import Worker
-from edge_runtime.server.errors import told
-from edge_runtime.server.requests.completions import Ask
-from edge_runtime.server.responses import Form, Json, usage
+from edge_runtime.server.errors import to_api_error
+from edge_runtime.server.requests.completions import CompletionRequest
+from edge_runtime.server.responses import Json, ResponseFormat, usage
 from edge_runtime.text.channels import Event
 
 Result = TypeVar("Result")
 
 
-class ClientGone(Exception):
-    """Nobody listens any more."""
+class ClientDisconnected(Exception):
+    """The client closed the connection before the response was complete."""
 
 
-class Reply:
-    """One request at the worker; `cancel` it whatever happens. Use either `whole` or `stream`, once, after `begun`."""
+class PendingResponse:
+    """One submitted request. Call `wait_started`, then either `complete` or `stream` once; always call `cancel` at the end."""
 
-    def __init__(self, worker: Worker, ask: Ask, form: Form) -> None:
-        """Raises ApiError if the worker takes no more."""
-        self._ask = ask
+    def __init__(self, worker: Worker, request: CompletionRequest, form: ResponseFormat) -> None:
+        """Raises ApiError if the worker's queue is full."""
+        self._request = request
         self._form = form
-        self._news: asyncio.Queue[News] = asyncio.Queue()
+        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._job = worker.submit(ask, self._deliver)
+        self._job = worker.submit(request, self._deliver)
 
     def cancel(self) -> None:
-        """Ends the request early; harmless when it is over."""
+        """Ends the request early; has no effect on a finished one."""
         self._job.cancel()
 
-    async def begun(self) -> None:
-        """Waits until a session took the request. Raises ApiError if none will."""
+    async def wait_started(self) -> None:
+        """Waits until a session takes the request. Raises ApiError if it is refused."""
         await self._next()
 
-    async def whole(self) -> Json:
-        """Returns the answer in one object. Raises ApiError."""
+    async def complete(self) -> Json:
+        """Returns the complete answer in one object. Raises ApiError."""
         events: list[Event] = []
         while True:
-            news = await self._next()
-            if isinstance(news, Said):
-                events += news.events
-            elif isinstance(news, Ended):
-                return self._form.whole(events, news.finish) | {"usage": usage(news.figures)}
+            event = await self._next()
+            if isinstance(event, Output):
+                events += event.events
+            elif isinstance(event, Finished):
+                return self._form.complete(events, event.reason) | {"usage": usage(event.stats, event.energy)}
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yields the answer's server-sent events; a failure is one of them, and the last."""
+        """Yields the answer as server-sent events. A failure is the last event."""
         for chunk in self._form.first():
-            yield self._sent(chunk)
+            yield self._chunk(chunk)
         while True:
-            news = await self._news.get()
-            if isinstance(news, Failed):
-                yield _event(told(news.error).to_json())
+            event = await self._events.get()
+            if isinstance(event, Failed):
+                yield _encoded(to_api_error(event.error).to_json())
                 return
-            if isinstance(news, Said):
-                for chunk in self._form.chunk(news.events):
-                    yield self._sent(chunk, news.figures)
-            elif isinstance(news, Ended):
-                yield self._sent(self._form.last(news.finish), news.figures)
-                if self._ask.usage_at_end:
-                    yield _event(self._form.usage_only() | {"usage": usage(news.figures)})
+            if isinstance(event, Output):
+                for chunk in self._form.chunks(event.events):
+                    yield self._chunk(chunk, usage(event.stats))
+            elif isinstance(event, Finished):
+                final_usage = usage(event.stats, event.energy)
+                yield self._chunk(self._form.last(event.reason), final_usage)
+                if self._request.usage_at_end:
+                    yield _encoded(self._form.usage_chunk() | {"usage": final_usage})
                 yield b"data: [DONE]\n\n"
                 return
 
-    async def _next(self) -> News:
-        news = await self._news.get()
-        if isinstance(news, Failed):
-            raise told(news.error) from news.error
-        return news
+    async def _next(self) -> StreamEvent:
+        event = await self._events.get()
+        if isinstance(event, Failed):
+            raise to_api_error(event.error) from event.error
+        return event
 
-    def _sent(self, chunk: Json, figures: Figures | None = None) -> bytes:
-        if self._ask.usage_always:
-            return _event(chunk | {"usage": None if figures is None else usage(figures)})
-        return _event(chunk | {"usage": None} if self._ask.usage_at_end else chunk)
+    def _chunk(self, chunk: Json, usage_so_far: Json | None = None) -> bytes:
+        if self._request.usage_always:
+            return _encoded(chunk | {"usage": usage_so_far})
+        return _encoded(chunk | {"usage": None} if self._request.usage_at_end else chunk)
 
-    def _deliver(self, news: News) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and all clients with it
-            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+    def _deliver(self, event: StreamEvent) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so there is no client left
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
 
-async def unless_gone(receive: Callable[[], Awaitable[MutableMapping[str, Any]]], work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns what `work` returns; raises ClientGone, and ends it, when the client leaves first. The request's body must be read."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+async def unless_disconnected(receive: Callable[[], Awaitable[MutableMapping[str, Any]]], work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of `work`; cancels it and raises ClientDisconnected if the client disconnects first.
+
+    The request's body must have been read before.
+    """
+    work_task, disconnect_task = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if not work_task.done():
+            raise ClientDisconnected
+        return work_task.result()
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        work_task.cancel()
+        disconnect_task.cancel()
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
 
 
-async def _left(receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> None:
+async def _disconnected(receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _event(value: Json) -> bytes:
+def _encoded(value: Json) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"

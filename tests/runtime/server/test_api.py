@@ -183,7 +183,7 @@ def test_text_and_its_places(hello):
         ({"messages": [{"role": "tool", "content": "", "tool_call_id": "x"}]}, "messages[0].tool_call_id", "earlier"),
         ({"messages": [HI[0]] * (MAX_MESSAGES + 1)}, "messages", "at most"),
         ({"tools": [{"type": "x"}]}, "tools[0].type", "function"),
-        ({"seed": 1.5}, "seed", "whole number"),
+        ({"seed": 1.5}, "seed", "an integer"),
         ({"stream": "yes"}, "stream", "true or false"),
     ],
 )
@@ -356,7 +356,7 @@ def test_what_runs_is_told_when_the_server_ends():
         stream = ask(client_of(server), stream=True)
         next(stream)
         server.worker.close()
-        with pytest.raises(openai.APIError, match="the server is ending"):
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
             list(stream)
         with pytest.raises(openai.InternalServerError) as caught:
             ask(client_of(server))

@@ -75,6 +75,6 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
 def test_an_open_address_without_a_key_is_warned_about(host, key, warns):
     notes: list[str] = []
     with socket.create_server((host, 0)) as listener:
-        serving._say_where(listener, options(host=host, api_key=key), notes.append)
-    assert any("anyone who reaches" in note for note in notes) == warns
+        serving._print_address(listener, options(host=host, api_key=key), notes.append)
+    assert any("anyone who can reach" in note for note in notes) == warns
     assert notes[-1].startswith(f"serving at http://{host}:")

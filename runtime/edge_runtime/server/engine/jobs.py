@@ -1,4 +1,4 @@
-"""A request on its way through the worker: what it hears, and how it is called off."""
+"""A request on its way through the worker, and the stream events that it delivers."""
 
 from __future__ import annotations
 
@@ -7,84 +7,55 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edge_devices.energy.live import RunEnergy
-from edge_runtime.server.requests.completions import Ask
+from edge_runtime.server.requests.completions import CompletionRequest
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Event
 
-Finish = Literal["stop", "length"]
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Counts and seconds of a request so far; `tokens` ends where the answer does. `energy` is known at the end, if there is a meter."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    tokens: int
-    drafted: int
-    accepted: int
-    prefill_seconds: float
-    first_token_seconds: float
-    decode_seconds: float
-    energy: RunEnergy | None = None
-
-
-def figures_of(stats: DecodeStats, tokens: int, energy: RunEnergy | None = None) -> Figures:
-    """Returns the figures as they stand."""
-    return Figures(
-        prompt_tokens=stats.prompt_tokens,
-        cached_tokens=stats.reused_tokens,
-        tokens=tokens,
-        drafted=stats.drafted,
-        accepted=stats.accepted,
-        prefill_seconds=stats.prefill_seconds,
-        first_token_seconds=stats.first_token_seconds,
-        decode_seconds=stats.decode_seconds,
-        energy=energy,
-    )
+class Started:
+    """A session took the request: it is valid and fits. Always the first event, unless the request failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun:
-    """A session took the request: it makes sense and fits. Always the first news, unless it failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Said:
-    """What became certain since the last news."""
+class Output:
+    """Output since the previous event. `stats` is a snapshot whose `tokens` end where the visible answer does."""
 
     events: tuple[Event, ...]
-    figures: Figures
+    stats: DecodeStats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """The last news of an answer."""
+class Finished:
+    """The last event of an answer. `stats` as in `Output`; `energy` is None without a meter."""
 
-    finish: Finish
-    figures: Figures
+    reason: FinishReason
+    stats: DecodeStats
+    energy: RunEnergy | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """The last news of a request that got no answer, or only a part of one."""
+    """The last event of a request that got no answer, or an incomplete one."""
 
     error: Exception
 
 
-News = Begun | Said | Ended | Failed
+StreamEvent = Started | Output | Finished | Failed
 
 
 class Job:
-    """A request in the worker's hands. `deliver` is called in the worker's thread; `ids` is the worker's own."""
+    """A request in the worker's queue. The worker calls `deliver` in its own thread and sets `ids`, the prompt's tokens."""
 
-    def __init__(self, ask: Ask, deliver: Callable[[News], None]) -> None:
-        self.ask = ask
+    def __init__(self, request: CompletionRequest, deliver: Callable[[StreamEvent], None]) -> None:
+        self.request = request
         self.deliver = deliver
         self.ids: list[int] = []
         self.passed_over = 0
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Nobody waits for the answer any more: it ends after the round that is running. Any thread may call it."""
+        """Ends the request after the current round. Safe to call from any thread."""
         self.cancelled = True

@@ -1,4 +1,4 @@
-"""Tokens of one answer to the events that a client hears, up to where a stop string ends it."""
+"""Turns the tokens of one answer into events for the client, up to the stop string that ends it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.stream import OutputText
 
 
-class Speech(Protocol):
-    """Takes tokens one by one; `channels.ChannelParser` is one too."""
+class OutputParser(Protocol):
+    """Parses tokens one by one. `channels.ChannelParser` is the implementation for conversations."""
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the answer, if one did."""
+        """The stop string that ended the answer; None if none did."""
 
     def feed(self, token: int) -> list[Event]:
-        """Returns what became certain."""
+        """Returns the events that are final after this token."""
 
     def finish(self) -> list[Event]:
-        """Returns what was held back, once no token follows."""
+        """Returns the events that were held back; call it after the last token."""
 
 
-class PlainSpeech:
-    """All tokens are text: no conversation, no channels."""
+class TextParser:
+    """Treats all tokens as text: for completions, which have no channels."""
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str]) -> None:
         self._vocabulary = vocabulary
@@ -33,31 +33,31 @@ class PlainSpeech:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the text, if one did."""
+        """The stop string that ended the text; None if none did."""
         return self._text.stopped_by
 
     def feed(self, token: int) -> list[Event]:
-        """Returns the text that became certain."""
+        """Returns the text that is final after this token."""
         self._text.feed(self._vocabulary.piece(token))
         return _as_events(self._text.take())
 
     def finish(self) -> list[Event]:
-        """Returns the rest."""
+        """Returns the remaining text."""
         return _as_events(self._text.finish())
 
 
-def joined(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Joins neighbouring pieces of the same kind."""
-    found: list[Event] = []
+def merged(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Merges neighbouring events of the same kind."""
+    result: list[Event] = []
     for event in events:
-        last = found[-1] if found else None
+        last = result[-1] if result else None
         if isinstance(event, Text) and isinstance(last, Text):
-            found[-1] = Text(last.text + event.text)
+            result[-1] = Text(last.text + event.text)
         elif isinstance(event, Thought) and isinstance(last, Thought):
-            found[-1] = Thought(last.text + event.text)
+            result[-1] = Thought(last.text + event.text)
         else:
-            found.append(event)
-    return tuple(found)
+            result.append(event)
+    return tuple(result)
 
 
 def _as_events(text: str) -> list[Event]:

@@ -1,1 +1,1 @@
-"""The connection: who may ask, how long, how large, the chat page."""
+"""The HTTP connection: access checks, limits and the chat page."""

@@ -1,4 +1,4 @@
-"""A request's body: how large, how deep and how slow it may be, and what it holds."""
+"""Reads request bodies, with limits on size, nesting depth and time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READ_SECONDS = 30.0
 
 
 async def read_body(pieces: AsyncIterator[bytes], announced: str | None) -> bytes:
-    """Returns all pieces together; `announced` is the Content-Length. Raises ApiError if there are too many, or they come too slowly."""
+    """Returns the body; `announced` is its Content-Length. Raises ApiError if it is too large or arrives too slowly."""
     if announced is not None and announced.isdecimal() and int(announced[:20]) > MAX_BODY_BYTES:
         raise _too_large()
     body = bytearray()
@@ -26,12 +26,12 @@ async def read_body(pieces: AsyncIterator[bytes], announced: str | None) -> byte
                 if len(body) > MAX_BODY_BYTES:
                     raise _too_large()
     except TimeoutError as error:
-        raise ApiError(408, f"the request's body took more than {READ_SECONDS:.0f} seconds to arrive; send it faster") from error
+        raise ApiError(408, f"the request body took more than {READ_SECONDS:.0f} seconds to arrive; send it faster") from error
     return bytes(body)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Returns the object that `body` is. Raises ApiError if it is none, or nested too deeply."""
+    """Parses a JSON object. Raises ApiError if `body` is not one, or is nested too deeply."""
     try:
         value = json.loads(body, parse_constant=_no_constant)
     except RecursionError as error:
@@ -60,8 +60,8 @@ def _too_large() -> ApiError:
 
 
 def _too_deep() -> ApiError:
-    return invalid(f"the body is nested more than {MAX_DEPTH} levels deep; send it flatter")
+    return invalid(f"the body is nested more than {MAX_DEPTH} levels deep; reduce the nesting")
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

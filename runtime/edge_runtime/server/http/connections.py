@@ -1,4 +1,4 @@
-"""How long a connection may take, and uvicorn until a signal. The only module that imports uvicorn."""
+"""Connection timeouts, and running uvicorn until a signal. The only module that imports uvicorn."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edge_runtime.server.http.guard import App
 
-# Streams end with a round, once the worker is told; this is for those that do not read.
-_PATIENCE_SECONDS = 5
-# uvicorn waits for ever for the end of a request's head, and for a client that does not read: a few hundred such connections, which
-# need no key, would keep everybody else out.
+# Grace period for clients that do not read: the worker's streams end after the current round anyway.
+_SHUTDOWN_SECONDS = 5
+# uvicorn waits without limit for the end of a request's head and for clients that do not read: a few hundred such connections, which
+# need no API key, would block all other clients.
 HEAD_SECONDS = 30.0
 UNREAD_SECONDS = 30.0
 
 
 class TimedProtocol(H11Protocol):
-    """Breaks a connection off that has no request under way and sends no whole head in time, or that does not read its answer."""
+    """Closes a connection that does not send a complete request head in time, or does not read its response."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -31,61 +31,61 @@ class TimedProtocol(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Waits for the first request; where there is no room, in the place of the one that has waited longest for one."""
+        """Starts the head timeout. At the connection limit, closes the connection that has been idle the longest."""
         super().connection_made(transport)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            self._make_room()
-        self._await_head()
+            self._close_oldest_idle()
+        self._start_head_timeout()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Waits for nothing any more."""
-        self._end_wait()
+        """Cancels the timeouts."""
+        self._cancel_head_timeout()
         self.resume_writing()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """A request whose head is whole has its own limit: the body's."""
+        """Ends the head timeout once the head is complete; the body has a limit of its own."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._end_wait()
+            self._cancel_head_timeout()
 
     def on_response_complete(self) -> None:
-        """Waits for the next request; bytes of a body that nobody asked for do not put that off."""
-        self._await_head()
+        """Starts the head timeout of the next request; unread bytes of the previous body do not extend it."""
+        self._start_head_timeout()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client has much unread."""
+        """Starts the timeout for a client that does not read."""
         super().pause_writing()
         self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client has read on."""
+        """Cancels that timeout."""
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
         super().resume_writing()
 
-    def _make_room(self) -> None:
+    def _close_oldest_idle(self) -> None:
         waiting = [(other._head.when(), other) for other in self.connections if isinstance(other, TimedProtocol) and other._head]
         if waiting:
             _, oldest = min(waiting, key=lambda pair: pair[0])
-            oldest._end_wait()
+            oldest._cancel_head_timeout()
             self.connections.discard(oldest)
             oldest.transport.abort()
 
-    def _await_head(self) -> None:
-        self._end_wait()
+    def _start_head_timeout(self) -> None:
+        self._cancel_head_timeout()
         self._head = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
-    def _end_wait(self) -> None:
+    def _cancel_head_timeout(self) -> None:
         if self._head is not None:
             self._head.cancel()
             self._head = None
 
 
 def server_config(app: App, connections: int) -> uvicorn.Config:
-    """Returns how uvicorn runs an application for so many connections at once."""
+    """Returns the uvicorn configuration for at most `connections` connections at once."""
     return uvicorn.Config(
         app,
         http=TimedProtocol,
@@ -97,20 +97,20 @@ def server_config(app: App, connections: int) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=_PATIENCE_SECONDS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         limit_concurrency=connections,
     )
 
 
 def run_server(config: uvicorn.Config, stop: Callable[[], None], listener: socket.socket) -> None:
-    """Runs until a signal; `stop` is called first, or uvicorn would wait for answers to their ends."""
+    """Runs until a signal. `stop` is called first, as uvicorn would otherwise wait for all responses to end."""
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             stop()
             super().handle_exit(sig, frame)
 
-    # uvicorn raises the signal again when it is done; by then it has had its effect.
+    # uvicorn raises the signal again after its shutdown; it must have no second effect.
     previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         Server(config).run(sockets=[listener])

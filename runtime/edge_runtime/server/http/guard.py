@@ -1,4 +1,7 @@
-"""Who may ask: an ASGI layer before everything else, against other websites, other hosts' names, and those without the key."""
+"""ASGI middleware that refuses other websites, other Host names and requests without the API key.
+
+Starlette's TrustedHostMiddleware does not answer in the API's error format, so it is not used.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-# The page asks for the key itself, and a health check has none.
+# The page asks the user for the key, and health checks have none.
 OPEN_PATHS = frozenset({"/", "/health"})
 
 
 class Guard:
-    """Lets requests through to `app`. `hosts` None accepts any Host header; `key` None asks for none."""
+    """Passes allowed requests on to `app`. `hosts` None accepts any Host header; `key` None requires no key."""
 
     def __init__(self, app: App, *, hosts: frozenset[str] | None, key: str | None) -> None:
         self._app = app
@@ -28,7 +31,7 @@ class Guard:
         self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answers itself what must not go on."""
+        """Responds to refused requests itself."""
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -40,12 +43,14 @@ class Guard:
 
     def _refusal(self, path: str, headers: Mapping[str, str]) -> ApiError | None:
         host, origin = headers.get("host", "").lower(), headers.get("origin")
-        # A website whose name was made to point here (DNS rebinding) still sends that name.
+        # DNS rebinding: a website whose name resolves to this address still sends its own name.
         if self._hosts is not None and host_name(host) not in self._hosts:
-            return ApiError(403, f"the Host header {host[:80]!r} is not this server's; call it by the address it prints", code="wrong_host")
-        # Browsers send where a script came from; a script of another website could spend this machine's time unseen.
+            return ApiError(
+                403, f"the Host header {host[:80]!r} is not a name of this server; use the address that it prints", code="wrong_host"
+            )
+        # Browsers send a script's origin; scripts of other websites must not use this server.
         if origin is not None and origin.lower().partition("://")[2] != host:
-            return ApiError(403, f"requests from {origin[:80]!r} are refused; this server answers its own page only", code="wrong_origin")
+            return ApiError(403, f"requests from {origin[:80]!r} are refused; only this server's own page may call it", code="wrong_origin")
         if self._key is not None and path not in OPEN_PATHS and not self._has_key(headers.get("authorization", "")):
             return ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
         return None
@@ -56,14 +61,14 @@ class Guard:
 
 
 def host_name(host: str) -> str:
-    """Returns a Host header without its port and brackets."""
+    """Returns a Host header without port and brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
 
 
 async def send_error(send: Send, error: ApiError) -> None:
-    """Sends an error as a whole response."""
+    """Sends an error as a complete response."""
     body = json.dumps(error.to_json()).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}
     if error.status == 401:

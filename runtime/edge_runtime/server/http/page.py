@@ -1,4 +1,4 @@
-"""The chat page at /: one file, no other resources, under a policy that lets it talk to this server only."""
+"""The chat page at /: one file without other resources, with a content security policy that allows requests to this server only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STYLE = re.compile("<style>(.*?)</style>", re.DOTALL)
 
 @cache
 def page() -> tuple[str, dict[str, str]]:
-    """Returns the page and its headers; only the script and the style that are in the file may run (their hashes are in the policy)."""
+    """Returns the page and its headers. The policy allows only the file's own script and style, by their hashes."""
     text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {_hashes(_SCRIPT, text)}; style-src {_hashes(_STYLE, text)}; connect-src 'self';"

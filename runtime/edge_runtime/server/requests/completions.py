@@ -1,4 +1,4 @@
-"""What a request asks for: the fields of both kinds of completion, each checked, mapped to what the runtime has, or refused."""
+"""Completion requests: reads the JSON fields of both endpoints, checks each, and maps it to runtime options or refuses it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from edge_runtime.decoding.sampling import SamplingParams
-from edge_runtime.server.errors import ApiError, invalid
+from edge_runtime.server.errors import invalid
 from edge_runtime.server.requests.fields import Fields
 from edge_runtime.server.requests.messages import Conversation, read_messages, read_tools
 from edge_runtime.text.constraints import JsonSchema
@@ -18,7 +18,7 @@ MAX_STOPS = 16
 MAX_BIASES = 1024
 COMPLETION_TOKENS = 16  # the API's own default for /v1/completions
 _SEEDS = 1 << 64
-# Asked for by clients that work with any server; nothing here depends on them.
+# Sent by general-purpose clients; they have no effect here.
 _IGNORED = {
     "metadata",
     "model",
@@ -72,8 +72,8 @@ _COMPLETION = _IGNORED | _SHARED | {"best_of", "echo", "prompt", "suffix"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """A request that makes sense. `prompt` is text, token ids, or a conversation; `max_tokens` None is as many as the context takes."""
+class CompletionRequest:
+    """A valid request. `prompt` is text, token ids or a conversation; `max_tokens` None means up to the end of the context."""
 
     prompt: str | tuple[int, ...] | Conversation
     max_tokens: int | None
@@ -86,49 +86,51 @@ class Ask:
 
     @property
     def repeatable(self) -> bool:
-        """Whether it wants the same answer again: with a seed nothing may depend on other requests or on drafts."""
+        """Whether the answer must be the same each time: with a seed, nothing may depend on other requests or on drafts."""
         return self.sampling.seed is not None
 
 
-def read_chat(body: dict[str, Any]) -> Ask:
-    """Returns what a POST to /v1/chat/completions asks for. Raises ApiError."""
+def read_chat(body: dict[str, Any]) -> CompletionRequest:
+    """Reads the body of a POST to /v1/chat/completions. Raises ApiError."""
     fields = Fields(body)
     fields.only(_CHAT)
     fields.refuse("logprobs", False)
     fields.refuse("top_logprobs", 0)
-    fields.refuse("modalities", ["text"], why="this model answers in text")
+    fields.refuse("modalities", ["text"], why="the model outputs text only")
     for name in ("audio", "prediction", "web_search_options"):
         fields.refuse(name)
     for name in ("functions", "function_call"):
-        fields.refuse(name, [], "none", why="it is the old name; send tools")
+        fields.refuse(name, [], "none", why="it is deprecated; send tools")
     limit = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     constraint, tools = _constraint(fields), read_tools(fields)
     if constraint is not None and tools:
-        raise fields.wrong("tools", "cannot be called in an answer that response_format makes JSON; send one of the two")
-    thinking = _thinking(fields) and constraint is None  # thoughts are no JSON
+        raise fields.wrong("tools", "cannot be combined with a JSON response_format; send one of the two")
+    thinking = _thinking(fields) and constraint is None  # thoughts are not JSON
     conversation = Conversation(messages=read_messages(fields), tools=tools, thinking=thinking)
-    return _ask(fields, conversation, fields.whole(limit, 1, 1 << 31), constraint)
+    return _request(fields, conversation, fields.integer(limit, 1, 1 << 31), constraint)
 
 
-def read_completion(body: dict[str, Any]) -> Ask:
-    """Returns what a POST to /v1/completions asks for. Raises ApiError."""
+def read_completion(body: dict[str, Any]) -> CompletionRequest:
+    """Reads the body of a POST to /v1/completions. Raises ApiError."""
     fields = Fields(body)
     fields.only(_COMPLETION)
     fields.refuse("logprobs")
-    fields.refuse("best_of", 1, why="there is one answer to a prompt")
+    fields.refuse("best_of", 1, why="only one answer per prompt is generated")
     fields.refuse("echo", False)
     fields.refuse("suffix", "")
-    return _ask(fields, _prompt(fields), fields.whole("max_tokens", 1, 1 << 31, COMPLETION_TOKENS))
+    return _request(fields, _prompt(fields), fields.integer("max_tokens", 1, 1 << 31, COMPLETION_TOKENS))
 
 
-def _ask(fields: Fields, prompt: str | tuple[int, ...] | Conversation, max_tokens: int | None, constraint: JsonSchema | None = None) -> Ask:
-    fields.refuse("n", 1, why="there is one answer to a prompt")
+def _request(
+    fields: Fields, prompt: str | tuple[int, ...] | Conversation, max_tokens: int | None, constraint: JsonSchema | None = None
+) -> CompletionRequest:
+    fields.refuse("n", 1, why="only one answer per prompt is generated")
     stream = fields.flag("stream")
     options = Fields(fields.object("stream_options") or {}, "stream_options")
     if "stream_options" in fields and not stream:
-        raise fields.wrong("stream_options", "is for streams; set stream to true, or leave it out")
+        raise fields.wrong("stream_options", "requires stream to be true; set it, or leave stream_options out")
     options.only({"include_usage", "continuous_usage_stats", "include_obfuscation"})
-    return Ask(
+    return CompletionRequest(
         prompt=prompt,
         max_tokens=max_tokens,
         sampling=_sampling(fields),
@@ -141,10 +143,10 @@ def _ask(fields: Fields, prompt: str | tuple[int, ...] | Conversation, max_token
 
 
 def _sampling(fields: Fields) -> SamplingParams:
-    seed = fields.whole("seed", -(1 << 63), _SEEDS - 1)
+    seed = fields.integer("seed", -(1 << 63), _SEEDS - 1)
     return SamplingParams(
         temperature=fields.number("temperature", 0, 2, 1),
-        top_k=fields.whole("top_k", 0, 1 << 31, 0) or 0,
+        top_k=fields.integer("top_k", 0, 1 << 31, 0) or 0,
         top_p=fields.number("top_p", 1e-9, 1, 1),
         min_p=fields.number("min_p", 0, 1, 0),
         repetition_penalty=fields.number("repetition_penalty", 0.1, 10, 1),
@@ -171,23 +173,23 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(fields.items("stop", MAX_STOPS))
     if not all(isinstance(one, str) for one in stops):
         raise fields.wrong("stop", "must be a string or a list of strings")
-    StopStrings(stops)  # refuses empty and overlong ones
+    StopStrings(stops)  # raises RequestError for empty and overlong ones
     return stops
 
 
 def _constraint(fields: Fields) -> JsonSchema | None:
-    """Returns what response_format makes of the answer."""
-    asked = Fields(fields.object("response_format") or {}, "response_format")
-    kind = asked.text("type", "text")
+    """Returns the constraint that response_format requests."""
+    response_format = Fields(fields.object("response_format") or {}, "response_format")
+    kind = response_format.text("type", "text")
     if kind == "text":
         return None
     if kind not in ("json_object", "json_schema"):
-        raise asked.wrong("type", f"is {str(kind)[:40]!r}; it must be text, json_object or json_schema")
+        raise response_format.wrong("type", f"is {str(kind)[:40]!r}; it must be text, json_object or json_schema")
     if find_spec("llguidance") is None:
-        raise fields.wrong("response_format", f"needs llguidance on the server; install it there: {INSTALL}", code="unsupported_parameter")
+        raise fields.wrong("response_format", f"needs llguidance on the server; install it with: {INSTALL}", code="unsupported_parameter")
     if kind == "json_object":
         return JsonSchema({"type": "object"})
-    named = Fields(asked.object("json_schema") or {}, "response_format.json_schema")
+    named = Fields(response_format.object("json_schema") or {}, "response_format.json_schema")
     schema = named.object("schema")
     if schema is None:
         raise named.wrong("schema", "is missing; give the JSON schema of the answer")
@@ -209,8 +211,4 @@ def _prompt(fields: Fields) -> str | tuple[int, ...]:
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return tuple(prompt)
-    raise _one_prompt()
-
-
-def _one_prompt() -> ApiError:
-    return invalid("prompt must be one string or one list of token ids; send several prompts as several requests", "prompt")
+    raise invalid("prompt must be one string or one list of token ids; send several prompts as several requests", "prompt")

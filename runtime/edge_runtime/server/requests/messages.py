@@ -1,4 +1,4 @@
-"""A conversation as the OpenAI API writes it, made into the messages that chat templates read."""
+"""Converts the messages and tools of the OpenAI API into what chat templates take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What a chat template is given."""
+    """The input of a chat template."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -28,7 +28,7 @@ class Conversation:
 
 
 def read_messages(body: Fields) -> tuple[Message, ...]:
-    """Returns the messages of a request; a tool's message gets the name of the function that was called. Raises ApiError."""
+    """Returns the messages of a request; tool messages get the name of the function that was called. Raises ApiError."""
     names: dict[str, str] = {}
     found = []
     for i, item in enumerate(body.items("messages", MAX_MESSAGES)):
@@ -38,7 +38,7 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
             raise fields.wrong("role", f"is {str(fields.get('role'))[:40]!r}; it must be one of {', '.join(ROLES)}")
         message: Message = {"role": role, "content": _content(fields)}
         if role == "assistant":
-            message |= _said_besides(fields, names)
+            message |= _assistant_fields(fields, names)
         elif role == "tool":
             message |= _result_of(fields, names)
         found.append(message)
@@ -48,10 +48,10 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
 
 
 def read_tools(body: Fields) -> tuple[Mapping[str, Any], ...]:
-    """Returns the function declarations, none where tool_choice forbids them. Raises ApiError."""
+    """Returns the function declarations; none if tool_choice is "none". Raises ApiError."""
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise body.wrong("tool_choice", "can be 'auto' or 'none'; this server cannot force a call", code="unsupported_parameter")
+        raise body.wrong("tool_choice", "must be 'auto' or 'none'; this server cannot force a call", code="unsupported_parameter")
     tools = []
     for i, item in enumerate(body.items("tools", MAX_TOOLS)):
         fields = fields_of(item, f"tools[{i}]")
@@ -77,13 +77,13 @@ def _content(fields: Fields) -> str:
     for i, item in enumerate(fields.items("content", MAX_PARTS)):
         part = fields_of(item, fields.place(f"content[{i}]"))
         if part.text("type") != "text":
-            raise part.wrong("type", f"is {str(part.get('type'))[:40]!r}; this model takes text only", code="unsupported_parameter")
+            raise part.wrong("type", f"is {str(part.get('type'))[:40]!r}; the model accepts text only", code="unsupported_parameter")
         parts.append(part.text("text") or "")
     return "".join(parts)
 
 
-def _said_besides(fields: Fields, names: dict[str, str]) -> Message:
-    """Returns the calls and thoughts of an assistant's message; `names` learns which call asked for which function."""
+def _assistant_fields(fields: Fields, names: dict[str, str]) -> Message:
+    """Returns the tool calls and thoughts of an assistant message; adds each call's function to `names` under its id."""
     besides: Message = {}
     if thoughts := fields.text("reasoning_content"):
         besides["reasoning_content"] = thoughts
