@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from edge_devices.energy.protocol import Work
+from edge_devices.energy.protocol import Plan, Work, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.run_log import RunLog
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
 from edge_devices.meters.recorded_system import RecordedSystem, Recording
 
@@ -75,3 +76,14 @@ class SimulatedMachine:
             return Work(emitted_tokens=tokens, prompt_tokens=100 if prefill_s else 0, phases=phases)
 
         return work
+
+
+PLAN = Plan(repeats=5, rest_s=3.0, warm_ups=1)
+
+
+def run_protocol(machine: SimulatedMachine, workloads, plan: Plan = PLAN, load_step=None) -> RunLog:
+    """Runs the protocol and returns its log."""
+    measured = characterise_meter(machine.system, machine, machine.load)
+    machine.recorder = Recorder(machine.system, machine)
+    machine.recorder.poll()
+    return measure(machine.system, machine.recorder, workloads, measured, plan, load_step)

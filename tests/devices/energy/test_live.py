@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from edge_devices.energy.live import SharedWatch
+from edge_devices.energy.live import EnergyWatch, SharedWatch
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
+from simulated_session import SimulatedMachine
 
 FAST = 1000.0  # simulated seconds per second; the pauses between readings are real ones
 WATTS = 5.0
@@ -106,3 +107,29 @@ def test_a_watch_that_was_closed_reads_no_more(meter):
     reads = meter.reads
     time.sleep(0.02)
     assert meter.reads == reads
+
+
+def watched(machine: SimulatedMachine, seconds: float, tokens: int):
+    watch = EnergyWatch(machine.system, machine)
+    with watch:
+        machine.watts = 10.0
+        machine.sleep(seconds)
+    return watch.energy(tokens)
+
+
+def test_energy_of_one_run():
+    found = watched(SimulatedMachine(), 4.0, 100)
+    assert found.joules_per_token.value == pytest.approx(0.4, rel=1e-3)
+    assert "J/token, scope package" in found.sentence()
+    assert found.to_json()["joules"]["value"] == pytest.approx(40.0, rel=1e-3)
+
+
+def test_energy_of_one_run_that_cannot_be_told():
+    assert "too short" in watched(SimulatedMachine(refresh_s=1.0), 4.0, 100).sentence()
+    assert "no token" in watched(SimulatedMachine(), 4.0, 0).sentence()
+    machine = SimulatedMachine()
+    watch = EnergyWatch(machine.system, None)
+    with watch:
+        pass
+    assert watch.energy(5).sentence() == "no energy meter on this machine"
+    assert watch.energy(5).to_json()["meter"] is None

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
+from device_runs import bench, hold, in_background, until_seen, when_running
 from edge_devices.transports.adb import AdbTransport
 from edge_devices.transports.base import shell
-from edge_runtime.bench import cli
 from edge_runtime.bench.devices import remote_run as remote
 from edge_runtime.bench.measure.records import read_records
 from fake_adbd import FakeAdbd
 from phones import Desk
 from ssh_host import SshHost
 from stub_package import stub_package
-
-
-def bench(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "250"})
 
 
 @pytest.fixture(autouse=True)
@@ -52,38 +47,6 @@ def daemon(desk: Desk) -> Iterator[FakeAdbd]:
     daemon = desk.phone()
     yield daemon
     desk.adb("disconnect", daemon.serial)
-
-
-def hold(daemon: FakeAdbd) -> Path:
-    """Keeps played benchmarks of this phone in the middle until the file is removed."""
-    path = daemon.phone.path(f"{AdbTransport.FOLDER}/hold")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    return path
-
-
-def in_background(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
-
-
-def until_seen(daemon: FakeAdbd, words: str, times: int = 1) -> None:
-    """Waits until the watch on the phone has written something."""
-    folder, end = daemon.phone.path(f"{AdbTransport.FOLDER}/runs"), time.monotonic() + 30
-    while not any(path.read_text().count(words) >= times for path in folder.glob("*/watch.jsonl")):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def when_running(daemon: FakeAdbd, then: Callable[[], object]) -> threading.Thread:
-    """Does something once the benchmark is in its middle."""
-
-    def wait() -> None:
-        until_seen(daemon, '"look"', times=4)
-        then()
-
-    return in_background(wait)
 
 
 def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
