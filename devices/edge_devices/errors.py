@@ -3,6 +3,7 @@
 EdgeError
   DeviceError
     MeterError        a meter that is missing, denied, frozen, or returns impossible values
+      FrozenBatteryError  Android's battery service returns values that were set by hand
     MeasurementError  a recording that is damaged, too short, or taken in a state that forbids figures
     TransportError    a device that refuses: no room, no permission, no such tool, files that arrive damaged
       LinkError       a device that cannot be reached now, and may be again later
@@ -33,6 +34,10 @@ class DeviceError(EdgeError):
 
 class MeterError(DeviceError):
     """The meter cannot be read now, or its reading cannot be trusted."""
+
+
+class FrozenBatteryError(MeterError):
+    """Android's battery service returns values that `dumpsys battery unplug` or `set` fixed, not the gauge's."""
 
 
 class MeasurementError(DeviceError):

@@ -62,7 +62,7 @@ def characterise(trace: Trace, steps: Sequence[float], *, reads: int, read_s: fl
     if len(changes) < LEAST_CHANGES:
         seconds = trace.times[-1] - trace.times[0] if trace.times else 0.0
         raise MeasurementError(
-            f"{trace.facts.name} showed {len(changes)} new values in {seconds:.3g} s; toggle the load longer, or use another meter."
+            f"{trace.facts.name} showed {len(changes)} new values in {seconds:.3g} s; toggle the load longer, or use another meter"
         )
     gaps = [b - a for a, b in pairwise(changes)]
     lags = [lag for a, b, c in _triples(trace, steps) if (lag := _lag(trace, a, b, c)) is not None]

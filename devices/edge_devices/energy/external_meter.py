@@ -39,16 +39,16 @@ def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
     factors = [c for c in ((joules,) if joules else (watts,) if watts else (volts, amperes)) if c]
     if time is None or not factors or (not joules and not watts and len(factors) < 2):
         raise MeterError(
-            f"{path}: the columns {', '.join(header) or '(none)'} hold no time with joules, watts, or volts and amperes. Name them so."
+            f"{path}: the columns {', '.join(header) or '(none)'} hold no time with joules, watts, or volts and amperes; rename them"
         )
     samples: list[Sample] = []
     for number, row in enumerate(rows, start=2):
         if number > MOST_ROWS:
-            raise MeterError(f"{path} has more than {MOST_ROWS} rows; cut out the part that was measured.")
+            raise MeterError(f"{path} has more than {MOST_ROWS} rows; cut out the part that was measured")
         figures = [_figure(path, number, row, column) for column in (time, *factors)]
         samples.append(Sample(max(figures[0], samples[-1].time_s if samples else -math.inf), math.prod(figures[1:])))
     if len(samples) < 2:
-        raise MeterError(f"{path} has {len(samples)} rows of figures; at least 2 are needed.")
+        raise MeterError(f"{path} has {len(samples)} rows of figures; at least 2 are needed")
     gaps = sorted(b.time_s - a.time_s for a, b in pairwise(samples) if b.time_s > a.time_s)
     spacing = gaps[len(gaps) // 2] if gaps else 1.0
     facts = MeterFacts(
@@ -73,7 +73,7 @@ def _rows(path: Path) -> Iterator[list[str]]:
                     separator = next((s for s in (";", ",", "\t") if s in text), None)
                     yield [cell.strip().strip('"') for cell in text.split(separator)]
     except OSError as error:
-        raise MeterError(f"{path} cannot be read: {error.strerror}.") from error
+        raise MeterError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _column(columns: dict[str, int], names: dict[str, float]) -> tuple[int, float] | None:
@@ -87,7 +87,7 @@ def _figure(path: Path, number: int, row: Sequence[str], column: tuple[int, floa
     except ValueError:
         figure = math.nan
     if not math.isfinite(figure):
-        raise MeterError(f"{path}: row {number} holds {text!r} where a number is needed (decimal points, no commas).")
+        raise MeterError(f"{path}: row {number} holds {text!r} where a number is needed (decimal points, no commas)")
     return figure
 
 
@@ -108,7 +108,7 @@ def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
     Raises MeasurementError when no step shows, or when another offset fits almost as well (steps of equal length and distance).
     """
     if len(loads) < 2:
-        raise MeasurementError(f"{len(loads)} load steps cannot align two clocks; give at least 2, of different lengths.")
+        raise MeasurementError(f"{len(loads)} load steps cannot align two clocks; give at least 2, of different lengths")
     between = [(a[1], b[0]) for a, b in pairwise(loads)]
     margin = min(end - start for start, end in between)
     rests = [(loads[0][0] - margin, loads[0][0]), *between, (loads[-1][1], loads[-1][1] + margin)]
@@ -120,11 +120,11 @@ def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
     fit, best = max(scored)
     if fit < LEAST_FIT:
         raise MeasurementError(
-            f"no load step shows in the meter's recording (fit {fit:.2f} of 1); make the steps longer or the load heavier."
+            f"no load step shows in the meter's recording (fit {fit:.2f} of 1); make the steps longer or the load heavier"
         )
     rival = max((s for s, offset in scored if abs(offset - best) > width), default=0.0)
     if rival > RIVAL_SHARE * fit:
-        raise MeasurementError("the load steps fit the meter's recording at two places; make steps and rests of different lengths.")
+        raise MeasurementError("the load steps fit the meter's recording at two places; make steps and rests of different lengths")
     step = coarse
     while step > 1e-3:
         step /= 2
@@ -182,10 +182,10 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
     """
     steps = log.loads or [(run.start_s, run.end_s) for run in log.runs]
     if not steps:
-        raise MeasurementError("the log holds neither load steps nor runs to align the external meter's clock with.")
+        raise MeasurementError("the log holds neither load steps nor runs to align the external meter's clock with")
     span = table.times[-1] - table.times[0]
     if span > LONGEST_EXTRA_S:
-        raise MeasurementError(f"the external recording lasts {span:.0f} s; cut it to the run, at most {LONGEST_EXTRA_S:.0f} s.")
+        raise MeasurementError(f"the external recording lasts {span:.0f} s; cut it to the run, at most {LONGEST_EXTRA_S:.0f} s")
     # The first step lies somewhere inside the recording.
     search = (steps[0][0] - table.times[-1], steps[0][0] - table.times[0])
     trace = shifted(table, clock_offset(table, steps, search=search))

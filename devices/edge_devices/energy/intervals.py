@@ -51,7 +51,7 @@ def mean_interval(values: Sequence[float], times: Sequence[float], *, resolution
     """
     n = len(values)
     if n < 2:
-        raise MeasurementError(f"{n} repeat gives no interval; run at least 2, better 5.")
+        raise MeasurementError(f"{n} repeat gives no interval; run at least 2, better 5")
     mean = fmean(values)
     slope = 0.0
     freedom = n - 1
@@ -70,7 +70,7 @@ def mean_interval(values: Sequence[float], times: Sequence[float], *, resolution
 def ratio_interval(values: Sequence[float], baselines: Sequence[float]) -> Interval:
     """Returns value / baseline of pairs: the mean of the logarithms of their ratios, and its interval, taken back. MeasurementError for < 2 pairs."""
     if len(values) != len(baselines) or len(values) < 2 or min(*values, *baselines) <= 0:
-        raise MeasurementError(f"{len(values)} and {len(baselines)} repeats make no pairs; run both sides equally often, at least twice.")
+        raise MeasurementError(f"{len(values)} and {len(baselines)} repeats make no pairs; run both sides equally often, at least twice")
     logs = [math.log(v / b) for v, b in zip(values, baselines, strict=True)]
     inner = mean_interval(logs, range(len(logs)))
     value, low, high = (math.exp(x) for x in (inner.value, inner.low, inner.high))

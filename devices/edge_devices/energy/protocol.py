@@ -117,7 +117,7 @@ def measure(
     state = read_state(system)
     against = refusals(state, at_battery=facts.scope is Scope.DEVICE)
     if against:
-        raise MeasurementError(" ".join(against))
+        raise MeasurementError("; ".join(refusal.sentence for refusal in against))
     window_s = plan.window_s or ROOM * characteristics.shortest_window_s
     log = RunLog(
         facts=facts,

@@ -106,7 +106,7 @@ def _finite(value: Any) -> Any:
 def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
     """Computes the report; raises MeasurementError when no run of any variant counts, or the log waits for an external meter's table."""
     if not log.trace.times:
-        raise MeasurementError("the log holds no readings, its meter is an external one; give that meter's table with --external TABLE.")
+        raise MeasurementError("the log holds no readings, its meter is an external one; give that meter's table with --external TABLE")
     powers = _phase_powers(log)
     counted: dict[str, list[ValidRun]] = {}
     refused: dict[str, list[str]] = {}
@@ -123,7 +123,7 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
         first = next((r[0] for r in refused.values()), "the log holds no runs")
         raise MeasurementError(f"no run counts: {first}")
     if baseline is not None and baseline not in counted:
-        raise MeasurementError(f"the log has no variant {baseline!r} to compare with; it has {', '.join(counted)}.")
+        raise MeasurementError(f"the log has no variant {baseline!r} to compare with; it has {', '.join(counted)}")
     idle = _idle(log)
     base = counted[baseline] if baseline else None
     variants = [_variant(name, runs, refused.get(name, []), idle, base if name != baseline else None) for name, runs in counted.items()]

@@ -92,12 +92,12 @@ def read_log(path: Path) -> RunLog:
                     log = _take(log, record.pop("kind"), record)
                 except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                     raise MeasurementError(
-                        f"{path}: line {number} is no line of a run log ({error!r}); use the file that the run wrote."
+                        f"{path}: line {number} is no line of a run log ({error!r}); use the file that the run wrote"
                     ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise MeasurementError(f"{path} cannot be read: {error}.") from error
+        raise MeasurementError(f"{path} cannot be read: {error}") from error
     if log is None or not log.characteristics.refresh_s > 0:
-        raise MeasurementError(f"{path} holds no measurement; use the file that the run wrote.")
+        raise MeasurementError(f"{path} holds no measurement; use the file that the run wrote")
     return log
 
 

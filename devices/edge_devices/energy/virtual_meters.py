@@ -51,7 +51,7 @@ def virtual_meter(system: System, name: str | None) -> Meter | None:
         try:
             idle_watts, core_watts = map(float, value.split(","))
         except ValueError:
-            raise MeterError(f"{name!r} is no power model; write estimate:IDLE,CORE with watts, such as estimate:2.5,4.") from None
+            raise MeterError(f"{name!r} is no power model; write estimate:IDLE,CORE with watts, such as estimate:2.5,4") from None
         return EstimateMeter(system, idle_watts=idle_watts, core_watts=core_watts)
     if kind == REPLAY and value:
         return ReplayMeter(system, read_log(Path(value)).trace)
@@ -67,7 +67,7 @@ class EstimateMeter:
         """`busy_seconds`: processor time of this process, all its threads; child processes are not in it. MeterError for impossible watts."""
         for name, watts in (("idle", idle_watts), ("core", core_watts)):
             if not (math.isfinite(watts) and 0 <= watts <= 1000):
-                raise MeterError(f"{name} watts of {watts} make no power model; give a number from 0 to 1000.")
+                raise MeterError(f"{name} watts of {watts} make no power model; give a number from 0 to 1000")
         self._system, self._busy_seconds = system, busy_seconds
         self._idle_watts, self._core_watts = idle_watts, core_watts
         self._begin = system.clock(), busy_seconds()
@@ -95,7 +95,7 @@ class ReplayMeter:
 
     def __init__(self, system: System, trace: Trace) -> None:
         if not trace.times:
-            raise MeterError("the recorded trace has no samples; record it again.")
+            raise MeterError("the recorded trace has no samples; record it again")
         self._system, self._trace = system, trace
         self._begin = system.clock()
         self.facts = replace(trace.facts, name=f"replay:{trace.facts.name}", notes=(*trace.facts.notes, "replayed from a recording"))
@@ -105,6 +105,6 @@ class ReplayMeter:
         now = self._system.clock()
         elapsed = now - self._begin
         if elapsed > self._trace.times[-1] - self._trace.times[0] + self._trace.facts.poll_s:
-            raise MeterError(f"the recording ends after {self._trace.times[-1] - self._trace.times[0]:.3g} s; this run is longer.")
+            raise MeterError(f"the recording ends after {self._trace.times[-1] - self._trace.times[0]:.3g} s; this run is longer")
         at = self._trace.index_at(self._trace.times[0] + elapsed)
         return Sample(now, self._trace.values[at], f"replayed {at}")

@@ -51,7 +51,7 @@ class WindowEnergy:
 def measure_window(trace: Trace, start_s: float, end_s: float, meter: Characteristics) -> WindowEnergy:
     """Returns the energy of [start_s, end_s]; raises MeasurementError when the trace does not cover it."""
     if not start_s < end_s:
-        raise MeasurementError(f"the window from {start_s} to {end_s} s has no length.")
+        raise MeasurementError(f"the window from {start_s} to {end_s} s has no length")
     if trace.facts.kind is Kind.COUNTER:
         return _difference(trace, start_s, end_s, meter)
     return _integral(trace, start_s, end_s, meter)
@@ -67,7 +67,7 @@ def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristi
     fresh = [i for i in inside if (fast and i == 0) or (i > 0 and trace.values[i] != trace.values[i - 1])]
     if len(fresh) < 2:
         raise MeasurementError(
-            f"{trace.facts.name} showed {len(fresh)} new values in {end_s - start_s:.3g} s: the window is too short for this meter."
+            f"{trace.facts.name} showed {len(fresh)} new values in {end_s - start_s:.3g} s: the window is too short for this meter"
         )
     first, last = fresh[0], fresh[-1]
     seconds = trace.times[last] - trace.times[first]
@@ -98,10 +98,10 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
     """Mean of the values, each held until the next reading; error from the number of independent new values (AR(1): N(1-r)/(1+r))."""
     begin = start_s + meter.lead_in_s
     if begin >= end_s:
-        raise MeasurementError(f"the window of {end_s - start_s:.3g} s ends within the meter's lead-in of {meter.lead_in_s:.3g} s.")
+        raise MeasurementError(f"the window of {end_s - start_s:.3g} s ends within the meter's lead-in of {meter.lead_in_s:.3g} s")
     inside = trace.span(begin, end_s)
     if not inside or trace.times[inside[0]] >= end_s:
-        raise MeasurementError(f"the recording holds no reading between {begin:.3f} and {end_s:.3f} s; let the meter run during the work.")
+        raise MeasurementError(f"the recording holds no reading between {begin:.3f} and {end_s:.3f} s; let the meter run during the work")
     begin = trace.times[inside[0]]  # what was read before may still be what was before the window
     times = [*(trace.times[i] for i in inside), end_s]
     joules = sum(trace.values[i] * (b - a) for i, (a, b) in zip(inside, pairwise(times), strict=True))

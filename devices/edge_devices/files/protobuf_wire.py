@@ -27,9 +27,9 @@ def fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif wire in (FIXED64, FIXED32):
             size = 8 if wire == FIXED64 else 4
         else:
-            raise MeterError(f"the trace is damaged at byte {at}: wire type {wire}. Record it again.")
+            raise MeterError(f"the trace is damaged at byte {at}: wire type {wire}; record it again")
         if size > len(message) - at:
-            raise MeterError(f"the trace is cut off at byte {at}: {size} bytes announced, {len(message) - at} there. Record it again.")
+            raise MeterError(f"the trace is cut off at byte {at}: {size} bytes announced, {len(message) - at} there; record it again")
         yield number, message[at : at + size]
         at += size
 
@@ -57,4 +57,4 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value & 0xFFFFFFFFFFFFFFFF, at
-    raise MeterError(f"the trace is damaged at byte {at}: a number does not end. Record it again.")
+    raise MeterError(f"the trace is damaged at byte {at}: a number does not end; record it again")

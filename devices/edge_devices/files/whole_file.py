@@ -21,7 +21,7 @@ def atomic_write(path: Path, lines: Iterable[str]) -> None:
         place = _destination(path)
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DeviceError(f"{path} cannot be written: {error.strerror}.") from error
+        raise DeviceError(f"{path} cannot be written: {error.strerror}") from error
     partial = place.with_name(place.name + ".partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -31,7 +31,7 @@ def atomic_write(path: Path, lines: Iterable[str]) -> None:
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        raise DeviceError(f"{path} cannot be written: {error.strerror}.") from error
+        raise DeviceError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _destination(path: Path) -> Path:

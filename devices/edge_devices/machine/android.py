@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from edge_devices.errors import MeterError
+from edge_devices.errors import FrozenBatteryError, MeterError
 from edge_devices.machine.system import System
 
 THERMAL_NAMES = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
@@ -40,7 +40,7 @@ def read_phone(system: System) -> PhoneState:
     try:
         fields = parse_dumpsys(system.run(["dumpsys", "battery"]).text)
     except MeterError as error:
-        return PhoneState(thermal_status=status, frozen="frozen" in str(error))
+        return PhoneState(thermal_status=status, frozen=isinstance(error, FrozenBatteryError))
     powered = sorted(key.removesuffix(" powered") for key, value in fields.items() if key.endswith(" powered") and value == "true")
     level, tenths = fields.get("level", ""), fields.get("temperature", "")
     return PhoneState(
@@ -55,9 +55,9 @@ def parse_dumpsys(text: str) -> dict[str, str]:
     """Reads the battery service's own section of `dumpsys battery`; a maker's section before it and event logs after it are left out."""
     _, found, section = text.partition(SECTION)
     if not found:
-        raise MeterError(f"`dumpsys battery` has no section {SECTION!r}; this is no Android this meter knows.")
+        raise MeterError(f"`dumpsys battery` has no section {SECTION!r}; this is no Android this meter knows")
     if FROZEN in section:
-        raise MeterError("the battery service is frozen (UPDATES STOPPED) and answers made-up values; run `dumpsys battery reset` first.")
+        raise FrozenBatteryError(f"the battery service is frozen ({FROZEN}) and returns made-up values; run `dumpsys battery reset` first")
     fields: dict[str, str] = {}
     for line in section.splitlines():
         if line.startswith("[EventLogBuffer]"):

@@ -102,8 +102,8 @@ def require_discharging(system: System, supplies: list[Supply]) -> None:
     """Raises MeterError unless the machine runs from its batteries alone."""
     charger = external_power(system)
     if charger:
-        raise MeterError(f"{charger} supplies power: a battery's figures mean the load only while unplugged. Unplug the charger.")
+        raise MeterError(f"{charger} supplies power: a battery's figures mean the load only while unplugged; unplug the charger")
     wrong = [s for s in supplies if s.status in ("Charging", "Full", "Not charging")]
     if wrong or not any(s.status == "Discharging" for s in supplies):
         said = ", ".join(f"{s.name} is {s.status}" for s in wrong or supplies)
-        raise MeterError(f"{said}; energy is read from a battery that discharges. Unplug the charger.")
+        raise MeterError(f"{said}; energy is read from a battery that discharges; unplug the charger")

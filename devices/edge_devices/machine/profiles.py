@@ -71,7 +71,7 @@ def profile(name: str) -> Profile:
     try:
         return profiles()[name]
     except KeyError:
-        raise ProfileError(f"there is no device profile {name!r}; there are {', '.join(profiles())}.") from None
+        raise ProfileError(f"there is no device profile {name!r}; there are {', '.join(profiles())}") from None
 
 
 def parse_profile(name: str, text: str) -> Profile:
@@ -101,9 +101,9 @@ def parse_profile(name: str, text: str) -> Profile:
         for pattern in found.match.processors:
             re.compile(pattern)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, re.error) as error:
-        raise ProfileError(f"the device profile {name} is malformed: {error!r}.") from error
+        raise ProfileError(f"the device profile {name} is malformed: {error!r}") from error
     if left or not found.sources:
-        raise ProfileError(f"the device profile {name} has unknown keys {left} or no sources.")
+        raise ProfileError(f"the device profile {name} has unknown keys {left} or no sources")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from edge_devices.machine.android import MODERATE, read_phone, thermal_name
 from edge_devices.machine.power_supply import batteries, external_power
@@ -67,17 +67,27 @@ def read_state(system: System) -> DeviceState:
     )
 
 
-def refusals(state: DeviceState, *, at_battery: bool) -> list[str]:
-    """Returns why nothing should be measured in this state; each a sentence."""
+class Refusal(NamedTuple):
+    """Why nothing should be measured."""
+
+    code: Literal["throttled", "heat", "charger", "charge"]
+    sentence: str
+
+
+def refusals(state: DeviceState, *, at_battery: bool) -> list[Refusal]:
+    """Returns why nothing should be measured in this state. `at_battery`: energy is read from the device's own battery."""
     found = []
     if state.throttled is not None and state.throttled & THROTTLED_NOW:
-        found.append(f"the board is throttled now (get_throttled {state.throttled:#x}): cool it, or give it a stronger supply.")
+        sentence = f"the board is throttled now (get_throttled {state.throttled:#x}): cool it, or give it a stronger supply"
+        found.append(Refusal("throttled", sentence))
     if state.thermal_status is not None and state.thermal_status >= MODERATE:
-        found.append(f"Android throttles because of heat (thermal status {thermal_name(state.thermal_status)}): let it cool.")
+        sentence = f"Android throttles because of heat (thermal status {thermal_name(state.thermal_status)}): let it cool"
+        found.append(Refusal("heat", sentence))
     if at_battery and state.charger:
-        found.append(f"{state.charger} supplies power: unplug it to measure at the battery.")
+        found.append(Refusal("charger", f"{state.charger} supplies power: unplug it to measure at the battery"))
     if at_battery and state.charge_percent is not None and not CHARGE_LIMITS[0] <= state.charge_percent <= CHARGE_LIMITS[1]:
-        found.append(f"the battery is at {state.charge_percent} %: measure between {CHARGE_LIMITS[0]} and {CHARGE_LIMITS[1]} %.")
+        sentence = f"the battery is at {state.charge_percent} %: measure between {CHARGE_LIMITS[0]} and {CHARGE_LIMITS[1]} %"
+        found.append(Refusal("charge", sentence))
     return found
 
 

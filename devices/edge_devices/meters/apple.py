@@ -52,7 +52,7 @@ class PowermetricsMeter:
         watts = package_watts(parse_powermetrics(done.text))
         if watts is None:
             said = (done.errors.strip() or done.text.strip() or str(done.code)).splitlines()[0]
-            raise MeterError(f"powermetrics told no power: {said}. {REMEDY}.")
+            raise MeterError(f"powermetrics told no power: {said}; {REMEDY}")
         return Sample(self._system.clock(), watts, f"package={watts}")
 
 

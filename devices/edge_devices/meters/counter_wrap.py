@@ -20,10 +20,10 @@ class Unwrapped:
     def total(self, register: int) -> int:
         """Takes a reading of the register; returns the number without wraps. Raises MeterError when it cannot be right."""
         if register < 0 or (self._span is not None and register > self._span):
-            raise MeterError(f"{self._name} reads {register}, outside 0..{self._span}; the meter cannot be trusted.")
+            raise MeterError(f"{self._name} reads {register}, outside 0..{self._span}; the meter cannot be trusted")
         if self._last is not None and register < self._last:
             if self._span is None:
-                raise MeterError(f"{self._name} went back from {self._last} to {register}: it was reset. Measure again.")
+                raise MeterError(f"{self._name} went back from {self._last} to {register}: it was reset; measure again")
             self._turns += 1
         self._last = register
         return register + self._turns * (self._span or 0)

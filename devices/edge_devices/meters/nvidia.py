@@ -91,7 +91,7 @@ class BoardMeter:
             return Sample(self._system.clock(), milliwatts / 1000, str(milliwatts))
         millijoules = self._nvml.millijoules(self._device)
         if millijoules is None:
-            raise MeterError("the graphics board no longer counts its energy; measure again.")
+            raise MeterError("the graphics board no longer counts its energy; measure again")
         return Sample(self._system.clock(), self._register.total(millijoules) / 1000, str(millijoules))
 
 

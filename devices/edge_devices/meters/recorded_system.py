@@ -193,10 +193,10 @@ def read_recording(path: Path) -> Recording:
             # In pieces: of a pipe nobody knows the size, and the whole limit asked for at once is memory for the whole limit.
             text = "".join(islice(iter(lambda: file.read(_PIECE), ""), LARGEST // _PIECE + 1))
         if len(text) > LARGEST:
-            raise DeviceError(f"{path} has more than {LARGEST} characters; make a recording with `edge-devices probe --record DIR`.")
+            raise DeviceError(f"{path} has more than {LARGEST} characters; make a recording with `edge-devices probe --record DIR`")
         fields = json.loads(text)
         if fields["schema"] != SCHEMA:
-            raise DeviceError(f"{path} has schema {fields['schema']}; this reader knows {SCHEMA}.")
+            raise DeviceError(f"{path} has schema {fields['schema']}; this reader knows {SCHEMA}")
         return Recording(
             platform=str(fields["platform"]),
             files={str(k): str(v) for k, v in fields["files"].items()},
@@ -205,6 +205,6 @@ def read_recording(path: Path) -> Recording:
             traces={str(k): base64.b64decode(v, validate=True) for k, v in fields.get("traces", {}).items()},
         )
     except OSError as error:
-        raise DeviceError(f"{path} cannot be read: {error.strerror}.") from error
+        raise DeviceError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DeviceError(f"{path} is no recording of a device ({error!r}); make one with `edge-devices probe --record DIR`.") from error
+        raise DeviceError(f"{path} is no recording of a device ({error!r}); make one with `edge-devices probe --record DIR`") from error

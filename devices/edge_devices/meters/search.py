@@ -41,6 +41,6 @@ def choose_meter(findings: Sequence[Finding], name: str | None = None) -> Meter 
         if finding.name == name and finding.meter is not None:
             return finding.meter
         if finding.name == name:
-            raise MeterError(f"the meter {name} is {finding.state}: {finding.reason}. {finding.remedy}".strip())
+            raise MeterError(f"the meter {name} is {finding.state}: {finding.reason}" + (f"; {finding.remedy}" if finding.remedy else ""))
     known = ", ".join(f.name for f in usable) or "none"
-    raise MeterError(f"there is no meter {name!r} here; usable: {known}. `edge-devices meters` lists all.")
+    raise MeterError(f"there is no meter {name!r} here; usable: {known}; `edge-devices meters` lists all")

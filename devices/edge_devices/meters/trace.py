@@ -30,9 +30,9 @@ class Trace:
     def add(self, sample: Sample) -> None:
         """Appends a reading; raises MeasurementError when its time goes back or a figure is none."""
         if not (math.isfinite(sample.time_s) and math.isfinite(sample.value)):
-            raise MeasurementError(f"the recording holds {sample.value} at {sample.time_s} s, which is no figure; record it again.")
+            raise MeasurementError(f"the recording holds {sample.value} at {sample.time_s} s, which is no figure; record it again")
         if self.times and sample.time_s < self.times[-1]:
-            raise MeasurementError(f"the recording goes back in time, from {self.times[-1]} to {sample.time_s} s; record it again.")
+            raise MeasurementError(f"the recording goes back in time, from {self.times[-1]} to {sample.time_s} s; record it again")
         self.times.append(sample.time_s)
         self.values.append(sample.value)
 
@@ -40,7 +40,7 @@ class Trace:
         """Returns the index of the last reading at or before a time; raises MeasurementError when there is none."""
         index = bisect_right(self.times, time_s) - 1
         if index < 0:
-            raise MeasurementError(f"the recording begins only after {time_s:.3f} s; start the meter before the work.")
+            raise MeasurementError(f"the recording begins only after {time_s:.3f} s; start the meter before the work")
         return index
 
     def span(self, start_s: float, end_s: float) -> range:

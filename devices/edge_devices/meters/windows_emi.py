@@ -51,7 +51,7 @@ class WindowsPort:
         """Asks the device (DeviceIoControl); raises MeterError when it refuses."""
         answer, taken = ctypes.create_string_buffer(size), ctypes.c_uint32()
         if not self._kernel.DeviceIoControl(self._handle, code, None, 0, answer, size, ctypes.byref(taken), None):
-            raise MeterError(f"the energy meter refused control code {code:#x}; administrator rights may be needed.")
+            raise MeterError(f"the energy meter refused control code {code:#x}; administrator rights may be needed")
         return answer.raw[: taken.value]
 
 
@@ -106,29 +106,29 @@ def parse_metadata(version: int, metadata: bytes) -> list[str]:
             return [_name(unit, metadata, 4 + 2 * NAME_BYTES + 4, size)]
         count = struct.unpack_from("<H", metadata, 2 * NAME_BYTES + 2)[0]
         if version != 2 or not 0 < count <= MOST_CHANNELS:
-            raise MeterError(f"the energy meter has interface version {version} and {count} channels; versions 1 and 2 are known.")
+            raise MeterError(f"the energy meter has interface version {version} and {count} channels; versions 1 and 2 are known")
         names, at = [], 2 * NAME_BYTES + 4
         for _ in range(count):
             unit, size = struct.unpack_from("<IH", metadata, at)
             names.append(_name(unit, metadata, at + 6, size))
             at += 6 + size
     except struct.error as error:
-        raise MeterError(f"the energy meter's description is cut off after {len(metadata)} bytes.") from error
+        raise MeterError(f"the energy meter's description is cut off after {len(metadata)} bytes") from error
     return names
 
 
 def _name(unit: int, metadata: bytes, at: int, size: int) -> str:
     if unit != 0:
-        raise MeterError(f"the energy meter counts in unit {unit}; only picowatt-hours (0) are known.")
+        raise MeterError(f"the energy meter counts in unit {unit}; only picowatt-hours (0) are known")
     if size > len(metadata) - at:
-        raise MeterError(f"the energy meter's description is cut off: a name of {size} bytes at byte {at} of {len(metadata)}.")
+        raise MeterError(f"the energy meter's description is cut off: a name of {size} bytes at byte {at} of {len(metadata)}")
     return metadata[at : at + size].decode("utf-16-le", "replace").rstrip("\0")
 
 
 def parse_measurement(measurement: bytes, channels: int) -> list[int]:
     """Reads EMI_CHANNEL_MEASUREMENT_DATA of each channel: picowatt-hours."""
     if len(measurement) < 16 * channels:
-        raise MeterError(f"the energy meter answered {len(measurement)} bytes for {channels} channels.")
+        raise MeterError(f"the energy meter answered {len(measurement)} bytes for {channels} channels")
     return [struct.unpack_from("<Q", measurement, 16 * i)[0] for i in range(channels)]
 
 
@@ -168,7 +168,7 @@ def find(system: System, ports: Callable[[], Sequence[Port]] = open_ports) -> li
             version = struct.unpack("<H", port.control(GET_VERSION, 2)[:2])[0]
             size = struct.unpack("<I", port.control(GET_METADATA_SIZE, 4)[:4])[0]
             if size > LARGEST_METADATA:
-                raise MeterError(f"the energy meter announces a description of {size} bytes.")
+                raise MeterError(f"the energy meter announces a description of {size} bytes")
             channels = parse_metadata(version, port.control(GET_METADATA, size))
             meters = [EmiMeter(system, port, channels, i) for i in range(len(channels))]
             for meter in meters:

@@ -68,9 +68,9 @@ def read_job_history(path: Path) -> JobHistory:
                         )
                     ended = ended or kind == "end"
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise MeasurementError(f"{path}: line {number} is none of a watch ({error!r}); collect the run again.") from error
+                    raise MeasurementError(f"{path}: line {number} is none of a watch ({error!r}); collect the run again") from error
     except OSError as error:
-        raise MeasurementError(f"{path} cannot be read: {error.strerror}.") from error
+        raise MeasurementError(f"{path} cannot be read: {error.strerror}") from error
     return JobHistory(samples=tuple(samples), ended=ended)
 
 

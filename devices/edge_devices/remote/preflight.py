@@ -18,19 +18,19 @@ def preflight_refusals(snapshot: DeviceSnapshot, *, platform: str, at_battery: b
     found = []
     wanted = PROCESSORS.get(platform.rpartition("-")[2], ())
     if wanted and snapshot.architecture and snapshot.architecture not in wanted:
-        found.append(f"the package is for {platform}, the device's processor is {snapshot.architecture}: build the package for it.")
+        found.append(f"the package is for {platform}, the device's processor is {snapshot.architecture}: build the package for it")
     if snapshot.free_bytes is not None and snapshot.free_bytes < LEAST_ROOM:
-        found.append(f"{snapshot.free_bytes / 1e6:.0f} MB are free on the device: delete something, {LEAST_ROOM / 1e6:.0f} MB are needed.")
+        found.append(f"{snapshot.free_bytes / 1e6:.0f} MB are free on the device: delete something, {LEAST_ROOM / 1e6:.0f} MB are needed")
     if snapshot.frozen and at_battery:
-        found.append("the battery service is frozen and answers made-up values: run `dumpsys battery reset` on the device.")
+        found.append("the battery service is frozen and answers made-up values: run `dumpsys battery reset` on the device")
     percent = snapshot.state.charge_percent
     if percent is not None and percent < FLAT and (not snapshot.state.charger or waits_for_unplugging):
-        found.append(f"the battery is at {percent} %: charge it, or it will be empty in the middle.")
+        found.append(f"the battery is at {percent} %: charge it, or it will be empty in the middle")
     if snapshot.android and snapshot.state.temperature_c is not None and snapshot.state.temperature_c >= TOO_HOT:
-        found.append(f"the phone has {snapshot.state.temperature_c:.0f} °C: let it cool.")
+        found.append(f"the phone has {snapshot.state.temperature_c:.0f} °C: let it cool")
     against = refusals(snapshot.state, at_battery=at_battery)
-    # A job that waits for unplugging looks again when it is.
-    return found + [text for text in against if not (waits_for_unplugging and "supplies power" in text)]
+    # A job that waits for unplugging is checked again afterwards.
+    return found + [refusal.sentence for refusal in against if not (waits_for_unplugging and refusal.code == "charger")]
 
 
 def preflight_warnings(snapshot: DeviceSnapshot, *, model_bytes: int, at_battery: bool) -> list[str]:

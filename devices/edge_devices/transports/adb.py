@@ -12,8 +12,8 @@ from edge_devices.errors import LinkError, TransportError
 from edge_devices.machine.system import CommandResult, run_command
 from edge_devices.transports.base import COMMAND_SECONDS, MAX_OUTPUT_BYTES, frame_command, last_line
 
-NOT_THERE = "is not there; plug it in, or see `adb devices -l`."
-UNAUTHORIZED = "is not authorised; unlock the phone and accept this computer's key."
+NOT_THERE = "is not there; plug it in, or see `adb devices -l`"
+UNAUTHORIZED = "is not authorised; unlock the phone and accept this computer's key"
 LINK_WORDS = re.compile(
     r"error: (device|no devices|protocol|closed)|device .*(offline|not found)|no devices/emulators|connect failed|closed\Z", re.IGNORECASE
 )
@@ -32,7 +32,7 @@ def find_adb() -> str:
     """Returns the path of adb. Raises TransportError where it is not installed."""
     found = shutil.which("adb")
     if not found:
-        raise TransportError("adb is not installed; install Android's platform-tools, or Debian's package adb.")
+        raise TransportError("adb is not installed; install Android's platform-tools, or Debian's package adb")
     return found
 
 
@@ -60,14 +60,14 @@ def usable_serials(said: Callable[[str], None] = lambda _text: None) -> list[str
     """Returns the serials behind `--adb all`; `said` hears of those that cannot be used. Raises TransportError when none can."""
     listed = adb_devices()
     if not listed:
-        raise TransportError("adb sees no device; plug one in, turn on USB debugging, or `adb connect` it.")
+        raise TransportError("adb sees no device; plug one in, turn on USB debugging, or `adb connect` it")
     unfit = [
-        f"{one.serial} {UNAUTHORIZED if one.state == 'unauthorized' else f'is {one.state}; plug it in again.'}"
+        f"{one.serial} {UNAUTHORIZED if one.state == 'unauthorized' else f'is {one.state}; plug it in again'}"
         for one in listed
         if one.state != "device"
     ]
     if len(unfit) == len(listed):
-        raise LinkError(" ".join(unfit))
+        raise LinkError("; ".join(unfit))
     for text in unfit:
         said(f"left out: {text}")
     return [one.serial for one in listed if one.state == "device"]
@@ -119,14 +119,14 @@ class AdbTransport:
         if "unauthorized" in said:
             return LinkError(f"{self.name} {UNAUTHORIZED}")
         if "No space left" in said:
-            return TransportError(f"{self.name}: no space left on the device; delete something, or `--clean` an earlier run.")
+            return TransportError(f"{self.name}: no space left on the device; delete something, or `--clean` an earlier run")
         if "Permission denied" in said or "Read-only" in said:
-            return TransportError(f"{self.name}: {last_line(done)}; choose another --device-folder.")
+            return TransportError(f"{self.name}: {last_line(done)}; choose another --device-folder")
         if "remote" in said and not LINK_WORDS.search(said):
             return TransportError(f"{self.name}: {last_line(done)}")
         if "not found" in said or "no devices" in said:
             return LinkError(f"{self.name} {NOT_THERE}")
         if "offline" in said:
-            return LinkError(f"{self.name} is offline; plug it in again, or run `adb reconnect`.")
+            return LinkError(f"{self.name} is offline; plug it in again, or run `adb reconnect`")
         words = last_line(done) if (done.errors or done.text).strip() else "no answer"
-        return LinkError(f"{self.name}: the link broke ({words}); what is on the device stays.")
+        return LinkError(f"{self.name}: the link broke ({words}); what is on the device stays")

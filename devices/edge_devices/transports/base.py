@@ -91,7 +91,7 @@ class FramedCommand:
 def frame_command(arguments: Sequence[str], *, separate: bool = True) -> FramedCommand:
     """Quotes a command for a POSIX shell and seals it. Raises TransportError for what no command line can carry."""
     if any("\0" in argument for argument in arguments):
-        raise TransportError("an argument with a NUL byte cannot be passed to a command; leave it out.")
+        raise TransportError("an argument with a NUL byte cannot be passed to a command; leave it out")
     mark = f"[{secrets.token_hex(8)}]"
     command = shlex.join(arguments)
     if separate:

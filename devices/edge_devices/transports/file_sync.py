@@ -115,7 +115,7 @@ def pull_file(transport: Transport, source: str, target: Path) -> None:
             if sha256_of(partial) == wanted:
                 partial.replace(target)
                 return
-        raise TransportError(f"{transport.name}: {source} arrived damaged {ATTEMPTS} times, or something still writes to it; try again.")
+        raise TransportError(f"{transport.name}: {source} arrived damaged {ATTEMPTS} times, or something still writes to it; try again")
     finally:
         partial.unlink(missing_ok=True)
 
@@ -123,14 +123,14 @@ def pull_file(transport: Transport, source: str, target: Path) -> None:
 def local_files(folder: Path) -> list[LocalFile]:
     """Returns the files below a folder with their hashes, sorted. Raises TransportError for names that no listing can carry."""
     if not folder.is_dir():
-        raise TransportError(f"{folder} is no folder; give one to send.")
+        raise TransportError(f"{folder} is no folder; give one to send")
     found = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or path.name.endswith(PARTIAL):
             continue
         if re.search(r"[\x00-\x1f\\]", name):
-            raise TransportError(f"{name!r} has a control character or a backslash in its name; rename it before it is sent.")
+            raise TransportError(f"{name!r} has a control character or a backslash in its name; rename it before it is sent")
         found.append(LocalFile(path=name, source=path, bytes=path.stat().st_size, sha256=sha256_of(path)))
     return found
 
@@ -154,7 +154,7 @@ def _room(transport: Transport, target: str, need: int) -> None:
     free = free_bytes(transport, target)
     if free is not None and need + CHUNK > free:
         raise TransportError(
-            f"{transport.name}: {need / 1e6:.0f} MB are to be sent and {free / 1e6:.0f} MB are free; delete something on the device, or `--clean` it."
+            f"{transport.name}: {need / 1e6:.0f} MB are to be sent and {free / 1e6:.0f} MB are free; delete something on the device, or `--clean` it"
         )
 
 
@@ -202,7 +202,7 @@ def _push_large(transport: Transport, file: LocalFile, folder: str, said: Callab
     shell(transport, script, partial, target, "755" if file.executable else "644")
     if shell(transport, HASH, target, seconds=HASHING_SECONDS).strip() != file.sha256:
         shell(transport, 'rm -f "$1"', target)
-        raise TransportError(f"{transport.name}: {target} arrived damaged and was removed; send it again.")
+        raise TransportError(f"{transport.name}: {target} arrived damaged and was removed; send it again")
 
 
 def _push_chunks(transport: Transport, file: LocalFile, partial: str, incoming: str, said: Callable[[int], None]) -> None:
@@ -225,7 +225,7 @@ def _raise_for(transport: Transport, done: CommandResult, partial: str) -> None:
         return
     shell(transport, 'rm -f "$1"', partial)
     reason = "a chunk arrived damaged" if done.code == 9 else last_line(done)
-    raise TransportError(f"{transport.name}: {reason}; {partial} was removed.")
+    raise TransportError(f"{transport.name}: {reason}; {partial} was removed")
 
 
 def _resume_at(transport: Transport, file: LocalFile, partial: str) -> int:
@@ -254,4 +254,4 @@ def _verify(transport: Transport, target: str, files: list[LocalFile]) -> None:
     there = device_files(transport, target)
     wrong = [file.path for file in files if there.get(file.path) != file.sha256]
     if wrong:
-        raise TransportError(f"{transport.name}: {len(wrong)} files arrived damaged, {wrong[0]} among them; send again.")
+        raise TransportError(f"{transport.name}: {len(wrong)} files arrived damaged, {wrong[0]} among them; send again")

@@ -62,11 +62,9 @@ def start_job(transport: Transport, job: str, command: Sequence[str]) -> None:
     """Starts a command in the new folder `job` and returns at once. Raises TransportError when there is such a job already."""
     done = transport.run(["sh", "-c", START, "sh", job, *command])
     if done.code == EXISTS:
-        raise TransportError(f"{transport.name}: {job} is there already; give the run another name, or collect it first.")
+        raise TransportError(f"{transport.name}: {job} is there already; give the run another name, or collect it first")
     if done.code != 0:
-        raise TransportError(
-            f"{transport.name}: {job} could not be started; see that the device has room and its folder may be written to."
-        )
+        raise TransportError(f"{transport.name}: {job} could not be started; see that the device has room and its folder may be written to")
 
 
 def poll_job(transport: Transport, job: str, results: str) -> JobStatus:
@@ -99,5 +97,5 @@ def remove(transport: Transport, path: str) -> None:
     inside = posixpath.normpath(path)
     own = posixpath.normpath(transport.folder)
     if inside != own and not inside.startswith(own + "/"):
-        raise TransportError(f"{transport.name}: {path} is not below {transport.folder} and is not removed.")
+        raise TransportError(f"{transport.name}: {path} is not below {transport.folder} and is not removed")
     shell(transport, 'rm -rf -- "$1"', inside, seconds=600)

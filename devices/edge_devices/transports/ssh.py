@@ -27,10 +27,10 @@ class SshTransport:
     def __init__(self, host: str, folder: str = FOLDER, options: Sequence[str] = ()) -> None:
         """`options`: more words for ssh and sftp, such as -F FILE. Raises TransportError for a host that would be read as an option."""
         if host.startswith("-") or not host.strip():
-            raise TransportError(f"{host!r} is no host; give a name of your ssh configuration, or user@address.")
+            raise TransportError(f"{host!r} is no host; give a name of your ssh configuration, or user@address")
         for tool in ("ssh", "sftp"):
             if not shutil.which(tool):
-                raise TransportError(f"{tool} is not installed; install OpenSSH's client.")
+                raise TransportError(f"{tool} is not installed; install OpenSSH's client")
         self.name, self.folder, self._host = f"ssh:{host}", folder, host
         # The socket's path must stay below 104 characters, so it lives in the system's own temporary folder.
         sockets = tempfile.mkdtemp(prefix="edge-ssh-")
@@ -63,23 +63,23 @@ class SshTransport:
         if done.code == SSH_FAILED and "Couldn't" not in done.errors:
             raise self._failure(done)
         if done.code != 0:
-            raise TransportError(f"{self.name}: {last_line(done)}; see that there is room and that the folder may be written to.")
+            raise TransportError(f"{self.name}: {last_line(done)}; see that there is room and that the folder may be written to")
 
     def _failure(self, done: CommandResult) -> TransportError:
         said = done.errors
         if "Host key verification failed" in said or "REMOTE HOST IDENTIFICATION HAS CHANGED" in said:
             changed = "has changed: find out why before you remove the old one" if "CHANGED" in said else "is not known"
-            return TransportError(f"{self.name}: the host's key {changed}; connect once by hand with ssh and look at it.")
+            return TransportError(f"{self.name}: the host's key {changed}; connect once by hand with ssh and look at it")
         if re.search(r"Permission denied \(", said):
-            return TransportError(f"{self.name}: no key of yours is accepted; set one up with ssh-copy-id (no password is ever asked for).")
+            return TransportError(f"{self.name}: no key of yours is accepted; set one up with ssh-copy-id (no password is ever asked for)")
         if "Could not resolve" in said:
-            return TransportError(f"{self.name}: there is no host of this name; check it, or give an address.")
+            return TransportError(f"{self.name}: there is no host of this name; check it, or give an address")
         words = last_line(done) if said.strip() else "no answer"
-        return LinkError(f"{self.name}: the link broke ({words}); what is on the device stays.")
+        return LinkError(f"{self.name}: the link broke ({words}); what is on the device stays")
 
 
 def sftp_word(text: str) -> str:
     """Quotes a file's name for a line of sftp, which takes *, ? and [ between quotes as they are. Raises TransportError for line ends."""
     if re.search(r"[\n\r\0]", text):
-        raise TransportError(f"{text!r} has a line end in its name, which sftp cannot take; rename it.")
+        raise TransportError(f"{text!r} has a line end in its name, which sftp cannot take; rename it")
     return '"' + re.sub(r'([\\"])', r"\\\1", text) + '"'

@@ -142,7 +142,7 @@ def measure(request: BenchRequest, runs: Path | None, remark: str = "") -> tuple
 
 
 def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Report | None, RunLog]:
-    """Runs the energy protocol over the same variants. Raises RequestError where it cannot be done."""
+    """Runs the energy protocol over the same variants. Raises DeviceError where it cannot be done."""
     with ExitStack() as stack, BenchProgress() as progress:
         benchmark = Benchmark(request, progress)
         recording = "; its recording must run from now until the end" if meter.facts.name == EXTERNAL else ""

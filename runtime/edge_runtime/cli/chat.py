@@ -17,10 +17,11 @@ from edge_devices.command_line import option_group
 from edge_devices.energy.intervals import combined, of_error
 from edge_devices.energy.live import EnergyWatch, RunEnergy
 from edge_devices.energy.text import figure_text
+from edge_devices.errors import EdgeError
 from edge_devices.machine.system import System
 from edge_runtime.cli.energy_options import energy_record
 from edge_runtime.cli.summary import summary
-from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.errors import RequestError
 from edge_runtime.session.chat import OVERFLOWS, Answer, Chat
 from edge_runtime.text.channels import Event, Thought
 from edge_runtime.text.tool_calls import ToolCall
@@ -103,7 +104,7 @@ class TerminalChat:
                 return
             try:
                 self._turn(line)
-            except EdgeRuntimeError as error:
+            except EdgeError as error:
                 if not self._interactive:
                     raise
                 self._note(f"Error: {error}")

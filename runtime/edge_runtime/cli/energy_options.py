@@ -12,7 +12,6 @@ import click
 from edge_devices.command_line import option_group
 from edge_devices.energy.live import EnergyWatch, RunEnergy, SharedWatch
 from edge_devices.energy.virtual_meters import VIRTUAL, requested_meter
-from edge_devices.errors import DeviceError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters
@@ -20,7 +19,6 @@ from edge_runtime.calibration.first_use import PowerSource
 from edge_runtime.calibration.power_probe import PowerProbe
 from edge_runtime.config.schema import OBJECTIVES
 from edge_runtime.drafting.phase_power import PhasePower, read_phase_power
-from edge_runtime.errors import RequestError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +69,7 @@ energy_options = option_group(
 def energy_values(values: dict[str, Any], notify: Callable[[str], None], *, policy: str | None, draft_length: int | None) -> EnergyValues:
     """Takes the options' values out of all the command's, and looks for the meter.
 
-    A usage error for an objective beside another way to choose draft lengths; RequestError if the named meter cannot be used.
+    A usage error for an objective beside another way to choose draft lengths; MeterError if the named meter cannot be used.
     """
     name, objective, file = values.pop("meter"), values.pop("objective"), values.pop("phase_power")
     if objective == "energy" and (policy not in (None, "profit") or draft_length is not None):
@@ -79,10 +77,7 @@ def energy_values(values: dict[str, Any], notify: Callable[[str], None], *, poli
     if file is not None and objective == "time":
         raise click.UsageError("--phase-power is for --objective energy; leave one of them out")
     system = System()
-    try:
-        meter = requested_meter(system, find_meters(system), name)
-    except DeviceError as error:
-        raise RequestError(str(error)) from error
+    meter = requested_meter(system, find_meters(system), name)
     power: PhasePower | PowerSource | None = None
     if file is not None:
         power = read_phase_power(file)

@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 
-from edge_devices.errors import DeviceError
 from edge_devices.machine.bandwidth import read_bandwidth
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.profiles import profile
@@ -28,10 +27,7 @@ _SIDE, _TIMES = 768, 6
 
 def device_speed(name: str | None, threads: int | None) -> DeviceSpeed:
     """Returns the speed from a profile, or measures this machine with two probes of some tenths of a second. Raises RequestError."""
-    try:
-        return _profile_speed(name) if name is not None else _machine_speed(threads)
-    except DeviceError as error:
-        raise RequestError(str(error)) from error
+    return _profile_speed(name) if name is not None else _machine_speed(threads)
 
 
 def _profile_speed(name: str) -> DeviceSpeed:

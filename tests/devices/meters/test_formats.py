@@ -157,7 +157,7 @@ def test_a_cut_trace_is_refused_or_read_in_part(size):
     try:
         assert parse_trace(rails_trace()[:size]).keys() <= {"S2M_VDD_CPUCL2", "S1M_VDD_MIF"}
     except MeterError as error:
-        assert "Record it again" in str(error)  # noqa: PT017
+        assert "record it again" in str(error)  # noqa: PT017
 
 
 @given(st.binary(max_size=200))

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_devices.errors import DeviceError
 from edge_devices.machine.profiles import profiles
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import Architecture, BundleFile
@@ -165,7 +166,7 @@ def test_every_profile_with_a_memory_speed_gives_a_plan_and_the_others_a_reason(
     for name in profiles().keys() - known:
         with pytest.raises(RequestError, match="has no memory speed"):
             device_speed(name, None)
-    with pytest.raises(RequestError, match="there is no device profile 'toaster'"):
+    with pytest.raises(DeviceError, match="there is no device profile 'toaster'"):
         device_speed("toaster", None)
 
 

@@ -22,7 +22,7 @@ UNSUPPORTED = -(1 << 31)
 DISCHARGING = "3"  # BatteryManager.BATTERY_STATUS_DISCHARGING
 SERVICE, SYSFS = "android:battery", "android:battery-sysfs"
 SYSFS_NAMES = ("battery", "bms", "main")
-UNPLUG = "Unplug the cable and measure on the device alone; never use `dumpsys battery unplug`, which only fakes it."
+UNPLUG = "unplug the cable and measure on the device alone; never use `dumpsys battery unplug`, which only fakes it"
 
 
 class Gauge(NamedTuple):
@@ -35,7 +35,7 @@ class Gauge(NamedTuple):
 def volts_of(text: str) -> float:
     """Reads the voltage: millivolts, on old systems volts."""
     if not re.fullmatch(r"\d{1,6}", text):
-        raise MeterError(f"the battery's voltage reads {text!r}, which is no voltage; use another meter.")
+        raise MeterError(f"the battery's voltage reads {text!r}, which is no voltage; use another meter")
     return int(text) / 1000 if int(text) >= 100 else float(text)
 
 
@@ -43,9 +43,9 @@ def require_unplugged(fields: dict[str, str]) -> None:
     """Raises MeterError unless the service says: discharging, and nothing powers the device."""
     powered = sorted(k for k, v in fields.items() if k.endswith(" powered") and v == "true")
     if powered:
-        raise MeterError(f"{powered[0]}: a battery's figures mean the load only while unplugged. {UNPLUG}")
+        raise MeterError(f"{powered[0]}: a battery's figures mean the load only while unplugged; {UNPLUG}")
     if fields.get("status") != DISCHARGING:
-        raise MeterError(f"the battery's status is {fields.get('status')}, not {DISCHARGING} (discharging). {UNPLUG}")
+        raise MeterError(f"the battery's status is {fields.get('status')}, not {DISCHARGING} (discharging); {UNPLUG}")
 
 
 def current_unit(current: int, volts: float) -> str:
@@ -55,7 +55,7 @@ def current_unit(current: int, volts: float) -> str:
             return unit
     raise MeterError(
         f"a current of {current} at {volts:g} V is no idle power in microamperes or milliamperes (0.1 to 15 W); "
-        "turn the screen on, stop other work, and try again."
+        "turn the screen on, stop other work, and try again"
     )
 
 
@@ -96,23 +96,23 @@ def _first_unit(system: System, read_gauge: Callable[[System], Gauge], attempts:
         if gauge.current:
             return current_unit(gauge.current, gauge.volts)
         system.sleep(0.5)
-    raise MeterError(f"the gauge answered no current {attempts} times; it may not measure one. Use a meter in the supply line.")
+    raise MeterError(f"the gauge answered no current {attempts} times; it may not measure one; use a meter in the supply line")
 
 
 def read_service(system: System) -> Gauge:
     """Asks the battery service; raises MeterError when it is frozen, plugged in, or cannot tell."""
     state = system.run(["dumpsys", "battery"])
     if state.code != 0:
-        raise MeterError(f"`dumpsys battery` failed: {state.errors.strip() or state.code}.")
+        raise MeterError(f"`dumpsys battery` failed: {state.errors.strip() or state.code}")
     fields = parse_dumpsys(state.text)
     require_unplugged(fields)
     answer = system.run(["cmd", "battery", "get", "-f", "current_now"])
     text = answer.text.strip()
     if not re.fullmatch(r"-?\d{1,12}", text):
         said = text.splitlines()[0] if text else answer.errors.strip()
-        raise MeterError(f"`cmd battery get -f current_now` answered {said!r}; this Android is too old for it. Use another meter.")
+        raise MeterError(f"`cmd battery get -f current_now` answered {said!r}; this Android is too old for it; use another meter")
     if int(text) == UNSUPPORTED:
-        raise MeterError("the battery service says that it cannot measure the current. Use a meter in the supply line.")
+        raise MeterError("the battery service says that it cannot measure the current; use a meter in the supply line")
     return Gauge(int(text) or None, volts_of(fields.get("voltage", "")))
 
 
@@ -121,15 +121,15 @@ def read_sysfs(system: System, folder: str) -> Gauge:
     try:
         supply = Supply(name=folder.rpartition("/")[2], fields=read_fields(system, folder))
     except PermissionError as error:
-        raise MeterError(f"/{folder} is denied to this user.") from error
+        raise MeterError(f"/{folder} is denied to this user") from error
     charger = external_power(system)
     if charger:
-        raise MeterError(f"{charger} supplies power. {UNPLUG}")
+        raise MeterError(f"{charger} supplies power; {UNPLUG}")
     if supply.status not in ("Discharging", "Unknown"):
-        raise MeterError(f"/{folder} says {supply.status}. {UNPLUG}")
+        raise MeterError(f"/{folder} says {supply.status}; {UNPLUG}")
     current, microvolts = supply.number("CURRENT_NOW"), supply.number("VOLTAGE_NOW")
     if current is None or not microvolts:
-        raise MeterError(f"/{folder} tells no current_now with voltage_now. Use another meter.")
+        raise MeterError(f"/{folder} tells no current_now with voltage_now; use another meter")
     return Gauge(current or None, microvolts * 1e-6)
 
 

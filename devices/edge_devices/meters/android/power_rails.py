@@ -51,11 +51,11 @@ class RailsMeter:
                 for name, microjoules in parse_rails(self._system.text(path)).items():
                     rails[f"{path.split('/')[-2]}/{name}"] = microjoules
             except OSError as error:
-                raise MeterError(f"/{path} is no longer readable: {error.strerror}; measure again.") from error
+                raise MeterError(f"/{path} is no longer readable: {error.strerror}; measure again") from error
         if not rails:
-            raise MeterError(f"/{self._paths[0]} lists no rails; the monitor may be off (see enabled_rails beside it).")
+            raise MeterError(f"/{self._paths[0]} lists no rails; the monitor may be off (see enabled_rails beside it)")
         if self._registers and self._registers.keys() != rails.keys():
-            raise MeterError("the monitored rails changed while measuring; leave enabled_rails alone and measure again.")
+            raise MeterError("the monitored rails changed while measuring; leave enabled_rails alone and measure again")
         for name in rails:
             self._registers.setdefault(name, Unwrapped(name, None))
         total = sum(self._registers[name].total(value) for name, value in rails.items())

@@ -99,12 +99,12 @@ class PowerStatsMeter:
         """Records a short trace; joules."""
         done = record_trace(self._system)
         if done.code != 0:
-            raise MeterError(f"perfetto failed: {done.errors.strip().splitlines()[-1] if done.errors.strip() else done.code}.")
+            raise MeterError(f"perfetto failed: {done.errors.strip().splitlines()[-1] if done.errors.strip() else done.code}")
         rails = parse_trace(done.output)
         if not rails:
-            raise MeterError("perfetto recorded no power rails; the maker's power-stats layer meters none. Use android:battery.")
+            raise MeterError("perfetto recorded no power rails; the maker's power-stats layer meters none; use android:battery")
         if self._registers and self._registers.keys() != rails.keys():
-            raise MeterError("the metered rails changed while measuring; measure again.")
+            raise MeterError("the metered rails changed while measuring; measure again")
         for name in rails:
             self._registers.setdefault(name, Unwrapped(name, None))
         total = sum(self._registers[name].total(value) for name, value in rails.items())

@@ -83,9 +83,9 @@ class ChipMeter:
             try:
                 number = self._system.number(path)
             except PermissionError as error:
-                raise MeterError(f"/{path} is denied to this user; make it readable with a udev rule.") from error
+                raise MeterError(f"/{path} is denied to this user; make it readable with a udev rule") from error
             if number is None:
-                raise MeterError(f"/{path} holds no number; the chip may not answer on its bus.")
+                raise MeterError(f"/{path} holds no number; the chip may not answer on its bus")
             numbers.append(number)
         raw = " ".join(map(str, numbers))
         if self._channel.kind is Kind.COUNTER:

@@ -71,9 +71,9 @@ class JetsonMeter:
                 try:
                     number = self._system.number(path)
                 except PermissionError as error:
-                    raise MeterError(f"/{path} is denied to this user; make it readable with a udev rule.") from error
+                    raise MeterError(f"/{path} is denied to this user; make it readable with a udev rule") from error
                 if number is None:
-                    raise MeterError(f"/{path} holds no number; the chip may not answer on its bus.")
+                    raise MeterError(f"/{path} holds no number; the chip may not answer on its bus")
                 watts *= number
             total += watts
             raw.append(f"{rail.label}={watts:.6f}")

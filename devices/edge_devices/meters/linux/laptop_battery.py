@@ -33,7 +33,7 @@ class BatteryMeter:
         """Reads all batteries; watts. An exact 0 while discharging is a gauge that has not answered."""
         supplies = [s for s in batteries(self._system) if s.name in self._names]
         if len(supplies) != len(self._names):
-            raise MeterError(f"a battery of {', '.join(self._names)} is gone; measure again with all of them in place.")
+            raise MeterError(f"a battery of {', '.join(self._names)} is gone; measure again with all of them in place")
         require_discharging(self._system, supplies)
         watts = total_watts(supplies)
         return Sample(self._system.clock(), watts, _raw(supplies)) if watts > 0 else None
@@ -45,7 +45,7 @@ def total_watts(supplies: list[Supply]) -> float:
     for supply in supplies:
         watts = watts_of(supply)
         if watts is None:
-            raise MeterError(f"{supply.name} tells neither power_now nor current_now with voltage_now; use a meter in the supply line.")
+            raise MeterError(f"{supply.name} tells neither power_now nor current_now with voltage_now; use a meter in the supply line")
         total += watts
     return total
 

@@ -15,7 +15,7 @@ from edge_devices.meters.counter_wrap import Unwrapped
 
 POWERCAP = "sys/class/powercap"
 REMEDY = (
-    "energy_uj has been readable by root only since Linux 5.10 (CVE-2020-8694). Until the next start: "
+    "energy_uj has been readable by root only since Linux 5.10 (CVE-2020-8694); until the next start: "
     "sudo chmod a+r /sys/class/powercap/intel-rapl:*/energy_uj /sys/class/powercap/intel-rapl:*:*/energy_uj"
 )
 SCOPES = {"package": Scope.PACKAGE, "dram": Scope.DRAM, "psys": Scope.PLATFORM}
@@ -52,7 +52,7 @@ class RaplMeter:
             except PermissionError as error:
                 raise MeterError(f"/{folder}/energy_uj is no longer readable; {REMEDY}") from error
             if microjoules is None:
-                raise MeterError(f"/{folder}/energy_uj holds no number; the powercap driver may have been unloaded.")
+                raise MeterError(f"/{folder}/energy_uj holds no number; the powercap driver may have been unloaded")
             total += register.total(microjoules)
             raw.append(str(microjoules))
         return Sample(self._system.clock(), total * 1e-6, " ".join(raw))

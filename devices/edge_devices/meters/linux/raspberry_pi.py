@@ -52,7 +52,7 @@ class PmicMeter:
         rails = parse_pmic(done.text)
         if done.code != 0 or not rails:
             said = (done.text.strip() or done.errors.strip() or str(done.code)).splitlines()[0]
-            raise MeterError(f"`{self._command} pmic_read_adc` gave no rails: {said}. {REMEDY}.")
+            raise MeterError(f"`{self._command} pmic_read_adc` gave no rails: {said}; {REMEDY}")
         return Sample(self._system.clock(), sum(rails.values()), " ".join(f"{n}={w:.6f}" for n, w in rails.items()))
 
 

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from edge_devices.command_line import option_group
-from edge_devices.errors import DeviceError
+from edge_devices.errors import EdgeError
 from edge_devices.transports.adb import AdbTransport, usable_serials
 from edge_devices.transports.base import Transport
 from edge_devices.transports.ssh import SshTransport
@@ -24,7 +24,7 @@ from edge_runtime.bench.devices.results import DeviceResult
 from edge_runtime.bench.measure.record_file import atomic_write
 from edge_runtime.bench.report.tables import TextTable
 from edge_runtime.bench.report.terminal import note, print_tables
-from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.errors import RequestError
 
 ALL = "all"
 PARQUET = "parquet"
@@ -99,15 +99,12 @@ def reporter(transport: Transport) -> Callable[[str], None]:
 
 
 def connect(values: dict[str, Any]) -> list[Transport]:
-    """Returns the transports of --adb and --ssh. Raises RequestError for what cannot be reached."""
+    """Returns the transports of --adb and --ssh. Raises TransportError for what cannot be reached."""
     folder = values["device_folder"]
     options = ["-F", str(values["ssh_config"])] if values["ssh_config"] else []
-    try:
-        serials = [one for serial in values["adb"] for one in (usable_serials(note) if serial == ALL else [serial])]
-        phones: list[Transport] = [AdbTransport(serial, folder or AdbTransport.FOLDER) for serial in dict.fromkeys(serials)]
-        return phones + [SshTransport(host, folder or SshTransport.FOLDER, options) for host in dict.fromkeys(values["ssh"])]
-    except DeviceError as error:
-        raise RequestError(str(error)) from error
+    serials = [one for serial in values["adb"] for one in (usable_serials(note) if serial == ALL else [serial])]
+    phones: list[Transport] = [AdbTransport(serial, folder or AdbTransport.FOLDER) for serial in dict.fromkeys(serials)]
+    return phones + [SshTransport(host, folder or SshTransport.FOLDER, options) for host in dict.fromkeys(values["ssh"])]
 
 
 def remote_request(bundle: Path | None, values: dict[str, Any]) -> RemoteRequest:
@@ -160,7 +157,7 @@ def _each(transports: Sequence[Transport], work: Callable[[Transport], Outcome])
     def one(transport: Transport) -> None:
         try:
             outcomes[transport.name] = work(transport)
-        except (EdgeRuntimeError, DeviceError) as error:
+        except EdgeError as error:
             failures[transport.name] = str(error)
 
     threads = [threading.Thread(target=one, args=(transport,), daemon=True) for transport in transports]

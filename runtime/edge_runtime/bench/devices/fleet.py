@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edge_devices.errors import DeviceError
+from edge_devices.errors import DeviceError, EdgeError
 from edge_devices.transports.adb import AdbTransport, usable_serials
 from edge_runtime.bench.devices.remote_run import RemoteRequest, bench_on
 from edge_runtime.bench.devices.results import DEVICE, ENERGY, LOG, RUNS, WATCH, DeviceResult, read_result
 from edge_runtime.bench.report.terminal import note
-from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.errors import RequestError
 
 ALL = "all"
 # A phone that nobody brings back must not keep the whole fleet waiting.
@@ -57,7 +57,7 @@ def bench_phone(task: FleetTask) -> FleetResult:
     with tempfile.TemporaryDirectory() as scratch:
         try:
             bench_on(AdbTransport(task.serial, task.folder), task.request, Path(scratch), lambda _text: None)
-        except (EdgeRuntimeError, DeviceError) as error:
+        except EdgeError as error:
             return FleetResult(host=host, serial=task.serial, files={}, failure=str(error))
         found = next(Path(scratch).rglob(RUNS)).parent
         names = [name for name in (RUNS, ENERGY, WATCH, LOG, DEVICE) if (found / name).exists()]

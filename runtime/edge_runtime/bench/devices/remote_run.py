@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_devices.errors import DeviceError, LinkError
+from edge_devices.errors import LinkError
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.meters.base import Scope
 from edge_devices.meters.search import find_meters
@@ -59,47 +59,41 @@ def device_label(transport: Transport) -> str:
 
 
 def deploy(transport: Transport, request: RemoteRequest, said: Said) -> tuple[str, DeviceSnapshot, list[str]]:
-    """Looks at the device and brings package, bundle and inputs there. Returns its folder, the look and the warnings. Raises RequestError."""
-    try:
-        folder = prepare_folder(transport)
-        seen = take_snapshot(transport)
-        battery = request.energy and _at_battery(seen, request.meter)
-        against = preflight_refusals(seen, platform=request.package.platform, at_battery=battery, waits_for_unplugging=request.unplugged)
-        if against:
-            raise RequestError(f"{transport.name}: " + " ".join(against))
-        weights = sum(path.stat().st_size for path in request.bundle.rglob("*") if path.is_file())
-        warnings = preflight_warnings(seen, model_bytes=weights, at_battery=battery)
-        for text in warnings:
-            said(f"note: {text}")
-        for what, source in (("package", request.package.folder), (f"bundles/{request.bundle.resolve().name}", request.bundle)):
-            report = _percent(said, what)
-            pushed = push_tree(transport, source, posixpath.join(folder, what), report)
-            said(f"{what}: {pushed.sent} files, {pushed.bytes / 1e6:.1f} MB sent; {pushed.unchanged} were there")
-    except DeviceError as error:
-        raise RequestError(str(error)) from error
+    """Looks at the device and brings package, bundle and inputs there. Returns its folder, the look and the warnings. Raises EdgeError."""
+    folder = prepare_folder(transport)
+    seen = take_snapshot(transport)
+    battery = request.energy and _at_battery(seen, request.meter)
+    against = preflight_refusals(seen, platform=request.package.platform, at_battery=battery, waits_for_unplugging=request.unplugged)
+    if against:
+        raise RequestError(f"{transport.name}: " + "; ".join(against))
+    weights = sum(path.stat().st_size for path in request.bundle.rglob("*") if path.is_file())
+    warnings = preflight_warnings(seen, model_bytes=weights, at_battery=battery)
+    for text in warnings:
+        said(f"note: {text}")
+    for what, source in (("package", request.package.folder), (f"bundles/{request.bundle.resolve().name}", request.bundle)):
+        report = _percent(said, what)
+        pushed = push_tree(transport, source, posixpath.join(folder, what), report)
+        said(f"{what}: {pushed.sent} files, {pushed.bytes / 1e6:.1f} MB sent; {pushed.unchanged} were there")
     return folder, seen, warnings
 
 
 def bench_on(transport: Transport, request: RemoteRequest, results: Path, said: Said) -> DeviceResult:
     """Runs the benchmark and brings its results into `results`; a run of this name that is there already is only followed and collected.
 
-    Raises RequestError; what is on the device stays then, and the same call goes on with it.
+    Raises EdgeError; what is on the device stays then, and the same call goes on with it.
     """
     home = results / request.name / device_label(transport)
-    try:
-        folder = prepare_folder(transport)
-        job = posixpath.join(folder, "runs", request.name)
-        if poll_job(transport, job, RUNS).state is JobState.ABSENT:
-            folder, seen, warnings = deploy(transport, request, said)
-            note_device(home, device=transport.name, model=seen.model, warnings=warnings)
-            start_job(transport, job, _command(transport, request, folder))
-            said(_started(request))
-        else:
-            said(f"run {request.name} is there already: following it")
-        status = _follow(transport, job, request, said)
-        return _collect(transport, job, request, home, status)
-    except DeviceError as error:
-        raise RequestError(str(error)) from error
+    folder = prepare_folder(transport)
+    job = posixpath.join(folder, "runs", request.name)
+    if poll_job(transport, job, RUNS).state is JobState.ABSENT:
+        folder, seen, warnings = deploy(transport, request, said)
+        note_device(home, device=transport.name, model=seen.model, warnings=warnings)
+        start_job(transport, job, _command(transport, request, folder))
+        said(_started(request))
+    else:
+        said(f"run {request.name} is there already: following it")
+    status = _follow(transport, job, request, said)
+    return _collect(transport, job, request, home, status)
 
 
 def end_run(transport: Transport, name: str) -> None:
@@ -181,10 +175,10 @@ def _follow(transport: Transport, job: str, request: RemoteRequest, said: Said) 
             status = poll_job(transport, job, RUNS)
         except LinkError as error:
             if lost_since is None:
-                said(f"{error} Waiting for it; the run goes on there.")
+                said(f"{error}; waiting for it, the run goes on there")
             lost_since = lost_since or time.monotonic()
             if request.patience_s is not None and time.monotonic() - lost_since > request.patience_s:
-                raise LinkError(f"{error} Given up after {request.patience_s:.0f} s; --run {request.name} collects it later.") from error
+                raise LinkError(f"{error}; given up after {request.patience_s:.0f} s: --run {request.name} collects it later") from error
             time.sleep(POLL_SECONDS)
             continue
         lost_since = None
@@ -240,5 +234,5 @@ def _raise_for(transport: Transport, status: JobStatus, folder: Path, incidents:
     if whole and (status.exit_code == 0 or status.state is not JobState.FINISHED):
         return
     words = [line for line in status.log if line.strip()]
-    reason = " ".join(incidents) or (words[-1] if words else f"exit code {status.exit_code}")
+    reason = "; ".join(incidents) or (words[-1] if words else f"exit code {status.exit_code}")
     raise RequestError(f"{transport.name}: the run brought no figures: {reason} (its log: {folder / LOG})")

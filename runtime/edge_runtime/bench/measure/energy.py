@@ -15,7 +15,6 @@ from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import CALIBRATION, PREFILL, Report, make_report
 from edge_devices.energy.run_log import LONGEST_LINE, RunLog, read_log, write_log
 from edge_devices.energy.virtual_meters import EXTERNAL, PendingExternalMeter, requested_meter
-from edge_devices.errors import DeviceError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters
@@ -23,7 +22,6 @@ from edge_runtime.bench.measure.prompts import PreparedPrompt
 from edge_runtime.bench.measure.runners import OurSide, Place
 from edge_runtime.bench.measure.schedule import DOMAINS_PART
 from edge_runtime.bench.measure.variants import BASELINE, PLAIN, Variant
-from edge_runtime.errors import RequestError
 from edge_runtime.session.session import Session
 
 REPEATS = 5
@@ -33,12 +31,9 @@ LOOP = 20
 
 
 def find_meter(name: str | None = None) -> Meter | None:
-    """Returns the named meter, or the first usable one; None when there is none. Raises RequestError if the named one cannot be used."""
+    """Returns the named meter, or the first usable one; None when there is none. Raises MeterError if the named one cannot be used."""
     system = System()
-    try:
-        return PendingExternalMeter() if name == EXTERNAL else requested_meter(system, find_meters(system), name)
-    except DeviceError as error:
-        raise RequestError(str(error)) from error
+    return PendingExternalMeter() if name == EXTERNAL else requested_meter(system, find_meters(system), name)
 
 
 def is_energy_log(path: Path) -> bool:
@@ -54,15 +49,12 @@ def is_energy_log(path: Path) -> bool:
 def read_energy(path: Path, external: Path | None = None) -> tuple[Report, RunLog]:
     """Computes the figures of a log that `measure_energy` wrote, of the table of an `external` meter if there is one.
 
-    Raises RequestError if it is none, or no repeat counts.
+    Raises DeviceError if it is none, or no repeat counts.
     """
-    try:
-        log = read_log(path)
-        if external is not None:
-            log = with_external_meter(log, import_csv(external))
-        return _figures(log), log
-    except DeviceError as error:
-        raise RequestError(str(error)) from error
+    log = read_log(path)
+    if external is not None:
+        log = with_external_meter(log, import_csv(external))
+    return _figures(log), log
 
 
 def measure_energy(
@@ -70,21 +62,18 @@ def measure_energy(
 ) -> tuple[Report | None, RunLog]:
     """Runs the protocol, writes its log and computes the figures: none yet for an external meter, whose table is still to come.
 
-    Raises RequestError where the machine's state forbids it.
+    Raises MeasurementError where the machine's state forbids it.
     """
     system, awaited = system or System(), isinstance(meter, PendingExternalMeter)
 
     def load() -> BusyLoad:
         return BusyLoad(threads)
 
-    try:
-        characteristics = Characteristics.expected(meter.facts) if awaited else characterise_meter(system, meter, load)
-        with Recorder(system, meter) as recorder:
-            log = measure(system, recorder, workloads, characteristics, Plan(repeats=repeats), load if awaited else None)
-        write_log(path, log, recorder.raw)
-        return (None if awaited else _figures(log)), log
-    except DeviceError as error:
-        raise RequestError(str(error)) from error
+    characteristics = Characteristics.expected(meter.facts) if awaited else characterise_meter(system, meter, load)
+    with Recorder(system, meter) as recorder:
+        log = measure(system, recorder, workloads, characteristics, Plan(repeats=repeats), load if awaited else None)
+    write_log(path, log, recorder.raw)
+    return (None if awaited else _figures(log)), log
 
 
 def _figures(log: RunLog) -> Report:

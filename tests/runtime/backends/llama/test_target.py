@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from edge_runtime.backends.llama import library as llama_library
+from edge_runtime.backends.llama.context import load_model
 from edge_runtime.backends.llama.llama_cpp import LlamaDrafter, LlamaOptions, LlamaTarget, open_pair
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
@@ -96,7 +97,7 @@ def test_rewinds_within_the_slack_are_right_beyond_the_window(reference_pair: An
         kept: list[int] = []
         greatest, backs = 0, [0] * 6 + [2, 12, target.rewind_slack]
         while greatest < 4 * window(reference_pair):
-            tokens = random_tokens(generator.random(), generator.choice([1, 4, 13]))  # type: ignore[arg-type]
+            tokens = random_tokens(generator.random(), generator.choice([1, 4, 13]))
             target.verify(tokens)
             kept += tokens
             greatest = max(greatest, len(kept))
@@ -287,6 +288,23 @@ def test_files_that_do_not_load(reference_pair: Any, tmp_path: Path) -> None:
         LlamaTarget(reference_pair.target, options(context=999999))
     with pytest.raises(BackendError, match="has the architecture 'gemma4', not 'gemma4-assistant'"):
         open_pair(reference_pair.target, reference_pair.target, options())
+
+
+def test_llama_cpp_still_says_that_it_could_not_allocate() -> None:
+    """`load_model` chooses its advice by this word, since llama.cpp has no error code; see llama-model.cpp and ggml-backend.cpp."""
+    folder = Path(llama_library.library().api._lib._name).parent
+    texts = {b"unable to allocate %s buffer": "libllama", b"failed to allocate buffer of size": "libggml-base"}
+    for text, stem in texts.items():
+        (file, *_) = folder.glob(f"{stem}.*")
+        assert text in file.read_bytes()
+
+
+@pytest.mark.parametrize(("logged", "advice"), [("unable to allocate CPU buffer", "free some memory"), ("bad magic", "export it again")])
+def test_the_advice_where_a_model_does_not_load(logged: str, advice: str) -> None:
+    api = SimpleNamespace(llama_model_default_params=SimpleNamespace, llama_model_load_from_file=lambda *_: None)
+    library = SimpleNamespace(api=api, log=SimpleNamespace(clear=lambda: None), quoted_error=lambda: f": {logged}")
+    with pytest.raises(BackendError, match=f"{logged}; {advice}$"):
+        load_model(library, Path("m.gguf"), options())
 
 
 def test_a_drafter_of_another_target_is_refused(reference_pair: Any, target: LlamaTarget, monkeypatch: pytest.MonkeyPatch) -> None:
