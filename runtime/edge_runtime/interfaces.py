@@ -6,8 +6,7 @@ Hidden rows and K/V never cross it: a backend builds the drafter from its target
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,8 +94,7 @@ class Drafter(Protocol):
         """Frees what the backend holds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftRequest:
+class DraftRequest(NamedTuple):
     """A draft for one of the sequences that share a context; the other fields are the arguments of `Drafter.draft`."""
 
     sequence: int
@@ -107,17 +105,17 @@ class DraftRequest:
 
 
 class SequenceBatch(Protocol):
-    """Sequences that share a context, so that one forward serves several. The asks of a call are for different ones."""
+    """Sequences that share a context, so that one forward serves several. A call holds at most one request for each sequence."""
 
     @property
     def targets(self) -> Sequence[Target]:
         """The sequences' targets; a sequence's number is its place here."""
 
-    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        """Drafts for each as its `Drafter.draft` would."""
+    def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Drafts for each request as the `Drafter.draft` of its sequence would."""
 
-    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
-        """Verifies tokens of each sequence as its `Target.verify` would; views that the next call for any of them may overwrite."""
+    def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        """Verifies (sequence, tokens) pairs as `Target.verify` would. Returns views that the next call for any sequence may overwrite."""
 
     def close(self) -> None:
         """Frees what the backend holds."""

@@ -29,7 +29,7 @@ from edge_runtime.decoding.acceptance_rules import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
-from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed, Timing
+from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed, RoundPlan, RoundResult
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.interfaces import Logits
 from edge_runtime.session.open import open_session
@@ -55,34 +55,24 @@ class Text:
 class _Recorder(GreedyRule):
     """Drafts as far as it can at every place and lets none stand, so that the next place is the next token. A rule and a policy."""
 
-    listening = False
-
     def __init__(self) -> None:
         self.places: list[Place] = []
         self._confidences: list[float] = []
 
-    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:  # noqa: ARG002
+    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:  # noqa: ARG002
         self._confidences = []
-        return MAX_DRAFT_LENGTH
+        return RoundPlan(MAX_DRAFT_LENGTH, should_continue=self._record)
 
-    def should_continue(self, confidence: float) -> bool:
+    def observe(self, result: RoundResult) -> None: ...
+
+    def _record(self, confidence: float) -> bool:
         self._confidences.append(confidence)
         return True
-
-    def keep(self, drafted: int) -> int:
-        return drafted
-
-    def padding(self, drafted: int) -> int:  # noqa: ARG002
-        return 0
 
     def accept(self, drafts: Sequence[int], logits: Logits) -> VerifyResult:
         stands = accept_greedy(drafts, logits)
         self.places.append(Place(tuple(self._confidences), stands.accepted))
         return VerifyResult(accepted=0, next_token=drafts[0] if stands.accepted else stands.next_token)
-
-    def hear(self, right: bool) -> None: ...
-    def timed(self, timing: Timing) -> None: ...
-    def observe(self, drafted: int, accepted: int) -> None: ...
 
 
 def record_text(session: Session, ids: Sequence[int], max_tokens: int) -> tuple[Place, ...]:
@@ -90,10 +80,10 @@ def record_text(session: Session, ids: Sequence[int], max_tokens: int) -> tuple[
     recorder, target = _Recorder(), session.target
     target.rollback(0)
     target.prefill(list(ids[:-1]))
-    ends = session.vocabulary.eog_tokens
+    stops = session.vocabulary.eog_tokens
     # The last places have no room for 12 drafts: they are recorded with room and left out.
     decoding = Decoding(
-        target, ids[-1], recorder, max_tokens=max_tokens + MAX_DRAFT_LENGTH, rule=recorder, ends=lambda token: token in ends
+        target, ids[-1], recorder, max_tokens=max_tokens + MAX_DRAFT_LENGTH, rule=recorder, is_stop=lambda token: token in stops
     )
     for _ in decode(target, session.drafter, decoding):
         if len(recorder.places) == max_tokens:
@@ -122,20 +112,17 @@ class Replay:
         return replay
 
     def _round(self, policy: DraftLengthPolicy, place: Place, left: int) -> tuple[int, float]:
-        length, drafted = min(policy.draft_length(), left - 1), 0
-        while drafted < length:
+        plan, drafted = policy.plan(), 0
+        while drafted < min(plan.draft_length, left - 1):
             drafted += 1
-            if policy.should_continue is not None and not policy.should_continue(place.confidences[drafted - 1]):
+            if plan.should_continue is not None and not plan.should_continue(place.confidences[drafted - 1]):
                 break
         seconds = self.costs.draft(drafted)
-        accepted = min(drafted, place.accepted)
-        if policy.listening:
-            policy.hear(accepted > 0)
-            drafted = 0
-        drafted = policy.keep(drafted)
-        accepted = min(drafted, accepted)
-        seconds += self.costs.verify(1 + drafted + max(0, min(policy.padding(drafted), left - 1 - drafted)))
-        policy.observe(drafted, accepted)
+        shadow_accepted = place.accepted > 0 if plan.shadow and drafted else None
+        verified, padding = plan.to_verify(0 if plan.shadow else drafted)
+        accepted = min(verified, place.accepted)
+        seconds += self.costs.verify(1 + verified + max(0, min(padding, left - 1 - verified)))
+        policy.observe(RoundResult(verified, accepted, shadow_accepted))
         return accepted + 1, seconds
 
     def rate(self, domain: str) -> float:

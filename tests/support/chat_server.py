@@ -33,12 +33,12 @@ class SpeakingTogether:
         self.targets = list(targets)
         self.before_forward: Callable[[], None] = lambda: None
 
-    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        return [[] for _ in asks]
+    def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [[] for _ in requests]
 
-    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+    def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
         self.before_forward()
-        return [self.targets[number].verify(tokens) for number, tokens in asks]
+        return [self.targets[number].verify(tokens) for number, tokens in batches]
 
     def close(self) -> None:
         """Nothing to free."""

@@ -20,12 +20,12 @@ class ScriptedTogether:
         self.drafters = [ScriptedDrafter(target, lambda c, i: next_token(c) if i < 2 else 0) for target in self.targets]
         self.forwards: list[list[int]] = []
 
-    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        return [self.drafters[ask.sequence].draft(ask.last, ask.draft_length, ask.sampler) for ask in asks]
+    def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self.drafters[request.sequence].draft(request.last, request.draft_length, request.sampler) for request in requests]
 
-    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
-        self.forwards.append([len(tokens) for _, tokens in asks])
-        return [self.targets[number].verify(tokens) for number, tokens in asks]
+    def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        self.forwards.append([len(tokens) for _, tokens in batches])
+        return [self.targets[number].verify(tokens) for number, tokens in batches]
 
     def close(self) -> None:
         for target in self.targets:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from edge_runtime.drafting.cost_model import foreseen
-from edge_runtime.drafting.policies import DraftLengthPolicy, Timing
+from edge_runtime.drafting.policies import DraftLengthPolicy, RoundResult, Timing
 
 # Verify of 1 to 13 rows in milliseconds. The first eight were measured on real machines, the rest goes on in their manner.
 REPACKED = (19.6, 32.6, 40.0, 32.0, 46.1, 53.3, 62.2, 56.5, 66.0, 74.0, 80.0, 70.0, 85.0)
@@ -46,25 +46,22 @@ def rate(
     chances = random.Random(seed)
     emitted, spent = 0, 0.0
     while emitted < tokens:
-        mean, length, drafted, accepted, standing = acceptance(emitted), policy.draft_length(), 0, 0, True
-        while drafted < length:
+        mean, plan, drafted, accepted, standing = acceptance(emitted), policy.plan(), 0, 0, True
+        while drafted < plan.draft_length:
             chance = chances.betavariate(max(mean * spread, 1e-3), max((1 - mean) * spread, 1e-3))
             drafted += 1
             standing = standing and chances.random() < chance
             accepted += standing
             confidence = min(max(chance + chances.gauss(0, 0.05), 0.001), 0.999)
-            if policy.should_continue is not None and not policy.should_continue(confidence):
+            if plan.should_continue is not None and not plan.should_continue(confidence):
                 break
         drafting = costs.draft(drafted)
-        steps = drafted
-        if policy.listening:
-            policy.hear(accepted > 0)
-            drafted = accepted = 0
-        drafted = policy.keep(drafted)
-        accepted = min(accepted, drafted)
-        rows = drafted + 1 + policy.padding(drafted)
+        shadow_accepted = accepted > 0 if plan.shadow and drafted else None
+        verified, padding = plan.to_verify(0 if plan.shadow else drafted)
+        accepted = min(accepted, verified)
+        rows = verified + 1 + padding
         spent += drafting + costs.verify(rows)
-        policy.timed(Timing(length=emitted, steps=steps, draft_seconds=drafting, rows=rows, verify_seconds=costs.verify(rows)))
-        policy.observe(drafted, accepted)
+        timing = Timing(length=emitted, steps=drafted, draft_seconds=drafting, rows=rows, verify_seconds=costs.verify(rows))
+        policy.observe(RoundResult(verified, accepted, shadow_accepted, timing))
         emitted += accepted + 1
     return emitted / spent

@@ -93,14 +93,16 @@ def write(
     *,
     length: int = 0,
     tokens: int,
-    ends: Callable[[int], bool] = lambda _: False,
+    is_stop: Callable[[int], bool] = lambda _: False,
     policy: DraftLengthPolicy | None = None,
 ) -> tuple[int, ...]:
     """One request through the loop, on an empty cache; drafts of `length`, or of what a policy says."""
     target.rollback(0)
     target.prefill(prompt[:-1])
     emitted: list[int] = []
-    for one in decode(target, drafter, Decoding(target, prompt[-1], policy or Fixed(length), max_tokens=tokens, rule=rule, ends=ends)):
+    for one in decode(
+        target, drafter, Decoding(target, prompt[-1], policy or Fixed(length), max_tokens=tokens, rule=rule, is_stop=is_stop)
+    ):
         emitted += one.tokens
         assert target.cache == [*prompt, *emitted][:-1]
     return tuple(emitted)

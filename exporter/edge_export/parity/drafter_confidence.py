@@ -6,7 +6,7 @@ from typing import Any
 
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
-from edge_runtime.drafting.policies import CountingPolicy
+from edge_runtime.drafting.policies import RoundPlan, RoundResult
 from edge_runtime.interfaces import Drafter, Target
 
 # Tokens that are written, and tokens of each draft. A few hundred drafts are seen, which takes as long as about 25 forwards of 5 rows.
@@ -14,26 +14,25 @@ WRITTEN, DRAFT_LENGTH = 96, 4
 ROOM = WRITTEN + DRAFT_LENGTH + 1
 
 
-class _Learner(CountingPolicy):
-    """Drafts always as far, and has a model learn what became of it."""
+class _Learner:
+    """A policy of one draft length whose rounds train an acceptance model."""
 
     def __init__(self) -> None:
         self.model = AcceptanceModel()
         self._kinds: list[int] = []
 
-    def should_continue(self, confidence: float) -> bool:  # type: ignore[override]
-        """Takes in how sure the drafter is."""
+    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:  # noqa: ARG002
+        """Drafts DRAFT_LENGTH tokens and records the drafter's confidence in each."""
+        self._kinds = []
+        return RoundPlan(DRAFT_LENGTH, should_continue=self._record)
+
+    def observe(self, result: RoundResult) -> None:
+        """Trains the model on a round."""
+        self.model.observe(self._kinds, result.verified, result.accepted)
+
+    def _record(self, confidence: float) -> bool:
         self._kinds.append(self.model.kind(confidence, len(self._kinds)))
         return True
-
-    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:  # noqa: ARG002
-        """The same every round."""
-        self._kinds = []
-        return DRAFT_LENGTH
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Learns from a round."""
-        self.model.observe(self._kinds, drafted, accepted)
 
 
 def drafter_confidence(target: Target, drafter: Drafter | None, last: int) -> dict[str, Any] | None:

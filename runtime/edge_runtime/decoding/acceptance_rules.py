@@ -20,7 +20,7 @@ DEFAULT_ACCEPTANCE = "rejection"
 
 
 class AcceptanceRule(Protocol):
-    """Belongs to one request. A round asks `sampler` for each draft, in order, then `admit` once, then `accept` once."""
+    """Belongs to one request. A round asks `sampler` for each draft, in order, then `cut` once, then `accept` once."""
 
     any_prefix: bool  # whether drafts may be left unverified by what later ones look like, without moving the output's distribution
 
@@ -28,7 +28,7 @@ class AcceptanceRule(Protocol):
     def sampler(self) -> DraftSampler | None:
         """How the drafter picks a draft from its own logits; None: the likeliest."""
 
-    def admit(self, drafts: list[int]) -> list[int]:
+    def cut(self, drafts: list[int]) -> list[int]:
         """Returns the drafts that are worth verifying: those before the first that cannot stand whatever the target says."""
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
@@ -41,7 +41,7 @@ class GreedyRule:
     any_prefix = True
     sampler = None
 
-    def admit(self, drafts: list[int]) -> list[int]:
+    def cut(self, drafts: list[int]) -> list[int]:
         """All."""
         return drafts
 
@@ -60,7 +60,7 @@ class _SampledRule:
         self._drawn: list[int] = []
         self._remember(past)
 
-    def admit(self, drafts: list[int]) -> list[int]:
+    def cut(self, drafts: list[int]) -> list[int]:
         """All."""
         return drafts
 

@@ -39,7 +39,7 @@ class _ConstrainedRule(ABC):
         """Picks a valid draft, or ends the draft where the drafter has no candidate for one."""
         return self._choose
 
-    def admit(self, drafts: list[int]) -> list[int]:
+    def cut(self, drafts: list[int]) -> list[int]:
         """Returns the drafts before the first that no valid text has; those that were picked are valid."""
         picked, self._drawn = len(self._drawn), []
         return drafts if len(drafts) == picked else drafts[: max(picked, self._constraint.valid(drafts))]

@@ -1,11 +1,13 @@
-"""How many tokens to draft next. A policy sees counts, never tokens or logits."""
+"""Draft-length policies: how many tokens to draft in each round. A policy gets counts and timings, never tokens or logits."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import RequestError
@@ -16,11 +18,10 @@ POLICIES = ("profit", *COUNTING_POLICIES)
 WINDOW_ROUNDS = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """What a round took, in seconds: `steps` drafted tokens, and a verify of `rows` rows after `length` tokens.
+class Timing(NamedTuple):
+    """Durations of a round: `steps` drafted tokens, and a verify of `rows` rows after `length` tokens.
 
-    Where several requests share the forwards, all three are their sums.
+    Where several requests share the forwards, all three counts are sums over them.
     """
 
     length: int
@@ -31,76 +32,85 @@ class Timing:
     requests: int = 1
 
 
+def verify_all(drafted: int) -> tuple[int, int]:
+    """The default of `RoundPlan.to_verify`: every draft, no padding."""
+    return drafted, 0
+
+
+class RoundPlan(NamedTuple):
+    """What to do in a round.
+
+    - `draft_length`: the most tokens to draft; 0 is plain decoding.
+    - `shadow`: do not verify the draft; only compare it with the token that plain decoding emits.
+    - `should_continue`: called by the drafter after each draft; None: never stop early.
+    - `to_verify`: called once after drafting with the number of drafts, 0 for a shadow draft. Returns how many of them to verify, from the
+      first on, and how many padding rows to add, because a larger batch can be the cheaper one.
+    """
+
+    draft_length: int
+    shadow: bool = False
+    should_continue: ShouldContinue | None = None
+    to_verify: Callable[[int], tuple[int, int]] = verify_all
+
+
+class RoundResult(NamedTuple):
+    """What came of a round: `accepted` of `verified` drafts.
+
+    `shadow_accepted` is None unless a shadow draft was compared. `timing` is None where another request that shares the round reports it.
+    """
+
+    verified: int
+    accepted: int
+    shadow_accepted: bool | None = None
+    timing: Timing | None = None
+
+
 class DraftLengthPolicy(Protocol):
-    """Decides before each round, and if it likes after each draft; is told what became of it."""
+    """Plans each round and learns from its result. The loop calls both methods once a round, in this order."""
 
-    @property
-    def should_continue(self) -> ShouldContinue | None:
-        """Asked by the drafter after each draft whether to draft another; None: always."""
+    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
+        """Returns what to do in the next round.
 
-    @property
-    def listening(self) -> bool:
-        """Whether this round's drafts are not to be verified, only compared with what plain decoding brings (`hear`)."""
-
-    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:
-        """Returns how many tokens to draft at most in the next round; 0 is plain decoding. Asked once a round, first of all.
-
-        `requests` is how many share the round's forwards, this one among them. `any_prefix`: drafts may be left unverified (`keep`).
+        `requests` is how many requests share the forwards of the round, this one included. Without `any_prefix`, `RoundPlan.to_verify`
+        must return all drafts: the acceptance rule forbids choosing among them.
         """
 
-    def keep(self, drafted: int) -> int:
-        """Returns how many of the drafts to verify, the first ones; all where `any_prefix` was not given. Asked once, after drafting."""
-
-    def padding(self, drafted: int) -> int:
-        """Returns how many rows to verify beyond these drafts, for the only reason that the larger batch is the cheaper one."""
-
-    def hear(self, right: bool) -> None:
-        """Learns, where it was listening, whether the first draft was the token that came. Before `observe`."""
-
-    def timed(self, timing: Timing) -> None:
-        """Learns what the round took. Before `observe`; of requests that share a round, one is told."""
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Learns what became of those of the last round's drafts that were verified."""
+    def observe(self, result: RoundResult) -> None:
+        """Learns from the round that was planned last."""
 
 
-class CountingPolicy:
-    """What policies have in common that decide before a round, by counts alone."""
+class CountingPolicy(ABC):
+    """Base of the policies that choose a length from acceptance counts alone."""
 
-    should_continue = None
-    listening = False
+    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:  # noqa: ARG002
+        """Drafts `draft_length()` tokens and verifies all of them."""
+        return RoundPlan(self.draft_length())
 
-    def keep(self, drafted: int) -> int:
-        """All."""
-        return drafted
+    @abstractmethod
+    def draft_length(self) -> int:
+        """Returns the length of the next draft."""
 
-    def padding(self, drafted: int) -> int:  # noqa: ARG002
-        """None."""
-        return 0
-
-    def hear(self, right: bool) -> None:
-        """It never listens."""
-
-    def timed(self, timing: Timing) -> None:
-        """Time is of no interest."""
+    @abstractmethod
+    def observe(self, result: RoundResult) -> None:
+        """Learns from a round."""
 
 
 @dataclass(frozen=True)
 class Fixed(CountingPolicy):
-    """The same draft length every round. `Fixed(0)` is plain decoding on the same path."""
+    """The same draft length every round. `Fixed(0)` is plain decoding by the same loop."""
 
     length: int
 
     def __post_init__(self) -> None:
         if not 0 <= self.length <= MAX_DRAFT_LENGTH:
-            raise RequestError(f"draft length {self.length} is outside 0..{MAX_DRAFT_LENGTH}; choose one inside")
+            raise RequestError(f"draft length {self.length} is outside 0..{MAX_DRAFT_LENGTH}; choose a length in that range")
 
-    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:  # noqa: ARG002
+    def draft_length(self) -> int:
         """Returns the fixed length."""
         return self.length
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """A fixed length learns nothing."""
+    def observe(self, result: RoundResult) -> None:
+        """Does nothing."""
 
 
 class RecentAcceptance:
@@ -124,10 +134,10 @@ class RecentAcceptance:
 
 
 class Rolling(CountingPolicy):
-    """After each round one token more if the acceptance of the last `window` rounds is above `threshold`, `penalty` tokens less if below.
+    """Adds one token after a round if the acceptance of the last `window` rounds is above `threshold`; takes off `penalty` if it is below.
 
-    The length stays within [shortest, longest]; a `penalty` may be a fraction, the length is rounded down. 0 is not reached: a
-    policy that drafts nothing would never learn that drafts pay again.
+    The length stays within [shortest, longest]. A `penalty` may be a fraction; the length is rounded down. The length never reaches 0: a
+    policy that drafts nothing would never learn that drafts are accepted again.
     """
 
     def __init__(
@@ -147,24 +157,24 @@ class Rolling(CountingPolicy):
         self._penalty = penalty
         self._recent = RecentAcceptance(window)
 
-    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:  # noqa: ARG002
-        """Returns the present length."""
+    def draft_length(self) -> int:
+        """Returns the current length, rounded down."""
         return int(self._length)
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Lengthens, shortens, or leaves the length at exactly the threshold and after a round that drafted nothing."""
-        self._recent.add(drafted, accepted)
+    def observe(self, result: RoundResult) -> None:
+        """Adjusts the length; keeps it at exactly the threshold and after a round without drafts."""
+        self._recent.add(result.verified, result.accepted)
         rate = self._recent.rate
-        if not drafted or rate is None or rate == self._threshold:
+        if not result.verified or rate is None or rate == self._threshold:
             return
         shortest, longest = self._bounds
         self._length = min(max(self._length + (1 if rate > self._threshold else -self._penalty), shortest), longest)
 
 
 class Stepped(CountingPolicy):
-    """6 tokens where the acceptance of the last `window` rounds is above 0.9, 4 above 0.7, else 2; 2 before anything is known.
+    """6 tokens where the acceptance of the last `window` rounds is above 0.9, 4 above 0.7, else 2; 2 before the first draft.
 
-    Steps outside [shortest, longest] are moved to its nearer end.
+    The length is clamped to [shortest, longest].
     """
 
     def __init__(self, *, shortest: int = 1, longest: int = MAX_DRAFT_LENGTH, window: int = WINDOW_ROUNDS) -> None:
@@ -173,23 +183,24 @@ class Stepped(CountingPolicy):
         self._bounds = (shortest, longest)
         self._recent = RecentAcceptance(window)
 
-    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:  # noqa: ARG002
-        """Returns the step of the present acceptance."""
+    def draft_length(self) -> int:
+        """Returns the length for the current acceptance."""
         rate = self._recent.rate or 0.0
         shortest, longest = self._bounds
         return min(max(6 if rate > 0.9 else 4 if rate > 0.7 else 2, shortest), longest)
 
-    def observe(self, drafted: int, accepted: int) -> None:
+    def observe(self, result: RoundResult) -> None:
         """Counts the round."""
-        self._recent.add(drafted, accepted)
+        self._recent.add(result.verified, result.accepted)
 
 
 def draft_length_policy(
     name: str, start: int, *, shortest: int = 1, longest: int = 8, threshold: float = 0.7, penalty: float = 1.0, window: int = WINDOW_ROUNDS
 ) -> DraftLengthPolicy:
-    """Returns the policy of that name, but for `profit`, which needs costs (see `Session`). `start` is the length of `fixed` and the first one of `rolling`; `fixed` has no range.
+    """Returns the policy `name`, except `profit`, which needs costs (see `Session`).
 
-    `threshold` and `penalty` are those of `rolling`; `window` is in rounds.
+    `start` is the length of `fixed` and the first length of `rolling`. `fixed` ignores the range. `threshold` and `penalty` are used by
+    `rolling` only. `window` is in rounds.
     """
     if name == "fixed":
         return Fixed(start)

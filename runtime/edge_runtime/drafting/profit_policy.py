@@ -17,7 +17,7 @@ import numpy as np
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.acceptance_model import Acceptance, Chances
 from edge_runtime.drafting.cost_model import Costs
-from edge_runtime.drafting.policies import Timing
+from edge_runtime.drafting.policies import RoundPlan, RoundResult
 
 # Share of what earlier rounds reached that is left after another: a memory of 50 rounds.
 RATE_KEPT = 0.98
@@ -33,7 +33,7 @@ REFRESH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Why the last round drafted as it did. Rates are tokens per unit of cost, `mode` is "plain", "listen" or "draft".
+    """Why the last round drafted as it did. Rates are tokens per unit of cost, `mode` is "plain", "shadow" or "draft".
 
     Of `drafted` tokens the first `verified` were verified, with `padding` rows more. `expected` are the tokens the round was expected to
     emit when its draft ended, `cost` what it was expected to cost.
@@ -89,33 +89,23 @@ class Profit:
         self._worth = 1.0 - self._rate * float(self._row_costs[0])
         self._verified = 0
 
-    def timed(self, timing: Timing) -> None:
-        """Passes a round's timings to the costs."""
-        self._costs.learn(timing)
-        if self.listening and timing.verify_seconds > 0:
-            self._price = min(timing.draft_seconds / timing.verify_seconds, MOST_CREDIT)
-
-    @property
-    def listening(self) -> bool:
-        """Whether the drafts of this round are only compared with what plain decoding brings."""
-        return self._mode == "listen"
-
-    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:
-        """Returns the most tokens to draft now; `should_continue` may end the draft earlier."""
+    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
+        """Plans a draft where drafting pays; otherwise plain decoding, or a shadow draft when the probing budget allows one."""
         if requests != self._requests:
             self._requests, self._stale, self._unread = requests, True, 0
         stale = self._stale or any_prefix != self._any_prefix
         if stale:
             self._weigh()
         self._begin(any_prefix=any_prefix)
-        if stale:  # else nothing was drafted since it last said no
+        if stale:  # otherwise nothing was drafted since it last was not worth it
             self._most = self._first_length()
         if self._most:
-            self._mode = "draft"
-            return self._most
-        self._price = float(self._draft_costs[1]) * self._plain_rate if self._longest else MOST_CREDIT
-        self._mode = "listen" if self._credit >= self._price else "plain"
-        return int(self.listening)
+            self._mode, length = "draft", self._most
+        else:
+            self._price = float(self._draft_costs[1]) * self._plain_rate if self._longest else MOST_CREDIT
+            self._mode = "shadow" if self._credit >= self._price else "plain"
+            length = int(self._mode == "shadow")
+        return RoundPlan(length, self._mode == "shadow", self._should_continue, self._to_verify)
 
     def _first_length(self) -> int:
         """The most to draft, 0 where not even one draft pays."""
@@ -178,11 +168,11 @@ class Profit:
             worth = np.maximum(worth, further.max(axis=0))
         return float(kinds @ worth) - rate * float(drafts[0] - self._draft_costs[drafted]) - self._worth
 
-    def should_continue(self, confidence: float) -> bool:
-        """Hears how sure the drafter is of the token it just drafted; returns whether another pays."""
+    def _should_continue(self, confidence: float) -> bool:
+        """Takes the drafter's probability of the token it just drafted; returns whether drafting another pays."""
         self._draft_of(self._model.kind(confidence, len(self._kinds)))
         self._confidences.append(confidence)
-        if self.listening or len(self._kinds) >= self._longest:
+        if self._mode == "shadow" or len(self._kinds) >= self._longest:
             return False
         return self._gain_of_a_step(self._forecast.follows[self._kinds[-1]]) > 0
 
@@ -195,43 +185,50 @@ class Profit:
         if worth > self._worth or not self._any_prefix:
             self._worth, self._verified = worth, len(self._kinds)
 
-    def keep(self, drafted: int) -> int:
-        """Returns how many of the drafts to verify: those after them cost more than they are likely to bring."""
-        self._hear_of(drafted)
-        return min(self._verified, drafted)
+    def _to_verify(self, drafted: int) -> tuple[int, int]:
+        """Returns how many drafts to verify, because those after them cost more than they are likely to bring, and the padding rows."""
+        self._draft_unasked(drafted)
+        verified = min(self._verified, drafted)
+        return verified, self._padding(verified)
 
-    def _hear_of(self, drafted: int) -> None:
-        """Takes in drafts of a drafter that did not ask `should_continue`."""
+    def _padding(self, verified: int) -> int:
+        return int(self._rows[verified]) - verified
+
+    def _draft_unasked(self, drafted: int) -> None:
+        """Adds the drafts of a drafter that does not call `should_continue`."""
         while len(self._kinds) < drafted:
             self._draft_of(self._model.kind(1.0, len(self._kinds)))
 
-    def padding(self, drafted: int) -> int:
-        """Returns how many rows to verify beyond the drafts only because the larger batch is the cheaper one."""
-        return int(self._rows[drafted]) - drafted
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Learns from a round whose first `drafted` drafts were verified, or that had none."""
-        self._verified = drafted
-        if self._kinds and not self.listening:
+    def observe(self, result: RoundResult) -> None:
+        """Learns from a round: acceptance, rate and costs."""
+        shadow = self._mode == "shadow"
+        if result.shadow_accepted is not None:
+            self._observe_shadow(result.shadow_accepted)
+        if (timing := result.timing) is not None:
+            self._costs.learn(timing)
+            if shadow and timing.verify_seconds > 0:
+                self._price = min(timing.draft_seconds / timing.verify_seconds, MOST_CREDIT)
+        self._verified = verified = result.verified
+        if self._kinds and not shadow:
             self._stale = True
-            self._model.observe(self._kinds, drafted, accepted)
+            self._model.observe(self._kinds, verified, result.accepted)
         if self._mode != "draft":
-            self._credit = min(self._credit + CREDIT_PER_TOKEN, MOST_CREDIT) - (self._price if self.listening else 0.0)
-        # What was foreseen says as much about the rate as what happened, and varies less.
-        tokens = (self._tokens[drafted] + accepted + 1) / 2
+            self._credit = min(self._credit + CREDIT_PER_TOKEN, MOST_CREDIT) - (self._price if shadow else 0.0)
+        # The prediction says as much about the rate as the outcome, and varies less.
+        tokens = (self._tokens[verified] + result.accepted + 1) / 2
         self._tokens_reached = RATE_KEPT * self._tokens_reached + tokens
         self._cost_reached = RATE_KEPT * self._cost_reached + self._spent()
 
-    def hear(self, right: bool) -> None:
-        """Learns from a round that listened: whether the draft was the token that plain decoding brought. Comes before `observe`."""
+    def _observe_shadow(self, accepted: bool) -> None:
+        """Learns from a shadow draft; the next plan computes everything anew."""
         self._stale, self._unread = True, 0
-        self._hear_of(1)
+        self._draft_unasked(1)
         self._model.fade(STALE)
-        self._model.observe(self._kinds[:1], 1, int(right))
+        self._model.observe(self._kinds[:1], 1, int(accepted))
 
     def _spent(self) -> float:
-        """What the round cost, by what is known of costs. Listening has an account of its own."""
-        steps = 0 if self.listening else len(self._kinds)
+        """The cost of the round according to the cost model. Shadow drafts are paid from the probing budget instead."""
+        steps = 0 if self._mode == "shadow" else len(self._kinds)
         return float(self._draft_costs[steps] + self._row_costs[self._verified])
 
     @property
@@ -242,7 +239,7 @@ class Profit:
             mode=self._mode,
             drafted=len(self._kinds),
             verified=verified,
-            padding=self.padding(verified),
+            padding=self._padding(verified),
             expected=self._tokens[verified],
             cost=self._spent(),
             plain_rate=self._plain_rate,

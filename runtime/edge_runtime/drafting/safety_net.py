@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.drafting.policies import DraftLengthPolicy, Timing
+from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult
 from edge_runtime.drafting.rejection_window import WINDOW_TOKENS, Event, EventKind, RejectionWindow
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import ShouldContinue
 
 LIMIT = 0.5
 # While stopped: plain rounds before the first probe, doubled after each that fails, and drafted tokens in a probe, one per round.
@@ -83,46 +82,21 @@ class SafetyNet:
 
 
 class Guarded:
-    """A policy over a safety net. Implements `policies.DraftLengthPolicy`; `on_event` hears what the net does."""
+    """A policy limited by a safety net. Implements `policies.DraftLengthPolicy`; `on_event` receives the events of the net."""
 
     def __init__(self, policy: DraftLengthPolicy, net: SafetyNet, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self._policy = policy
         self._net = net
         self._on_event = on_event
 
-    @property
-    def should_continue(self) -> ShouldContinue | None:
-        """The policy's."""
-        return self._policy.should_continue
+    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
+        """Returns the plan of the policy, with its length cut to what the net allows."""
+        plan, longest = self._policy.plan(requests, any_prefix=any_prefix), self._net.longest
+        return plan if plan.draft_length <= longest else plan._replace(draft_length=longest)
 
-    @property
-    def listening(self) -> bool:
-        """The policy's."""
-        return self._policy.listening
-
-    def keep(self, drafted: int) -> int:
-        """The policy's."""
-        return self._policy.keep(drafted)
-
-    def padding(self, drafted: int) -> int:
-        """The policy's."""
-        return self._policy.padding(drafted)
-
-    def hear(self, right: bool) -> None:
-        """Tells the policy."""
-        self._policy.hear(right)
-
-    def timed(self, timing: Timing) -> None:
-        """Tells the policy."""
-        self._policy.timed(timing)
-
-    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:
-        """Returns the policy's length, or what the net allows if that is less."""
-        return min(self._policy.draft_length(requests, any_prefix=any_prefix), self._net.longest)
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Tells both."""
-        self._policy.observe(drafted, accepted)
-        event = self._net.observe(drafted, accepted)
+    def observe(self, result: RoundResult) -> None:
+        """Passes the result to the policy and to the net."""
+        self._policy.observe(result)
+        event = self._net.observe(result.verified, result.accepted)
         if event is not None:
             self._on_event(event)

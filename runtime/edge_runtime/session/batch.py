@@ -23,14 +23,15 @@ class SingleSequence:
         self.targets = (target,)
         self._drafter = drafter
 
-    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        """Drafts for the one."""
-        drafter = self._drafter
-        return [drafter.draft(ask.last, ask.draft_length, ask.sampler, ask.should_continue) if drafter else [] for ask in asks]
+    def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Drafts for the one sequence."""
+        if (drafter := self._drafter) is None:
+            return [[] for _ in requests]
+        return [drafter.draft(one.last, one.draft_length, one.sampler, one.should_continue) for one in requests]
 
-    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
-        """Verifies for the one."""
-        return [self.targets[0].verify(tokens) for _, tokens in asks]
+    def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        """Verifies for the one sequence."""
+        return [self.targets[0].verify(tokens) for _, tokens in batches]
 
     def close(self) -> None:
         """Frees the models."""
@@ -91,14 +92,14 @@ class BatchDecoder:
         begin = time.perf_counter()
         drafts = self._drafts(running)
         middle = time.perf_counter()
-        asks = [(self._number(one), one.decoding.rows(draft)) for one, draft in zip(running, drafts, strict=True)]
-        logits = self._together.verify_all(asks)
+        batches = [(self._number(one), one.decoding.tokens_to_verify(draft)) for one, draft in zip(running, drafts, strict=True)]
+        logits = self._together.verify_all(batches)
         first, *others = [one.decoding for one in running]
         timing = first.timing(middle - begin, time.perf_counter() - middle, *others)
         done = []
         for one, rows in zip(running, logits, strict=True):
-            try:  # one tells what the round took: their policies weigh the same costs
-                done.append((one, one.decoding.settle(rows, timing, tell=one is running[0])))
+            try:  # one request reports the timing: their policies share one cost model
+                done.append((one, one.decoding.finish_round(rows, timing, report_timing=one is running[0])))
             except EdgeRuntimeError as error:  # such as no token left to draw: the others' rows are as good as before
                 one.target.rollback(0)
                 self._failures.append((one, error))
@@ -140,11 +141,11 @@ class BatchDecoder:
                 self._begin(generation)
 
     def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
-        asks = [one.decoding.ask(self._number(one), len(running)) for one in running]
-        wanted = [i for i, ask in enumerate(asks) if ask.draft_length > 0]
+        requests = [one.decoding.draft_request(self._number(one), len(running)) for one in running]
+        wanted = [i for i, request in enumerate(requests) if request.draft_length > 0]
         drafts: list[list[int]] = [[] for _ in running]
         if wanted:
-            for i, draft in zip(wanted, self._together.draft_all([asks[i] for i in wanted]), strict=True):
+            for i, draft in zip(wanted, self._together.draft_all([requests[i] for i in wanted]), strict=True):
                 drafts[i] = draft
         return drafts
 

@@ -69,7 +69,7 @@ class OpenedPair:
 class _Spelling:
     """A request's tokens as text, and whether one of them ends it.
 
-    Apart from Generation, because the loop asks `ends`: a request that held a loop that holds the request would be kept in memory until
+    Apart from Generation, because the loop calls `is_stop`: a request that held a loop that holds the request would be kept in memory until
     garbage is collected.
     """
 
@@ -85,8 +85,8 @@ class _Spelling:
         for token in tokens[self._fed :]:
             self._feed(token)
 
-    def ends(self, token: int) -> bool:
-        """Tells whether the newest token is the last."""
+    def is_stop(self, token: int) -> bool:
+        """Returns whether the newest token is the last."""
         # With stop strings the text is made token by token inside the loop, as plain decoding would: so they end the request at the
         # same token. Without them the loop does no text work, and its seconds hold none.
         stopped = self._stops and self._feed(token)
@@ -124,7 +124,9 @@ class Generation:
         rule = acceptance_rule(options.sampling, options.acceptance, prompt)
         if constraint is not None:
             rule = constrained(rule, constraint)
-        self.decoding = Decoding(pair.target, self.prompt[-1], policy, max_tokens=options.max_tokens, rule=rule, ends=self._spelling.ends)
+        self.decoding = Decoding(
+            pair.target, self.prompt[-1], policy, max_tokens=options.max_tokens, rule=rule, is_stop=self._spelling.is_stop
+        )
 
     @property
     def target(self) -> Target:
@@ -145,7 +147,7 @@ class Generation:
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the request is over; None while it is not."""
-        if self.decoding.ended:
+        if self.decoding.stopped:
             return "stop"
         if len(self.tokens) >= self.options.max_tokens:
             return "length"

@@ -14,7 +14,7 @@ from edge_runtime.bundle.manifest import BundleFile, RuntimeSettings, Source
 from edge_runtime.config.schema import DrafterConfig, SpeculativeConfig, StreamingConfig, TuningConfig, VerifierConfig
 from edge_runtime.config.settings import load_settings, resolve_settings
 from edge_runtime.config.yaml_file import CONFIG_NAME, config_text
-from edge_runtime.drafting.policies import Fixed, Rolling, Stepped
+from edge_runtime.drafting.policies import Fixed, Rolling, RoundResult, Stepped
 from edge_runtime.errors import BundleError, ConfigError, RequestError
 from edge_runtime.session.session import Session
 from scripted import MANIFEST, LetterVocabulary, ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
@@ -76,23 +76,23 @@ def test_a_file_is_as_good_as_an_object(bundle, tmp_path):
 def test_policies_are_made_of_the_tuning(bundle):
     policy = load_settings(bundle, config=tuned(policy="rolling", initial_horizon=4, min_horizon=3, rejection_penalty=2.0)).new_policy()
     assert isinstance(policy, Rolling)
-    assert policy.draft_length() == 4
-    policy.observe(4, 0)
-    assert policy.draft_length() == 3
+    assert policy.plan().draft_length == 4
+    policy.observe(RoundResult(4, 0))
+    assert policy.plan().draft_length == 3
     policy = load_settings(bundle, config=tuned(policy="rolling", acceptance_threshold=0.2, monitoring_window=5)).new_policy()
     for drafted, accepted, length in ((2, 0, 1), (1, 1, 2), (2, 1, 3)):  # 5 tokens are one round
-        policy.observe(drafted, accepted)
-        assert policy.draft_length() == length
+        policy.observe(RoundResult(drafted, accepted))
+        assert policy.plan().draft_length == length
     stepped = load_settings(bundle, config=tuned(policy="stepped", min_horizon=3, max_horizon=5)).new_policy()
     assert isinstance(stepped, Stepped)
-    assert stepped.draft_length() == 3
-    stepped.observe(10, 10)
-    assert stepped.draft_length() == 5
+    assert stepped.plan().draft_length == 3
+    stepped.observe(RoundResult(10, 10))
+    assert stepped.plan().draft_length == 5
 
 
 def test_plain_decoding_by_configuration(bundle):
-    assert load_settings(bundle, config=tuned(initial_horizon=0)).new_policy().draft_length() == 0
-    assert load_settings(bundle, config=tuned(policy="rolling", initial_horizon=0)).new_policy().draft_length() == 1
+    assert load_settings(bundle, config=tuned(initial_horizon=0)).new_policy().plan().draft_length == 0
+    assert load_settings(bundle, config=tuned(policy="rolling", initial_horizon=0)).new_policy().plan().draft_length == 1
 
 
 def test_rows_bound_every_draft(bundle):

@@ -51,7 +51,7 @@ def constrain(pattern: str) -> Constraint:
 
 def run(target, drafter, rule, pattern: str, *, length: int, tokens: int = TOKENS) -> tuple[int, ...]:
     constraint = constrain(pattern)
-    return write(target, drafter, PROMPT, constrained(rule, constraint), length=length, tokens=tokens, ends=constraint.advance)
+    return write(target, drafter, PROMPT, constrained(rule, constraint), length=length, tokens=tokens, is_stop=constraint.advance)
 
 
 def masked_greedy(row, pattern: str, tokens: int) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class UnmaskedDrafts:
     def __init__(self, rule, constraint):
         self._rule = constrained(rule, constraint)
         self._inner = rule
-        self.admit = self._rule.admit
+        self.cut = self._rule.cut
         self.accept = self._rule.accept
 
     def sampler(self, logits, tokens=None):
@@ -135,7 +135,7 @@ def test_the_chi_square_sees_drafts_drawn_otherwise_than_they_count():
         constraint = constrain(PATTERNS[0])
         rule = UnmaskedDrafts(RejectionRule(Sampler(SamplingParams()), PROMPT, random), constraint)
         drafter = DRAFTERS["random"](target)
-        return write(target, drafter, PROMPT, rule, length=2, tokens=TOKENS, ends=constraint.advance)
+        return write(target, drafter, PROMPT, rule, length=2, tokens=TOKENS, is_stop=constraint.advance)
 
     assert chi_square_p(Counter(once() for _ in range(RUNS)), exact(SamplingParams(), PATTERNS[0])) < 1e-6
 
@@ -167,11 +167,11 @@ def test_drafts_that_violate_the_grammar_never_reach_the_target(drafter, method)
         rule = acceptance_rule(SamplingParams(seed=3), method, PROMPT) if method else GREEDY
         constraint, emitted = constrain(pattern), []
 
-        def ends(token: int, constraint: Constraint = constraint, emitted: list[int] = emitted) -> bool:
+        def is_stop(token: int, constraint: Constraint = constraint, emitted: list[int] = emitted) -> bool:
             emitted.append(token)
             return constraint.advance(token)
 
-        write(target, DRAFTERS[drafter](target), PROMPT, constrained(rule, constraint), length=6, tokens=40, ends=ends)
+        write(target, DRAFTERS[drafter](target), PROMPT, constrained(rule, constraint), length=6, tokens=40, is_stop=is_stop)
         at = 0
         for rows in target.verified:
             before = constrain(pattern)

@@ -27,7 +27,7 @@ def run(prompt: list[int], guess, length: int, max_tokens: int, stop=frozenset()
     target.prefill(prompt[:-1])
     rounds: list[Round] = []
     emitted: list[int] = []
-    for one in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=max_tokens, ends=stop.__contains__)):
+    for one in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=max_tokens, is_stop=stop.__contains__)):
         rounds.append(one)
         emitted += one.tokens
         assert target.cache == (prompt + emitted)[:-1], "the cache holds all tokens but the newest"

@@ -15,7 +15,7 @@ from edge_runtime.decoding import acceptance_rules as rules
 from edge_runtime.decoding.acceptance import VerifyResult
 from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, MatchRule, RejectionRule
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
-from edge_runtime.drafting.policies import CountingPolicy
+from edge_runtime.drafting.policies import RoundPlan, RoundResult
 from edge_runtime.errors import BackendError
 from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, chi_square_p, chi_square_tail, exact, random_rows, write
 
@@ -173,28 +173,28 @@ def test_the_approximation_agrees_with_printed_tables(statistic, degrees, tail):
     assert chi_square_tail(statistic, degrees) == pytest.approx(tail, rel=0.1)
 
 
-class Choosy(CountingPolicy):
+class Choosy:
     """Verifies the first draft alone where the drafter is unsure of the last; `bold` does so even where all must be verified."""
 
     def __init__(self, *, bold: bool = False) -> None:
         self._bold = bold
         self.left_out = 0
 
-    def draft_length(self, requests: int = 1, *, any_prefix: bool = True) -> int:
+    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
         self._may, self._sure = any_prefix or self._bold, []
-        return 3
+        return RoundPlan(3, should_continue=self._record, to_verify=self._to_verify)
 
-    def should_continue(self, confidence: float) -> bool:  # type: ignore[override]
+    def observe(self, result: RoundResult) -> None:
+        """Learns nothing."""
+
+    def _record(self, confidence: float) -> bool:
         self._sure.append(confidence)
         return True
 
-    def keep(self, drafted: int) -> int:
+    def _to_verify(self, drafted: int) -> tuple[int, int]:
         kept = 1 if drafted and self._may and self._sure[-1] < 0.6 else drafted
         self.left_out += drafted - kept
-        return kept
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Learns nothing."""
+        return kept, 0
 
 
 def choosy(method: str, *, bold: bool = False) -> tuple[float, int]:

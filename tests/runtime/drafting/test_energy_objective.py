@@ -29,7 +29,7 @@ from simulated_rounds import CURVES, LINEAR, ExactCosts, rate
 def planned(step: float, power: PhasePower | None, *, prior: float = 0.7, curve: tuple[float, ...] = LINEAR) -> int:
     """The length that profit would draft before it has seen anything."""
     costs = ExactCosts(curve, step)
-    return Profit(costs if power is None else EnergyCosts(costs, power), PositionModel(prior=prior), stepwise=False).draft_length()
+    return Profit(costs if power is None else EnergyCosts(costs, power), PositionModel(prior=prior), stepwise=False).plan().draft_length
 
 
 def test_cheap_drafting_watts_lengthen_drafts_and_dear_ones_shorten_them() -> None:

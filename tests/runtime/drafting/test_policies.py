@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.drafting.policies import COUNTING_POLICIES, Rolling, Stepped, draft_length_policy
+from edge_runtime.drafting.policies import COUNTING_POLICIES, Rolling, RoundResult, Stepped, draft_length_policy
 from edge_runtime.errors import RequestError
 
 outcomes = st.lists(st.tuples(st.integers(0, 12), st.floats(0, 1)), max_size=60)
@@ -20,55 +20,55 @@ def test_rolling_stays_in_its_bounds(rounds, one, other, threshold, penalty):
     shortest, longest = min(one, other), max(one, other)
     policy = Rolling(longest, shortest=shortest, longest=longest, threshold=threshold, penalty=penalty)
     for drafted, share in rounds:
-        before = policy.draft_length()
-        policy.observe(drafted, int(drafted * share))
-        assert shortest <= policy.draft_length() <= min(longest, before + 1)
+        before = policy.plan().draft_length
+        policy.observe(RoundResult(drafted, int(drafted * share)))
+        assert shortest <= policy.plan().draft_length <= min(longest, before + 1)
 
 
 @given(outcomes, st.sampled_from(COUNTING_POLICIES), st.integers(1, 8))
 def test_no_policy_leaves_the_legal_lengths(rounds, name, start):
     policy = draft_length_policy(name, start)
     for drafted, share in rounds:
-        assert 0 <= policy.draft_length() <= MAX_DRAFT_LENGTH
-        policy.observe(drafted, int(drafted * share))
+        assert 0 <= policy.plan().draft_length <= MAX_DRAFT_LENGTH
+        policy.observe(RoundResult(drafted, int(drafted * share)))
 
 
 def test_rolling_grows_by_one_and_shrinks_by_the_penalty():
     policy = Rolling(4, threshold=0.5, penalty=1.5, window=1)
     lengths = []
     for drafted, accepted in [(4, 4), (5, 5), (6, 3), (6, 1), (4, 0), (0, 0)]:
-        policy.observe(drafted, accepted)
-        lengths.append(policy.draft_length())
+        policy.observe(RoundResult(drafted, accepted))
+        lengths.append(policy.plan().draft_length)
     assert lengths == [5, 6, 6, 4, 3, 3]  # exactly the threshold keeps 6; then 4.5 rounded down; nothing drafted changes nothing
 
 
 def test_rolling_looks_at_ten_rounds():
     policy = Rolling(4, longest=12, threshold=0.5)
     for _ in range(10):
-        policy.observe(4, 4)
-    assert policy.draft_length() == 12
+        policy.observe(RoundResult(4, 4))
+    assert policy.plan().draft_length == 12
     for _ in range(5):
-        policy.observe(4, 0)
-    assert policy.draft_length() == 12  # 5 of the last 10 rounds: exactly the threshold
-    policy.observe(4, 0)
-    assert policy.draft_length() == 11
+        policy.observe(RoundResult(4, 0))
+    assert policy.plan().draft_length == 12  # 5 of the last 10 rounds: exactly the threshold
+    policy.observe(RoundResult(4, 0))
+    assert policy.plan().draft_length == 11
 
 
 @pytest.mark.parametrize(("accepted", "length"), [(100, 6), (91, 6), (90, 4), (71, 4), (70, 2), (0, 2)])
 def test_stepped_has_three_steps(accepted, length):
     policy = Stepped()
-    assert policy.draft_length() == 2
-    policy.observe(100, accepted)
-    assert policy.draft_length() == length
+    assert policy.plan().draft_length == 2
+    policy.observe(RoundResult(100, accepted))
+    assert policy.plan().draft_length == length
 
 
 def test_stepped_forgets_after_ten_rounds():
     policy = Stepped()
-    policy.observe(4, 0)
+    policy.observe(RoundResult(4, 0))
     for _ in range(10):
-        assert policy.draft_length() != 6
-        policy.observe(4, 4)
-    assert policy.draft_length() == 6
+        assert policy.plan().draft_length != 6
+        policy.observe(RoundResult(4, 4))
+    assert policy.plan().draft_length == 6
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.calibration.cost_probe import measure_costs, remember_costs, remembered_costs, start_and_step, steady
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
-from edge_runtime.drafting.policies import Fixed, Timing
+from edge_runtime.drafting.policies import Fixed, RoundResult, Timing
 from edge_runtime.drafting.profit_policy import Profit
 from scripted import ScriptedDrafter, ScriptedTarget, make_session, next_token, plain_greedy
 from simulated_rounds import CURVES, FLAT, LINEAR, NOT_REPACKED, REPACKED, STEEP, ExactCosts, rate
@@ -92,22 +92,22 @@ def test_drafts_that_look_bad_are_not_verified() -> None:
     policy = Profit(ExactCosts(STEEP, 0.1), AcceptanceModel(), longest=4)
 
     def draft(*, any_prefix: bool) -> int:
-        policy.draft_length(any_prefix=any_prefix)
+        plan = policy.plan(any_prefix=any_prefix)
         for confidence in (0.999, 0.999, 0.999, 0.01):
-            policy.should_continue(confidence)
-        return policy.keep(4)
+            plan.should_continue(confidence)
+        return plan.to_verify(4)[0]
 
     assert draft(any_prefix=True) == 3
     assert draft(any_prefix=False) == 4
-    policy.observe(4, 3)
+    policy.observe(RoundResult(4, 3))
     assert (policy.last.drafted, policy.last.verified) == (4, 4)
 
 
 def test_a_draft_that_nobody_told_of_can_still_be_kept() -> None:
     policy = Profit(ExactCosts(FLAT, 0.1), PositionModel(), stepwise=False)
-    length = policy.draft_length()
-    assert policy.keep(length) == length
-    policy.observe(length, length)
+    plan = policy.plan()
+    assert plan.to_verify(plan.draft_length)[0] == plan.draft_length
+    policy.observe(RoundResult(plan.draft_length, plan.draft_length))
     assert policy.last.expected > 1
 
 
@@ -118,11 +118,10 @@ def test_a_drafter_that_never_asks_is_listened_to_as_well() -> None:
     def play(rounds: int, *, right: bool) -> int:
         drafted = 0
         for _ in range(rounds):
-            length = policy.draft_length()
-            if policy.listening:
-                policy.hear(right)
-                length = 0
-            policy.observe(policy.keep(length), length if right else 0)
+            plan = policy.plan()
+            length = 0 if plan.shadow else plan.draft_length
+            verified, _ = plan.to_verify(length)
+            policy.observe(RoundResult(verified, length if right else 0, right if plan.shadow else None))
             drafted += length
         return drafted
 
@@ -206,22 +205,24 @@ def test_it_finds_its_way_back_when_the_domain_changes(curve: str) -> None:
 def test_the_cheap_batches_of_a_curve_are_found() -> None:
     """Four rows cost less than two or three on the repacked curve: so drafts of 3, or 2 and a row that is thrown away."""
     policy = Profit(ExactCosts(REPACKED, 0.3), PositionModel(prior=0.7), stepwise=False)
-    assert policy.draft_length() == 3
-    assert [policy.padding(n) for n in range(4)] == [0, 2, 1, 0]
+    plan = policy.plan()
+    assert plan.draft_length == 3
+    assert [policy._padding(n) for n in range(4)] == [0, 2, 1, 0]
 
 
 def test_where_one_row_is_dear_even_plain_decoding_pads() -> None:
     policy = Profit(ExactCosts(NOT_REPACKED, 40.0), PositionModel(prior=0.05), stepwise=False)
-    assert policy.draft_length() == 0
-    assert policy.padding(0) == 1
+    plan = policy.plan()
+    assert plan.draft_length == 0
+    assert plan.to_verify(0) == (0, 1)
 
 
 def test_a_sure_drafter_is_followed_further_than_an_unsure_one() -> None:
     def drafted(confidence: float) -> int:
         policy = Profit(ExactCosts(LINEAR, 0.5), AcceptanceModel())
-        policy.draft_length()
+        plan = policy.plan()
         count = 1
-        while policy.should_continue(confidence) and count < 12:
+        while plan.should_continue(confidence) and count < 12:
             count += 1
         return count
 
@@ -244,16 +245,13 @@ def test_where_drafts_are_useless_it_only_listens_and_within_its_budget() -> Non
     policy = Profit(costs, AcceptanceModel())
     modes = []
     for _ in range(500):
-        length = policy.draft_length()
-        if length:
-            policy.should_continue(0.02)
-        if policy.listening:
-            policy.hear(False)
-            length = 0
-        policy.observe(length, 0)
+        plan = policy.plan()
+        if plan.draft_length:
+            plan.should_continue(0.02)
+        policy.observe(RoundResult(0 if plan.shadow else plan.draft_length, 0, False if plan.shadow else None))
         modes.append(policy.last.mode)
     assert modes[-100:].count("draft") == 0
-    assert 0 < modes.count("listen") <= 500 * 0.01 * costs.verify(1) / costs.draft(1) + 1
+    assert 0 < modes.count("shadow") <= 500 * 0.01 * costs.verify(1) / costs.draft(1) + 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -268,23 +266,21 @@ def test_where_drafts_are_useless_it_only_listens_and_within_its_budget() -> Non
 def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, happenings, stepwise, any_prefix) -> None:
     policy = Profit(ExactCosts(verify, step), AcceptanceModel() if stepwise else PositionModel(), longest=longest, stepwise=stepwise)
     for confidence, stands in happenings:
-        length = policy.draft_length(any_prefix=any_prefix)
-        assert 0 <= length <= longest
+        plan = policy.plan(any_prefix=any_prefix)
+        assert 0 <= plan.draft_length <= longest
         drafted = 0
-        while drafted < length:
+        while drafted < plan.draft_length:
             drafted += 1
-            if stepwise and not policy.should_continue(confidence):
+            if stepwise and not plan.should_continue(confidence):
                 break
-        if policy.listening:
-            assert length == 1
-            policy.hear(stands)
+        if plan.shadow:
+            assert plan.draft_length == 1
             drafted = 0
-        verified = policy.keep(drafted)
+        verified, padding = plan.to_verify(drafted)
         assert 0 <= verified <= drafted
         assert verified == drafted or any_prefix
-        drafted = verified
-        assert drafted + 1 <= drafted + 1 + policy.padding(drafted) <= longest + 1
-        policy.observe(drafted, drafted if stands else 0)
+        assert verified + 1 <= verified + 1 + padding <= longest + 1
+        policy.observe(RoundResult(verified, verified if stands else 0, stands if plan.shadow else None))
         assert policy.last is not None
 
 
@@ -324,16 +320,15 @@ def test_listening_pays_for_what_beginning_a_draft_takes() -> None:
     """A drafter whose first token costs as much as a verify is listened to once in a hundred tokens."""
     costs = CostCurve(MeasuredCosts(verify=STEEP, step=1.0, start=19.0))
     policy = Profit(costs, AcceptanceModel())
-    heard = 0
+    shadow_drafts = 0
     for _ in range(1000):
-        length = policy.draft_length()
-        if length:
-            policy.should_continue(0.02)
-        if policy.listening:
-            heard += 1
-            policy.hear(False)
-        policy.observe(policy.keep(length) if not policy.listening else 0, 0)
-    assert 5 <= heard <= 11
+        plan = policy.plan()
+        if plan.draft_length:
+            plan.should_continue(0.02)
+        shadow_drafts += plan.shadow
+        verified = 0 if plan.shadow else plan.to_verify(plan.draft_length)[0]
+        policy.observe(RoundResult(verified, 0, False if plan.shadow else None))
+    assert 5 <= shadow_drafts <= 11
 
 
 def test_a_hiccup_moves_costs_a_little_only() -> None:
@@ -376,7 +371,7 @@ def test_requests_that_share_a_forward_draft_no_further_than_the_batch_of_all_pa
 
     def planned(costs: ExactCosts, requests: int) -> int:
         policy = Profit(costs, PositionModel(prior=0.7), stepwise=False)
-        return policy.draft_length(requests)
+        return policy.plan(requests).draft_length
 
     free_rows = ExactCosts((10.0,) * 13, 0.1)
     dear_beyond_eight = ExactCosts((10.0,) * 8 + tuple(10.0 + 10 * n for n in range(1, 6)), 0.1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.drafting.policies import Fixed, Stepped
+from edge_runtime.drafting.policies import Fixed, RoundResult, Stepped
 from edge_runtime.drafting.rejection_window import Event
 from edge_runtime.drafting.safety_net import FIRST_WAIT, LONGEST_WAIT, PROBE_TOKENS, Guarded, SafetyNet
 from edge_runtime.errors import RequestError
@@ -20,8 +20,8 @@ def run(net: SafetyNet, length: int, count: int, accepts: bool) -> tuple[list[in
     policy = Guarded(Fixed(length), net, events.append)
     lengths = []
     for _ in range(count):
-        lengths.append(policy.draft_length())
-        policy.observe(lengths[-1], lengths[-1] if accepts else 0)
+        lengths.append(policy.plan().draft_length)
+        policy.observe(RoundResult(lengths[-1], lengths[-1] if accepts else 0))
     return lengths, events
 
 
@@ -73,10 +73,10 @@ def test_never_longer_than_the_policy_asks(shares, window, limit):
     policy, net = Stepped(), SafetyNet(window=window, limit=limit)
     guarded = Guarded(policy, net)
     for share in shares:
-        length = guarded.draft_length()
-        assert 0 <= length <= min(policy.draft_length(), net.longest)
+        length = guarded.plan().draft_length
+        assert 0 <= length <= min(policy.plan().draft_length, net.longest)
         assert 0 <= net.longest <= MAX_DRAFT_LENGTH
-        guarded.observe(length, int(length * share))
+        guarded.observe(RoundResult(length, int(length * share)))
 
 
 @pytest.mark.parametrize("limit", [0, 1, -0.5])

@@ -98,7 +98,7 @@ def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.Mo
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(bad.decoding, "settle", fail)
+    monkeypatch.setattr(bad.decoding, "finish_round", fail)
     assert [one for one, _ in step.step()] == [good]
     assert step.failures == ((bad, error),)
     assert bad.target.length == 0

@@ -74,36 +74,36 @@ class LlamaDrafter(LlamaModel):
             [DraftRequest(sequence=0, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue)]
         )[0]
 
-    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        """Returns the drafts of each ask, whose sequences are all different.
+    def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Returns the drafts of each request; their sequences are all different.
 
         All steps stand at the same position, that of `last`, and write nothing to the cache (common/speculative.cpp, is_mem_shared).
         """
         if self._pointer is None:
             raise RequestError("the drafter is closed; open the bundle again")
-        drafts: list[list[int]] = [[] for _ in asks]
+        drafts: list[list[int]] = [[] for _ in requests]
         carries: dict[int, Row] = {}
-        for i, ask in enumerate(asks):
-            if ask.draft_length > self._max_draft_length:
+        for i, request in enumerate(requests):
+            if request.draft_length > self._max_draft_length:
                 raise RequestError(
-                    f"a draft of {ask.draft_length} tokens is longer than the {self._max_draft_length} this pair was opened for"
+                    f"a draft of {request.draft_length} tokens is longer than the {self._max_draft_length} this pair was opened for"
                 )
-            hidden = self._sequence(ask).hidden_row
-            if hidden is not None and ask.draft_length > 0:
-                self._target.vocabulary.check(ask.last)
-                carries[i] = self._first_carry(hidden, ask.sequence)
+            hidden = self._sequence(request).hidden_row
+            if hidden is not None and request.draft_length > 0:
+                self._target.vocabulary.check(request.last)
+                carries[i] = self._first_carry(hidden, request.sequence)
         while carries:
-            steps = [(asks[i], drafts[i][-1] if drafts[i] else asks[i].last, carries[i]) for i in carries]
+            steps = [(requests[i], drafts[i][-1] if drafts[i] else requests[i].last, carries[i]) for i in carries]
             for i, (token, confidence, carry) in zip(list(carries), self._step(steps), strict=True):
                 if token is not None:
                     drafts[i].append(token)
                 carries[i] = carry
-                if token is None or _ends(asks[i], confidence, len(drafts[i])):
+                if token is None or _is_last(requests[i], confidence, len(drafts[i])):
                     del carries[i]
         return drafts
 
-    def _sequence(self, ask: DraftRequest) -> LlamaSequence:
-        return self._target.shared.sequences[ask.sequence]
+    def _sequence(self, request: DraftRequest) -> LlamaSequence:
+        return self._target.shared.sequences[request.sequence]
 
     def _first_carry(self, hidden: Row, number: int) -> Row:  # noqa: ARG002
         """What the first step takes over from the target's hidden row: with a dense drafter the row itself."""
@@ -115,8 +115,12 @@ class LlamaDrafter(LlamaModel):
         following = self._forward(steps)
         logits = floats(self._api.llama_get_logits(self._pointer), len(steps), self._target.vocabulary.size)
         return [
-            (ask.sampler(row) if ask.sampler else int(row.argmax()), top_probability(row) if ask.should_continue else 0.0, carry)
-            for (ask, _, _), row, carry in zip(steps, logits, following, strict=True)
+            (
+                request.sampler(row) if request.sampler else int(row.argmax()),
+                top_probability(row) if request.should_continue else 0.0,
+                carry,
+            )
+            for (request, _, _), row, carry in zip(steps, logits, following, strict=True)
         ]
 
     def _forward(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> NDArray[np.float32]:
@@ -128,8 +132,8 @@ class LlamaDrafter(LlamaModel):
     def _decode(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> None:
         """One forward with a token and an embedding [target's hidden_size] for each."""
         self._batch.clear()
-        for ask, token, embedding in steps:
-            self._batch.add_step(token, embedding, self._sequence(ask).length, ask.sequence)
+        for request, token, embedding in steps:
+            self._batch.add_step(token, embedding, self._sequence(request).length, request.sequence)
         self._library.log.clear()
         code: int = self._api.llama_decode(self._pointer, self._batch.structure)
         if code != 0:
@@ -156,7 +160,7 @@ def top_probability(logits: Row) -> float:
     return float(1 / np.exp(logits - logits.max()).sum())
 
 
-def _ends(ask: DraftRequest, confidence: float, drafted: int) -> bool:
-    """Whether a draft is over. The policy hears of every draft, the last too."""
-    more = ask.should_continue is None or ask.should_continue(confidence)
-    return not more or drafted == ask.draft_length
+def _is_last(request: DraftRequest, confidence: float, drafted: int) -> bool:
+    """Whether a draft is over. `should_continue` is called for every draft, the last one too."""
+    more = request.should_continue is None or request.should_continue(confidence)
+    return not more or drafted == request.draft_length

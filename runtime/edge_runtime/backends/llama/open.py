@@ -28,8 +28,10 @@ class SequenceDrafter:
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
     ) -> list[int]:
         """Returns `draft_length` tokens after `last`, or none where the sequence has no hidden row."""
-        ask = DraftRequest(sequence=self._number, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue)
-        return self._drafter.draft_all([ask])[0]
+        request = DraftRequest(
+            sequence=self._number, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue
+        )
+        return self._drafter.draft_all([request])[0]
 
     def close(self) -> None:
         """There is nothing of its own to free."""
@@ -50,16 +52,18 @@ class LlamaTogether:
         else:
             self.drafters = tuple(LookupDrafter(sequence) if drafter is not None else None for sequence in self.targets)
 
-    def draft_all(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        """One forward a step for all asks, where a model drafts."""
+    def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """One forward a step for all requests, where a model drafts."""
         if self._drafter is not None:
-            return self._drafter.draft_all(asks)
-        own = [self.drafters[ask.sequence] for ask in asks]
-        return [drafter.draft(ask.last, ask.draft_length) if drafter else [] for drafter, ask in zip(own, asks, strict=True)]
+            return self._drafter.draft_all(requests)
+        own = [self.drafters[request.sequence] for request in requests]
+        return [
+            drafter.draft(request.last, request.draft_length) if drafter else [] for drafter, request in zip(own, requests, strict=True)
+        ]
 
-    def verify_all(self, asks: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
-        """One forward for all asks."""
-        return self._shared.verify_all([(self.targets[number], tokens) for number, tokens in asks])
+    def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        """One forward for all batches."""
+        return self._shared.verify_all([(self.targets[number], tokens) for number, tokens in batches])
 
     def set_threads(self, prefill: int, verify: int, draft: int) -> None:
         """Sets how many threads each phase runs on."""

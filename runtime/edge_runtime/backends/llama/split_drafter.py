@@ -66,21 +66,21 @@ class LlamaSplitDrafter(LlamaDrafter):
         """One forward of the blocks between the two linear ends; a carry [width] is the hidden row's share of their input."""
         head = self._opened()
         fed = []
-        for i, (ask, token, carry) in enumerate(steps):
+        for i, (request, token, carry) in enumerate(steps):
             self._fed[i, : self._width] = head.block_input(token, carry)
-            fed.append((ask, _NO_TOKEN, self._fed[i]))
+            fed.append((request, _NO_TOKEN, self._fed[i]))
         self._decode(fed)
         # The body's vocabulary is an identity: its logits are the last block's normed output.
         outputs = floats(self._api.llama_get_logits(self._pointer), len(steps), self._width)
-        return [self._settle(head, ask, output) for (ask, _, _), output in zip(steps, outputs, strict=True)]
+        return [self._settle(head, request, output) for (request, _, _), output in zip(steps, outputs, strict=True)]
 
-    def _settle(self, head: SparseHead, ask: DraftRequest, output: Row) -> Step:
-        carry = self._kept(head.feed(output), ask.sequence)
-        confidence = top_probability(head.logits) if ask.should_continue else 0.0
-        if ask.sampler is None:
+    def _settle(self, head: SparseHead, request: DraftRequest, output: Row) -> Step:
+        carry = self._kept(head.feed(output), request.sequence)
+        confidence = top_probability(head.logits) if request.should_continue else 0.0
+        if request.sampler is None:
             return head.best_token(), confidence, carry
         tokens, logits = head.candidates()
-        return ask.sampler(logits, tokens), confidence, carry
+        return request.sampler(logits, tokens), confidence, carry
 
     def _kept(self, carry: Row, number: int) -> Row:
         # The head's own array serves one sequence at a time.

@@ -80,12 +80,12 @@ class LlamaTargetContext(LlamaModel):
         self._set = options.threads
         self._batch = Batch(api, self.chunk, sequences=options.sequences)
 
-    def verify_all(self, asks: Sequence[tuple[LlamaSequence, Sequence[int]]]) -> list[Logits]:
+    def verify_all(self, batches: Sequence[tuple[LlamaSequence, Sequence[int]]]) -> list[Logits]:
         """Verifies the tokens of several different sequences with one forward; returns their views [len(tokens), vocabulary] in order.
 
         The views are dead after the next forward of any sequence. Raises as `LlamaSequence.verify` does; then all caches are as they were.
         """
-        rows = [Rows(sequence=sequence, ids=sequence.checked(tokens), flagged=len(tokens)) for sequence, tokens in asks]
+        rows = [Rows(sequence=sequence, ids=sequence.checked(tokens), flagged=len(tokens)) for sequence, tokens in batches]
         for one in rows:
             one.sequence.check_rows(len(one.ids), self.max_rows)
         self.forward(rows)
