@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -16,6 +17,9 @@ PAGES = sorted(
     for path in (ROOT / folder).glob("*.md")
 )
 FENCES = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+PACKAGES = {"edge_devices": "devices", "edge_export": "exporter", "edge_runtime": "runtime"}
+NAMED_FILE = re.compile(r"`((?:docs|examples|scripts|tests|devices|exporter|runtime|edge_\w+)/[\w/.-]+\.\w+)`")
+NAMED_OBJECT = re.compile(r"`(edge_(?:devices|export|runtime)(?:\.\w+)+)")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -43,6 +47,15 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_objects_named_on_a_page_exist(page):
+    text = page.read_text(encoding="utf-8")
+    paths = [name if name.split("/")[0] not in PACKAGES else f"{PACKAGES[name.split('/')[0]]}/{name}" for name in NAMED_FILE.findall(text)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    for name in NAMED_OBJECT.findall(text):
+        resolve_name(name)
+
+
 def test_there_are_links_to_check():
     assert sum(len(LINK.findall(prose(page))) for page in PAGES) > 30
 
@@ -50,6 +63,16 @@ def test_there_are_links_to_check():
 def test_every_public_name_is_in_the_reference():
     named = re.findall(r"^::: edge_runtime\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(edge_runtime.__all__)
+
+
+def test_the_readme_fits_on_two_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pictures_exist_and_are_small(page):
+    for link in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", prose(page)):
+        assert (page.parent / link).stat().st_size < 150_000, link
 
 
 def test_every_page_is_in_the_navigation():
