@@ -1,4 +1,4 @@
-"""A chat of two turns with a system message; thoughts and tool calls would come as events of their own.
+"""A chat of two turns with a system message. Thoughts and tool calls would be events of their own types.
 
 python examples/chat.py my-bundle
 """
@@ -18,5 +18,5 @@ with edge_runtime.open_session(sys.argv[1]) as session:
         for event in answer:
             if isinstance(event, edge_runtime.Text):
                 print(event.text, end="", flush=True)
-        # The second question continues on the first one's K/V rows.
+        # The second turn reuses the K/V rows of the first.
         print(f"\n[{answer.finish}, {answer.stats.reused_tokens} tokens of the prompt were in the cache already]")

@@ -1,4 +1,4 @@
-"""Text that is valid JSON of a schema, whatever the model would rather say; drafts change nothing about that.
+"""Text that is always valid JSON of a schema, with or without drafts.
 
 python examples/constrained_json.py my-bundle          (needs edge-mtp[grammar])
 """
@@ -21,5 +21,5 @@ SCHEMA = {
 with edge_runtime.open_session(sys.argv[1]) as session:
     generation = session.generate("triangle = ", constraint=edge_runtime.JsonSchema(SCHEMA), max_tokens=128)
     shape = json.loads("".join(generation))
-    assert generation.whole  # False if max_tokens cut it off
+    assert generation.whole  # False if max_tokens ended it
     print(f"{shape['name']!r} has {shape['sides']} sides")

@@ -1,4 +1,4 @@
-"""Joules per token of one run, from the best energy meter of this machine, or the reason why there is no figure.
+"""Joules per token of one run, from the best energy meter of this machine, or the reason for a missing figure.
 
 python examples/energy_of_a_run.py my-bundle
 """
@@ -12,7 +12,7 @@ if len(sys.argv) != 2:
     sys.exit("usage: python examples/energy_of_a_run.py my-bundle")
 
 system = System()
-meter = choose_meter(find_meters(system))  # None: no meter here, and the sentence below will say so
+meter = choose_meter(find_meters(system))  # None without a meter; the line printed below states it
 
 with edge_runtime.open_session(sys.argv[1]) as session:
     with EnergyWatch(system, meter) as watch:

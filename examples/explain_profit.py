@@ -1,4 +1,4 @@
-"""Shows what drafts cost and bring on this machine, and what the policy `profit` makes of it, round by round.
+"""Prints what the policy `profit` decides in each round, with the costs and gains it expects on this machine.
 
 python examples/explain_profit.py my-bundle
 """
@@ -11,7 +11,7 @@ if len(sys.argv) != 2:
     sys.exit("usage: python examples/explain_profit.py my-bundle")
 
 with edge_runtime.open_session(sys.argv[1]) as session:
-    profit = session.profit()  # measures the costs on first use, which takes about two seconds, and remembers them
+    profit = session.profit()  # measures the costs on first use (about two seconds) and caches them
     if profit is None:
         sys.exit("this session has another policy, or no drafter")
     generation = session.generate(

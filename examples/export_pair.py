@@ -13,18 +13,18 @@ if len(sys.argv) != 2:
 
 
 class Lines:
-    """Says each step on a line; a progress bar would use the bytes."""
+    """Prints a line for each step; a progress bar would use the bytes."""
 
     def step(self, title: str, total_bytes: int | None) -> None:
-        """A step begins; the size is an estimate."""
+        """Prints the title of a step that begins; its size is an estimate."""
         size = f" (about {total_bytes / 1e6:.0f} MB)" if total_bytes else ""
         print(f"{title}{size}", file=sys.stderr)
 
     def advance(self, done_bytes: int) -> None:
-        """So many more bytes are done."""
+        """Ignores the number of bytes done since the last call."""
 
     def say(self, sentence: str) -> None:
-        """Something worth telling."""
+        """Prints a message."""
         print(sentence, file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""Generates text, with drafts and without, and says what the drafts were good for.
+"""Generates text with and without drafts, and prints speed and acceptance rate.
 
 python examples/generate.py my-bundle
 """

@@ -1,4 +1,4 @@
-"""Runs ONNX graphs on onnxruntime instead of GGUF files on llama.cpp; everything else stays the same.
+"""Runs ONNX graphs on ONNX Runtime instead of GGUF files on llama.cpp, with the same API.
 
 edge-export --reference-pair --output onnx-bundle --format onnx
 python examples/onnx_backend.py onnx-bundle          (needs edge-mtp[onnx])

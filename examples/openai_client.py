@@ -1,4 +1,4 @@
-"""Serves a bundle and asks it through OpenAI's own client.
+"""Serves a bundle and sends a request with OpenAI's client.
 
 python examples/openai_client.py my-bundle          (needs edge-mtp[serve] and openai)
 """
@@ -11,7 +11,7 @@ from openai import OpenAI
 if len(sys.argv) != 2:
     sys.exit("usage: python examples/openai_client.py my-bundle")
 
-# --port 0 takes a free one; the server says which on its standard error.
+# --port 0 takes a free port, which the server prints on standard error.
 command = ["edge-run", sys.argv[1], "--serve", "--port", "0"]
 with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
     assert server.stderr is not None
