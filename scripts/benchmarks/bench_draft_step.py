@@ -1,4 +1,4 @@
-"""Times a draft step of the dense, the split and the lookup drafter on one bundle, in turn, and the split step's work outside llama.cpp.
+"""Times a draft step of the dense, split and prompt lookup drafters of a bundle, and the part of the split step outside llama.cpp.
 
     python scripts/pairs/widen_pair.py exporter/edge_export/reference_pair -o /tmp/wide
     edge-export /tmp/wide/target /tmp/wide/drafter -o /tmp/wide-bundle
@@ -8,7 +8,7 @@
     edge-export /tmp/e2b/target /tmp/e2b/drafter -o /tmp/e2b-bundle --no-verify
     python scripts/benchmarks/bench_draft_step.py /tmp/e2b-bundle
 
-Run it on a quiet machine; quote the ratios.
+Run it on a quiet machine and quote the ratios.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from edge_runtime.drafting.prompt_lookup import LookupDrafter
 from edge_runtime.interfaces import Drafter
 from edge_runtime.session.open import default_threads
 
-# Before them, drafts that fault pages in and start threads.
+# Rounds that are not counted: they fault pages in and start threads.
 WARM_UP = 3
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Returns the duration of one call in seconds."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 def quartiles(values: list[float], steps: int) -> dict[str, float]:
-    """Median and quartiles in milliseconds per step."""
+    """Returns median and quartiles in milliseconds per step."""
     low, middle, high = (1000 * value / steps for value in statistics.quantiles(values, n=4))
     return {"median_ms": middle, "low_quartile_ms": low, "high_quartile_ms": high}
 
 
 def draft_steps(drafters: dict[str, Drafter], last: int, draft_length: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds per step of drafts of one and of `draft_length` tokens, all drafters in turn in every round."""
+    """Returns milliseconds per step for drafts of one and of `draft_length` tokens; every round runs all drafters in turn."""
     taken: dict[str, dict[int, list[float]]] = {kind: {1: [], draft_length: []} for kind in drafters}
     for number in range(WARM_UP + rounds):
         for kind, drafter in drafters.items():
@@ -71,7 +71,7 @@ def draft_steps(drafters: dict[str, Drafter], last: int, draft_length: int, roun
 
 
 def host_work(bundle: Bundle, target: LlamaTarget, threads: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of each part of the split step that is computed outside llama.cpp, on random rows and tokens."""
+    """Returns milliseconds of each part of the split step computed outside llama.cpp, on random rows and tokens."""
     hidden, vocabulary = bundle.manifest.architecture.drafter_hidden_size, target.vocabulary.size
     weights = read_head(
         library(), bundle.path("drafter_head"), hidden_size=hidden, target_hidden_size=target.hidden_size, vocabulary=vocabulary
@@ -97,7 +97,7 @@ def host_work(bundle: Bundle, target: LlamaTarget, threads: int, rounds: int) ->
 
 
 def repeating_text(vocabulary: int, count: int) -> list[int]:
-    """Random token ids whose second half repeats the first, so that lookup has something to find."""
+    """Returns random token ids whose second half repeats the first, so that prompt lookup finds matches."""
     generator = random.Random(0)
     half = [generator.randrange(vocabulary) for _ in range(count // 2)]
     return half + half
@@ -126,7 +126,7 @@ def measure(bundle: Bundle, options: LlamaOptions, tokens: int, draft_length: in
 
 
 def table(record: dict[str, Any]) -> Table:
-    """One row per drafter and draft length, then the split step's host parts."""
+    """Returns one row per drafter and draft length, then the host parts of the split step."""
     shape = f"drafter {record['drafter_hidden_size']} wide, vocabulary {record['vocabulary']}"
     made = Table(title=f"{shape}, {record['threads']} threads, medians of {record['rounds']}")
     for column in ("drafter", "draft length", "ms per step", "quartiles", "of dense"):
@@ -150,12 +150,12 @@ def _spread(found: dict[str, float]) -> str:
 @click.argument("folder", metavar="BUNDLE", type=click.Path(path_type=Path))
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
 @click.option("--tokens", type=click.IntRange(min=4), default=256, help="Length of the text before the draft.")
-@click.option("--draft-length", type=click.IntRange(2, MAX_DRAFT_LENGTH), default=3)
-@click.option("--rounds", type=click.IntRange(min=2), default=50)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the record here too.")
+@click.option("--draft-length", type=click.IntRange(2, MAX_DRAFT_LENGTH), default=3, help="Tokens of the longer draft.")
+@click.option("--rounds", type=click.IntRange(min=2), default=50, help="Rounds that count.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the record here.")
 @one_sentence_errors()
 def main(folder: Path, threads: int | None, tokens: int, draft_length: int, rounds: int, json_path: Path | None) -> None:
-    """Time the draft steps of BUNDLE."""
+    """Time the draft steps of the drafters of BUNDLE."""
     bundle = open_bundle(folder, check="none")
     files = [bundle.file(role, "gguf") for role in ("target", "drafter")]
     paths = [bundle.folder / file.path for file in files]

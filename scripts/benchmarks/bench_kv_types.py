@@ -1,8 +1,8 @@
-"""Measures what the KV types cost: acceptance, tokens per second, bytes, and the KL of next-token distributions against float16.
+"""Measures each KV type: acceptance, tokens per second, bytes, and the KL divergence of next-token distributions from float16.
 
 python scripts/benchmarks/bench_kv_types.py BUNDLE --prompts exporter/edge_export/reference_pair/prompts.code.json --json kv_types.json
 
-Acceptance and KL are of the same texts for all types. Tokens per second need a quiet machine.
+Acceptance and KL divergence are measured on the same texts for all types. Tokens per second need a quiet machine.
 """
 
 from __future__ import annotations

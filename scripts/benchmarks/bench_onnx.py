@@ -1,11 +1,11 @@
-"""Sets bundles on ONNX Runtime beside bundles on llama.cpp: loading and memory, forwards and draft steps by context, text with drafts.
+"""Compares bundles on ONNX Runtime with bundles on llama.cpp: loading, memory, forwards and draft steps by context, decoding with drafts.
 
     python scripts/pairs/widen_pair.py exporter/edge_export/reference_pair -o /tmp/wide
     edge-export /tmp/wide/target /tmp/wide/drafter -o /tmp/wide-bundle --format both
     python scripts/benchmarks/bench_onnx.py llama:/tmp/wide-bundle onnx:/tmp/wide-bundle --prompts prompts.json --json onnx.json
 
-Sides take turns, in each round the other way round. Each opening happens in a process of its own. Run it on a quiet machine; quote the
-ratios. Text of a random pair says nothing: leave --prompts away, forwards and draft steps cost what they cost.
+Runners take turns, in reverse order in every other round. Each load is measured in its own process. Run it on a quiet machine and quote the
+ratios. For a random pair omit --prompts: its text is meaningless, but the times of forwards and draft steps are valid.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from edge_runtime.interfaces import Drafter, Target
 from edge_runtime.session.open import OpenOptions, default_threads, open_session
 from edge_runtime.session.session import Session
 
-# Rounds before those that count: pages are faulted in, threads started.
+# Rounds that are not counted: they fault pages in and start threads.
 WARM_UP = 2
-# Rows of one prefill call between looks at the clock, and what is kept free behind the longest text.
+# Tokens of the prompt that measures memory, and free rows of the context after the longest text.
 ROOM = 32
-OPENING_TOKENS = 8
+LOAD_TOKENS = 8
 EXTRAS = {"llama": ("",), "onnx": ("", "uniform", "unpacked")}
-# Of several durations the one that counts.
+# Returns the representative one of several durations.
 Typical = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class Runner:
     """A bundle on a backend."""
 
     name: str
@@ -55,8 +55,8 @@ class Side:
     context: int
     extra: str = ""
 
-    def open(self, *, say: bool = False) -> Session:
-        """Opens it, on ONNX Runtime with weights kept packed unless `extra` is "unpacked"."""
+    def open(self, *, verbose: bool = False) -> Session:
+        """Opens a session, on ONNX Runtime with weights kept packed unless `extra` is "unpacked"."""
         onnx = self.backend == "onnx"
         options = {
             "backend": self.backend,
@@ -65,32 +65,32 @@ class Side:
             "check": "none",
             "keep_packed": onnx and self.extra != "unpacked",
             "uniform_rows": self.extra == "uniform",
-            "notify": (lambda text: click.echo(text, err=True)) if say else (lambda _: None),
+            "notify": (lambda text: click.echo(text, err=True)) if verbose else (lambda _: None),
         }
         return open_session(self.bundle, **cast(OpenOptions, options))
 
 
-def sides_of(words: Sequence[str], threads: int, context: int) -> list[Side]:
+def read_runners(words: Sequence[str], threads: int, context: int) -> list[Runner]:
     """Reads BACKEND:BUNDLE, onnx+uniform:BUNDLE and onnx+unpacked:BUNDLE."""
     made = []
     for word in words:
         kind, _, path = word.partition(":")
         backend, _, extra = kind.partition("+")
         if backend not in BACKENDS or extra not in EXTRAS[backend] or not Path(path).is_dir():
-            raise click.ClickException(f"{word!r} is no backend ({', '.join(BACKENDS)}), a colon and a bundle's folder")
+            raise click.ClickException(f"{word!r} is not a backend ({', '.join(BACKENDS)}), a colon and a bundle's folder")
         name = f"{kind} {Path(path).name}"
-        made.append(Side(name=name, backend=backend, bundle=Path(path), threads=threads, context=context, extra=extra))
+        made.append(Runner(name=name, backend=backend, bundle=Path(path), threads=threads, context=context, extra=extra))
     return made
 
 
-def opening(side: Side) -> dict[str, float]:
-    """What a process of its own sees: seconds until a prompt can come, bytes that are resident before and after one."""
+def measure_load(runner: Runner) -> dict[str, float]:
+    """Measures a load in this process: seconds until the first request can run, and growth of resident bytes before and after it."""
     before = _resident()
     begin = time.perf_counter()
-    with side.open() as session:
+    with runner.open() as session:
         seconds = time.perf_counter() - begin
         opened = _resident()
-        generation = session.generate([max(session.vocabulary.bos, 0)] * ROOM, max_tokens=OPENING_TOKENS, draft_length=1)
+        generation = session.generate([max(session.vocabulary.bos, 0)] * ROOM, max_tokens=LOAD_TOKENS, draft_length=1)
         for _ in generation.rounds():
             pass
         used = _resident()
@@ -105,32 +105,32 @@ def opening(side: Side) -> dict[str, float]:
 def _resident() -> Resident:
     found = resident_bytes()
     if found is None:
-        raise BackendError("resident memory is read from /proc, which is not here; leave --openings out")
+        raise BackendError("resident memory is read from /proc, which this system does not have; omit --openings")
     return found
 
 
-def openings(sides: Sequence[Side], repeats: int) -> dict[str, dict[str, float]]:
-    """Medians of opening each side `repeats` times, in turn; the first time, which packs weights, does not count."""
-    taken: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
+def measure_loads(runners: Sequence[Runner], repeats: int) -> dict[str, dict[str, float]]:
+    """Returns medians over `repeats` loads of each runner, in turn; the first load packs weights and is not counted."""
+    taken: dict[str, list[dict[str, float]]] = {runner.name: [] for runner in runners}
     spawn = multiprocessing.get_context("spawn")
     for number in range(repeats + 1):
-        for side in sides:
+        for runner in runners:
             with spawn.Pool(1) as pool:
-                found = pool.apply(opening, (side,))
+                found = pool.apply(measure_load, (runner,))
             if number:
-                taken[side.name].append(found)
+                taken[runner.name].append(found)
     return {name: {key: statistics.median(one[key] for one in many) for key in many[0]} for name, many in taken.items()}
 
 
 def in_turn(sessions: dict[str, Session], repeats: int) -> Iterator[tuple[str, Session, bool]]:
-    """Every session `repeats` times after the warm-up, each time in the other order; says whether it counts."""
+    """Yields every session `repeats` times after the warm-up, in alternating order, and whether the measurement counts."""
     for number in range(WARM_UP + repeats):
         for name in list(sessions) if number % 2 else reversed(list(sessions)):
             yield name, sessions[name], number >= WARM_UP
 
 
 def fill(session: Session, length: int) -> None:
-    """Brings a session's cache to `length` rows, of tokens that differ."""
+    """Fills a session's cache up to `length` rows with varying tokens."""
     target, vocabulary = session.target, session.bundle.manifest.architecture.vocab_size
     target.prefill([(17 * place) % (vocabulary - 64) + 32 for place in range(target.length, length)])
 
@@ -138,7 +138,7 @@ def fill(session: Session, length: int) -> None:
 def forwards(
     sessions: dict[str, Session], context: int, row_counts: Sequence[int], draft_length: int, repeats: int, typical: Typical
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds of verifies of each number of rows and of one step of a draft, the typical ones, behind `context` tokens."""
+    """Returns typical milliseconds of a verify for each row count, and of one draft step, after `context` tokens."""
     for session in sessions.values():
         fill(session, context)
     taken: dict[str, dict[str, list[float]]] = {name: {} for name in sessions}
@@ -152,7 +152,7 @@ def forwards(
 
 
 def verify_seconds(target: Target, rows: int, context: int) -> float:
-    """How long the second of two verifies takes, as a forward comes behind a forward when text is made."""
+    """Returns seconds of the second of two verifies, as in decoding, where a forward follows a forward."""
     seconds = 0.0
     for _ in range(2):
         begin = time.perf_counter()
@@ -163,7 +163,7 @@ def verify_seconds(target: Target, rows: int, context: int) -> float:
 
 
 def draft_seconds(target: Target, drafter: Drafter, draft_length: int, context: int) -> float:
-    """How long a step of a draft takes that comes behind a verify."""
+    """Returns seconds per step of a draft that follows a verify."""
     target.verify([40])
     begin = time.perf_counter()
     drafted = len(drafter.draft(41, draft_length))
@@ -175,7 +175,7 @@ def draft_seconds(target: Target, drafter: Drafter, draft_length: int, context: 
 def texts(
     sessions: dict[str, Session], prompts: Sequence[str], lengths: Sequence[int], tokens: int, repeats: int, typical: Typical
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Tokens per second of decoding with each draft length, geometric means over prompts of typical ones, and the share accepted."""
+    """Returns, for each draft length, tokens per second (geometric mean of the typical values over prompts) and the share accepted."""
     speeds: dict[tuple[str, int], dict[int, list[float]]] = {}
     counts: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for index, prompt in enumerate(prompts):
@@ -197,9 +197,9 @@ def texts(
 
 
 def table(title: str, rows: dict[str, dict[str, str]]) -> Table:
-    """One row per side."""
+    """Returns a table with one row per runner."""
     made = Table(title=title)
-    made.add_column("side")
+    made.add_column("runner")
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
     for column in columns:
         made.add_column(column, justify="right")
@@ -208,60 +208,66 @@ def table(title: str, rows: dict[str, dict[str, str]]) -> Table:
     return made
 
 
-def opening_table(found: dict[str, dict[str, float]]) -> Table:
-    """Seconds and megabytes."""
+def load_table(found: dict[str, dict[str, float]]) -> Table:
+    """Returns the table of loads: seconds and megabytes."""
     rows = {
         name: {"seconds": f"{by['seconds']:.2f}"}
         | {key.removesuffix("_bytes") + " MB": f"{by[key] / 1e6:.0f}" for key in by if key != "seconds"}
         for name, by in found.items()
     }
-    return table("opening", rows)
+    return table("load", rows)
 
 
 def forward_table(context: int, found: dict[str, dict[str, float]]) -> Table:
-    """Milliseconds, and how many times as quick as the first side."""
+    """Returns the table of milliseconds, with the speed relative to the first runner."""
     first = next(iter(found.values()))
     rows = {
         name: {key: f"{value:.2f} ({first[key] / value:.2f})" if key in first else f"{value:.2f}" for key, value in by.items()}
         for name, by in found.items()
     }
-    return table(f"milliseconds behind {context} tokens (how many times as quick as the first)", rows)
+    return table(f"milliseconds after {context} tokens (speed relative to the first)", rows)
 
 
 def growth_table(by_context: dict[str, dict[str, dict[str, float]]]) -> Table:
-    """How many times as long a forward takes behind the longest context as behind the shortest."""
+    """Returns the table of times after the longest context, relative to those after the shortest."""
     first, last = min(by_context, key=int), max(by_context, key=int)
     rows = {
         name: {key: f"{value / by_context[first][name][key]:.2f}" for key, value in by.items()} for name, by in by_context[last].items()
     }
-    return table(f"times the milliseconds behind {first} tokens, behind {last}", rows)
+    return table(f"milliseconds after {last} tokens relative to {first}", rows)
 
 
 def text_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
-    """Tokens per second, times the first side's, and the share of drafts accepted."""
+    """Returns the table of tokens per second, with the ratio to the first runner and the share of drafts accepted."""
     first = next(iter(found.values()))
     rows = {
         name: {
-            length: f"{of['tokens_per_second']:.1f} ({of['tokens_per_second'] / first[length]['tokens_per_second']:.2f}) {of['accepted']:.0%}"
+            length: f"{of['tokens_per_second']:.1f} "
+            f"({of['tokens_per_second'] / first[length]['tokens_per_second']:.2f}) {of['accepted']:.0%}"
             for length, of in by.items()
         }
         for name, by in found.items()
     }
-    return table("tokens per second by draft length (times the first), drafts accepted", rows)
+    return table("tokens per second by draft length (relative to the first), drafts accepted", rows)
 
 
 @click.command(context_settings={"show_default": True})
 @click.argument("words", metavar="BACKEND:BUNDLE...", nargs=-1, required=True)
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all this process may use]")
-@click.option("--context", "contexts", type=click.IntRange(min=1), multiple=True, default=(512, 4096), help="Texts before a forward.")
-@click.option("--rows", default="1,2,3,4,5", help="Rows of the forwards.")
+@click.option("--context", "contexts", type=click.IntRange(min=1), multiple=True, default=(512, 4096), help="Tokens before a forward.")
+@click.option("--rows", default="1,2,3,4,5", help="Row counts of the forwards.")
 @click.option("--draft-length", "lengths", type=click.IntRange(0, 12), multiple=True, default=(0, 1, 2, 3, 4), help="0 is plain decoding.")
 @click.option("--prompts", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True, help="JSON lists of texts.")
 @click.option("--count", type=click.IntRange(min=1), default=1, help="Prompts of each list.")
 @click.option("--tokens", type=click.IntRange(min=2), default=128)
 @click.option("--repeats", type=click.IntRange(min=1), default=5)
-@click.option("--openings", "opening_repeats", type=click.IntRange(min=0), default=0, help="How often each side is opened anew.")
-@click.option("--statistic", type=click.Choice(("median", "best")), default="median", help="best: for a machine that is not quiet.")
+@click.option("--openings", "opening_repeats", type=click.IntRange(min=0), default=0, help="Loads of each runner that are measured.")
+@click.option(
+    "--statistic",
+    type=click.Choice(("median", "best")),
+    default="median",
+    help="Representative duration; best is for a machine that is not quiet.",
+)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all figures here.")
 @one_sentence_errors()
 def main(
@@ -278,30 +284,30 @@ def main(
     statistic: str,
     json_path: Path | None,
 ) -> None:
-    """Compare bundles on backends; the first is what others are held against."""
-    sides = sides_of(words, threads or default_threads(), max(contexts) + ROOM)
+    """Compare bundles on backends; ratios are relative to the first."""
+    runners = read_runners(words, threads or default_threads(), max(contexts) + ROOM)
     row_counts = [int(part) for part in rows.split(",")]
     listed = [prompt for path in prompts for prompt in json.loads(path.read_text("utf-8"))[:count]]
     typical: Typical = statistics.median if statistic == "median" else min
     record: dict[str, Any] = {
         "statistic": statistic,
-        "sides": [asdict(side) for side in sides],
+        "sides": [asdict(runner) for runner in runners],
         "forwards": {},
         "texts": {},
         "openings": {},
     }
 
     def keep(made: Table) -> None:
-        """Shows a part and writes what there is so far: a later part may be cut off."""
+        """Prints a table and writes the record so far, as the run may be interrupted."""
         Console(width=160).print(made)
         if json_path is not None:
             json_path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
 
     if opening_repeats:
-        record["openings"] = openings(sides, opening_repeats)
-        keep(opening_table(record["openings"]))
+        record["openings"] = measure_loads(runners, opening_repeats)
+        keep(load_table(record["openings"]))
     with ExitStack() as stack:
-        sessions = {side.name: stack.enter_context(side.open(say=True)) for side in sides}
+        sessions = {runner.name: stack.enter_context(runner.open(verbose=True)) for runner in runners}
         for context in sorted(contexts):
             found = record["forwards"][str(context)] = forwards(sessions, context, row_counts, max([3, *lengths]), repeats, typical)
             keep(forward_table(context, found))

@@ -1,12 +1,12 @@
-"""Our loop beside llama.cpp's own on the same pair, the same build and the same prompts, in turn; prints the README's table.
+"""Compares our speculative loop with llama.cpp's on the same pair, build and prompts, and prints the table of the README.
 
     make setup llama-cpp
     .venv/bin/python scripts/benchmarks/bench_peers.py --runs peers.jsonl
     .venv/bin/python scripts/benchmarks/bench_peers.py --report peers.jsonl
 
-Measures with `edge-bench BUNDLE --against`, to which all other options go. Without a BUNDLE the reference pair is widened and exported to
-build/wide first, and without llama.cpp's tools these are built. llama-cpp-python loads the very libraries the tools use. Run it on a
-quiet machine; quote the ratios.
+Measures with `edge-bench BUNDLE --against` and passes all other options to it. Without a BUNDLE, the reference pair is widened and exported
+to build/wide first. Tools of llama.cpp that are missing are built. llama-cpp-python loads the same libraries as the tools. Run it on a
+quiet machine and quote the ratios.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ EDGE_EXPORT = [sys.executable, "-c", "from edge_export.cli.command import main; 
 
 
 def run(command: Sequence[str | Path], **environment: str) -> None:
-    """Runs a command whose messages the person sees. Raises ClickException if it fails."""
+    """Runs a command; its messages go to standard error. Raises ClickException if it fails."""
     done = subprocess.run([str(part) for part in command], cwd=ROOT, env={**os.environ, **environment}, stdout=sys.stderr, check=False)
     if done.returncode:
-        raise click.ClickException(f"{' '.join(map(str, command[:4]))} ended with {done.returncode}")
+        raise click.ClickException(f"{' '.join(map(str, command[:4]))} ended with exit code {done.returncode}")
 
 
 def tools_folder(tools: Path) -> Path:
-    """Returns the folder of llama.cpp's tools; builds them if there are none."""
+    """Returns the folder of llama.cpp's tools; builds them if they are missing."""
     if not (tools / "llama-speculative-simple").is_file():
         run(["sh", ROOT / "scripts" / "setup" / "build_llama_cpp.sh", Path(sys.prefix), tools.parent])
     return tools.resolve()
 
 
 def wide_bundle(folder: Path) -> Path:
-    """Returns the bundle of the widened reference pair; makes it if it is not there."""
+    """Returns the bundle of the widened reference pair; makes it if it is missing."""
     bundle = folder / "bundle"
     if not bundle.is_dir():
-        widen = [sys.executable, ROOT / "scripts" / "widen_pair.py", PAIR, "-o", folder / "pair"]
+        widen = [sys.executable, ROOT / "scripts" / "pairs" / "widen_pair.py", PAIR, "-o", folder / "pair"]
         run([*widen, "--intermediate", "49152", "--vocabulary", "65536"])
         run([*EDGE_EXPORT, folder / "pair" / "target", folder / "pair" / "drafter", "-o", bundle])
     return bundle
@@ -79,7 +79,7 @@ def markdown_table(result: Figures) -> str:
 
 
 def setting(row: Row) -> str:
-    """The draft length, or the policy's name."""
+    """Returns the draft length, or the name of the policy."""
     return str(row.variant.length) if row.variant.policy == FIXED else row.variant.policy
 
 
@@ -88,12 +88,12 @@ def setting(row: Row) -> str:
 @click.option(
     "--tools", type=click.Path(path_type=Path), default=ROOT / "build" / "llama.cpp" / "bin", help="Folder of llama.cpp's binaries."
 )
-@click.option("--runs", type=click.Path(path_type=Path, dir_okay=False), help="Where the measurements go.")
-@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Measure nothing, print the table of this file.")
+@click.option("--runs", type=click.Path(path_type=Path, dir_okay=False), help="Measure, and write the measurements here.")
+@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Measure nothing; print the table of this file.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @one_sentence_errors()
 def main(bundle: Path | None, tools: Path, runs: Path | None, report: Path | None, options: tuple[str, ...]) -> None:
-    """Compare our loop with llama.cpp's own on BUNDLE; further OPTIONS are those of edge-bench."""
+    """Compare our loop with llama.cpp's on BUNDLE; other OPTIONS are passed to edge-bench."""
     if (runs is None) == (report is None):
         raise click.UsageError("give --runs FILE to measure, or --report FILE")
     if runs is not None:

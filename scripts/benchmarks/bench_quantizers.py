@@ -1,10 +1,10 @@
-"""Compares ways of quantizing a target to 4 bits by what its outputs lose: llama.cpp's types and ours, with and without importance.
+"""Compares 4-bit quantizations of a target by the error of its outputs: llama.cpp's types and ours, with and without importance.
 
     python scripts/benchmarks/bench_quantizers.py --json quantizers.json
 
-Only the weights differ: each way's weights are put, dequantized, into the reference implementation in float32, so kernels and rounded
-activations play no part. Rows are all positions of held-out prompts and of the reference's own greedy continuations. Importance
-comes from the source of Python's standard library (or --text), without the files that any prompt is from.
+Only the weights differ: the dequantized weights run in the reference implementation in float32, so kernels and rounded activations have no
+effect. Rows are all positions of held-out prompts and of the reference's greedy continuations. Importance is computed from the source of
+Python's standard library (or --text), without the files that the prompts are from.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Measures both ways of accepting sampled drafts, rejection and match: acceptance, tokens per round and speed, beside plain sampling.
+"""Measures the two acceptance methods for sampled drafts, rejection and match: acceptance, tokens per round, speed-up over plain sampling.
 
     python scripts/benchmarks/bench_sampling.py BUNDLE --draft-length 3 --json sampling.json
 
-Every repeat runs plainly, with rejection and with match in turn, under the same seed. Run it on a quiet machine; quote the ratios.
-The default method is `DEFAULT_ACCEPTANCE` in edge_runtime/rules.py.
+Every repeat runs plain sampling, rejection and match in turn with the same seed. Run it on a quiet machine and quote the ratios.
+The default method is `DEFAULT_ACCEPTANCE` in edge_runtime/decoding/acceptance_rules.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sample:
 
 
 def run(session: Session, prompt: str, method: str, sampling: SamplingParams, length: int, tokens: int) -> dict[str, float]:
-    """One request; `method` is an acceptance method or `PLAIN`."""
+    """Runs one request and returns its counts; `method` is an acceptance method or `PLAIN`."""
     generation = session.generate(
         prompt,
         max_tokens=tokens,
@@ -67,27 +67,27 @@ def run(session: Session, prompt: str, method: str, sampling: SamplingParams, le
 def measure(
     session: Session, temperatures: Sequence[float], length: int, tokens: int, repeats: int, top_k: int, top_p: float
 ) -> list[Sample]:
-    """All samples: for each repeat, prompt and temperature the three ways in turn, every other repeat the other way round."""
+    """Returns all samples: the three methods in turn for each repeat, prompt and temperature; every other repeat in reverse order."""
     samples = []
     runs = [(r, p, t) for r in range(repeats) for p in range(len(PROMPTS)) for t in temperatures]
     with click.progressbar(runs, label="measuring", file=sys.stderr) as bar:
         for repeat, prompt, temperature in bar:
             sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=1000 * repeat + prompt)
-            ways = (PLAIN, *ACCEPTANCE_METHODS)
-            for method in ways if repeat % 2 == 0 else reversed(ways):
+            methods = (PLAIN, *ACCEPTANCE_METHODS)
+            for method in methods if repeat % 2 == 0 else reversed(methods):
                 figures = run(session, PROMPTS[prompt], method, sampling, length, tokens)
                 samples.append(Sample(method=method, temperature=temperature, repeat=repeat, prompt=prompt, **figures))  # type: ignore[arg-type]
     return samples
 
 
 def speed_ups(samples: Sequence[Sample], method: str, temperature: float) -> list[float]:
-    """Tokens per second over those of plain sampling, for each pair of runs that followed each other."""
+    """Returns tokens per second divided by those of plain sampling, for each repeat and prompt."""
     speed = {(s.method, s.repeat, s.prompt): s.tokens / s.seconds for s in samples if s.temperature == temperature}
-    return [speed[method, r, p] / speed[PLAIN, r, p] for way, r, p in speed if way == PLAIN]
+    return [speed[method, r, p] / speed[PLAIN, r, p] for other, r, p in speed if other == PLAIN]
 
 
 def report(samples: Sequence[Sample], temperatures: Sequence[float]) -> str:
-    """One line per temperature and method."""
+    """Returns a table with one line per temperature and method."""
     lines = [f"{'temperature':>11} {'method':>10} {'acceptance':>10} {'tokens/round':>12} {'tok/s':>8} {'speed-up (min..max)':>22}"]
     for temperature in temperatures:
         for method in (PLAIN, *ACCEPTANCE_METHODS):
@@ -125,7 +125,7 @@ def main(
     threads: int | None,
     json_path: Path | None,
 ) -> None:
-    """Compare rejection and match on BUNDLE."""
+    """Compare the acceptance methods rejection and match on BUNDLE."""
     with open_session(bundle, threads=threads, notify=lambda text: click.echo(text, err=True)) as session:
         samples = measure(session, temperatures, draft_length, max_tokens, repeats, top_k, top_p)
     if json_path:

@@ -1,11 +1,11 @@
-"""Draft-length policies on recorded drafts: what each would have made of the very same texts, on machines of known costs.
+"""Replays draft-length policies on recorded drafts, to compare them on the same texts and with the costs of given machines.
 
     python scripts/benchmarks/replay_policies.py record BUNDLE -o drafts.jsonl --max-tokens 128
     python scripts/benchmarks/replay_policies.py replay drafts.jsonl --costs ~/.cache/edge-mtp/costs.json
 
-`record` decodes plainly and drafts 12 tokens at every place: greedy text does not depend on drafts, so any policy's rounds can be replayed
-on it exactly, without noise and without the models. `replay` says how many times as fast as plain decoding each policy is, by domain, beside
-every fixed length and a bound: rounds chosen by one who knows all that will be accepted.
+`record` decodes plainly and drafts 12 tokens at every position. Greedy text does not depend on drafts, so the rounds of any policy can be
+replayed on it exactly, without noise and without the models. `replay` prints the speed-up of each policy over plain decoding by domain,
+beside every fixed length and an upper bound: the best rounds for one who knows in advance which drafts will be accepted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from edge_runtime.session.session import Session
 
 @dataclass(frozen=True)
 class Place:
-    """One place of a text: how sure the drafter was of each of its 12 drafts, and how many of them stand."""
+    """One position of a text: the drafter's confidence in each of its 12 drafts, and how many of them are accepted."""
 
     confidences: tuple[float, ...]
     accepted: int
@@ -46,14 +46,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Text:
-    """The places of one request's output, in order."""
+    """The positions of the output of one request, in order."""
 
     domain: str
     places: tuple[Place, ...]
 
 
 class _Recorder(GreedyRule):
-    """Drafts as far as it can at every place and lets none stand, so that the next place is the next token. A rule and a policy."""
+    """Drafts the full length at every position but accepts no draft, so that each token is a position. A rule and a policy."""
 
     def __init__(self) -> None:
         self.places: list[Place] = []
@@ -76,12 +76,12 @@ class _Recorder(GreedyRule):
 
 
 def record_text(session: Session, ids: Sequence[int], max_tokens: int) -> tuple[Place, ...]:
-    """Decodes plainly after a prompt; returns its places."""
+    """Decodes plainly after a prompt; returns the positions."""
     recorder, target = _Recorder(), session.target
     target.rollback(0)
     target.prefill(list(ids[:-1]))
     stops = session.vocabulary.eog_tokens
-    # The last places have no room for 12 drafts: they are recorded with room and left out.
+    # The last positions of a text have no room for 12 drafts, so a longer text is decoded and its end left out.
     decoding = Decoding(
         target, ids[-1], recorder, max_tokens=max_tokens + MAX_DRAFT_LENGTH, rule=recorder, is_stop=lambda token: token in stops
     )
@@ -93,14 +93,14 @@ def record_text(session: Session, ids: Sequence[int], max_tokens: int) -> tuple[
 
 @dataclass
 class Replay:
-    """What a policy's rounds on recorded texts emit and cost, by domain: [tokens, seconds]."""
+    """Tokens and seconds of a policy's rounds on recorded texts; `by_domain` holds [tokens, seconds]."""
 
     costs: CostCurve
     by_domain: dict[str, list[float]]
 
     @classmethod
     def of(cls, policy: DraftLengthPolicy, texts: Sequence[Text], costs: CostCurve) -> Replay:
-        """Runs one policy over the texts in their order, as one session would."""
+        """Runs one policy over the texts in order, as one session would."""
         replay = cls(costs, defaultdict(lambda: [0.0, 0.0]))
         for text in texts:
             emitted = 0
@@ -126,13 +126,13 @@ class Replay:
         return accepted + 1, seconds
 
     def rate(self, domain: str) -> float:
-        """Tokens per second."""
+        """Returns tokens per second."""
         tokens, seconds = self.by_domain[domain]
         return tokens / seconds
 
 
 def clairvoyant(text: Text, costs: CostCurve) -> float:
-    """Least seconds in which rounds of any lengths can emit a text: one who knows what will be accepted (dynamic programming)."""
+    """Returns the least seconds in which rounds of any length can emit a text, by dynamic programming over its positions."""
     least = [0.0] * (len(text.places) + 1)
     for place in range(len(text.places) - 1, -1, -1):
         stands = text.places[place].accepted
@@ -141,7 +141,7 @@ def clairvoyant(text: Text, costs: CostCurve) -> float:
 
 
 def read_texts(path: Path) -> list[Text]:
-    """Reads what `record` wrote."""
+    """Reads a file that `record` wrote."""
     texts = []
     for line in path.read_text(encoding="utf-8").splitlines():
         data = json.loads(line)
@@ -151,13 +151,13 @@ def read_texts(path: Path) -> list[Text]:
 
 
 def read_costs(path: Path) -> dict[str, MeasuredCosts]:
-    """Returns every bundle's and machine's costs of a file of remembered costs."""
+    """Returns the costs in a costs.json, by its keys of bundle and machine."""
     found = {key: MeasuredCosts.from_json(value) for key, value in json.loads(path.read_text(encoding="utf-8")).items()}
     return {key: costs for key, costs in found.items() if costs}
 
 
 def show(title: str, texts: Sequence[Text], measured: MeasuredCosts, longest: int) -> None:
-    """Prints the table of one machine: speed over plain decoding by policy and domain."""
+    """Prints the table of one machine: speed-up over plain decoding by policy and domain."""
     policies: dict[str, Callable[[], DraftLengthPolicy]] = {f"fixed {n}": lambda n=n: Fixed(n) for n in range(1, longest + 1)}  # type: ignore[misc]
     policies["profit"] = lambda: Profit(CostCurve(measured), AcceptanceModel(), longest=longest)
     domains = list(dict.fromkeys(text.domain for text in texts))
@@ -186,10 +186,10 @@ def main() -> None:
 @click.option(
     "--prompts", "own", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True, help="Instead of the shipped ones."
 )
-@click.option("--max-tokens", default=64)
-@click.option("--most", default=20, help="Prompts of each domain.")
+@click.option("--max-tokens", default=64, help="Tokens per prompt.")
+@click.option("--most", default=20, help="Prompts per domain.")
 def record(bundle: Path, output: Path, own: tuple[Path, ...], max_tokens: int, most: int) -> None:
-    """Write the drafts of every place of BUNDLE's own greedy texts."""
+    """Write the drafts at every position of BUNDLE's greedy texts."""
     prompts = [prompt for path in own for prompt in read_prompts(path, most)] or shipped_prompts(DOMAINS, most)
     with open_session(bundle) as session, output.open("w", encoding="utf-8") as file:
         for prompt in track(prepare(prompts, session), console=Console(stderr=True)):
@@ -204,10 +204,12 @@ def record(bundle: Path, output: Path, own: tuple[Path, ...], max_tokens: int, m
 
 @main.command()
 @click.argument("recorded", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--costs", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=True, help="A costs.json.")
+@click.option(
+    "--costs", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=True, help="A costs.json of the cache folder."
+)
 @click.option("--longest", default=MAX_DRAFT_LENGTH)
 def replay(recorded: Path, costs: Path, longest: int) -> None:
-    """Print each policy's speed over plain decoding on RECORDED drafts, for every machine of a file of costs."""
+    """Print the speed-up of each policy over plain decoding on RECORDED drafts, for every machine in a costs.json."""
     for key, measured in read_costs(costs).items():
         show(key, read_texts(recorded), measured, longest)
 

@@ -1,9 +1,9 @@
-"""Do the drafters of a bundle accept what the reference assistant accepts? Drafts of each along the same texts, side by side.
+"""Compares the acceptance of a bundle's drafters with that of the reference assistant on the same texts.
 
 python scripts/checks/check_acceptance.py BUNDLE TARGET DRAFTER --prompts exporter/edge_export/reference_pair/prompts.code.json
 
-The texts are the target's own greedy continuations of the prompts, so the drafts that stand are those equal to the text. The reference
-is transformers in float32, with the sparse head and with the dense one, given the same rows of the sliding window as llama.cpp's drafter.
+The texts are greedy continuations of the prompts by the target, so a draft is accepted if it equals the text. The reference is transformers
+in float32, with the sparse and with the dense head. It gets the same rows of the sliding window as llama.cpp's drafter.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SPARSE, DENSE = "reference, sparse head", "reference, dense head"
 
 
 @dataclass
-class Side:
-    """Drafts of one drafter: how many were made and stood, how many whole drafts equal the sparse reference's, and what stood by prompt."""
+class DrafterCounts:
+    """Counts of one drafter. `equal` drafts equal those of the sparse reference in all tokens; `by_prompt` is the acceptance by prompt."""
 
     contexts: int = 0
     drafted: int = 0
@@ -39,13 +39,13 @@ class Side:
     by_prompt: list[float] = field(default_factory=list)
 
     def add(self, draft: Sequence[int], text: Sequence[int], reference: Sequence[int]) -> int:
-        """Counts one draft; returns how many of its tokens stand."""
-        stands = next((i for i, pair in enumerate(zip(draft, text, strict=False)) if pair[0] != pair[1]), len(draft))
+        """Counts one draft; returns how many of its tokens are accepted."""
+        accepted = next((i for i, pair in enumerate(zip(draft, text, strict=False)) if pair[0] != pair[1]), len(draft))
         self.contexts += 1
         self.drafted += len(draft)
-        self.accepted += stands
+        self.accepted += accepted
         self.equal += list(draft) == list(reference)
-        return stands
+        return accepted
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
@@ -60,21 +60,21 @@ class Side:
 
 
 class Reference:
-    """The checkpoints in transformers."""
+    """The two checkpoints, run by transformers."""
 
     def __init__(self, target: Path, drafter: Path, window: int) -> None:
         self._target, self._assistant = load_reference(target), load_reference(drafter)
         self._window = window
 
     def read(self, tokens: Sequence[int]) -> ReferenceRows:
-        """Runs the target over a text and keeps what the assistant reads of it."""
+        """Runs the target over a text and returns the rows that the assistant reads."""
         output = self._target(
             input_ids=torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True
         )
         return ReferenceRows(self._target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), self._window - 1)
 
     def draft(self, rows: ReferenceRows, tokens: Sequence[int], position: int, length: int, *, sparse: bool) -> list[int]:
-        """Returns the assistant's drafts after `tokens[position]`, all made at that constant position."""
+        """Returns the assistant's drafts after `tokens[position]`; all have that position."""
         self._assistant.config.use_ordered_embeddings = sparse
         last, hidden, shared = tokens[position], rows.hidden[:, position - 1 : position], rows.before(position)
         drafts: list[int] = []
@@ -91,7 +91,7 @@ class Reference:
 
 
 def drafts_of(session: Session, tokens: Sequence[int], positions: Sequence[int], length: int) -> list[list[int]]:
-    """Drafts along a given text, with the text's own rows in the cache."""
+    """Returns the drafts at each of `positions` of a text whose rows are in the cache."""
     target, drafter = session.target, session.drafter
     if drafter is None:
         raise RequestError("the session has no drafter; open it with one")
@@ -113,7 +113,7 @@ def drafts_of(session: Session, tokens: Sequence[int], positions: Sequence[int],
 @click.option("--prompt", "single", multiple=True, help="A prompt; repeatable.")
 @click.option("--tokens", default=80, help="Length of each text after its prompt.")
 @click.option("--every", default=4, help="Tokens from one draft to the next.")
-@click.option("--draft-length", default=3)
+@click.option("--draft-length", default=3, help="Tokens of each draft.")
 @click.option("--threads", type=int)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @torch.inference_mode()
@@ -132,7 +132,7 @@ def main(
 ) -> None:
     """Draft along texts of BUNDLE's target with its dense and split drafters and with the checkpoints TARGET and DRAFTER."""
     prompts = [prompt for file in files for prompt in json.loads(file.read_text())] + list(single)
-    sides: dict[str, Side] = {name: Side() for name in (SPARSE, DENSE, "split", "dense")}
+    counts: dict[str, DrafterCounts] = {name: DrafterCounts() for name in (SPARSE, DENSE, "split", "dense")}
     with (
         open_session(bundle, threads=threads, drafter="dense") as dense,
         open_session(bundle, threads=threads, drafter="split") as split,
@@ -154,27 +154,27 @@ def main(
                 "dense": drafts_of(dense, text, positions, draft_length),
             }
             for name, made in drafts.items():
-                stood = [sides[name].add(d, text[p + 1 :], w) for d, p, w in zip(made, positions, wanted, strict=True)]
-                sides[name].by_prompt.append(sum(stood) / (len(stood) * draft_length) if stood else 0.0)
+                accepted = [counts[name].add(d, text[p + 1 :], w) for d, p, w in zip(made, positions, wanted, strict=True)]
+                counts[name].by_prompt.append(sum(accepted) / (len(accepted) * draft_length) if accepted else 0.0)
     if as_json:
-        click.echo(json.dumps({"prompts": len(prompts), "draft_length": draft_length, **{n: s.to_json() for n, s in sides.items()}}))
+        click.echo(json.dumps({"prompts": len(prompts), "draft_length": draft_length, **{n: c.to_json() for n, c in counts.items()}}))
         return
-    Console().print(as_table(sides, len(prompts), draft_length))
+    Console().print(as_table(counts, len(prompts), draft_length))
 
 
-def as_table(sides: dict[str, Side], prompts: int, draft_length: int) -> Table:
-    """The sides, one a row."""
-    table = Table(title=f"{prompts} prompts, {sides[SPARSE].contexts} drafts of {draft_length}", title_justify="left")
+def as_table(counts: dict[str, DrafterCounts], prompts: int, draft_length: int) -> Table:
+    """Returns one row per drafter."""
+    table = Table(title=f"{prompts} prompts, {counts[SPARSE].contexts} drafts of {draft_length}", title_justify="left")
     for column in ("drafter", "accepted", "drafted", "acceptance", "drafts equal to the sparse reference's", "prompts with its acceptance"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
-    for name, side in sides.items():
-        same = sum(a == b for a, b in zip(side.by_prompt, sides[SPARSE].by_prompt, strict=True))
+    for name, count in counts.items():
+        same = sum(a == b for a, b in zip(count.by_prompt, counts[SPARSE].by_prompt, strict=True))
         table.add_row(
             name,
-            str(side.accepted),
-            str(side.drafted),
-            f"{side.accepted / side.drafted:.2%}",
-            f"{side.equal / side.contexts:.2%}",
+            str(count.accepted),
+            str(count.drafted),
+            f"{count.accepted / count.drafted:.2%}",
+            f"{count.equal / count.contexts:.2%}",
             f"{same} of {prompts}",
         )
     return table

@@ -1,9 +1,9 @@
-"""Holds joules per token against simulated devices whose true power is known: the error, and how often the 95 % interval holds the truth.
+"""Measures joules per token on simulated devices of known power: the error, and how often the 95 % interval contains the true value.
 
     python scripts/checks/check_energy_coverage.py --runs 1000
 
-Each run is a whole measurement by the protocol of docs/energy.md, of a device and a meter drawn from ranges (tests/support/simulated_meter.py).
-A minute or two per thousand runs and meter.
+Each run is a complete measurement by the protocol of docs/energy.md. Device and meter are drawn at random from ranges
+(tests/support/simulated_meter.py). A thousand runs take a minute or two per meter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METERS = (COUNTER, SAMPLER, GAUGE)
 
 
 class Outcome(NamedTuple):
-    """One measurement that counts: relative error, and whether the intervals hold the truth (above idle: None where no figure is shown)."""
+    """A measurement that was not refused: relative error, and whether the intervals contain the true value (net: None without a figure)."""
 
     error: float
     covered: bool
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """One meter's row. Errors are relative; `refused` runs were too short and gave no figure; shares are of those that count."""
+    """The row of one meter. Errors are relative; `refused` runs were too short; shares are of the runs that were not refused."""
 
     meter: str
     runs: int
@@ -50,7 +50,10 @@ class Coverage:
 
 
 def outcome(meter: str, seed: int) -> Outcome | None:
-    """One simulated measurement; None when it was refused as too short. Raises MeasurementError when it was refused for anything else."""
+    """Simulates one measurement.
+
+    Returns None if it was refused as too short; raises MeasurementError if it was refused for another reason.
+    """
     scenario = draw(meter, seed)
     log, block = simulate(scenario)
     try:
@@ -85,7 +88,7 @@ def coverage(meter: str, runs: int, first: int = 0) -> Coverage:
 
 
 def table(rows: list[Coverage]) -> Iterator[str]:
-    """Yields the table as Markdown, as it stands in docs/energy.md."""
+    """Yields the lines of the Markdown table in docs/energy.md."""
     yield f"| meter | counted of {rows[0].runs} | too short, refused | median error | mean error | interval holds the truth | above idle |"
     yield "|---|---|---|---|---|---|---|"
     for row in rows:

@@ -1,4 +1,4 @@
-"""How often does a bundle's greedy text with drafts equal its plain greedy text? Counts, and names every divergence.
+"""Counts the prompts whose greedy output with drafts equals plain greedy decoding, and reports every divergence.
 
 python scripts/checks/check_lossless.py BUNDLE --prompts exporter/edge_export/reference_pair/prompts.code.json --tokens 200
 """
@@ -22,9 +22,9 @@ from edge_runtime.session.open import OpenOptions, open_session
     "--prompts", "files", type=click.Path(path_type=Path, exists=True), required=True, multiple=True, help="JSON lists of prompts."
 )
 @click.option("--count", default=10, help="Prompts to take from each file.")
-@click.option("--tokens", default=200)
+@click.option("--tokens", default=200, help="Tokens per prompt.")
 @click.option("--draft-length", default=3)
-@click.option("--uniform-rows", is_flag=True, help="ONNX: plain decoding through the kernels of several rows too.")
+@click.option("--uniform-rows", is_flag=True, help="ONNX: plain decoding uses the kernels for several rows too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @one_sentence_errors()
 def main(bundle: Path, files: tuple[Path, ...], count: int, tokens: int, draft_length: int, uniform_rows: bool, as_json: bool) -> None:

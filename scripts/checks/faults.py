@@ -1,15 +1,15 @@
-"""Exports over an existing bundle again and again, with a fault each time, and looks at what is left.
+"""Exports over an existing bundle repeatedly, injects a fault each time, and checks what is left.
 
     python scripts/checks/faults.py kill --runs 200
 
-    kill         SIGKILL at a random moment, half the time one in which the new bundle takes the old one's place
-    interrupt    SIGINT (Ctrl-C) at such a moment
-    file-size    no file may grow beyond a random size (RLIMIT_FSIZE), as on a full disk
-    memory       no more than a random amount of memory (RLIMIT_AS)
+    kill         SIGKILL at a random moment, in half the runs while the new bundle replaces the old one
+    interrupt    SIGINT (Ctrl-C) at a moment chosen in the same way
+    file-size    a random limit on file size (RLIMIT_FSIZE), as on a full disk
+    memory       a random limit on memory (RLIMIT_AS)
 
-After each: the old bundle is there, or the new one, whole; or none, if the process was killed between the two renames of a file system that
-cannot exchange names, and then the next start puts the old one back. The next start leaves no temporary file. Where the process could still speak it said one sentence, with the right exit
-code. Linux only.
+After each fault, the complete old or new bundle is in place. There may be none only if the process was killed between the two renames on a
+file system that cannot exchange names; the next start then restores the old one. The next start removes all temporary files. A process that
+was not killed ends with a one-sentence error and the right exit code. Linux only.
 """
 
 from __future__ import annotations
@@ -53,32 +53,35 @@ print("ready", flush=True)
 main(sys.argv[3:], standalone_mode=True)
 """
 _MOST_SECONDS = 900
-# Within so many seconds from its beginning the new bundle is in its place and what is left of the old one removed.
+# The replacement of the old bundle, with its removal, takes at most this long.
 _MOVING_SECONDS = 0.01
 _LARGEST_FILE, _MOST_MEMORY = 20 << 20, 30 << 20
 
 
 class FaultError(Exception):
-    """Something was left, or said, that must not be."""
+    """The state, the message or the exit code after a fault is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one fault led to: "old", "new" or "none" is at the bundle's place before the next start; the exit code, and what was said."""
+    """The result of one fault.
+
+    `left`: the bundle before the next start, "old", "new" or "none". `message`: the last line of standard error.
+    """
 
     kind: str
     left: str
     code: int
-    said: str
+    message: str
 
 
 def arguments(output: Path) -> list[str]:
-    """An export of the shipped pair, which takes a second or two."""
+    """Returns the arguments of an export of the shipped pair, which takes a second or two."""
     return ["--reference-pair", "-o", str(output), "--force", "--no-verify", "--context", "256"]
 
 
 def one_fault(kind: str, output: Path, chance: random.Random, seconds: float) -> Outcome:
-    """Exports over the bundle at `output`, which takes `seconds` if nothing happens. Raises FaultError."""
+    """Exports over the bundle at `output` with one fault; without a fault it takes `seconds`. Raises FaultError."""
     before = (output / MANIFEST_NAME).read_bytes()
     most = {"file-size": _LARGEST_FILE, "memory": _MOST_MEMORY}.get(kind, 0)
     command = [sys.executable, "-c", PROGRAM, kind, str(chance.randrange(most + 1)), *arguments(output)]
@@ -98,8 +101,8 @@ def one_fault(kind: str, output: Path, chance: random.Random, seconds: float) ->
     if left == "none" and has_exchange(output.parent):
         raise FaultError("no bundle was left, though the file system can exchange two names")
     _check_next_start(output)
-    outcome = Outcome(kind=kind, left=left, code=child.returncode, said=errors.strip().splitlines()[-1] if errors.strip() else "")
-    _check_words(outcome, errors)
+    outcome = Outcome(kind=kind, left=left, code=child.returncode, message=errors.strip().splitlines()[-1] if errors.strip() else "")
+    _check_message(outcome, errors)
     return outcome
 
 
@@ -114,7 +117,7 @@ def _state(output: Path, before: bytes) -> str:
 
 
 def has_exchange(folder: Path) -> bool:
-    """Whether two folders in this one can change places in one step."""
+    """Returns whether the file system of `folder` can exchange two folders atomically."""
     with tempfile.TemporaryDirectory(dir=folder) as one, tempfile.TemporaryDirectory(dir=folder) as other:
         return exchange(Path(one), Path(other))
 
@@ -127,20 +130,20 @@ def _check_next_start(output: Path) -> None:
     open_bundle(output, check="full")
 
 
-def _check_words(outcome: Outcome, errors: str) -> None:
+def _check_message(outcome: Outcome, errors: str) -> None:
     allowed = {"kill": (-9, 0), "interrupt": (130, 0), "file-size": (1, 0), "memory": (1, 0)}[outcome.kind]
     if outcome.kind == "interrupt" and outcome.code == -2 and outcome.left == "new":
         return  # Python itself was ending
     if outcome.code not in allowed or "Traceback" in errors:
-        raise FaultError(f"{outcome.kind}: exit code {outcome.code}, said: {errors.strip()[-1500:]}")
-    if outcome.code == 1 and not outcome.said.startswith(("Error: ", "OpenBLAS error: ")):
-        raise FaultError(f"{outcome.kind}: said {outcome.said!r}")
+        raise FaultError(f"{outcome.kind}: exit code {outcome.code}, standard error: {errors.strip()[-1500:]}")
+    if outcome.code == 1 and not outcome.message.startswith(("Error: ", "OpenBLAS error: ")):
+        raise FaultError(f"{outcome.kind}: unexpected message {outcome.message!r}")
     if outcome.code == 0 and outcome.left != "new":
         raise FaultError(f"{outcome.kind}: exit code 0, but the bundle is {outcome.left}")
 
 
 def _seconds_of_an_export(output: Path) -> float:
-    """From the moment the modules are loaded to the end."""
+    """Returns the duration of an export without a fault, from the moment the modules are loaded."""
     command = [sys.executable, "-c", PROGRAM, "none", "0", *arguments(output)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         assert child.stdout is not None
@@ -150,41 +153,41 @@ def _seconds_of_an_export(output: Path) -> float:
         return time.monotonic() - begin
 
 
-def campaign(kind: str, runs: int, seed: int, hear: Callable[[Outcome], None] = lambda _: None) -> None:
-    """Runs so many faults of a kind in a folder of its own. Raises FaultError at the first that leaves what it must not."""
+def campaign(kind: str, runs: int, seed: int, on_outcome: Callable[[Outcome], None] = lambda _: None) -> None:
+    """Injects `runs` faults of a kind in a temporary folder. Raises FaultError at the first wrong result."""
     chance = random.Random(f"{kind}:{seed}")
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "bundle"
         export(arguments(output), standalone_mode=False)
         seconds = _seconds_of_an_export(output)
         for _ in range(runs):
-            hear(one_fault(kind, output, chance, seconds))
+            on_outcome(one_fault(kind, output, chance, seconds))
 
 
 @click.command(context_settings={"show_default": True})
 @click.argument("kind", type=click.Choice(KINDS))
 @click.option("--runs", type=click.IntRange(min=1), default=200)
 @click.option("--seed", default=1)
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="One JSON line per fault.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Append one JSON line per fault to this file.")
 def main(kind: str, runs: int, seed: int, output: Path | None) -> None:
-    """Exports RUNS times with a fault of this KIND and prints what came of it."""
+    """Export RUNS times with a fault of this KIND and print the results."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore Ctrl-C, children too
     counts: Counter[str] = Counter()
-    said: Counter[str] = Counter()
+    messages: Counter[str] = Counter()
 
-    def hear(outcome: Outcome) -> None:
+    def record(outcome: Outcome) -> None:
         if output is not None:
             with output.open("a", encoding="utf-8") as log:
                 log.write(json.dumps(asdict(outcome)) + "\n")
         counts[f"{outcome.left}, exit code {outcome.code}"] += 1
-        said[outcome.said.partition("(")[2].partition(":")[0][:80]] += 1
+        messages[outcome.message.partition("(")[2].partition(":")[0][:80]] += 1
 
     try:
-        campaign(kind, runs, seed, hear)
+        campaign(kind, runs, seed, record)
     except FaultError as error:
         raise click.ClickException(f"after {sum(counts.values())} runs: {error}") from error
-    click.echo(json.dumps({"kind": kind, "runs": runs, "seed": seed, "left": dict(counts), "said": dict(said.most_common(6))}))
+    click.echo(json.dumps({"kind": kind, "runs": runs, "seed": seed, "left": dict(counts), "said": dict(messages.most_common(6))}))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Gives hostile inputs to the readers of edge-mtp and says what they made of them.
+"""Fuzzes the readers of edge-mtp with mutated inputs and reports the results.
 
     python scripts/checks/fuzz.py manifest config --inputs 100000 --seed 1
     python scripts/checks/fuzz.py all --inputs 1000 --bundle my-bundle
     python scripts/checks/fuzz.py manifest --seed 1 --show 4711 > input
 
-Every input must be read or refused with one of the package's own errors, within 10 seconds, in memory in proportion to its size, without
-opening a file outside its folder and without running code. Figures and limits: docs/security.md. Linux only (fork).
+Every input must be read, or refused with an error of the package, within 10 seconds and in memory proportional to its size. No file outside
+the folder may be opened and no code run. Figures and limits: docs/security.md. Linux only (fork).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fuzzing.registry import all_readers
 
 
 def chosen(names: tuple[str, ...], bundle: Path | None) -> list[Reader]:
-    """Returns the readers of these names; "all" is all that can be opened. Raises a usage error for a name that is none."""
+    """Returns the readers of these names; "all" returns all that can be opened. Raises UsageError for an unknown name."""
     readers = all_readers()
     if names == ("all",):
         return [reader for reader in readers.values() if bundle or not reader.needs_bundle]
@@ -36,7 +36,7 @@ def chosen(names: tuple[str, ...], bundle: Path | None) -> list[Reader]:
 
 
 def sentence(report: Report) -> str:
-    """One line for people."""
+    """Returns a summary in one line."""
     return (
         f"{report.reader}: {report.inputs} inputs, {report.read} read, {report.refused} refused, {len(report.failures)} failures; "
         f"{report.seconds:.0f} s, slowest {report.slowest_ms:.0f} ms"
@@ -45,13 +45,17 @@ def sentence(report: Report) -> str:
 
 @click.command(context_settings={"show_default": True})
 @click.argument("names", nargs=-1, required=True, metavar="READER...")
-@click.option("--inputs", type=click.IntRange(min=1), default=100_000)
+@click.option("--inputs", type=click.IntRange(min=1), default=100_000, help="Inputs per reader.")
 @click.option("--seed", default=1)
-@click.option("--bundle", type=click.Path(path_type=Path, exists=True, file_okay=False), help="For the readers that need a model.")
-@click.option("--show", type=int, help="Write this input to standard output instead.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option(
+    "--bundle",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="A bundle of GGUF files, for the readers that need a model.",
+)
+@click.option("--show", type=int, help="Only write the input of this number to standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def main(names: tuple[str, ...], inputs: int, seed: int, bundle: Path | None, show: int | None, as_json: bool) -> None:
-    """Fuzzes READERs; "all" for all of them. Exit code 1 if any input failed."""
+    """Fuzz each READER, or all of them with "all". Exit code 1 if any input failed."""
     failed = False
     for reader in chosen(names, bundle):
         if show is not None:

@@ -1,10 +1,10 @@
-"""A long run: many requests of all kinds through one session, with its memory, cache and output checked all the way.
+"""Runs many random requests through one session and checks its memory, KV cache and output.
 
     python scripts/checks/soak.py BUNDLE --backend llama --tokens 1000000 --output soak.jsonl --plot soak.svg
 
-Requests have random prompts, draft lengths, policies and sampling; some are cancelled, some run into the end of the context, some prompts are
-too long, some listeners fail. After every round the cache must hold the committed tokens, no more and no less. Whenever the count of tokens
-passes a multiple of --check-every, the greedy request at hand is repeated by plain decoding. Ends with exit code 1 if anything did not hold.
+Requests have random prompts, draft lengths, policies and sampling. Some are cancelled, some reach the end of the context, some prompts are
+too long, some round callbacks raise. After every round the cache must hold exactly the committed tokens. Whenever the token count passes a
+multiple of --check-every, the current greedy request is repeated with plain decoding. The exit code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from edge_runtime.session.lossless import check_lossless
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
-# Share of the run that is not counted: allocators and caches reach their size, and pages of the mapped files come in as tokens are seen
-# for the first time.
+# Share of the run that is not counted: allocators and caches reach their final size, and the first use of a token faults pages in.
 WARM_UP = 0.25
-MOST_GROWTH = 0.01
+MAX_GROWTH = 0.01
 SAMPLES = 400
 # Kernels for one row and for several differ in the last bits; where plain decoding's two best logits are this close, either may win.
 TIE = 1e-2
@@ -44,17 +43,17 @@ TIE_OF_ROUNDED = 0.1
 ROUNDED = ("int4", "int8")
 
 
-class ListenerError(Exception):
-    """What a listener of ours raises in the middle of a request."""
+class CallbackError(Exception):
+    """Raised by our round callback in the middle of a request."""
 
 
 class SoakError(Exception):
-    """A property did not hold."""
+    """A check failed."""
 
 
 @dataclass
 class Soak:
-    """The run: what has been counted so far, and what decides the next request."""
+    """A run: its counts so far, and the random generator that chooses the next request."""
 
     session: Session
     seed: int
@@ -70,7 +69,7 @@ class Soak:
         self.texts = tuple(path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py"))[:40])
 
     def prompt(self) -> list[int] | str:
-        """A piece of Python's standard library, or any ids; now and then longer than the context."""
+        """Returns text from Python's standard library, or random ids; a few are longer than the context."""
         vocabulary, context = self.session.bundle.manifest.architecture.vocab_size, self.session.target.context
         if self.chance.random() < 0.03:
             return [self.chance.randrange(vocabulary) for _ in range(self.chance.randint(context - 20, context + 5))]
@@ -81,7 +80,7 @@ class Soak:
         return text[start : start + self.chance.randint(4, context // 2)]
 
     def request(self) -> Generation:
-        """The next request. Raises RequestError where the prompt does not fit."""
+        """Returns the next request. Raises RequestError if the prompt does not fit."""
         chance = self.chance
         sampled = chance.random() < 0.2
         fixed = chance.random() < 0.8
@@ -97,7 +96,7 @@ class Soak:
         )
 
     def run(self, most: int) -> Iterator[int]:
-        """Runs requests until `most` tokens are out; yields the count after each."""
+        """Runs requests until `most` tokens have been emitted; yields the token count after each."""
         while self.counts["tokens"] < most:
             before = self.counts["tokens"]
             try:
@@ -114,10 +113,10 @@ class Soak:
 
     def _failing(self, _: Round) -> None:
         if self.chance.random() < 0.3:
-            raise ListenerError
+            raise CallbackError
 
     def _follow(self, generation: Generation) -> None:
-        """Reads a request to its end, or leaves it early."""
+        """Runs a request to its end, or cancels it."""
         cancel_at = self.chance.randint(1, 60) if self.chance.random() < 0.25 else None
         try:
             for rounds, _ in enumerate(generation.rounds(), 1):
@@ -128,8 +127,8 @@ class Soak:
             else:
                 self.counts[f"ended: {generation.finish_reason}"] += 1
             self._check_tokens(generation)
-        except ListenerError:
-            self.counts["listener failed"] += 1
+        except CallbackError:
+            self.counts["callback failed"] += 1
 
     def _check_length(self, generation: Generation) -> None:
         rows, committed = self.session.target.length, len(generation.prompt) + len(generation.tokens) - 1
@@ -157,7 +156,7 @@ class Soak:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """This process's memory, in bytes, when so many tokens were out. `anonymous`: its own; the rest of `resident` are pages of mapped files."""
+    """Memory of this process in bytes after `tokens` tokens. `resident` is `anonymous` plus pages of mapped files."""
 
     tokens: int
     resident: int
@@ -165,20 +164,20 @@ class Sample:
 
 
 def tie_of(bundle: Bundle, backend: str) -> float:
-    """How far apart two logits may be of which either may win. onnxruntime's float weights round no activations."""
+    """Returns the largest gap of two logits that counts as a tie. With float weights, onnxruntime does not round activations."""
     rounded = backend == "onnx" and (bundle.file("target", "onnx").quantization or "").startswith(ROUNDED)
     return TIE_OF_ROUNDED if rounded else TIE
 
 
 def sample(tokens: int) -> Sample:
-    """Reads this process's memory. Linux only."""
+    """Returns the memory of this process. Linux only."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     resident, anonymous = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon"))
     return Sample(tokens=tokens, resident=resident, anonymous=anonymous)
 
 
 def growth(samples: list[Sample], size: Callable[[Sample], int]) -> float:
-    """Returns by which share a size grew between the first and the last tenth of the samples after the warm-up."""
+    """Returns the relative growth of a size between the first and the last tenth of the samples after the warm-up."""
     after = [size(found) for found in samples if found.tokens >= WARM_UP * samples[-1].tokens]
     tenth = max(1, len(after) // 10)
     return statistics.median(after[-tenth:]) / statistics.median(after[:tenth]) - 1
@@ -204,14 +203,12 @@ def draw(samples: list[Sample], title: str, path: Path) -> None:
 @click.command(context_settings={"show_default": True})
 @click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--backend", type=click.Choice(("llama", "onnx")), required=True)
-@click.option("--tokens", type=click.IntRange(min=100), default=1_000_000)
+@click.option("--tokens", type=click.IntRange(min=100), default=1_000_000, help="Tokens to emit.")
 @click.option("--context", type=click.IntRange(min=64), default=512)
 @click.option("--threads", type=click.IntRange(min=1), default=1)
+@click.option("--check-every", type=click.IntRange(min=1), default=1000, help="Tokens between comparisons with plain decoding.")
 @click.option(
-    "--check-every", type=click.IntRange(min=1), default=1000, help="Compare with plain decoding each time so many tokens are out."
-)
-@click.option(
-    "--uniform-rows", is_flag=True, help="onnx: as edge-run's; without it int4 and int8 weights part from plain decoding more often."
+    "--uniform-rows", is_flag=True, help="onnx: as in edge-run; without it int4 and int8 weights differ from plain decoding more often."
 )
 @click.option("--seed", default=1)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("soak.jsonl"), help="One JSON line per sample.")
@@ -228,7 +225,7 @@ def main(
     output: Path,
     plot: Path | None,
 ) -> None:
-    """Runs TOKENS tokens of random requests through BUNDLE and checks memory, cache and output on the way."""
+    """Run random requests through BUNDLE until TOKENS tokens have been emitted; check memory, cache and output."""
     samples: list[Sample] = []
     begin = time.monotonic()
     try:
@@ -253,19 +250,19 @@ def main(
     except (EdgeRuntimeError, SoakError) as error:
         raise click.ClickException(f"{error} (after {samples[-1].tokens if samples else 0} tokens, seed {seed})") from error
     grown = {name: growth(samples, attrgetter(name)) for name in ("resident", "anonymous")}
-    said = {
+    summary = {
         "backend": backend,
         **asdict(samples[-1]),
         **soak.counts,
         "largest_tie": soak.largest_tie,
         "seconds": round(time.monotonic() - begin, 1),
     }
-    click.echo(json.dumps({**said, "growth_after_warm_up": {name: round(share, 5) for name, share in grown.items()}}))
+    click.echo(json.dumps({**summary, "growth_after_warm_up": {name: round(share, 5) for name, share in grown.items()}}))
     if plot is not None:
         draw(samples, f"{soak.counts['tokens']:,} tokens on {backend}: {grown['resident']:+.2%} after the warm-up", plot)
     for name, share in grown.items():
-        if share >= MOST_GROWTH:
-            raise click.ClickException(f"{name} memory grew by {share:.2%} after the warm-up, at most {MOST_GROWTH:.0%} is allowed")
+        if share >= MAX_GROWTH:
+            raise click.ClickException(f"{name} memory grew by {share:.2%} after the warm-up, at most {MAX_GROWTH:.0%} is allowed")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Writes a random pair of true Gemma 4 E2B shapes: for memory, size and timing, where the weights' values do not matter.
+"""Writes a pair of random weights with the shapes of Gemma 4 E2B, to measure memory, size and time.
 
     python scripts/pairs/make_random_pair.py -o /tmp/e2b --vocabulary 65536
     python scripts/pairs/make_random_pair.py -o /tmp/e2b-drafter --target-layers 5
 
-With the full vocabulary of 262144 and all layers the target has 10 GB; a draft step costs the same on a target of fewer layers. Shapes as published for google/gemma-4-E2B-it and its assistant. The
-tokenizer is the reference pair's, filled up with unused tokens.
+With the full vocabulary of 262144 and all layers the target has 10 GB; a draft step costs the same on a target with fewer layers. The
+shapes are those of google/gemma-4-E2B-it and its assistant. The tokenizer is that of the reference pair, padded with unused tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HEADS: dict[str, Any] = {
 
 
 def target_config(vocabulary: int, layers: int) -> dict[str, Any]:
-    """config.json of the E2B text model, or of its first layers; the first 15 own K/V."""
+    """Returns config.json of the E2B text model with its first `layers` layers; the first 15 have their own K/V."""
     return HEADS | {
         "model_type": "gemma4_text",
         "architectures": ["Gemma4ForCausalLM"],
@@ -70,7 +70,7 @@ def target_config(vocabulary: int, layers: int) -> dict[str, Any]:
 
 
 def drafter_config(vocabulary: int) -> dict[str, Any]:
-    """config.json of the E2B assistant."""
+    """Returns config.json of the E2B assistant."""
     text = HEADS | {
         "model_type": "gemma4_text",
         "vocab_size": vocabulary,
@@ -101,7 +101,7 @@ def drafter_config(vocabulary: int) -> dict[str, Any]:
 def write_shards(shapes: Shapes, folder: Path, seed: int) -> None:
     """Writes the tensors as bf16 safetensors of at most SHARD_BYTES (or one tensor) each, from one block of random numbers.
 
-    Each begins at another place of it: of tensors that are alike, a runtime may keep one.
+    Each starts at a different offset in it, because a runtime may store equal tensors once.
     """
     noise = to_bfloat16(np.random.default_rng(seed).normal(0, 0.02, BLOCK // 2).astype(np.float32)).tobytes()
     shards: list[dict[str, tuple[int, ...]]] = [{}]

@@ -1,8 +1,8 @@
-"""Trains the reference pair that edge-mtp ships: a Gemma 4 target and its MTP drafter, from the standard library's text.
+"""Trains the reference pair that edge-mtp ships, a Gemma 4 target and its MTP drafter, on the text of the standard library.
 
     python scripts/pairs/train_reference_pair.py --output /tmp/pair --minutes 90 --drafter-minutes 40
 
-Needs the `train` extra (pip install -e '.[train]'). Runs on a CPU in the time given; a GPU is not needed.
+Needs the `train` extra (pip install -e '.[train]'). Runs on a CPU within the given time; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -29,7 +30,7 @@ STAGES = ("target", "write", "drafter", "evaluate")
 TEXT_LENGTH = 256
 PROMPT_LENGTH = 48
 WRITERS = 96
-# Greedy text is what acceptance is measured on; some of the corpus keeps the drafter from knowing the target's loops only.
+# Acceptance is measured on greedy text; the share of the corpus keeps the drafter from overfitting to the target's loops.
 CORPUS_SHARE = 0.2
 PROSE_SHARE = 0.35
 EVALUATION_PROMPTS = 24
@@ -41,7 +42,7 @@ def log(record: dict[str, object]) -> None:
 
 
 def target_stage(output: Path, minutes: float, seed: int) -> None:
-    """Learns the tokenizer, trains the target and measures it as it is shipped."""
+    """Trains the tokenizer and the target, and measures the target as it is shipped."""
     train, held = corpus.load_splits()
     tokenizer = gemma_tokenizer.build([d.text for d in train.code + train.prose], TargetRecipe.vocab_size)
     folder = output / "target"
@@ -71,15 +72,19 @@ def target_stage(output: Path, minutes: float, seed: int) -> None:
 
 
 def load_target(output: Path) -> Gemma4ForCausalLM:
-    """The target as it is shipped: its bf16 weights, in float32 arithmetic."""
+    """Returns the target as it is shipped: bf16 weights, computed in float32."""
     return Gemma4ForCausalLM.from_pretrained(output / "target", dtype=torch.float32, attn_implementation="eager").eval()
 
 
+def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
 def write_stage(output: Path, minutes: float, seed: int) -> None:
-    """Lets the target write the drafter's training text: greedy continuations of training prompts, for `minutes`."""
+    """Generates the drafter's training text with the target: greedy continuations of training prompts, for `minutes`."""
     target, tokenizer = load_target(output), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
     train, _ = corpus.load_splits()
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    encode = _encoder(tokenizer)
     texts, started, batch = [], time.monotonic(), 0
     while time.monotonic() - started < 60 * minutes:
         documents = train.prose if batch % 20 < 20 * PROSE_SHARE else train.code
@@ -109,11 +114,11 @@ def drafter_stage(output: Path, minutes: float, write_minutes: float, seed: int)
 
 
 def evaluate_stage(output: Path, seed: int) -> None:
-    """Acceptance at draft length 3 (and 1 to 6) on greedy text after held-out prompts, as the reference assistant drafts."""
+    """Measures acceptance of the reference assistant at draft lengths 1 to 6 on greedy text after held-out prompts."""
     target, tokenizer = load_target(output), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
     drafter = Gemma4AssistantForCausalLM.from_pretrained(output / "drafter", dtype=torch.float32, attn_implementation="eager").eval()
     _, held = corpus.load_splits()
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    encode = _encoder(tokenizer)
     measured: dict[str, object] = {}
     for kind, documents in {"code": held.code, "prose": held.prose}.items():
         prompts = evaluate.prompts_from(documents, encode, PROMPT_LENGTH, EVALUATION_PROMPTS, seed)

@@ -1,7 +1,7 @@
-"""Checks the licences of what is installed, and locked versions against published advisories. Used by `make audit`.
+"""Checks the licences of installed packages, and locked versions against published advisories. Used by `make audit`.
 
-Licences outside the list, and known vulnerabilities, end it with exit code 1. Where no advisory service answers it says NOT CHECKED, loudly, with
-exit code 0: nothing is known to be wrong, and nothing is known to be right. With --require-advisories, as for a release, that is exit code 1 too.
+The exit code is 1 for a licence that is not allowed and for a known vulnerability. If no advisory service answers, "NOT CHECKED" is printed and
+the exit code is 0; with --require-advisories, as for a release, it is 1.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
-# Permissive ones, and MPL, whose copyleft ends at its own files. Spellings are those of the packages' metadata.
+# Permissive licences, and MPL, whose copyleft ends at its own files: SPDX identifiers, and names that older metadata uses.
 ALLOWED = frozenset(
     {
         "0BSD",
-        "3-Clause BSD License",
-        "Apache 2.0 License",
-        "Apache Software License",
         "Apache-2.0",
         "Apache-2.0 WITH LLVM-exception",
-        "BSD",
-        "BSD License",
         "BSD-2-Clause",
         "BSD-3-Clause",
         "BSL-1.0",
@@ -36,17 +32,26 @@ ALLOWED = frozenset(
         "CNRI-Python",
         "HPND",
         "ISC",
-        "ISC License (ISCL)",
         "MIT",
-        "MIT License",
         "MIT-0",
         "MIT-CMU",
         "MPL-2.0",
-        "Mozilla Public License 2.0 (MPL 2.0)",
         "PSF-2.0",
-        "Python Software Foundation License",
         "Unlicense",
         "Zlib",
+    }
+)
+ALLOWED_NAMES = frozenset(
+    {
+        "3-Clause BSD License",
+        "Apache 2.0 License",
+        "Apache Software License",
+        "BSD",
+        "BSD License",
+        "ISC License (ISCL)",
+        "MIT License",
+        "Mozilla Public License 2.0 (MPL 2.0)",
+        "Python Software Foundation License",
     }
 )
 SERVICES = ("pypi", "osv")
@@ -56,16 +61,30 @@ _UNREACHABLE = re.compile(
 )
 
 
-def is_allowed(licence: str, allowed: frozenset[str] = ALLOWED) -> bool:
-    """Whether an expression is permitted: all parts of AND (and of lists with ;), one of OR."""
-    parts = re.split(r"\s+AND\s+|\s*;\s*", licence.strip())
-    # A bracket may belong to a name, "ISC License (ISCL)", or hold an expression together.
-    return all(any({one, one.strip("()")} & allowed for one in re.split(r"\s+OR\s+", part)) for part in parts)
+def is_allowed(licence: str) -> bool:
+    """Returns whether the licences of a package are permitted: all of a list joined by ";", of which each is a name or an SPDX expression."""
+    parts = [part.strip() for part in licence.split(";")]
+    return all(part in ALLOWED_NAMES or _is_allowed_expression(part) for part in parts)
+
+
+def _is_allowed_expression(expression: str) -> bool:
+    """Returns whether an SPDX expression is permitted: all licences of an AND, one of an OR. AND binds more tightly."""
+    try:
+        text: str = canonicalize_license_expression(expression)
+    except InvalidLicenseExpression:
+        return False
+
+    def is_allowed_part(part: str) -> bool:
+        return any(all(one in ALLOWED for one in terms.split(" AND ")) for terms in part.split(" OR "))
+
+    while "(" in text:
+        text = re.sub(r"\(([^()]*)\)", lambda match: "MIT" if is_allowed_part(match[1]) else "refused", text)
+    return is_allowed_part(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advisories:
-    """What a service said: how many packages it knew, which it did not, and each vulnerability as a sentence."""
+    """The answer of a service: number of packages it checked, names of those it did not, and one sentence per vulnerability."""
 
     checked: int
     not_checked: tuple[str, ...]
@@ -73,7 +92,7 @@ class Advisories:
 
 
 def read_advisories(report: dict[str, Any]) -> Advisories:
-    """Reads pip-audit's JSON. A package that was skipped was not checked, whatever the summary says."""
+    """Reads the JSON of pip-audit. A skipped package counts as not checked."""
     checked, skipped, found = 0, [], []
     for entry in report["dependencies"]:
         if "skip_reason" in entry:
@@ -86,8 +105,8 @@ def read_advisories(report: dict[str, Any]) -> Advisories:
     return Advisories(checked=checked, not_checked=tuple(skipped), vulnerabilities=tuple(found))
 
 
-def ask_advisories(tool: Sequence[str], lock: Path, service: str) -> Advisories | str:
-    """Runs pip-audit on a lock; returns what it found, or why the service could not be asked. Raises RuntimeError for other failures."""
+def query_advisories(tool: Sequence[str], lock: Path, service: str) -> Advisories | str:
+    """Runs pip-audit on a lock; returns its findings, or why the service cannot be reached. Raises RuntimeError for other failures."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "audit.json"
         command = [
@@ -115,11 +134,13 @@ def ask_advisories(tool: Sequence[str], lock: Path, service: str) -> Advisories 
 
 
 def check_advisories(tool: Sequence[str], lock: Path, *, required: bool) -> bool:
-    """Asks one service after the other until one knows all packages. Prints what came of it; returns False if something is vulnerable, or,
-    if the answer is `required`, there was none."""
+    """Queries the services in turn until one knows all packages, and prints the result.
+
+    Returns False for a vulnerability, and also if no service answered and `required` is set.
+    """
     reasons = []
     for service in SERVICES:
-        answer = ask_advisories(tool, lock, service)
+        answer = query_advisories(tool, lock, service)
         if isinstance(answer, str):
             reasons.append(f"{service}: {answer}")
             continue
@@ -134,9 +155,7 @@ def check_advisories(tool: Sequence[str], lock: Path, *, required: bool) -> bool
             f"{service}: knows {answer.checked} packages, not {len(answer.not_checked)} ({', '.join(answer.not_checked[:5])}, ...)"
         )
     click.echo("=" * 100)
-    click.echo(
-        f"NOT CHECKED: no advisory service answered for all packages. Whether {lock} has known vulnerabilities was not found out here:"
-    )
+    click.echo(f"NOT CHECKED: no advisory service answered for all packages, so {lock} may have known vulnerabilities:")
     for reason in reasons:
         click.echo(f"  {reason}")
     click.echo("  run `make audit` where pypi.org or api.osv.dev can be reached")
@@ -145,25 +164,26 @@ def check_advisories(tool: Sequence[str], lock: Path, *, required: bool) -> bool
 
 
 def check_licences(tool: Sequence[str], python: str) -> bool:
-    """Prints what is installed for `python` under a licence that is not on the list; returns whether there was nothing."""
+    """Prints the packages of `python` whose licence is not allowed; returns whether there are none."""
     command = [*tool, f"--python={python}", "--from=mixed", "--format=json", "--ignore-packages", "edge-mtp"]
     packages = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True).stdout)
     refused = [package for package in packages if not is_allowed(package["License"])]
     for package in refused:
         click.echo(
-            f"LICENCE {package['Name']} {package['Version']}: {package['License']!r} is not on the list in scripts/setup/check_dependencies.py"
+            f"LICENCE {package['Name']} {package['Version']}: {package['License']!r} is not on the list "
+            "in scripts/setup/check_dependencies.py"
         )
-    click.echo(f"licences: {len(packages)} packages looked at, {len(refused)} not on the list")
+    click.echo(f"licences: {len(packages)} packages checked, {len(refused)} not on the list")
     return bool(packages) and not refused
 
 
 @click.command()
-@click.option("--python", required=True, help="The interpreter whose packages are looked at.")
+@click.option("--python", required=True, help="The interpreter whose packages are checked.")
 @click.option("--lock", type=click.Path(path_type=Path, exists=True), multiple=True, required=True, help="A locked requirements file.")
 @click.option("--tools", type=click.Path(path_type=Path), required=True, help="The folder with pip-audit and pip-licenses.")
 @click.option("--require-advisories", is_flag=True, help="Fail where no advisory service answers.")
 def main(python: str, lock: tuple[Path, ...], tools: Path, require_advisories: bool) -> None:
-    """Check licences and advisories."""
+    """Check licences of installed packages and advisories about locked ones."""
     fine = check_licences([str(tools / "pip-licenses")], python)
     for path in lock:
         fine = check_advisories([str(tools / "pip-audit")], path, required=require_advisories) and fine

@@ -1,1 +1,1 @@
-"""Parts of scripts/checks/fuzz.py: mutated inputs, the readers that get them, and the child process that watches over each."""
+"""Parts of scripts/checks/fuzz.py: mutated inputs, the readers that take them, and the child processes that run the readers."""

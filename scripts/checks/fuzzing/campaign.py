@@ -1,7 +1,7 @@
-"""Runs a reader on many inputs in a child process that is watched: for errors that are not the package's own, signals, hangs, memory, files
-outside its folder, and code that is run. A child that dies or hangs is replaced and the campaign goes on behind the input that did it.
+"""Runs a reader on many inputs in a child process and checks for foreign errors, signals, hangs, memory, opened files and code that is run.
 
-Our own mutations instead of atheris: its coverage guidance stops at the first crash of C code, and it has no wheels for arm or macOS.
+A child that dies or hangs is replaced, and the campaign continues after the input that caused it. Mutations are our own: atheris stops at
+the first crash of C code and has no wheels for Arm or macOS.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from fuzzing.readers import Opened, Reader
 
 HANG_SECONDS = 10.0
 _POLL_SECONDS = 0.01
-# What the interpreter itself takes for an exception with its traceback, a compiled pattern, a decoder.
+# Memory of the interpreter for an exception with its traceback, a compiled pattern, a decoder.
 SLACK_BYTES = 4 << 20
 _ROOM_BYTES = 4 << 30
-# Tracing memory makes a reader several times slower, so it is done for one input of so many.
+# Tracing memory makes a reader several times slower, so only one in this many inputs is traced.
 _TRACED = 20
 _PER_CHILD = 20_000
-_MOST_FAILURES = 50
-_LONGEST_MESSAGE = 2000
-# What json.loads tries on bytes; imported before imports count as foreign code.
+_MAX_FAILURES = 50
+_MAX_MESSAGE = 2000
+# Encodings that json.loads tries on bytes; imported before the audit hook, which forbids running code.
 _ENCODINGS = ("utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be", "utf_8_sig", "idna")
 _FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "pickle.find_class", "socket.connect", "exec")
 _PATH_EVENTS = ("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate")
 
 
 class ForbiddenError(BaseException):
-    """What the audit hook raises; no `except Exception` swallows it."""
+    """Raised by the audit hook. A BaseException, so that `except Exception` does not catch it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An input that a property did not hold for."""
+    """An input that failed a check."""
 
     number: int
     kind: str
@@ -58,8 +58,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A campaign's figures; `read` is how many inputs were taken as sound, `refused` how many with an error of the package's own;
-    `slowest_ms` is processor time, as the machine may be busy with other things."""
+    """Results of a campaign. `read` inputs were accepted, `refused` ones raised an error of the package. `slowest_ms` is processor time."""
 
     reader: str
     inputs: int
@@ -76,7 +75,7 @@ class Report:
 
 
 class _Shared:
-    """Figures that parent and children share: the input at hand, and counts."""
+    """Numbers shared by parent and children: the current input, and counts."""
 
     NAMES = ("number", "read", "refused", "slowest_ns")
 
@@ -91,7 +90,7 @@ class _Shared:
 
 
 def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = None) -> Report:
-    """Runs inputs 0 to `inputs` - 1 of a seed; with a failure it goes on, until there are too many."""
+    """Runs inputs 0 to `inputs` - 1 of a seed; stops after _MAX_FAILURES failures."""
     shared, failures, begin = _Shared(), [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as name:
         folder = Path(name)
@@ -99,7 +98,7 @@ def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = N
         found = folder / "failures.jsonl"
         found.touch()
         number = 0
-        while number < inputs and len(failures) < _MOST_FAILURES:
+        while number < inputs and len(failures) < _MAX_FAILURES:
             last = min(number + _PER_CHILD, inputs)
             shared["number"] = number
             child = os.fork()
@@ -128,12 +127,12 @@ def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = N
 
 
 def make_input(opened: Opened, seed: int, number: int) -> bytes:
-    """Returns the bytes of an input of a campaign."""
+    """Returns input `number` of a campaign."""
     return input_of(opened.seeds, seed, number, structured=opened.structured, focus=opened.focus)
 
 
 def _watch(child: int, shared: _Shared) -> tuple[str, str] | None:
-    """Waits for a child; returns how it failed, if it did. Time in which this process too was stopped does not count."""
+    """Waits for a child; returns the kind of failure and a description, or None. Time while this process is stopped does not count."""
     number, polls = -1, 0
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -154,10 +153,10 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
     try:
         _quiet()
         os.environ[CACHE_VARIABLE] = str(opened.folder / "cache")
-        warnings.simplefilter("ignore")  # showing one opens the source file
+        warnings.simplefilter("ignore")  # printing one opens the source file
         for name in _ENCODINGS:
             codecs.lookup(name)
-        for data in opened.seeds:  # what is imported or compiled once is so before the hook is in place
+        for data in opened.seeds:  # imports and compiled patterns are cached before the hook is installed
             if (outcome := _outcome(reader, opened.read, data)) != "read":
                 raise RuntimeError(f"an input of the corpus of {len(data)} bytes is not read: {outcome}")
         size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -173,7 +172,7 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
                     log.write(json.dumps({"number": number, "kind": failure[0], "what": failure[1]}) + "\n")
                     log.flush()
         code = 0
-    except BaseException:  # noqa: BLE001 - the parent hears of it
+    except BaseException:  # noqa: BLE001 - the parent reads it from the log
         with found.open("a") as log:
             log.write(json.dumps({"number": shared["number"], "kind": "campaign", "what": traceback.format_exc()[-600:]}) + "\n")
     finally:
@@ -205,26 +204,26 @@ def _outcome(reader: Reader, read: Callable[[bytes], None], data: bytes) -> str:
         read(data)
     except reader.errors as error:
         return "refused" if _is_sentence(str(error)) else f"no sentence: {str(error)[:200]!r} ({len(str(error))} characters)"
-    except BaseException as error:  # noqa: BLE001 - whatever comes, a panic of Rust code too, is what the campaign is to find
+    except BaseException as error:  # noqa: BLE001 - a campaign must find every error, including panics of Rust code
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         return f"{type(error).__name__}: {str(error)[:200]} ({Path(frame.f_code.co_filename).name}:{line})"
     return "read"
 
 
 def _is_sentence(text: str) -> bool:
-    """What may go to a terminal: one line, not endless, without control characters."""
-    return 0 < len(text) <= _LONGEST_MESSAGE and text.isprintable()
+    """Returns whether a message is one line of limited length without control characters."""
+    return 0 < len(text) <= _MAX_MESSAGE and text.isprintable()
 
 
 class _Guard:
-    """An audit hook that, while it is on, lets nothing be opened outside a folder and no code be run."""
+    """An audit hook that, while `on`, forbids opening files outside a folder and running code."""
 
     def __init__(self, folder: Path) -> None:
         self.on = False
         self._folder = str(folder.resolve())
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._audit)
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on:
             return
         if event in _FORBIDDEN:
@@ -240,7 +239,7 @@ class _Guard:
 
 
 def _quiet() -> None:
-    """C libraries print what they refuse."""
+    """Discards standard output and error, to which C libraries print their errors."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

@@ -1,4 +1,4 @@
-"""The readers of edge_devices: whole recorded machines, so that every meter's parser gets hostile files and answers, and measured tables."""
+"""The readers of edge_devices: recorded machines, which reach the parser of every meter, answers of adb, and tables of measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _READS = 2
 
 
 def _recording(path: Path) -> None:
-    """Everything that is asked of a machine, as the commands ask it; a single meter may refuse."""
+    """Reads everything that the commands read from a machine; a single meter may refuse."""
     clock = itertools.count()
     system = RecordedSystem(read_recording(path), clock=lambda: float(next(clock)), sleep=lambda _: None)
     detect_device(system)
@@ -57,7 +57,7 @@ def _trace(_: Path, __: Path | None) -> Read:
 
 
 class _Answers:
-    """A device that says the same to everything: the input is an exit code, and what follows it. Implements Transport."""
+    """A device with one answer to every command: the input is its exit code and its output. Implements Transport."""
 
     name, folder = "adb:fuzz", "/data/local/tmp/edge-mtp"
 
@@ -72,10 +72,10 @@ class _Answers:
         return done
 
     def put(self, source: Path, target: str) -> None:
-        """It takes everything."""
+        """Accepts every file."""
 
     def get(self, source: str, target: Path) -> None:
-        """It has everything."""
+        """Succeeds for every file."""
 
 
 def _adb(_: Path, __: Path | None) -> Read:

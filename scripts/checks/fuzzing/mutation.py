@@ -1,4 +1,4 @@
-"""Hostile inputs made from sound ones. The same seed and number give the same input, so that a failure can be made again."""
+"""Mutates valid inputs. The same seed and number give the same input, so that a failure can be reproduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fuzzed: every reader of input from outside, each with its corpus, its own errors, and how it is called."""
+"""A fuzzed reader of outside input: its corpus, its errors, and how it is called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Read = Callable[[bytes], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A reader ready for inputs: `read` gets one; all files are in `folder`. `beside`: bytes of the file that an input is only a part of."""
+    """A reader ready for inputs: `read` takes one; all files are in `folder`. `beside`: bytes of the file that are not part of an input."""
 
     folder: Path
     seeds: Sequence[bytes]
@@ -33,10 +33,10 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """One reader. `make` returns how it reads; it gets a folder of its own and, if `needs_bundle`, that of an exported bundle.
+    """One reader. `make` returns its read function; it gets an empty folder and, if `needs_bundle`, the folder of an exported bundle.
 
-    `memory_factor`: bytes it may take per byte of input, beside a fixed slack. `guarded`: nothing outside its folder may be opened and no
-    code run, which jinja2, that makes Python of templates, cannot promise. `header_of`: the GGUF whose header is the only sound input.
+    `memory_factor`: bytes it may allocate per byte of input, plus a fixed slack. `guarded`: it may open no file outside its folder and run
+    no code; jinja2, which compiles templates to Python, is not guarded. `header_of`: the GGUF file whose header is the only valid input.
     """
 
     name: str
@@ -70,12 +70,12 @@ class Reader:
 
 
 def data_start(path: Path) -> int:
-    """Where a sound GGUF's header ends and its first tensor's data begins."""
+    """Returns the offset of the first tensor's data in a valid GGUF file."""
     return min(tensor.offset for tensor in read_gguf_header(path).tensors)
 
 
 def corpus(name: str) -> list[bytes]:
-    """Returns the kept inputs of a reader, in the order of their names."""
+    """Returns the corpus of a reader, in the order of the file names."""
     found = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
     if not found:
         raise ValueError(f"{CORPUS / name} is empty")
@@ -83,7 +83,7 @@ def corpus(name: str) -> list[bytes]:
 
 
 def from_file(name: str, read: Callable[[Path], object]) -> Callable[[Path, Path | None], Read]:
-    """Makes a reader that gets each input as a file of this name."""
+    """Returns a `make` function for a reader that takes each input as a file of this name."""
 
     def make(folder: Path, _: Path | None) -> Read:
         path = folder / name

@@ -1,4 +1,4 @@
-"""What stands in the place of an opened target where only its files' readers are meant."""
+"""Stand-ins for an opened target and its files, to fuzz readers without a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edge_runtime.interfaces import Logits
 from fuzzing.readers import CORPUS, corpus
 
 WINDOW = 8
-# Files that manifests of the corpus name, and their content.
+# Content of the files named in the manifests of the corpus.
 DUMMIES = {
     "target.gguf": b"t" * 11,
     "drafter.gguf": b"d" * 7,
@@ -26,7 +26,7 @@ DUMMIES = {
 
 
 class StateTarget:
-    """A target that takes any sound state. Implements `interfaces.SavableTarget`."""
+    """A target that accepts any valid state. Implements `interfaces.SavableTarget`."""
 
     context = 64
     rewind_slack = 12
@@ -36,7 +36,7 @@ class StateTarget:
     tokens: NDArray[np.int32] = np.zeros(0, np.int32)
 
     def state(self) -> bytes:
-        """There is none."""
+        """Returns an empty state."""
         return b""
 
     def restore(self, tokens: Sequence[int], state: bytes) -> None:
@@ -44,21 +44,21 @@ class StateTarget:
         check_state(state, len(tokens), WINDOW)
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
     def verify(self, tokens: Sequence[int]) -> Logits:
-        """Nobody asks."""
+        """Returns logits of zero."""
         return np.zeros((len(tokens), 1), np.float32)
 
     def rollback(self, length: int) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 def bundle_of(folder: Path) -> Bundle:
-    """Returns the corpus's bundle, whose target the corpus's states are of."""
+    """Returns a bundle of the corpus's manifest, to whose target the states of the corpus belong."""
     home = folder / "bundle"
     home.mkdir()
     (home / "manifest.json").write_bytes(corpus("manifest")[0])
@@ -68,7 +68,7 @@ def bundle_of(folder: Path) -> Bundle:
 
 
 def make_weights(folder: Path) -> None:
-    """Makes the files, without content, from which the graphs of the corpus take their weights."""
+    """Writes the weight files of the corpus's graphs, as sparse files."""
     for name, size in json.loads((CORPUS / "onnx-data.json").read_text()).items():
         with (folder / name).open("wb") as file:
             file.truncate(size)

@@ -17,16 +17,19 @@ knows nothing else. It is no language model to talk to.
 |--|--|--|
 | class | `Gemma4ForCausalLM` (E2B family) | `Gemma4AssistantForCausalLM`, ordered embeddings |
 | parameters | {target_parameters:,} | {drafter_parameters:,} |
-| layers | 8: S,S,S,F,S,S,S,F; the last 4 reuse the K/V of layers 2 (sliding) and 3 (full) and are double wide | 4: S,S,S,F on the target's K/V |
+| layers | 8: S,S,S,F,S,S,S,F; the last 4 reuse the K/V of layers 2 (sliding) and 3 (full) and are double wide | \
+4: S,S,S,F on the target's K/V |
 | hidden size | 256 | {drafter_hidden} |
 | vocabulary | 4096, Gemma-style BPE with byte fallback | 4096 in {centroids} centroids, top {top} |
-| steps, tokens seen | {target_steps:,} steps, {target_tokens:,} tokens | {drafter_steps:,} steps on {texts:,} texts of 256 tokens, four fifths written by the target |
+| steps, tokens seen | {target_steps:,} steps, {target_tokens:,} tokens | \
+{drafter_steps:,} steps on {texts:,} texts of 256 tokens, four fifths written by the target |
 
 ## Measured
 
 Held out: 3% of the standard library's files, chosen by the hash of their path, with their docstrings.
 
-- Validation loss, nats per token: **{loss:.3f}** ({loss_code:.3f} on code, {loss_prose:.3f} on docstring prose), {held:,} held-out tokens in windows of 512.
+- Validation loss, nats per token: **{loss:.3f}** ({loss_code:.3f} on code, {loss_prose:.3f} on docstring prose), \
+{held:,} held-out tokens in windows of 512.
 - Acceptance of the reference assistant (transformers, float32, sparse head) on greedy text of {new} tokens after {prompts} held-out
   prompts of {prompt_length} tokens each; accepted / drafted, and the share of rounds that accepted each draft:
 
@@ -38,7 +41,8 @@ Greedy text of a model this small repeats itself, and repetition is easy to fore
 
 ## Command
 
-    python scripts/pairs/train_reference_pair.py --output DIR --minutes {minutes:g} --write-minutes {write_minutes:g} --drafter-minutes {drafter_minutes:g}
+    python scripts/pairs/train_reference_pair.py --output DIR --minutes {minutes:g} --write-minutes {write_minutes:g} \
+--drafter-minutes {drafter_minutes:g}
 
 Python {python}, torch {torch}, 2 CPU cores shared with other work, seed {seed}. The learning rates follow the clock, so a faster or idler
 machine takes more steps and gets a better pair. Text: the standard library of CPython (PSF licence); weights: Apache-2.0.
