@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import shlex
 import shutil
 import sys
@@ -13,6 +12,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, read_entries
 from edge_devices.machine.detection import Device, detect_device
@@ -134,15 +135,14 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
 def _extra(name: str, purpose: str, requirements: list[str]) -> Extra:
     installed: dict[str, str] = {}
     missing = []
-    for requirement in requirements:
-        wanted, _, marker = requirement.partition(";")
-        if not re.search(rf"""extra\s*==\s*['"]{name}['"]""", marker):
+    for line in requirements:
+        requirement = Requirement(line)
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": name}):
             continue
-        package = re.split(r"[^\w.-]", wanted.strip(), maxsplit=1)[0]
         try:
-            installed[package] = metadata.version(package)
+            installed[requirement.name] = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            missing.append(wanted.strip())
+            missing.append(line.partition(";")[0].strip())
     return Extra(name=name, purpose=purpose, installed=installed, missing=tuple(missing))
 
 
