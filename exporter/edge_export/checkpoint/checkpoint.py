@@ -11,7 +11,6 @@ from edge_export.checkpoint.architecture import ASSISTANT_TYPES, FULL, SLIDING, 
 from edge_export.checkpoint.json_file import read_json_object
 from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, stored_tensors
 from edge_export.checkpoint.tensor_shapes import TOKEN_ORDERING, Shapes, allowed_shapes, needed_shapes
-from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, read_pieces
 from edge_export.errors import CheckpointError
 
 MAX_CONFIG_BYTES = 8 << 20
@@ -67,7 +66,7 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
 
 
 def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
-    """Raises CheckpointError unless `drafter` can read the hidden rows and K/V rows of `target` and speaks its vocabulary."""
+    """Raises CheckpointError unless `drafter` can read the hidden rows and K/V rows of `target` and has as many tokens."""
     reads, model = drafter.assistant, target.architecture
     if isinstance(model, AssistantArchitecture):
         raise CheckpointError(f"{target.folder} is an assistant; give the full model as the target")
@@ -88,12 +87,11 @@ def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
     ]
     for name, found, wanted_name, wanted in facts:
         if found != wanted:
-            raise _mismatch(target, drafter, f"its {name} is {found}, the target's {wanted_name} is {wanted}")
+            raise mismatch(target, drafter, f"its {name} is {found}, the target's {wanted_name} is {wanted}")
     if SLIDING in reads.layer_types and reads.window > model.window:
-        raise _mismatch(target, drafter, f"its window of {reads.window} rows is longer than the target's {model.window}")
+        raise mismatch(target, drafter, f"its window of {reads.window} rows is longer than the target's {model.window}")
     if reads.hidden_size == model.hidden_size:
-        raise _mismatch(target, drafter, f"both have hidden_size {model.hidden_size}, which llama.cpp refuses")
-    _check_vocabularies(target, drafter)
+        raise mismatch(target, drafter, f"both have hidden_size {model.hidden_size}, which llama.cpp refuses")
 
 
 def _layer_read(target: Checkpoint, kind: str) -> int:
@@ -105,19 +103,9 @@ def _layer_read(target: Checkpoint, kind: str) -> int:
     return layer
 
 
-def _mismatch(target: Checkpoint, drafter: Checkpoint, why: str) -> CheckpointError:
+def mismatch(target: Checkpoint, drafter: Checkpoint, why: str) -> CheckpointError:
+    """Returns the error for two halves of different releases; `why` is the fact that differs."""
     return CheckpointError(f"{drafter.folder} is not the assistant of {target.folder}: {why}; give the two halves of one release")
-
-
-def _check_vocabularies(target: Checkpoint, drafter: Checkpoint) -> None:
-    paths = [checkpoint.folder / TOKENIZER_NAME for checkpoint in (target, drafter)]
-    if not all(path.is_file() for path in paths):
-        return
-    theirs, own = (read_pieces(path) for path in paths)
-    if theirs != own:
-        differing = next(piece for piece in (*theirs, *own) if theirs.get(piece) != own.get(piece))
-        ids = f"{own.get(differing)} against {theirs.get(differing)}"
-        raise _mismatch(target, drafter, f"their tokenizers differ, first in the piece {differing!r} (id {ids})")
 
 
 def _check_shared_layers(model: TextArchitecture, path: Path) -> None:

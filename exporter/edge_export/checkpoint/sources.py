@@ -6,13 +6,13 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edge_export.checkpoint.checkpoint import Checkpoint, check_pair, open_checkpoint
+from edge_export.checkpoint.checkpoint import Checkpoint, check_pair, mismatch, open_checkpoint
 from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
-from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, read_pieces
+from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, Vocabulary, read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, string_array
 from edge_runtime.bundle.manifest import Source, SourceFile
@@ -35,21 +35,26 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSource:
-    """One half of the pair. `origin` is what the user named; `gguf` is the header if it is an existing GGUF, taken as it is.
+    """One half of the pair. `origin` is the name that the user gave; `gguf` is the header if it is an existing GGUF, used unchanged.
 
-    `tokenizer_folder` is where tokenizer.json lies (the checkpoint's own folder, or the target's for a drafter without one).
+    `tokenizer` is that of the checkpoint's own folder, or the target's for a drafter without one; None for a GGUF.
     """
 
     role: str
     origin: str
     checkpoint: Checkpoint
     gguf: GgufHeader | None = None
-    tokenizer_folder: Path | None = None
+    tokenizer: Vocabulary | None = None
 
     @property
     def path(self) -> Path:
         """The checkpoint folder, or the GGUF file."""
         return self.checkpoint.folder
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The folder of tokenizer.json; None for a GGUF."""
+        return None if self.tokenizer is None else self.tokenizer.folder
 
     @property
     def quantization(self) -> str | None:
@@ -68,9 +73,9 @@ class ResolvedSource:
 
 
 def resolve_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
-    """Opens both halves and checks that they belong together. Reads headers only, but may download from the hub.
+    """Opens both halves and checks that they belong together. Reads headers and tokenizers, no weights; may download from the hub.
 
-    Raises CheckpointError with one sentence if one cannot be read or is not what its place asks for, or if they are no pair.
+    Raises CheckpointError if one cannot be read, if target and drafter are exchanged, or if they are not a pair.
     """
     try:
         return _resolved(target, drafter)
@@ -88,7 +93,8 @@ def _resolved(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource
             f"{drafter} is a {second.checkpoint.model_type} model, not an MTP assistant; give its assistant as the drafter"
         )
     check_pair(first.checkpoint, second.checkpoint)
-    first, second = _with_tokenizer(first, None), _with_tokenizer(second, first.path)
+    first = _with_tokenizer(first, None)
+    second = _with_tokenizer(second, first.tokenizer)
     _check_vocabularies(first, second)
     return first, second
 
@@ -143,31 +149,41 @@ def _open(role: str, origin: str) -> ResolvedSource:
     return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(hub_folder(origin)))
 
 
-def _with_tokenizer(source: ResolvedSource, other: Path | None) -> ResolvedSource:
+def _with_tokenizer(source: ResolvedSource, of_target: Vocabulary | None) -> ResolvedSource:
     if source.gguf is not None:
         return source
-    for folder in (source.path, other):
-        if folder is not None and (folder / TOKENIZER_NAME).is_file():
-            return ResolvedSource(role=source.role, origin=source.origin, checkpoint=source.checkpoint, tokenizer_folder=folder)
+    if (source.path / TOKENIZER_NAME).is_file():
+        return replace(source, tokenizer=read_vocabulary(source.path))
+    if of_target is not None:
+        return replace(source, tokenizer=of_target)
     raise CheckpointError(f"{source.path} has no {TOKENIZER_NAME}; download the checkpoint again, with all its files")
 
 
 def _check_vocabularies(target: ResolvedSource, drafter: ResolvedSource) -> None:
-    """Compares pieces when a GGUF is involved; for two folders `check_pair` did."""
-    if (target.gguf or drafter.gguf) and _pieces(target) != _pieces(drafter):
+    if target.tokenizer is not None and drafter.tokenizer is not None:
+        _check_pieces(target, drafter, target.tokenizer.pieces, drafter.tokenizer.pieces)
+    elif _gguf_pieces(target) != _gguf_pieces(drafter):
         raise CheckpointError(
             f"{drafter.origin} is not the assistant of {target.origin}: their vocabularies differ; give the halves of one release"
         )
 
 
-def _pieces(source: ResolvedSource) -> LongArray:
-    if source.gguf is not None:
-        found = source.gguf.keys["tokenizer.ggml.tokens"]
-        assert isinstance(found, LongArray)  # open_gguf refuses a file without
-        return found
-    assert source.tokenizer_folder is not None
-    ids = read_pieces(source.tokenizer_folder / TOKENIZER_NAME)
-    return string_array(sorted(ids, key=lambda piece: ids[piece]))
+def _check_pieces(target: ResolvedSource, drafter: ResolvedSource, theirs: tuple[str, ...], own: tuple[str, ...]) -> None:
+    if theirs == own:
+        return
+    their_ids, own_ids = ({piece: index for index, piece in enumerate(pieces)} for pieces in (theirs, own))
+    piece = next(piece for piece in (*theirs, *own) if their_ids.get(piece) != own_ids.get(piece))
+    ids = f"{own_ids.get(piece)} against {their_ids.get(piece)}"
+    raise mismatch(target.checkpoint, drafter.checkpoint, f"their tokenizers differ, first in the piece {piece!r} (id {ids})")
+
+
+def _gguf_pieces(source: ResolvedSource) -> LongArray:
+    if source.gguf is None:
+        assert source.tokenizer is not None
+        return string_array(source.tokenizer.pieces)
+    found = source.gguf.keys["tokenizer.ggml.tokens"]
+    assert isinstance(found, LongArray)  # open_gguf refuses a file without
+    return found
 
 
 def _hashed(path: Path, progress: Callable[[int], None]) -> SourceFile:

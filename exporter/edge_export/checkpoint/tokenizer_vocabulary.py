@@ -29,19 +29,18 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Pieces by id, their GGUF types (llama.cpp's llama_token_type), merges as "left right", and special token ids by kind."""
+    """Pieces by id, their GGUF types (llama.cpp's llama_token_type), merges as "left right", and special token ids by kind.
 
+    `folder` holds the tokenizer's files.
+    """
+
+    folder: Path
     pieces: tuple[str, ...]
     types: tuple[int, ...]
     merges: tuple[str, ...]
     special_ids: dict[str, int]
     added_at_ends: dict[str, bool]
     chat_template: str | None
-
-
-def read_pieces(path: Path) -> dict[str, int]:
-    """Returns piece -> id of a tokenizer.json, added tokens included."""
-    return _pieces(read_json_object(path), path)
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
@@ -54,6 +53,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     base = len(tokenizer["model"]["vocab"])
     special = _special_pieces(folder, settings)
     return Vocabulary(
+        folder=folder,
         pieces=pieces,
         types=tuple(_type_of(piece, index, base, special) for index, piece in enumerate(pieces)),
         merges=_merges(tokenizer["model"].get("merges"), path),

@@ -23,9 +23,10 @@ from edge_export.checkpoint.reference_pair import reference_pair
 from edge_export.device_package.cli import package_options, package_request, run_package
 from edge_export.onnx.request import BLOCKS, DEVICE_WEIGHTS, DEVICES, KV_KINDS, ONNX_WEIGHTS, OnnxRequest
 from edge_export.pipeline.dry_run import planned_manifest
-from edge_export.pipeline.export import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, export_pair
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.gguf_step import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
 from edge_export.pipeline.request import ExportRequest
-from edge_export.quantization.importance_sources import Weighing
+from edge_export.quantization.importance_sources import ImportanceSources
 from edge_export.quantization.llama_quantize import QUANTIZATIONS
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import Manifest
@@ -359,7 +360,7 @@ def main(
             config=config,
             gguf=gguf,
             onnx=None if formats == "gguf" else onnx_request(onnx),
-            weighing=Weighing(imatrix=imatrix, drafter_imatrix=drafter_imatrix, calibrate=calibrate, save=save_imatrix),
+            importance=ImportanceSources(imatrix=imatrix, drafter_imatrix=drafter_imatrix, calibrate=calibrate, save=save_imatrix),
             sign=sign,
         )
         with Display(console) as display:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -54,7 +54,7 @@ UNROTATED = 1e30
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:
-    """A tensor of the file to be: its GGUF name, shape (rows first), type, and where its values come from."""
+    """A tensor of a checkpoint on its way into a file: its GGUF name, shape (rows first), type, and where its values come from."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,20 +66,50 @@ class PlannedTensor:
         """Size of its data without padding."""
         return prod(self.shape) * FLOAT_BYTES[self.type]
 
-    def chunks(self) -> Iterable[NDArray[Any]]:
-        """Its values in order, in pieces that the next piece may overwrite."""
-        return read_float_chunks(self.source, self.type) if isinstance(self.source, StoredTensor) else [self.source]
+    def pieces(self) -> Iterator[Any]:
+        """Yields its bytes in order, in buffers that the next piece may overwrite."""
+        chunks: Iterable[NDArray[Any]] = (
+            read_float_chunks(self.source, self.type) if isinstance(self.source, StoredTensor) else [self.source]
+        )
+        return (chunk.data.cast("B") for chunk in chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RawTensor:
-    """A tensor whose bytes are there already, quantized or not: shape rows first, ggml type number, and its bytes in pieces."""
+    """A tensor whose bytes exist already, quantized or not: shape (rows first), ggml type number, size, and its bytes in pieces."""
 
     name: str
     shape: tuple[int, ...]
     type: int
     bytes: int
     pieces: Callable[[], Iterator[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufPlan:
+    """A GGUF file that is not written yet: its header (some MB for a large vocabulary) and its tensors in order."""
+
+    header: bytes
+    tensors: tuple[PlannedTensor | RawTensor, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file, exactly."""
+        return sum(_padded(size) for size in (len(self.header), *(tensor.bytes for tensor in self.tensors)))
+
+    def write(self, path: Path, progress: Callable[[int], None]) -> None:
+        """Writes the file; `progress` gets the bytes written since its last call. A file that was not finished is removed."""
+        part = path.with_name(path.name + ".part")
+        try:
+            with part.open("wb") as file:
+                progress(file.write(self.header) + _pad(file, len(self.header)))
+                for tensor in self.tensors:
+                    for piece in tensor.pieces():
+                        progress(file.write(piece))
+                    progress(_pad(file, tensor.bytes))
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def raw_tensor(name: str, values: NDArray[Any], type_name: Literal["f16", "q4_0", "i32"]) -> RawTensor:
@@ -89,71 +119,37 @@ def raw_tensor(name: str, values: NDArray[Any], type_name: Literal["f16", "q4_0"
     return RawTensor(name=name, shape=values.shape, type=int(kind), bytes=data.nbytes, pieces=lambda: iter([data.data.cast("B")]))
 
 
-def gguf_bytes(checkpoint: Checkpoint, weight_type: FloatType, *, tokenizer_folder: Path | None = None) -> int:
-    """Size in bytes of the file write_gguf would write, exactly. Writes the header (a few MB) to the temporary folder and removes it."""
-    vocabulary, plan = _vocabulary(checkpoint, tokenizer_folder), list(_planned(checkpoint, weight_type))
-    with tempfile.TemporaryDirectory() as folder:
-        header = Path(folder) / "header"
-        _write_header(checkpoint, header, weight_type, vocabulary, plan)
-        sizes = [header.stat().st_size, *(tensor.bytes for tensor in plan)]
-        return sum(_padded(size) for size in sizes)
+def plan_gguf(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: Vocabulary) -> GgufPlan:
+    """Plans the file that llama.cpp's own converter would write. Reads no weights.
+
+    Matrices get `weight_type`; vectors, norms, scales and routers float32. Raises CheckpointError if the vocabulary has another size than
+    the model, or if a value of the checkpoint's files fits no key.
+    """
+    pieces, rows = len(vocabulary.pieces), checkpoint.architecture.vocab_size
+    if pieces != rows:
+        raise CheckpointError(
+            f"{vocabulary.folder}: the tokenizer has {pieces} pieces, the model {rows} rows; give the model's own tokenizer"
+        )
+    tensors = tuple(_planned(checkpoint, weight_type))
+    return GgufPlan(header=_header(checkpoint, weight_type, vocabulary, tensors), tensors=tensors)
 
 
 def write_gguf(
     checkpoint: Checkpoint, path: Path, weight_type: FloatType, progress: Callable[[int], None], *, tokenizer_folder: Path | None = None
 ) -> None:
-    """Writes `path` as llama.cpp's own converter would; `progress` gets the bytes written since its last call, gguf_bytes in all.
-
-    Matrices get `weight_type`, vectors, norms, scales and routers float32. The tokenizer is the checkpoint's own, or that of
-    `tokenizer_folder`. Raises CheckpointError; a file that was not finished is removed.
-    """
-    vocabulary, plan = _vocabulary(checkpoint, tokenizer_folder), list(_planned(checkpoint, weight_type))
-    part = path.with_name(path.name + ".part")
-    try:
-        _write_header(checkpoint, part, weight_type, vocabulary, plan)
-        with part.open("r+b") as file:
-            start = file.seek(0, 2)
-            progress(start + _pad(file, start))
-            for tensor in plan:
-                for piece in tensor.chunks():
-                    progress(file.write(piece.data.cast("B")))
-                progress(_pad(file, tensor.bytes))
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    """Plans and writes a file; the tokenizer is the checkpoint's own, or that of `tokenizer_folder`. Raises CheckpointError."""
+    plan_gguf(checkpoint, weight_type, read_vocabulary(tokenizer_folder or checkpoint.folder)).write(path, progress)
 
 
 def write_raw_gguf(path: Path, architecture: str, entries: list[Entry], tensors: list[RawTensor], progress: Callable[[int], None]) -> None:
-    """Writes tensors as they are, with no keys but the architecture and `entries`; a file that was not finished is removed."""
+    """Writes tensors unchanged, with no keys but the architecture and `entries`; a file that was not finished is removed."""
     writer = gguf.GGUFWriter(path=None, arch=architecture)
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType(tensor.type)
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=kind)
     _add_entries(writer, entries)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    part = path.with_name(path.name + ".part")
-    try:
-        _write_parts(writer, part)
-        with part.open("r+b") as file:
-            start = file.seek(0, 2)
-            progress(start + _pad(file, start))
-            for tensor in tensors:
-                for piece in tensor.pieces():
-                    progress(file.write(piece))
-                progress(_pad(file, tensor.bytes))
-        part.replace(path)
-    finally:
-        writer.close()
-        part.unlink(missing_ok=True)
-
-
-def _vocabulary(checkpoint: Checkpoint, tokenizer_folder: Path | None) -> Vocabulary:
-    folder = tokenizer_folder or checkpoint.folder
-    vocabulary, rows = read_vocabulary(folder), checkpoint.architecture.vocab_size
-    if len(vocabulary.pieces) != rows:
-        pieces = len(vocabulary.pieces)
-        raise CheckpointError(f"{folder}: the tokenizer has {pieces} pieces, the model {rows} rows; give the model's own tokenizer")
-    return vocabulary
+    GgufPlan(header=_header_bytes(writer), tensors=tuple(tensors)).write(path, progress)
 
 
 def _padded(size: int) -> int:
@@ -183,25 +179,26 @@ def rope_factors(model: TextArchitecture) -> NDArray[np.float32]:
     return factors
 
 
-def _write_header(checkpoint: Checkpoint, path: Path, weight_type: FloatType, vocabulary: Vocabulary, plan: list[PlannedTensor]) -> None:
+def _header(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: Vocabulary, tensors: tuple[PlannedTensor, ...]) -> bytes:
     writer = gguf.GGUFWriter(path=None, arch=architecture_name(checkpoint.architecture))
-    for tensor in plan:
+    for tensor in tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=GGML_TYPES[tensor.type])
-    try:
-        with unfit_values(checkpoint.folder):
-            add_general(writer, checkpoint.folder, checkpoint.config)
-            _add_entries(writer, architecture_entries(checkpoint, int(FILE_TYPES[weight_type])))
-            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            _add_entries(writer, vocabulary_entries(vocabulary))
-            _write_parts(writer, path)
-    finally:
-        writer.close()
+    with unfit_values(checkpoint.folder):
+        add_general(writer, checkpoint.folder, checkpoint.config)
+        _add_entries(writer, architecture_entries(checkpoint, int(FILE_TYPES[weight_type])))
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        _add_entries(writer, vocabulary_entries(vocabulary))
+        return _header_bytes(writer)
 
 
-def _write_parts(writer: Any, path: Path) -> None:
-    writer.write_header_to_file(path=path)
+def _header_bytes(writer: Any) -> bytes:
+    """The header, keys and tensor infos that a GGUFWriter would write; it opens no file where one is set already."""
+    file = io.BytesIO()
+    writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
+    writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    return file.getvalue()
 
 
 def add_general(writer: Any, folder: Path, config: dict[str, Any]) -> None:

@@ -11,16 +11,17 @@ from typing import Any
 
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
-from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, TOKENIZER_NAME, read_vocabulary
+from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, TOKENIZER_NAME
 from edge_export.onnx.graph_builder import OPSET
 from edge_export.onnx.graphs.attention import reads_rows
 from edge_export.onnx.graphs.drafter import write_drafter
 from edge_export.onnx.graphs.kv import KvForm, fit_scales, store_kv
 from edge_export.onnx.graphs.target import TargetForms, write_target
 from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, measure_onnx_parity, measure_rows, onnx_why_not
-from edge_export.onnx.request import OnnxPart, OnnxRequest, check_onnx_sources
+from edge_export.onnx.request import OnnxFiles, OnnxRequest, check_onnx_sources
 from edge_export.onnx.weight_formats import head_form, quantization_name, table_form, weight_form
 from edge_export.onnx.weights import WeightFile
+from edge_export.output.bundle_part import BundlePart
 from edge_export.parity.reference import ReferenceRequest
 from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
@@ -34,15 +35,16 @@ _END_PIECES = ("<eos>", "<turn|>", "<|tool_response>")
 def write_onnx(
     target: ResolvedSource,
     drafter: ResolvedSource,
-    layout: CacheLayout,
     request: OnnxRequest,
+    *,
+    layout: CacheLayout,
     importance: Mapping[str, Importance],
     folder: Path,
     progress: Callable[[int], None],
-) -> tuple[list[OnnxPart], OnnxGraphs, CacheLayout]:
+) -> OnnxFiles:
     """Writes graphs and data files into `folder`; `progress` gets the bytes written since its last call.
 
-    Returns the files, the manifest's facts of the graphs, and the layout with its buffers. Raises ExportError, CheckpointError.
+    Raises ExportError, CheckpointError.
     """
     check_onnx_sources(target, drafter)
     first, second = target.checkpoint, drafter.checkpoint
@@ -66,39 +68,44 @@ def write_onnx(
             head_form=head_form(request),
             kv=forms.kv,
         )
-    parts: list[OnnxPart] = [(role, path, "onnx", quantization_name(role, request)) for role, path in paths.items()]
-    parts += [(f"{role}_data", path, "onnx_data", quantization_name(role, request)) for role, path in data.items()]
-    facts, named = onnx_facts(target, contrib_ops), dataclasses.replace(layout, buffers=_buffers(first.architecture, layout, forms.kv))
+    files = OnnxFiles(
+        parts=(
+            *(onnx_part(role, path, "onnx", request) for role, path in paths.items()),
+            *(onnx_part(f"{role}_data", path, "onnx_data", request) for role, path in data.items()),
+        ),
+        layout=dataclasses.replace(layout, buffers=_buffers(first.architecture, layout, forms.kv)),
+        graphs=onnx_facts(target, contrib_ops),
+    )
     if request.kv == "int8":
-        pair = _pair(target, parts, facts, named)
-        fit_scales(forms.kv, data["target"], named.buffers, facts.rotations, measure_rows(pair))
-    return parts, facts, named
+        rows = measure_rows(onnx_pair(target, files))
+        fit_scales(forms.kv, data["target"], files.layout.buffers, files.graphs.rotations, rows)
+    return files
 
 
-def _pair(target: ResolvedSource, parts: list[OnnxPart], graphs: OnnxGraphs, layout: CacheLayout) -> OnnxPair:
-    assert target.tokenizer_folder is not None
+def onnx_part(role: str, path: Path, kind: str, request: OnnxRequest) -> BundlePart:
+    """A written graph or data file with its quantization's name."""
+    return BundlePart(role=role, path=path, format=kind, quantization=quantization_name(role, request))
+
+
+def onnx_pair(target: ResolvedSource, files: OnnxFiles) -> OnnxPair:
+    """Written graphs with what is needed to run them."""
+    assert target.tokenizer is not None
     model = target.checkpoint.architecture
     return OnnxPair(
-        files=paths_of(parts),
-        layout=layout,
-        graphs=graphs,
-        static=None,
-        tokenizer=target.tokenizer_folder / TOKENIZER_NAME,
+        files=files.paths,
+        layout=files.layout,
+        graphs=files.graphs,
+        static=files.static,
+        tokenizer=target.tokenizer.folder / TOKENIZER_NAME,
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
     )
 
 
 def compare(
-    target: ResolvedSource,
-    drafter: ResolvedSource,
-    parts: list[OnnxPart],
-    layout: CacheLayout,
-    request: OnnxRequest,
-    folder: Path,
-    threads: int,
+    target: ResolvedSource, drafter: ResolvedSource, files: OnnxFiles, request: OnnxRequest, *, folder: Path, threads: int
 ) -> dict[str, Any]:
-    """Compares written graphs with the reference; for other than float32 weights, float32 graphs are written, compared and removed.
+    """Compares written graphs with the reference. Of other than float32 weights, float32 graphs are written, compared and removed too.
 
     Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
     """
@@ -111,17 +118,19 @@ def compare(
     if reason is not None:
         return {"skipped": reason}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        plain, plain_layout, facts = parts, layout, onnx_facts(target, set())
+        plain = files
         if request != plain_request:
-            plain, _, plain_layout = write_onnx(target, drafter, layout, plain_request, {}, Path(scratch), lambda _: None)
+            plain = write_onnx(
+                target, drafter, plain_request, layout=files.layout, importance={}, folder=Path(scratch), progress=lambda _: None
+            )
         return measure_onnx_parity(
             OnnxParityRequest(
                 **vars(reference),
-                plain=paths_of(plain),
-                exported=paths_of(parts),
-                layout=layout,
-                plain_layout=plain_layout,
-                graphs=facts,
+                plain=plain.paths,
+                exported=files.paths,
+                layout=files.layout,
+                plain_layout=plain.layout,
+                graphs=onnx_facts(target, set()),
                 hidden_size=model.hidden_size,
                 vocab_size=model.vocab_size,
                 weights=request.target,
@@ -130,19 +139,14 @@ def compare(
         )
 
 
-def paths_of(parts: list[OnnxPart]) -> dict[str, Path]:
-    """Paths of written files by their roles."""
-    return {role: path for role, path, _, _ in parts}
-
-
 def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int) -> ReferenceRequest:
     """What the graphs of a pair are compared with."""
     model = target.checkpoint.architecture
-    assert target.tokenizer_folder is not None
+    assert target.tokenizer is not None
     return ReferenceRequest(
         target_folder=target.path,
         drafter_folder=drafter.path,
-        tokenizer_folder=target.tokenizer_folder,
+        tokenizer_folder=target.tokenizer.folder,
         parameters=target.checkpoint.parameters + drafter.checkpoint.parameters,
         window=model.window,
         context=model.context,
@@ -152,8 +156,8 @@ def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int
 
 def onnx_facts(target: ResolvedSource, contrib_ops: set[str]) -> OnnxGraphs:
     """What the manifest says of a pair's graphs."""
-    assert target.tokenizer_folder is not None  # a checkpoint without one is refused when it is opened
-    model, vocabulary = target.checkpoint.architecture, read_vocabulary(target.tokenizer_folder)
+    assert target.tokenizer is not None  # a checkpoint without one is refused when it is opened
+    model, vocabulary = target.checkpoint.architecture, target.tokenizer
     ends = {vocabulary.pieces.index(piece) for piece in _END_PIECES if piece in vocabulary.pieces}
     if "eos" in vocabulary.special_ids:
         ends.add(vocabulary.special_ids["eos"])

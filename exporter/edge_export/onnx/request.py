@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
+from edge_export.output.bundle_part import BundlePart
 from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
 
 OnnxWeights = Literal["f32", "f16", "int8", "int4"]
@@ -25,8 +26,6 @@ DEVICES: tuple[Device, ...] = get_args(Device)
 DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qnn": {"target": "f16", "drafter": "f16"}}
 # Blocks where none are asked for: what costs least time; what shapes that stay fixed were tried with.
 _BLOCK, _STATIC_BLOCK = 128, 32
-# Role, path, format and quantization of a file in the bundle.
-OnnxPart = tuple[str, Path, str, str | None]
 # Bytes per weight, with a float32 scale for each block of 32.
 _BYTES: dict[OnnxWeights, float] = {"f32": 4.0, "f16": 2.0, "int8": 1.125, "int4": 0.625}
 
@@ -59,7 +58,7 @@ class OnnxRequest:
         return weights == "int4" and self.block is None and self.device is None
 
     @property
-    def weighed(self) -> set[str]:
+    def importance_roles(self) -> set[str]:
         """The roles whose quantization takes account of importance."""
         return {role for role, weights in (("target", self.target), ("drafter", self.drafter)) if weights in ("int8", "int4")}
 
@@ -83,10 +82,15 @@ def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """Files that are written, the layout with what they add to it, and the manifest's facts of ONNX graphs."""
+class OnnxFiles:
+    """The written graphs and data, the cache layout with their buffers, and the manifest's facts of them."""
 
-    parts: list[OnnxPart]
+    parts: tuple[BundlePart, ...]
     layout: CacheLayout
-    graphs: OnnxGraphs | None = None
+    graphs: OnnxGraphs
     static: StaticGraphs | None = None
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Paths of the files by their roles."""
+        return {part.role: part.path for part in self.parts}

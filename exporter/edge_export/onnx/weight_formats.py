@@ -39,8 +39,8 @@ def head_form(request: OnnxRequest) -> WeightForm:
 
 
 def quantization_name(role: str, request: OnnxRequest) -> str:
-    """What the manifest calls a file's weights."""
-    weights = request.drafter if role == "drafter" else request.target
+    """Returns the manifest's name for the weights of the file with this role."""
+    weights = request.drafter if role.startswith("drafter") else request.target
     if request.mixed(weights):
         return f"{weights}-mixed"
     return f"{weights}-b{request.block_size}" if weights in ("int8", "int4") else weights

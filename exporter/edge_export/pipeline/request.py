@@ -1,4 +1,4 @@
-"""What an export is asked for, and who hears how it goes on."""
+"""What an export is asked for, and the interface by which it reports its progress."""
 
 from __future__ import annotations
 
@@ -6,32 +6,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from edge_devices.machine.facts import usable_processors
 from edge_export.onnx.request import OnnxRequest
-from edge_export.quantization.importance_sources import Weighing
+from edge_export.quantization.importance_sources import ImportanceSources
 from edge_runtime.config.schema import SpeculativeConfig
+
+DEFAULT_CONTEXT = 4096
 
 
 class Progress(Protocol):
-    """Hears how an export goes on."""
+    """Gets the progress of an export."""
 
     def step(self, title: str, total_bytes: int | None) -> None:
-        """A step begins; `total_bytes` is None where there is nothing to count, and otherwise an estimate."""
+        """A step begins; `total_bytes` is an estimate, or None for a step that counts no bytes."""
 
     def advance(self, done_bytes: int) -> None:
         """So many more bytes of the step are done."""
 
     def say(self, sentence: str) -> None:
-        """Something worth telling."""
+        """A message for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """What to export. A source is a checkpoint folder, a hub id, or a GGUF, which is taken as it is.
+    """What to export. A source is a checkpoint folder, a hub id, or a GGUF, which is used unchanged.
 
-    Quantizations: one of quantize.QUANTIZATIONS, or None for the default. `context` in tokens (None: 4096, or the model's own if shorter).
-    `onnx` asks for ONNX graphs, `gguf` for GGUF files; at least one of them is wanted.
-    `config` is what the bundle's config.yaml is to say of how it is run; the rest of it is the defaults.
-    `weighing` is what quantization errors are weighed by, if by anything. `sign` is the private key that signs the manifest.
+    Quantizations: one of llama_quantize.QUANTIZATIONS, or None for the default.
+    `context`: tokens; None means DEFAULT_CONTEXT, or the model's own context if that is shorter.
+    `verify`: compare the export with the reference implementation. `force`: replace an existing bundle.
+    `threads`: None means one per usable processor.
+    `gguf`, `onnx`: which formats to write; at least one of them.
+    `config`: run settings for the bundle's config.yaml, over the defaults.
+    `importance`: importance matrices, or the text to compute them from. `sign`: private key that signs the manifest.
     """
 
     target: str
@@ -46,5 +52,10 @@ class ExportRequest:
     gguf: bool = True
     onnx: OnnxRequest | None = None
     config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
-    weighing: Weighing = field(default_factory=Weighing)
+    importance: ImportanceSources = field(default_factory=ImportanceSources)
     sign: Path | None = None
+
+    @property
+    def thread_count(self) -> int:
+        """How many threads to use."""
+        return self.threads or usable_processors()

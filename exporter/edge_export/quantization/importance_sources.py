@@ -15,8 +15,11 @@ SAVED = {"target": "target.imatrix.gguf", "drafter": "drafter.imatrix.gguf"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weighing:
-    """What the user asked for: importance files of the two models, or a text; `save` is a folder for what a text gave."""
+class ImportanceSources:
+    """Where importance comes from: imatrix files of the two models, or a text to calibrate on.
+
+    `save` is a folder that gets the matrices computed from the text.
+    """
 
     imatrix: Path | None = None
     drafter_imatrix: Path | None = None
@@ -24,39 +27,44 @@ class Weighing:
     save: Path | None = None
 
     @property
-    def wanted(self) -> bool:
-        """Whether importance is to be used at all."""
+    def given(self) -> bool:
+        """Whether there is any source."""
         return bool(self.imatrix or self.drafter_imatrix or self.calibrate)
 
 
 def importance_of_pair(
-    weighing: Weighing, models: Mapping[str, ResolvedSource], weighed: Collection[str], threads: int, progress: Callable[[int], None]
+    sources: ImportanceSources, models: Mapping[str, ResolvedSource], roles: Collection[str], threads: int, progress: Callable[[int], None]
 ) -> dict[str, Importance]:
-    """Returns the importance by role, of the roles in `weighed` only: those whose quantization takes account of it.
+    """Returns the importance by role, of the roles in `roles` only: those whose quantization takes account of it.
 
     `models` are target and drafter; `progress` gets the bytes of calibration text done. Raises ExportError if nothing would use what was
     given, or if it does not fit.
     """
-    files = {"target": weighing.imatrix, "drafter": weighing.drafter_imatrix}
-    for role in [role for role, path in files.items() if path is not None and role not in weighed]:
+    files = {"target": sources.imatrix, "drafter": sources.drafter_imatrix}
+    for role in [role for role, path in files.items() if path is not None and role not in roles]:
         raise ExportError(
             f"the {role} is not quantized here in a way that importance changes; leave {files[role]} out, or choose e.g. q4_0"
         )
-    if weighing.calibrate is not None and not weighed:
+    if sources.calibrate is not None and not roles:
         raise ExportError("neither model is quantized here in a way that importance changes; leave --calibrate out, or choose e.g. q4_0")
     found = {}
     for role, path in files.items():
         if path is not None:
             entries, source = read_imatrix(path)
             found[role] = fitted(entries, models[role].checkpoint, source)
-    if weighing.calibrate is not None:
-        made = _calibrated(weighing, weighing.calibrate, models, "drafter" in weighed, threads, progress)
-        found |= {role: made[role] for role in weighed}
+    if sources.calibrate is not None:
+        made = _calibrated(sources, sources.calibrate, models, "drafter" in roles, threads, progress)
+        found |= {role: made[role] for role in roles}
     return found
 
 
 def _calibrated(
-    weighing: Weighing, text: Path, models: Mapping[str, ResolvedSource], with_drafter: bool, threads: int, progress: Callable[[int], None]
+    sources: ImportanceSources,
+    text: Path,
+    models: Mapping[str, ResolvedSource],
+    with_drafter: bool,
+    threads: int,
+    progress: Callable[[int], None],
 ) -> dict[str, Importance]:
     # Late: nothing but a calibration needs torch.
     from edge_export.quantization.calibration import CalibrationRequest, calibrate
@@ -64,7 +72,7 @@ def _calibrated(
     target, drafter = models["target"], models["drafter"]
     if target.gguf is not None or target.tokenizer_folder is None:
         raise ExportError(f"calibration runs the target in transformers, and {target.origin} is a GGUF; give its checkpoint")
-    with_drafter = drafter.gguf is None and (with_drafter or weighing.save is not None)
+    with_drafter = drafter.gguf is None and (with_drafter or sources.save is not None)
     model = target.checkpoint
     made = calibrate(
         CalibrationRequest(
@@ -82,8 +90,8 @@ def _calibrated(
     found = {"target": fitted(made.target, model, made.source)}
     if with_drafter:
         found["drafter"] = fitted(made.drafter, drafter.checkpoint, made.source)
-    if weighing.save is not None:
+    if sources.save is not None:
         for role, entries in (("target", made.target), ("drafter", made.drafter)):
             if entries:
-                write_imatrix(weighing.save / SAVED[role], entries, text.name, made.source.tokens or 0, made.chunk)
+                write_imatrix(sources.save / SAVED[role], entries, text.name, made.source.tokens or 0, made.chunk)
     return found

@@ -26,7 +26,7 @@ from edge_export.quantization.importance import Importance
 # enum llama_ftype in llama.cpp's include/llama.h
 _FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 # Types in which llama.cpp chooses scales by importance; it rounds to q8_0 whatever the importance says.
-WEIGHED = ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
+IMPORTANCE_TYPES = ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
 # Written by our own converter, without llama.cpp.
 DIRECT: dict[str, FloatType] = {"f16": "f16", "bf16": "bf16"}
 QUANTIZATIONS = ("q4_0", "q4_k_m", "q5_k_m", "q6_k", "q8_0", "f16", "bf16")

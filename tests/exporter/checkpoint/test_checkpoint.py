@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from edge_export.checkpoint.checkpoint import check_pair, open_checkpoint
+from edge_export.checkpoint.sources import resolve_pair
 from edge_export.errors import CheckpointError
 from edge_export.pipeline.cache_layout import architecture, cache_layout
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
@@ -222,7 +223,7 @@ def test_cache_layout(target: str, drafter: str, member_folder: Folders) -> None
     if target == "e2b-text":
         # This member's tokenizer was rewritten by an older tool: another token, another vocabulary.
         with pytest.raises(CheckpointError, match="their tokenizers differ"):
-            check_pair(*pair)
+            resolve_pair(str(member_folder(target)), str(member_folder(drafter)))
         return
     layout = cache_layout(*pair, context=512)
     owners, sources, sliding, full = LAYOUTS[target]
@@ -272,6 +273,6 @@ def test_mismatched_sizes_and_tokenizers(member_folder: Folders, tmp_path: Path)
     other = Path(shutil.copytree(member_folder("12b-assistant"), tmp_path / "other"))
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text().replace('"<|think|>"', '"<|thunk|>"'))
     with pytest.raises(CheckpointError, match="their tokenizers differ, first in the piece '<|think|>'".replace("|", r"\|")):
-        check_pair(target, open_checkpoint(other))
+        resolve_pair(str(member_folder("12b")), str(other))
     (other / "tokenizer.json").unlink()
-    check_pair(target, open_checkpoint(other))
+    resolve_pair(str(member_folder("12b")), str(other))

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.peer
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.safetensors import FloatType
-from edge_export.gguf.writer import gguf_bytes, write_gguf
+from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
+from edge_export.gguf.writer import plan_gguf
 
 WEIGHT_TYPES: list[FloatType] = ["f32", "f16", "bf16"]
 # Keys or tensors that may differ, with the reason. Empty: nothing differs.
@@ -64,8 +65,8 @@ def _fields(reader: Any) -> dict[str, tuple[list[str], Any]]:
 @pytest.mark.parametrize("name", MEMBERS)
 def test_same_file(name: str, weight_type: FloatType, member_folder: Callable[[str], Path], reference: Path, tmp_path: Path) -> None:
     checkpoint, path, written = open_checkpoint(member_folder(name)), tmp_path / "ours.gguf", []
-    expected_bytes = gguf_bytes(checkpoint, weight_type)
-    write_gguf(checkpoint, path, weight_type, written.append)
+    plan = plan_gguf(checkpoint, weight_type, read_vocabulary(checkpoint.folder))
+    plan.write(path, written.append)
     theirs_path = reference / f"{name}-{weight_type}.gguf"
     ours, theirs = gguf.GGUFReader(path), gguf.GGUFReader(theirs_path)
     our_fields, their_fields = _fields(ours), _fields(theirs)
@@ -79,4 +80,4 @@ def test_same_file(name: str, weight_type: FloatType, member_folder: Callable[[s
         assert (list(mine.shape), mine.tensor_type) == (list(tensor.shape), tensor.tensor_type), tensor.name
         assert np.array_equal(mine.data.view(np.uint8), tensor.data.view(np.uint8)), tensor.name
     assert path.read_bytes() == theirs_path.read_bytes()
-    assert sum(written) == expected_bytes == path.stat().st_size
+    assert sum(written) == plan.bytes == path.stat().st_size

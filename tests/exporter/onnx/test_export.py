@@ -23,7 +23,7 @@ from edge_export.onnx.graphs import blocks as onnx_blocks
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from edge_export.quantization.importance_sources import Weighing
+from edge_export.quantization.importance_sources import ImportanceSources
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.session.open import open_session
@@ -307,7 +307,7 @@ def test_calibration_weighs_onnx_weights_too(tmp_path: Path) -> None:
             onnx=OnnxRequest(target="int4", drafter="f32"),
             threads=1,
             verify=False,
-            weighing=Weighing(calibrate=calibrate),
+            importance=ImportanceSources(calibrate=calibrate),
         )
         bundle = export_pair(request, Silent())
         data.append({role: bundle.path(role, "onnx_data").read_bytes() for role in ("target_data", "drafter_data")})

@@ -15,9 +15,10 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ParityError
+from edge_export.gguf.writer import GgufPlan
 from edge_export.parity import reference
 from edge_export.parity.divergence import agrees, divergence
-from edge_export.pipeline import export
+from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
@@ -67,17 +68,17 @@ def test_a_sound_export_is_measured(member: str, request_for: Callable[..., Expo
 
 def tampering(monkeypatch: pytest.MonkeyPatch, role: str, tensor: str) -> None:
     """Makes the converter write zeros for one tensor."""
-    real = export.write_gguf
+    real = GgufPlan.write
 
-    def wrong(checkpoint: Any, path: Path, *arguments: Any, **named: Any) -> None:
-        real(checkpoint, path, *arguments, **named)
+    def wrong(plan: GgufPlan, path: Path, progress: Callable[[int], None]) -> None:
+        real(plan, path, progress)
         if role in path.name:
             info = next(info for info in read_gguf_header(path).tensors if info.name == tensor)
             with path.open("r+b") as file:
                 file.seek(info.offset)
                 file.write(bytes(info.bytes))
 
-    monkeypatch.setattr(export, "write_gguf", wrong)
+    monkeypatch.setattr(GgufPlan, "write", wrong)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_a_wrong_weight_refuses_the_bundle(
 def test_a_broken_quantization_refuses_the_bundle(
     request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = export.quantize_gguf
+    real = gguf_step.quantize_gguf
 
     def wrong(source: Path, destination: Path, *arguments: Any, **named: Any) -> None:
         real(source, destination, *arguments, **named)
@@ -109,7 +110,7 @@ def test_a_broken_quantization_refuses_the_bundle(
             file.seek(info.offset)
             file.write(bytes(info.bytes))
 
-    monkeypatch.setattr(export, "quantize_gguf", wrong)
+    monkeypatch.setattr(gguf_step, "quantize_gguf", wrong)
     with pytest.raises(ParityError, match=r"mean KL of the q8_0 target is .*at most 0.1 is wanted"):
         export_pair(request_for(target_quantization="q8_0"), Silent())
     assert list(tmp_path.iterdir()) == []

@@ -14,10 +14,12 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
+from edge_export.checkpoint import sources
 from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ExportError
+from edge_export.gguf.writer import GgufPlan
 from edge_export.output import atomic_folder
-from edge_export.pipeline import export
+from edge_export.pipeline import bundle_files, export, gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.bundle import open_bundle
@@ -25,19 +27,21 @@ from edge_runtime.bundle.manifest import MANIFEST_NAME
 
 Folders = Callable[[str], Path]
 STEPS = [
-    "resolve_pair",
-    "cache_layout",
-    "check_space",
-    "write_gguf",
-    "quantize_gguf",
-    "write_body",
-    "write_head",
-    "measure_parity",
-    "read_vocabulary",
-    "sha256_of",
-    "manifest_source",
-    "architecture",
-    "open_bundle",
+    (export, "resolve_pair"),
+    (sources, "read_vocabulary"),
+    (export, "cache_layout"),
+    (gguf_step, "plan_gguf"),
+    (gguf_step, "check_space"),
+    (GgufPlan, "write"),
+    (gguf_step, "quantize_gguf"),
+    (gguf_step, "write_body"),
+    (gguf_step, "write_head"),
+    (gguf_step, "measure_parity"),
+    (export, "copy_texts"),
+    (bundle_files, "sha256_of"),
+    (bundle_files, "manifest_source"),
+    (export, "architecture"),
+    (export, "open_bundle"),
 ]
 
 
@@ -136,15 +140,15 @@ def test_a_gguf_is_taken_as_it_is(request_for: Callable[..., ExportRequest], tmp
         export_pair(request_for(target=paths[0], target_quantization="q8_0", output=tmp_path / "third"), Heard())
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("place", "step"), STEPS)
 def test_a_failing_step_leaves_nothing(
-    step: str, request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Any, step: str, request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object, **__: object) -> None:
         raise ExportError(f"{step} failed on purpose")
 
-    monkeypatch.setattr(export, "measure_parity", lambda *_: {"skipped": "not what is tested"})
-    monkeypatch.setattr(export, step, failing)
+    monkeypatch.setattr(gguf_step, "measure_parity", lambda *_: {"skipped": "not what is tested"})
+    monkeypatch.setattr(place, step, failing)
     with pytest.raises(ExportError, match=f"{step} failed on purpose"):
         export_pair(request_for(target_quantization="q8_0", verify=True), Heard())
     assert snapshot(tmp_path) == {}
@@ -160,7 +164,7 @@ def test_the_old_bundle_survives_a_failed_replacement(
     def failing(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(export, "manifest_source", failing)
+    monkeypatch.setattr(bundle_files, "manifest_source", failing)
     with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ExportError):
         export_pair(request_for(force=True, context=64), Heard())
     assert snapshot(tmp_path) == before
@@ -252,13 +256,13 @@ def test_a_bundle_is_not_replaced_by_what_is_made_of_it(request_for: Callable[..
 def test_a_bundle_that_appears_meanwhile_is_not_replaced(
     request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = export.manifest_source
+    real = bundle_files.manifest_source
 
     def appearing(*arguments: Any, **named: Any) -> Any:
         (tmp_path / "out").mkdir(exist_ok=True)
         return real(*arguments, **named)
 
-    monkeypatch.setattr(export, "manifest_source", appearing)
+    monkeypatch.setattr(bundle_files, "manifest_source", appearing)
     with pytest.raises(ExportError, match="exists already"):
         export_pair(request_for(), Heard())
     assert snapshot(tmp_path) == {"out": b""}
@@ -304,7 +308,7 @@ def test_no_space_is_refused_with_both_numbers(
     [
         ({"target_quantization": "q3_x"}, "quantization 'q3_x' is unknown; choose one of q4_0"),
         ({"context": 5000}, "context 5000 is not in 1..1024"),
-        ({"output": Path("/nowhere/at/all")}, "/nowhere/at is no folder"),
+        ({"output": Path("/nowhere/at/all")}, "/nowhere/at is not a folder"),
         ({"target": "/nowhere"}, "the target /nowhere does not exist"),
     ],
 )

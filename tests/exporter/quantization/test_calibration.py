@@ -25,7 +25,7 @@ from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization import calibration
 from edge_export.quantization.calibration import CalibrationRequest, calibrate, read_text
 from edge_export.quantization.importance import Importance, fitted
-from edge_export.quantization.importance_sources import SAVED, Weighing
+from edge_export.quantization.importance_sources import SAVED, ImportanceSources
 from edge_export.quantization.llama_quantize import quantize_gguf
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import ImportanceSource
@@ -172,9 +172,9 @@ def test_what_a_text_gave_can_be_saved_and_given_back(
 ) -> None:
     request_for("e2b")  # for its small limits
     export_pair(export_for(output=tmp_path / "plain"), Silent())
-    export_pair(export_for(output=tmp_path / "text", weighing=Weighing(calibrate=text, save=tmp_path)), Silent())
-    files = Weighing(imatrix=tmp_path / SAVED["target"], drafter_imatrix=tmp_path / SAVED["drafter"])
-    export_pair(export_for(output=tmp_path / "file", weighing=files), Silent())
+    export_pair(export_for(output=tmp_path / "text", importance=ImportanceSources(calibrate=text, save=tmp_path)), Silent())
+    files = ImportanceSources(imatrix=tmp_path / SAVED["target"], drafter_imatrix=tmp_path / SAVED["drafter"])
+    export_pair(export_for(output=tmp_path / "file", importance=files), Silent())
     plain, calibrated, weighed = (open_bundle(tmp_path / name) for name in ("plain", "text", "file"))
     for role in ("target", "drafter"):
         assert plain.file(role).sha256 != calibrated.file(role).sha256
@@ -197,9 +197,13 @@ def test_importance_that_nothing_would_use_is_refused(
         assert not (tmp_path / "out").exists()
 
     plain = {"target_quantization": "f16", "drafter_quantization": "q8_0"}
-    refused("neither model is quantized here in a way that importance changes", weighing=Weighing(calibrate=text), **plain)
-    refused("the drafter is not quantized .*leave .*some.dat out", weighing=Weighing(drafter_imatrix=path), drafter_quantization="q8_0")
-    refused("some.dat cannot be read", weighing=Weighing(imatrix=path))
+    refused("neither model is quantized here in a way that importance changes", importance=ImportanceSources(calibrate=text), **plain)
+    refused(
+        "the drafter is not quantized .*leave .*some.dat out",
+        importance=ImportanceSources(drafter_imatrix=path),
+        drafter_quantization="q8_0",
+    )
+    refused("some.dat cannot be read", importance=ImportanceSources(imatrix=path))
     made = export_pair(export_for(output=tmp_path / "made", **plain), Silent())
-    given = {"target": str(made.path("target")), "target_quantization": None, "weighing": Weighing(calibrate=text)}
+    given = {"target": str(made.path("target")), "target_quantization": None, "importance": ImportanceSources(calibrate=text)}
     refused("calibration runs the target in transformers, and .*gguf is a GGUF; give its checkpoint", **given)

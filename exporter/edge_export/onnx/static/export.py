@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,23 +15,20 @@ from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.safetensors import read_float_chunks
 from edge_export.checkpoint.sources import ResolvedSource
-from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import WeightSpec
-from edge_export.onnx.export import onnx_facts, onnx_reference, paths_of
+from edge_export.onnx.export import onnx_facts, onnx_pair, onnx_reference
 from edge_export.onnx.graphs.target import TargetForms
-from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, measure_onnx_parity, measure_ranges, onnx_why_not
-from edge_export.onnx.request import OnnxPart, OnnxRequest, OnnxWeights, check_onnx_sources
+from edge_export.onnx.parity import OnnxParityRequest, measure_onnx_parity, measure_ranges, onnx_why_not
+from edge_export.onnx.request import OnnxFiles, OnnxRequest, OnnxWeights, check_onnx_sources
 from edge_export.onnx.static.blocks import Shape
 from edge_export.onnx.static.models import store_drafter, store_target, write_drafter_graph, write_target_graph
 from edge_export.onnx.static.weights import ChannelForm, PlainGraph, PlainWeightFile, Range
 from edge_export.onnx.weight_formats import quantization_name
 from edge_export.onnx.weights import WeightForm, row_pieces
+from edge_export.output.bundle_part import BundlePart
 from edge_export.quantization.importance import Importance
-from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, RuntimeSettings, StaticGraphs
-
-if TYPE_CHECKING:
-    from edge_export.onnx.request import Made
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, RuntimeSettings, StaticGraphs
 
 PREFILL_ROWS = 64
 # The recommended draft and the token before it.
@@ -40,25 +37,16 @@ _ROWS = {"target_prefill": PREFILL_ROWS, "target": VERIFY_ROWS, "target_row": 1}
 _TABLES = {"embedding": "model.embed_tokens.weight", "per_layer_embedding": "model.embed_tokens_per_layer.weight"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StaticFiles:
-    """What was written, and what the manifest says of it."""
-
-    parts: list[OnnxPart]
-    layout: CacheLayout
-    graphs: OnnxGraphs
-    static: StaticGraphs
-
-
 def write_static(
     target: ResolvedSource,
     drafter: ResolvedSource,
-    layout: CacheLayout,
     request: OnnxRequest,
+    *,
+    layout: CacheLayout,
     importance: Mapping[str, Importance],
     folder: Path,
     progress: Callable[[int], None],
-) -> StaticFiles:
+) -> OnnxFiles:
     """Writes graphs, data files and embeddings into `folder`; `progress` gets the bytes written since its last call. Raises ExportError."""
     check_onnx_sources(target, drafter)
     first, model = target.checkpoint, target.checkpoint.architecture
@@ -82,11 +70,11 @@ def write_static(
     with PlainWeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
         form = _form(request.drafter, request)
         drafting = store_drafter(drafter.checkpoint, weights, form, _form("int8", request) if request.drafter == "int4" else form)
-    parts: list[OnnxPart] = [(role, path, "onnx", drafter_label if role == "drafter" else label) for role, path in paths.items()]
-    parts += [(f"{role}_data", path, "onnx_data", drafter_label if role == "drafter" else label) for role, path in data.items()]
+    parts = [_part(role, path, "onnx", request) for role, path in paths.items()]
+    parts += [_part(f"{role}_data", path, "onnx_data", request) for role, path in data.items()]
     parts += _write_tables(first, request, folder, progress)
-    written = StaticFiles(
-        parts=parts,
+    written = OnnxFiles(
+        parts=tuple(parts),
         layout=named,
         graphs=dataclasses.replace(onnx_facts(target, set()), opset=PlainGraph.opset),
         static=StaticGraphs(
@@ -105,7 +93,7 @@ def write_static(
         graph = PlainGraph("drafter", ranges=ranges, watched=watched)
         write_drafter_graph(model, layout.drafter_sources, drafting, Shape(rows=1, buffers=sizes), graph, paths["drafter"])
 
-    if request.device == "qnn" and request.weighed:
+    if request.device == "qnn" and request.importance_roles:
         write_graphs({}, watched=True)
         write_graphs(_ranges(target, written))
     else:
@@ -113,47 +101,36 @@ def write_static(
     return written
 
 
-def _ranges(target: ResolvedSource, watched: StaticFiles) -> dict[str, tuple[Range, Range]]:
-    """What goes into and comes out of each matrix of graphs that say so, by its name."""
-    assert target.tokenizer_folder is not None
-    model = target.checkpoint.architecture
-    found = measure_ranges(
-        OnnxPair(
-            files=paths_of(watched.parts),
-            layout=watched.layout,
-            graphs=watched.graphs,
-            static=watched.static,
-            tokenizer=target.tokenizer_folder / TOKENIZER_NAME,
-            hidden_size=model.hidden_size,
-            vocab_size=model.vocab_size,
-        )
-    )
+def _ranges(target: ResolvedSource, watched: OnnxFiles) -> dict[str, tuple[Range, Range]]:
+    """Runs graphs that output their ranges; returns the range of each matrix's inputs and of its outputs, by the matrix's name."""
+    found = measure_ranges(onnx_pair(target, watched))
     return {name: (Range(least=ends[0], greatest=ends[1]), Range(least=ends[2], greatest=ends[3])) for name, ends in found.items()}
 
 
 def compare_static(
-    target: ResolvedSource, drafter: ResolvedSource, made: Made, request: OnnxRequest, folder: Path, threads: int
+    target: ResolvedSource, drafter: ResolvedSource, files: OnnxFiles, request: OnnxRequest, *, folder: Path, threads: int
 ) -> dict[str, Any]:
-    """Compares written graphs with the reference on the CPU's execution provider, as `onnx_export.compare` does."""
+    """Compares written graphs with the reference on onnxruntime's CPU provider, as `edge_export.onnx.export.compare` does."""
     reference, plain_request = onnx_reference(target, drafter, threads), OnnxRequest(target="f32", drafter="f32", device="static")
     reason = onnx_why_not(reference)
     if reason is not None:
         return {"skipped": reason}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        plain = made.parts
+        plain = files
         if (request.target, request.drafter, request.embedding) != ("f32", "f32", None):
-            plain = write_static(target, drafter, made.layout, plain_request, {}, Path(scratch), lambda _: None).parts
-        assert made.graphs is not None
+            plain = write_static(
+                target, drafter, plain_request, layout=files.layout, importance={}, folder=Path(scratch), progress=lambda _: None
+            )
         model = target.checkpoint.architecture
         return measure_onnx_parity(
             OnnxParityRequest(
                 **vars(reference),
-                plain=paths_of(plain),
-                exported=paths_of(made.parts),
-                layout=made.layout,
-                plain_layout=made.layout,
-                graphs=made.graphs,
-                static=made.static,
+                plain=plain.paths,
+                exported=files.paths,
+                layout=files.layout,
+                plain_layout=files.layout,
+                graphs=files.graphs,
+                static=files.static,
                 hidden_size=model.hidden_size,
                 vocab_size=model.vocab_size,
                 weights=request.target,
@@ -170,15 +147,19 @@ def _form(weights: OnnxWeights, request: OnnxRequest) -> WeightForm:
 
 
 def _label(role: str, request: OnnxRequest) -> str:
-    weights = request.drafter if role == "drafter" else request.target
+    weights = request.drafter if role.startswith("drafter") else request.target
     return f"{weights}-channel" if request.device == "qnn" and weights in ("int8", "int4") else quantization_name(role, request)
 
 
-def _write_tables(checkpoint: Checkpoint, request: OnnxRequest, folder: Path, progress: Callable[[int], None]) -> list[OnnxPart]:
+def _part(role: str, path: Path, kind: str, request: OnnxRequest) -> BundlePart:
+    return BundlePart(role=role, path=path, format=kind, quantization=_label(role, request))
+
+
+def _write_tables(checkpoint: Checkpoint, request: OnnxRequest, folder: Path, progress: Callable[[int], None]) -> list[BundlePart]:
     """Writes the embeddings as NumPy arrays, whose rows a host maps and looks up."""
     word = "f32" if (request.embedding or request.target) == "f32" else "f16"
     kind = np.float32 if word == "f32" else np.float16
-    parts: list[OnnxPart] = []
+    parts: list[BundlePart] = []
     for role, name in _TABLES.items():
         if role == "per_layer_embedding" and not checkpoint.architecture.per_layer_size:
             continue
@@ -189,7 +170,7 @@ def _write_tables(checkpoint: Checkpoint, request: OnnxRequest, folder: Path, pr
             at += len(piece)
             progress(len(piece) * table.strides[0])
         table.flush()
-        parts.append((role, path, "npy", word))
+        parts.append(BundlePart(role=role, path=path, format="npy", quantization=word))
     return parts
 
 

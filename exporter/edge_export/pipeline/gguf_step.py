@@ -1,0 +1,207 @@
+"""The GGUF part of an export: convert, quantize, split the drafter, compare with the reference."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_export.checkpoint.safetensors import FloatType
+from edge_export.checkpoint.sources import ResolvedSource
+from edge_export.errors import ExportError
+from edge_export.gguf.split_body import write_body
+from edge_export.gguf.split_head import head_bytes, output_rows, write_head
+from edge_export.gguf.writer import GgufPlan, plan_gguf
+from edge_export.output.bundle_part import BundlePart
+from edge_export.parity.gguf import ParityRequest, measure_parity
+from edge_export.pipeline.bundle_files import copy_file
+from edge_export.pipeline.request import ExportRequest, Progress
+from edge_export.quantization.importance import Importance
+from edge_export.quantization.llama_quantize import DIRECT, IMPORTANCE_TYPES, expected_bytes, library_version, quantize_gguf
+
+TARGET_QUANTIZATION = "q4_0"
+DRAFTER_QUANTIZATION = "q8_0"
+# Tokenizer, template and manifest.
+_SMALL_FILES_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufModel:
+    """One half on its way into the bundle. `unquantized` is written first, by `plan`; `exported` is the bundle's file.
+
+    Both are the same file for a weight type that our converter writes itself. `plan` is None for an existing GGUF, which is copied.
+    """
+
+    source: ResolvedSource
+    quantization: str
+    weight_type: FloatType
+    plan: GgufPlan | None
+    unquantized: Path
+    exported: Path
+
+    @property
+    def role(self) -> str:
+        """Its role in the bundle."""
+        return self.source.role
+
+    @property
+    def direct(self) -> bool:
+        """Whether no quantization follows."""
+        return self.unquantized == self.exported
+
+    @property
+    def needed_bytes(self) -> int:
+        """About how much disk it takes while it is made."""
+        if self.plan is None:
+            return self.source.path.stat().st_size
+        return self.plan.bytes + (0 if self.direct else expected_bytes(self.source.checkpoint.parameters, self.quantization))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufPair:
+    """The two GGUF files of a bundle; `split` adds a split drafter."""
+
+    target: GgufModel
+    drafter: GgufModel
+    split: bool
+
+    @property
+    def models(self) -> tuple[GgufModel, GgufModel]:
+        """Target and drafter."""
+        return self.target, self.drafter
+
+    @property
+    def importance_roles(self) -> set[str]:
+        """The roles whose quantization takes account of importance."""
+        return {model.role for model in self.models if model.quantization in IMPORTANCE_TYPES and model.plan is not None}
+
+
+def plan_pair(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], *, split: bool, folder: Path) -> GgufPair:
+    """Plans the GGUF files. Raises ExportError if a quantization cannot be had, or if the disk has no room."""
+    planned = GgufPair(
+        target=_plan(pair[0], request.target_quantization, TARGET_QUANTIZATION, folder),
+        drafter=_plan(pair[1], request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
+        split=split,
+    )
+    check_space(planned, folder)
+    return planned
+
+
+def _plan(source: ResolvedSource, wanted: str | None, default: str, folder: Path) -> GgufModel:
+    if source.quantization is not None:
+        if wanted not in (None, source.quantization):
+            raise ExportError(
+                f"{source.origin} is a GGUF and taken as it is ({source.quantization});"
+                f" leave --{source.role}-quant out, or give the checkpoint"
+            )
+        path = folder / f"{source.role}-{source.quantization}.gguf"
+        return GgufModel(source=source, quantization=source.quantization, weight_type="f32", plan=None, unquantized=path, exported=path)
+    quantization = wanted or default
+    exported = folder / f"{source.role}-{quantization}.gguf"
+    weight_type, unquantized = DIRECT.get(quantization), exported
+    if weight_type is None:
+        library_version()
+        weight_type = source.stored_type
+        unquantized = folder / f"{source.role}-unquantized-{weight_type}.gguf"
+    assert source.tokenizer is not None  # only a GGUF has none
+    return GgufModel(
+        source=source,
+        quantization=quantization,
+        weight_type=weight_type,
+        plan=plan_gguf(source.checkpoint, weight_type, source.tokenizer),
+        unquantized=unquantized,
+        exported=exported,
+    )
+
+
+def check_space(pair: GgufPair, folder: Path) -> None:
+    """Raises ExportError if the disk has no room for the unquantized files and the bundle together."""
+    needed = _SMALL_FILES_BYTES + sum(model.needed_bytes for model in pair.models)
+    if pair.split:
+        quantization, checkpoint = pair.drafter.quantization, pair.drafter.source.checkpoint
+        needed += head_bytes(checkpoint, expected_bytes(checkpoint.assistant.hidden_size, quantization))
+        needed += expected_bytes(checkpoint.parameters, quantization)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ExportError(
+            f"{folder.parent} has {free} bytes free, the export needs about {needed} (unquantized files and bundle together);"
+            " free some space or choose another disk"
+        )
+
+
+def make_gguf(
+    pair: GgufPair, request: ExportRequest, importance: Mapping[str, Importance], progress: Progress
+) -> tuple[list[BundlePart], dict[str, Any]]:
+    """Writes the GGUF files; returns them, and the manifest's `parity`. Raises ExportError."""
+    for model in pair.models:
+        _make_model(model, request.thread_count, importance.get(model.role), progress)
+    parts = [_part(model.role, model.exported, model) for model in pair.models]
+    if pair.split:
+        parts += _make_split(pair.drafter, progress)
+    parity = _parity(pair, request, progress)
+    for model in pair.models:
+        if not model.direct:
+            model.unquantized.unlink(missing_ok=True)
+    return parts, parity
+
+
+def _part(role: str, path: Path, model: GgufModel) -> BundlePart:
+    return BundlePart(role=role, path=path, format="gguf", quantization=model.quantization)
+
+
+def _make_model(model: GgufModel, threads: int, importance: Importance | None, progress: Progress) -> None:
+    source = model.source
+    if model.plan is None:
+        progress.step(f"Copy the {source.role}", source.path.stat().st_size)
+        copy_file(source.path, model.exported, progress.advance)
+        return
+    progress.step(f"Convert the {source.role} to {model.weight_type}", model.plan.bytes)
+    model.plan.write(model.unquantized, progress.advance)
+    if not model.direct:
+        total = expected_bytes(source.checkpoint.parameters, model.quantization)
+        progress.step(f"Quantize the {source.role} to {model.quantization}", total)
+        quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance, importance)
+
+
+def _make_split(drafter: GgufModel, progress: Progress) -> list[BundlePart]:
+    """Writes the split drafter, which llama.cpp alone cannot run, from the exported drafter, which it can."""
+    checkpoint, folder = drafter.source.checkpoint, drafter.exported.parent
+    body = folder / f"drafter-body-{drafter.quantization}.gguf"
+    progress.step("Write the split drafter's body", None)
+    write_body(checkpoint, drafter.exported, body, progress.advance)
+    head = folder / f"drafter-head-{drafter.quantization}.gguf"
+    rows = output_rows(drafter.exported)
+    progress.step("Write the split drafter's head", head_bytes(checkpoint, rows.bytes // rows.shape[1]))
+    write_head(checkpoint, drafter.exported, head, progress.advance)
+    return [_part("drafter_body", body, drafter), _part("drafter_head", head, drafter)]
+
+
+def _parity(pair: GgufPair, request: ExportRequest, progress: Progress) -> dict[str, Any]:
+    if not request.verify:
+        return {"skipped": "it was switched off with --no-verify"}
+    target, drafter = pair.models
+    tokenizer_folder = target.source.tokenizer_folder
+    if target.plan is None or drafter.plan is None or tokenizer_folder is None:
+        existing = " and ".join(model.role for model in pair.models if model.plan is None)
+        return {"skipped": f"the {existing} came as GGUF, without a checkpoint to compare with"}
+    progress.step("Compare with the reference", None)
+    return measure_parity(
+        ParityRequest(
+            target_folder=target.source.path,
+            drafter_folder=drafter.source.path,
+            tokenizer_folder=tokenizer_folder,
+            unquantized_target=target.unquantized,
+            unquantized_drafter=drafter.unquantized,
+            exported_target=target.exported,
+            exported_drafter=drafter.exported,
+            weight_types=(target.weight_type, drafter.weight_type),
+            quantizations=(target.quantization, drafter.quantization),
+            parameters=target.source.checkpoint.parameters + drafter.source.checkpoint.parameters,
+            window=target.source.checkpoint.architecture.window,
+            context=target.source.checkpoint.architecture.context,
+            threads=request.thread_count,
+        ),
+        progress.say,
+    )
