@@ -15,8 +15,9 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 from edge_runtime.session.chat import Answer, Chat
 from edge_runtime.session.generation import Generation
+from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitor import Monitor, MonitorOptions
-from edge_runtime.session.open import OpenOptions, open_session
+from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Text, Thought
@@ -38,9 +39,9 @@ __all__ = [
     "Gbnf",
     "Generation",
     "JsonSchema",
+    "LoadOptions",
     "Monitor",
     "MonitorOptions",
-    "OpenOptions",
     "Regex",
     "RequestError",
     "Round",

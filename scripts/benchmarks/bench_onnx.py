@@ -27,11 +27,11 @@ from rich.table import Table
 
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.memory import Resident, resident_bytes
-from edge_runtime.backends.selection import BACKENDS
+from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import BackendError
 from edge_runtime.interfaces import Drafter, Target
-from edge_runtime.session.open import OpenOptions, default_threads, open_session
+from edge_runtime.session.open import default_threads, open_session
 from edge_runtime.session.session import Session
 
 # Rounds that are not counted: they fault pages in and start threads.
@@ -58,16 +58,16 @@ class Runner:
     def open(self, *, verbose: bool = False) -> Session:
         """Opens a session, on ONNX Runtime with weights kept packed unless `extra` is "unpacked"."""
         onnx = self.backend == "onnx"
-        options = {
-            "backend": self.backend,
-            "threads": self.threads,
-            "context": self.context,
-            "check": "none",
-            "keep_packed": onnx and self.extra != "unpacked",
-            "uniform_rows": self.extra == "uniform",
-            "notify": (lambda text: click.echo(text, err=True)) if verbose else (lambda _: None),
-        }
-        return open_session(self.bundle, **cast(OpenOptions, options))
+        return open_session(
+            self.bundle,
+            backend=cast(BackendKind, self.backend),
+            threads=self.threads,
+            context=self.context,
+            check="none",
+            keep_packed=onnx and self.extra != "unpacked",
+            uniform_rows=self.extra == "uniform",
+            notify=(lambda text: click.echo(text, err=True)) if verbose else (lambda _: None),
+        )
 
 
 def read_runners(words: Sequence[str], threads: int, context: int) -> list[Runner]:

@@ -13,7 +13,7 @@ import click
 from edge_devices.command_line import one_sentence_errors
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.session.lossless import LosslessReport, check_lossless
-from edge_runtime.session.open import OpenOptions, open_session
+from edge_runtime.session.open import open_session
 
 
 @click.command(context_settings={"show_default": True})
@@ -30,10 +30,7 @@ from edge_runtime.session.open import OpenOptions, open_session
 def main(bundle: Path, files: tuple[Path, ...], count: int, tokens: int, draft_length: int, uniform_rows: bool, as_json: bool) -> None:
     """Compare BUNDLE's output with and without drafts on many prompts."""
     reports: list[LosslessReport] = []
-    options: OpenOptions = {"notify": lambda text: click.echo(text, err=True)}
-    if uniform_rows:
-        options["uniform_rows"] = True
-    with open_session(bundle, **options) as session:
+    with open_session(bundle, notify=lambda text: click.echo(text, err=True), uniform_rows=uniform_rows) as session:
         for prompt in (p for file in files for p in json.loads(file.read_text())[:count]):
             generation = session.generate(prompt, max_tokens=tokens, policy=Fixed(draft_length))
             generation.text()

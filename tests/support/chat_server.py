@@ -20,7 +20,7 @@ from chat_words import SpeakingTarget, chat_session
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.interfaces import DraftRequest, Logits
 from edge_runtime.server.engine.worker import Worker
-from edge_runtime.session.open import Sessions
+from edge_runtime.session.batch import Sessions
 from edge_runtime.text.chat_template import bundle_template
 
 MAIN = "from edge_runtime.cli.run import main; main()"

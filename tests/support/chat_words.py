@@ -12,7 +12,7 @@ import numpy as np
 
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.interfaces import Logits
-from edge_runtime.session.session import Session
+from edge_runtime.session.session import Session, SessionParts
 from scripted import MANIFEST, ScriptedDrafter, ScriptedTarget
 
 CONTROL = (
@@ -110,4 +110,4 @@ def chat_session(*replies: str | Callable[[int, str], str], context: int = 2048,
     target = SpeakingTarget(reply, context)
     drafter = ScriptedDrafter(target, lambda *_: FIRST_BYTE + ord(" ")) if drafts else None
     manifest = replace(MANIFEST, architecture=replace(MANIFEST.architecture, vocab_size=ChatWords.size))
-    return Session(Bundle(Path("nowhere"), manifest), target, drafter, target.vocabulary)
+    return Session(SessionParts(bundle=Bundle(Path("nowhere"), manifest), target=target, drafter=drafter, vocabulary=target.vocabulary))

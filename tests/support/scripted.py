@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import Architecture, CacheLayout, LayerCache, Manifest, RuntimeSettings
 from edge_runtime.interfaces import DraftSampler, Logits, ShouldContinue
-from edge_runtime.session.session import Session
+from edge_runtime.session.session import Session, SessionParts
 
 VOCABULARY = 17
 
@@ -152,4 +152,4 @@ def make_session(guess: Callable[[list[int], int], int] | None = None, eog: froz
     """A session over scripted models; the drafter is always right unless told otherwise."""
     target = ScriptedTarget(context=context)
     drafter = ScriptedDrafter(target, guess or (lambda c, _: next_token(c)))
-    return Session(Bundle(Path("nowhere"), MANIFEST), target, drafter, LetterVocabulary(eog))
+    return Session(SessionParts(bundle=Bundle(Path("nowhere"), MANIFEST), target=target, drafter=drafter, vocabulary=LetterVocabulary(eog)))

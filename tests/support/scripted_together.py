@@ -7,8 +7,8 @@ from pathlib import Path
 
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.interfaces import DraftRequest, Logits
-from edge_runtime.session.open import Sessions
-from edge_runtime.session.session import Session
+from edge_runtime.session.batch import Sessions
+from edge_runtime.session.session import Session, SessionParts
 from scripted import MANIFEST, LetterVocabulary, ScriptedDrafter, ScriptedTarget, next_token
 
 
@@ -36,4 +36,7 @@ def scripted_sessions(count: int, context: int = 512) -> tuple[ScriptedTogether,
     together = ScriptedTogether(count, context)
     bundle = Bundle(Path("nowhere"), MANIFEST)
     own = zip(together.targets, together.drafters, strict=True)
-    return together, Sessions([Session(bundle, target, drafter, LetterVocabulary()) for target, drafter in own], together)
+    return together, Sessions(
+        [Session(SessionParts(bundle=bundle, target=target, drafter=drafter, vocabulary=LetterVocabulary())) for target, drafter in own],
+        together,
+    )

@@ -12,7 +12,7 @@ from edge_runtime.bundle.integrity import CHECK_MODES, CheckMode
 
 
 class CheckValues(TypedDict):
-    """What was asked for, under the names of `OpenOptions`."""
+    """What was asked for, under the names of `LoadOptions`."""
 
     check: CheckMode
     public_key: Path | None

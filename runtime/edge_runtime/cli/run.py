@@ -41,9 +41,10 @@ from edge_runtime.planning.speed import manifest_plan
 from edge_runtime.server.options import serve_options, serve_values
 from edge_runtime.session.chat import MAX_TOKENS, Chat
 from edge_runtime.session.generation import GREEDY_PARAMS, GenerationOptions
+from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.lossless import check_lossless
 from edge_runtime.session.monitor import MonitorOptions
-from edge_runtime.session.open import OpenOptions, open_session
+from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
 RUN_TOKENS = 128
@@ -177,25 +178,23 @@ def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
     Console().print(comparison_table(comparison))
 
 
-def run_plan(folder: Path, options: RunOptions, asked: PlanValues, measuring: bool, opening: OpenOptions) -> None:
+def run_plan(folder: Path, options: RunOptions, asked: PlanValues, measuring: bool, load: LoadOptions) -> None:
     """Prints what to expect of the bundle, and what it does here if that is wanted too."""
-    bundle = open_bundle(folder, check=opening.get("check", "fast"), public_key=opening.get("public_key"))
-    settings = load_settings(
-        bundle, config=opening.get("config"), preset=opening.get("preset"), context=opening.get("context"), notify=note
-    )
+    bundle = open_bundle(folder, check=load.check, public_key=load.public_key)
+    settings = load_settings(bundle, config=load.config, preset=load.preset, context=load.context, notify=note)
     measured = None
     # Before the machine is probed, which takes memory of its own.
     if measuring:
-        with open_session(folder, **opening) as session:
+        with open_session(folder, load) as session:
             measured = measure_plan(session, options.prompt or PLAN_PROMPT)
     power = options.energy.power
     plan = manifest_plan(
         bundle.manifest,
-        device_speed(asked.profile, opening.get("threads")),
+        device_speed(asked.profile, load.threads),
         context=settings.context,
-        kv_type=opening.get("kv_type") or settings.kv_type,
+        kv_type=load.kv_type or settings.kv_type,
         longest=min(settings.longest, settings.longest_draft),
-        drafter=opening.get("drafter") or settings.drafter,
+        drafter=load.drafter or settings.drafter,
         power=power if isinstance(power, PhasePower) else None,
     )
     show_plan(plan, measured, as_json=options.as_json)
@@ -342,32 +341,32 @@ def main(
         monitoring = MonitorOptions(
             warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
         )
-        opening: OpenOptions = {
-            "threads": threads,
-            "context": context,
-            "drafter": drafter,
-            "notify": note,
+        load = LoadOptions(
+            threads=threads,
+            context=context,
+            drafter=drafter,
+            notify=note,
             **trust,
-            "backend": backend,
-            "execution_provider": execution_provider,
-            "uniform_rows": uniform_rows,
-            "keep_packed": keep_packed,
-            "kv_type": cache.kv_type,
-            "memory_limit": cache.memory_limit,
-            "power": energy.power,
-            "config": command_config(config, policy, draft_length, energy.objective),
-            "preset": preset,
-            "monitoring": monitoring,
-        }
+            backend=backend,
+            execution_provider=execution_provider,
+            uniform_rows=uniform_rows,
+            keep_packed=keep_packed,
+            kv_type=cache.kv_type,
+            memory_limit=cache.memory_limit,
+            power=energy.power,
+            config=command_config(config, policy, draft_length, energy.objective),
+            preset=preset,
+            monitoring=monitoring,
+        )
         if planning.plan:
-            run_plan(bundle, options, planning, measure, opening)
+            run_plan(bundle, options, planning, measure, load)
             return
         if serving is not None:
             from edge_runtime.server.serve import serve
 
-            serve(bundle, serving, note, energy.shared_watch(), **opening)
+            serve(bundle, serving, load, note, energy.shared_watch())
             return
-        with open_session(bundle, **opening) as session:
+        with open_session(bundle, load) as session:
             options = explained(session, options)
             if prompt is None:
                 run_chat(session, options, chat)

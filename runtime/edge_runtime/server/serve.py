@@ -7,14 +7,14 @@ import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Unpack
 
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard, host_name
 from edge_runtime.server.options import KEY_VARIABLE, ServeOptions
-from edge_runtime.session.open import OpenOptions, open_sessions
+from edge_runtime.session.load_options import LoadOptions
+from edge_runtime.session.open import open_sessions
 from edge_runtime.text.chat_template import bundle_template
 
 INSTALL = "pip install 'edge-mtp[serve]'"
@@ -23,7 +23,7 @@ _EXTRA_CONNECTIONS = 64
 
 
 def serve(
-    folder: Path, options: ServeOptions, announce: Callable[[str], None], watch: SharedWatch | None = None, **opening: Unpack[OpenOptions]
+    folder: Path, options: ServeOptions, load: LoadOptions, announce: Callable[[str], None], watch: SharedWatch | None = None
 ) -> None:
     """Serves a bundle until a signal ends it. `announce` gets messages for the operator; `watch` measures each request's energy.
 
@@ -34,7 +34,7 @@ def serve(
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.http.connections import run_server, server_config
 
-    with _open_socket(options) as listener, open_sessions(folder, options.sessions, **opening) as sessions:
+    with _open_socket(options) as listener, open_sessions(folder, options.sessions, load) as sessions:
         first = sessions.sessions[0]
         for session in sessions.sessions:
             session.profit()  # measures costs on first use, before any client waits

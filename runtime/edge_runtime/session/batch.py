@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
 
 from edge_runtime.decoding.loop import Round
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import Drafter, DraftRequest, Logits, SequenceBatch, Target
 from edge_runtime.session.generation import Generation
+from edge_runtime.session.session import Session
 
 _OVER = object()
 
@@ -151,3 +154,31 @@ class BatchDecoder:
 
     def _number(self, generation: Generation) -> int:
         return next(i for i, target in enumerate(self._together.targets) if target is generation.target)
+
+
+class Sessions:
+    """Sessions that share one context of one pair: requests on different ones can run at once. Not thread-safe.
+
+    Close this, not the single sessions; or use it as a context manager.
+    """
+
+    def __init__(self, sessions: Sequence[Session], together: SequenceBatch) -> None:
+        self.sessions = tuple(sessions)
+        self.decoder = BatchDecoder(together)
+        self._together = together
+
+    def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
+        """Runs requests started on these sessions to their ends, those of different sessions at once; yields their rounds."""
+        return self.decoder.run(generations)
+
+    def close(self) -> None:
+        """Frees the models; ends all sessions."""
+        for session in self.sessions:
+            session.save_acceptance()
+        self._together.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -122,7 +122,7 @@ class Answer:
             self.finish = finish
             self._chat.messages = self._history(before)
             if self.stats.rounds:
-                self._chat.session.monitor.record_request(self._generation.watch, self.stats, finish_reason=finish)
+                self._chat.session.monitor.record_request(self._generation.monitor, self.stats, finish_reason=finish)
 
     def _noted(self, events: list[Event]) -> Iterator[Event]:
         for event in events:
@@ -162,8 +162,9 @@ class Answer:
 class Chat:
     """A conversation. `messages` is the history without the system message; roles are user, assistant and tool.
 
-    The whole conversation is sent for each answer; what the cache holds of it is not computed again. Without an `overflow` the session's
-    configuration has it. `request` goes to `Session.generate` for every answer, as `acceptance` and `policy`. Not thread-safe, but for `Answer.stop`.
+    The whole conversation is sent for each answer; what the cache holds of it is not computed again. `overflow` None takes the configured
+    one. `request` holds further keywords of `Session.generate` for every answer, such as `acceptance` and `policy`. Not thread-safe,
+    except for `Answer.stop`.
     """
 
     def __init__(

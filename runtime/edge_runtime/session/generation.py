@@ -16,7 +16,7 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
-from edge_runtime.session.monitor import RequestWatch
+from edge_runtime.session.monitor import RequestMonitor
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.constraints import Constraint, ConstraintSource
 from edge_runtime.text.stream import OutputText
@@ -58,8 +58,8 @@ class GenerationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenedPair:
-    """What a request runs on; there may be no drafter."""
+class LoadedPair:
+    """The models that a request runs on; `drafter` may be None."""
 
     target: Target
     drafter: Drafter | None
@@ -106,18 +106,19 @@ class Generation:
 
     def __init__(
         self,
-        pair: OpenedPair,
+        pair: LoadedPair,
         prompt: Sequence[int],
+        *,
         policy: DraftLengthPolicy,
         options: GenerationOptions,
-        watch: RequestWatch,
+        monitor: RequestMonitor,
         constraint: Constraint | None = None,
     ) -> None:
         self.stats = DecodeStats(prompt_tokens=len(prompt))
         self.tokens: list[int] = []
         self.prompt = list(prompt)
         self.options = options
-        self.watch = watch
+        self.monitor = monitor
         self._pair = pair
         self._spelling = _Spelling(pair.vocabulary, options.stop, constraint)
         self._taken = 0
@@ -199,7 +200,7 @@ class Generation:
         stats.draft_seconds += one.draft_seconds
         stats.verify_seconds += one.verify_seconds
         self.tokens += one.tokens
-        self.watch.saw(one, stats)
+        self.monitor.record_round(one, stats)
         if self.options.on_round:
             self.options.on_round(one)
 

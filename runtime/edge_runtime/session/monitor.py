@@ -1,4 +1,4 @@
-"""What a session's requests did: acceptance over the newest drafts, warnings, latencies, a line per request, totals for Prometheus."""
+"""Monitoring of a session: acceptance over the newest drafts, warnings, latencies, a record per request, totals for Prometheus."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edge_runtime.session.latency import Latencies
 from edge_runtime.session.prometheus import Metric, Sample, counter, exposition
 from edge_runtime.session.stats import DecodeStats
 
-# Percentiles over all requests look back on so many rounds and requests: bounded, and recent.
+# Percentiles over all requests are of the newest rounds and requests only, so that memory is bounded.
 KEPT_ROUNDS = 4096
 KEPT_REQUESTS = 1024
 PERCENTILES = (50, 95)
@@ -28,9 +28,9 @@ PERCENTILES = (50, 95)
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """`window` is in drafted tokens; above each of `warn_above` (shares rejected) there is one event. `log` gets a line per request.
+    """`window` is in drafted tokens. Above each of `warn_above` (shares rejected) there is one event. `log` gets a JSON line per request.
 
-    `on_event` is called in the thread of the request, at once.
+    `on_event` is called immediately, in the thread of the request.
     """
 
     window: int = WINDOW_TOKENS
@@ -39,8 +39,8 @@ class MonitorOptions:
     on_event: Callable[[Event], None] = lambda _: None
 
 
-class RequestWatch:
-    """One request as its session's monitor sees it: its latencies and its events."""
+class RequestMonitor:
+    """Latencies and events of one request, which are also counted by the session's monitor."""
 
     def __init__(self, monitor: Monitor, settings: Mapping[str, Any]) -> None:
         self.events: list[Event] = []
@@ -49,22 +49,22 @@ class RequestWatch:
         self._monitor = monitor
         self._seconds = 0.0
 
-    def saw(self, one: Round, stats: DecodeStats) -> None:
-        """Counts a round that `stats` has just counted."""
+    def record_round(self, one: Round, stats: DecodeStats) -> None:
+        """Counts a round that was already added to `stats`."""
         seconds, self._seconds = stats.decode_seconds - self._seconds, stats.decode_seconds
         self.latencies.add(seconds, len(one.tokens))
         warning = self._monitor.record_round(one, seconds)
         if warning is not None:
             self.events.append(warning)
 
-    def report(self, event: Event) -> None:
-        """Passes on what the safety net did for this request."""
+    def record_event(self, event: Event) -> None:
+        """Counts an event of the safety net."""
         self.events.append(event)
         self._monitor.record_event(event)
 
 
 class Monitor:
-    """Watches all requests of a session; `options` None are the defaults. Any thread may call it."""
+    """Counts rounds, events and requests of a session; `options` None are the defaults. Any thread may call it."""
 
     def __init__(self, options: MonitorOptions | None = None) -> None:
         """Raises RequestError for a window or threshold out of range and for a log that cannot be appended to."""
@@ -80,12 +80,12 @@ class Monitor:
         if options.log is not None:
             _append(options.log, b"")
 
-    def watch(self, settings: Mapping[str, Any]) -> RequestWatch:
-        """Returns the watch of a new request; `settings` are what its line in the log says of it."""
-        return RequestWatch(self, settings)
+    def start_request(self, settings: Mapping[str, Any]) -> RequestMonitor:
+        """Returns the monitor of a new request; `settings` go into its record in the log."""
+        return RequestMonitor(self, settings)
 
     def record_round(self, one: Round, seconds: float) -> Event | None:
-        """Counts a round; returns the warning it brought, which has been told."""
+        """Counts a round; returns the warning that it caused, after `on_event` was called with it."""
         with self._lock:
             self._totals.update(rounds=1, tokens=len(one.tokens), drafted=one.drafted, accepted=one.accepted)
             self._token_latencies.add(seconds, len(one.tokens))
@@ -96,15 +96,15 @@ class Monitor:
         return event
 
     def record_event(self, event: Event) -> None:
-        """Counts an event and tells it."""
+        """Counts an event and calls `on_event`."""
         with self._lock:
             self._events[event.kind] += 1
         self.options.on_event(event)
 
-    def record_request(self, watch: RequestWatch, stats: DecodeStats, *, finish_reason: str | None = None) -> dict[str, Any]:
-        """Counts a request that is over, appends its line to the log if there is one, and returns what the line says.
+    def record_request(self, request: RequestMonitor, stats: DecodeStats, *, finish_reason: str | None = None) -> dict[str, Any]:
+        """Counts a finished request, appends its record to the log if there is one, and returns the record.
 
-        Raises RequestError if the log cannot be written; the request is counted all the same.
+        Raises RequestError if the log cannot be written; the request is counted nevertheless.
         """
         with self._lock:
             self._totals.update(requests=1, prompt_tokens=stats.prompt_tokens)
@@ -116,20 +116,20 @@ class Monitor:
             "finish_reason": finish_reason,
             "stats": stats.to_json(),
             "latency": {
-                "token_p50_seconds": watch.latencies.percentile(50),
-                "token_p95_seconds": watch.latencies.percentile(95),
+                "token_p50_seconds": request.latencies.percentile(50),
+                "token_p95_seconds": request.latencies.percentile(95),
                 "time_to_first_token_seconds": stats.first_token_seconds if stats.rounds else None,
             },
             "session": self.summary(),
-            "events": [event.to_json() for event in watch.events],
-            "settings": watch.settings,
+            "events": [event.to_json() for event in request.events],
+            "settings": request.settings,
         }
         if self.options.log is not None:
             _append(self.options.log, (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode())
         return record
 
     def summary(self) -> dict[str, Any]:
-        """Returns how the session stands: acceptance and rejection over the window, P50 and P95 of token latency and time to first token."""
+        """Returns acceptance and rejection over the window, P50 and P95 of token latency and of the time to the first token."""
         with self._lock:
             rejection = self._window.rejection
             return {
@@ -148,9 +148,9 @@ class Monitor:
             totals, rejection = self._totals, self._window.rejection
             return exposition(
                 [
-                    counter("edge_mtp_requests_total", "Requests that are over.", totals["requests"]),
-                    counter("edge_mtp_prompt_tokens_total", "Prompt tokens of requests that are over.", totals["prompt_tokens"]),
-                    counter("edge_mtp_prefill_seconds_total", "Seconds of prefill of requests that are over.", self._prefill_seconds),
+                    counter("edge_mtp_requests_total", "Finished requests.", totals["requests"]),
+                    counter("edge_mtp_prompt_tokens_total", "Prompt tokens of finished requests.", totals["prompt_tokens"]),
+                    counter("edge_mtp_prefill_seconds_total", "Seconds of prefill of finished requests.", self._prefill_seconds),
                     counter("edge_mtp_tokens_total", "Emitted tokens.", totals["tokens"]),
                     counter("edge_mtp_rounds_total", "Rounds, each one forward of the target.", totals["rounds"]),
                     counter("edge_mtp_drafted_tokens_total", "Drafted tokens.", totals["drafted"]),
@@ -185,9 +185,9 @@ def _summary(name: str, says: str, latencies: Latencies) -> Metric:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Writes in one piece, so that lines of several processes do not mix."""
+    """Appends in one write, so that lines of several processes do not mix."""
     try:
-        # A pipe that nobody reads is an error; without this, opening it would wait for a reader.
+        # Opening a pipe without a reader fails instead of waiting for one.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o644)
         try:
             if hasattr(os, "O_NONBLOCK"):

@@ -1,9 +1,9 @@
-"""A session: an opened pair that takes requests, with its settings and its monitor."""
+"""A session: a loaded pair that takes requests, with its settings and its monitor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,43 +22,42 @@ from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.drafting.safety_net import Guarded, SafetyNet
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import Drafter, Target, Vocabulary
-from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, OpenedPair
+from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
 from edge_runtime.session.kv_state_file import load_state, save_state
 from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.text.constraints import ConstraintSource
 from edge_runtime.text.grammar import grammars_for
 
 
-class Session:
-    """An opened pair. One request at a time; not thread-safe."""
+@dataclass(frozen=True, kw_only=True)
+class SessionParts(LoadedPair):
+    """What a session is made of. `settings` None takes the bundle's recommendation, `monitor` None one that only counts.
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        target: Target,
-        drafter: Drafter | None,
-        vocabulary: Vocabulary,
-        drafter_kind: DrafterKind = "dense",
-        settings: Settings | None = None,
-        monitor: Monitor | None = None,
-        costs: Callable[[], Costs] | None = None,
-        memory: AcceptanceCache | None = None,
-    ) -> None:
-        """`settings` None takes the bundle's recommendation; `monitor` None one that only counts. `costs` is asked once, when the
-        policy `profit` is first used: without it that policy drafts a fixed length over the safety net. `memory` is what that policy
-        begins with and leaves to the next session.
-        """
-        self.bundle = bundle
-        self.target = target
-        self.drafter = drafter
-        self.drafter_kind = drafter_kind
-        self.vocabulary = vocabulary
-        self.settings = settings or resolve_settings([], bundle)
-        self.monitor = monitor or Monitor(MonitorOptions(window=self.settings.window))
+    `costs` is called once, when the policy `profit` is first used; without it that policy drafts a fixed length with a safety net.
+    `acceptance_cache` holds the acceptance model that `profit` starts with and updates.
+    """
+
+    bundle: Bundle
+    drafter_kind: DrafterKind = "dense"
+    settings: Settings | None = None
+    monitor: Monitor | None = None
+    costs: Callable[[], Costs] | None = None
+    acceptance_cache: AcceptanceCache | None = None
+
+
+class Session:
+    """A loaded pair that takes one request at a time; not thread-safe. `open_session` makes one."""
+
+    def __init__(self, parts: SessionParts) -> None:
+        self.bundle = parts.bundle
+        self.target = parts.target
+        self.drafter = parts.drafter
+        self.drafter_kind = parts.drafter_kind
+        self.vocabulary = parts.vocabulary
+        self.settings = parts.settings or resolve_settings([], parts.bundle)
+        self.monitor = parts.monitor or Monitor(MonitorOptions(window=self.settings.window))
+        self._parts = parts
         self._net = SafetyNet(window=self.settings.window)
-        self._costs = costs
-        self._memory = memory
         self._profit: Profit | None = None
 
     def generate(
@@ -76,13 +75,13 @@ class Session:
         reuse_prefix: bool = False,
         constraint: ConstraintSource | None = None,
     ) -> Generation:
-        """Starts a request, greedy unless `sampling` says otherwise. `prompt` is text or token ids.
+        """Starts a request, greedy by default. `prompt` is text or token ids.
 
-        `draft_length` 0 is plain decoding; a `policy` decides instead of it. With neither the session's settings decide, over a safety
-        net. `acceptance` is "rejection" or "match": both leave the target's distribution as it is. `chunk_size` None takes the
-        settings' one. With a `constraint` (a JsonSchema, Gbnf or Regex) the text is always valid; drafts change it as little as without
-        one. For the rest see `GenerationOptions`.
-        Raises RequestError when the prompt does not fit or an option makes no sense, BackendError if a constraint's library is missing.
+        `draft_length` 0 is plain decoding; a `policy` replaces it. With neither, the session's settings decide, with a safety net.
+        `acceptance` is "rejection" or "match": both keep the target's distribution. `chunk_size` None takes the settings' value. With a
+        `constraint` (a JsonSchema, Gbnf or Regex) the text is always valid, with drafts as without. The other options are described
+        at `GenerationOptions`.
+        Raises RequestError if the prompt does not fit or an option is out of range, BackendError if a constraint's library is missing.
         """
         options = GenerationOptions(
             max_tokens=max_tokens,
@@ -96,82 +95,80 @@ class Session:
         )
         ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
-            raise RequestError("the prompt has no tokens; give at least one (a beginning-of-sequence token will do)")
+            raise RequestError("the prompt has no tokens; give at least one (a beginning-of-sequence token is enough)")
         if len(ids) >= self.target.context:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context {self.target.context}; shorten it or raise --context")
         vocabulary_size = self.bundle.manifest.architecture.vocab_size
         if sampling.logit_bias and max(sampling.logit_bias) >= vocabulary_size:
             raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
         enforced = None if constraint is None else grammars_for(self.vocabulary, vocabulary_size).constrain(constraint)
-        watch = self.monitor.watch(self._said_of_request(options, draft_length, policy))
+        monitor = self.monitor.start_request(self._log_settings(options, draft_length, policy))
         if policy is None and draft_length is None:
-            # Profit weighs what drafts cost here; the net, which does not, would only be in its way.
-            policy = self.profit() or Guarded(self.settings.new_policy(), self._net, watch.report)
+            # Profit knows what drafts cost; the safety net does not, and would only interfere.
+            policy = self.profit() or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
         elif policy is None:
             policy = Fixed(self.draft_length_for(draft_length))
-        pair = OpenedPair(target=self.target, drafter=self.drafter, vocabulary=self.vocabulary)
-        return Generation(pair, ids, policy, options, watch, enforced)
+        return Generation(self._parts, ids, policy=policy, options=options, monitor=monitor, constraint=enforced)
 
     def profit(self) -> Profit | None:
         """Returns the session's `profit` policy, which learns from request to request; None if another one is configured."""
-        if self._profit is None and self.settings.policy == "profit" and self._costs and self.drafter:
+        if self._profit is None and self.settings.policy == "profit" and self._parts.costs and self.drafter:
             longest = min(self.settings.longest, self.settings.longest_draft)
             stepwise = self.drafter.stepwise
-            learned = self._memory.model if self._memory else AcceptanceModel()
-            self._profit = Profit(self._costs(), learned if stepwise else PositionModel(), longest=longest, stepwise=stepwise)
+            cached = self._parts.acceptance_cache
+            learned = cached.model if cached else AcceptanceModel()
+            self._profit = Profit(self._parts.costs(), learned if stepwise else PositionModel(), longest=longest, stepwise=stepwise)
         return self._profit
 
     def with_policy(self, name: str) -> Session:
-        """Returns a session on the same opened pair that drafts by another policy, with a safety net and a monitor of its own."""
-        settings = replace(self.settings, policy=name)
-        return Session(
-            self.bundle, self.target, self.drafter, self.vocabulary, self.drafter_kind, settings, costs=self._costs, memory=self._memory
-        )
+        """Returns a session on the same loaded pair that drafts by another policy, with its own safety net and monitor."""
+        return Session(replace(self._parts, settings=replace(self.settings, policy=name), monitor=None))
 
-    def draft_length_for(self, asked: int | None) -> int:
-        """Returns the draft length asked for, or the settings' first one. Raises RequestError if it needs more rows than a verify has."""
+    def draft_length_for(self, requested: int | None) -> int:
+        """Returns the requested draft length, or the settings' first one. Raises RequestError if it needs more rows than a verify has."""
         longest = self.settings.longest_draft
-        if asked is not None and longest < asked <= MAX_DRAFT_LENGTH:
+        if requested is not None and longest < requested <= MAX_DRAFT_LENGTH:
             raise RequestError(
-                f"draft length {asked} needs {asked + 1} rows, but parallel_batch_size is {longest + 1}; draft at most {longest} or raise it"
+                f"draft length {requested} needs {requested + 1} rows, but parallel_batch_size is {longest + 1};"
+                f" draft at most {longest} or raise it"
             )
-        return self.settings.start if asked is None else asked
+        return self.settings.start if requested is None else requested
 
     def record(self, generation: Generation) -> dict[str, Any]:
-        """Counts a request that is over; appends its line to the monitor's log, if it has one, and returns what the line says."""
-        return self.monitor.record_request(generation.watch, generation.stats, finish_reason=generation.finish_reason)
+        """Counts a finished request, appends its record to the monitor's log if there is one, and returns the record."""
+        return self.monitor.record_request(generation.monitor, generation.stats, finish_reason=generation.finish_reason)
 
-    def _said_of_request(self, options: GenerationOptions, draft_length: int | None, policy: DraftLengthPolicy | None) -> dict[str, Any]:
-        """Returns a request's settings for the log: no text, neither of the prompt nor of the answer."""
-        said = {**self.settings.to_json(), "drafter": self.drafter_kind, "context": self.target.context, "chunk_size": options.chunk_size}
+    def _log_settings(self, options: GenerationOptions, draft_length: int | None, policy: DraftLengthPolicy | None) -> dict[str, Any]:
+        """Returns a request's settings for the log; no text of the prompt or of the answer."""
+        values = {**self.settings.to_json(), "drafter": self.drafter_kind, "context": self.target.context, "chunk_size": options.chunk_size}
         if policy is not None:
-            said["policy"] = type(policy).__name__.lower()
+            values["policy"] = type(policy).__name__.lower()
         elif draft_length is not None:
-            said |= {"policy": "fixed", "start": draft_length}
-        return {**said, "max_tokens": options.max_tokens, "acceptance": options.acceptance, "sampling": options.sampling.to_json()}
+            values |= {"policy": "fixed", "start": draft_length}
+        return {**values, "max_tokens": options.max_tokens, "acceptance": options.acceptance, "sampling": options.sampling.to_json()}
 
     def save_state(self, path: Path | str) -> None:
         """Writes the K/V rows with their tokens to a file. Raises RequestError if there are none or it cannot be written."""
         save_state(Path(path), self.target, self.bundle)
 
     def load_state(self, path: Path | str) -> None:
-        """Puts the K/V rows of a file that `save_state` wrote into the cache, in place of what is there.
+        """Replaces the cache's K/V rows with those of a file that `save_state` wrote.
 
-        A request with `reuse_prefix` whose prompt begins with `target.tokens` then goes on from them. Beyond the sliding window a
-        file holds only what the next token needs: a prompt that ends more than a token earlier is computed anew. Drafts begin after the
-        first verify. Raises RequestError if the file is damaged or not of this target, KV type or context; then nothing has changed.
+        A request with `reuse_prefix` whose prompt begins with `target.tokens` then continues from them. Beyond the sliding window a
+        file holds only what the next token needs: a prompt that ends more than one token earlier is computed again. Drafts begin after
+        the first verify. Raises RequestError, and changes nothing, if the file is damaged or has another target, KV type or context.
         """
-        self.profit()  # measuring costs would empty the cache later
+        self.profit()  # measures costs now, since measuring later would empty the cache
         load_state(Path(path), self.target, self.bundle)
 
-    def remember(self) -> None:
-        """Leaves what was learned of drafts to the next session."""
-        if self._memory:
-            self._memory.save()
+    def save_acceptance(self) -> None:
+        """Writes the acceptance model to the cache, where the next session finds it."""
+        if self._parts.acceptance_cache:
+            self._parts.acceptance_cache.save()
 
     def close(self) -> None:
-        """Frees the models; remembers what was learned of drafts."""
-        self.remember()
+        """Saves the acceptance model and frees the models."""
+        self.save_acceptance()
         if self.drafter is not None:
             self.drafter.close()
         self.target.close()

@@ -11,7 +11,7 @@ from edge_runtime.bench.measure.prompts import PreparedPrompt
 from edge_runtime.bench.measure.runners import OurSide, Place, digest
 from edge_runtime.bench.measure.variants import BASELINE, OURS, Variant
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
-from edge_runtime.session.session import Session
+from edge_runtime.session.session import Session, SessionParts
 from scripted import make_session, next_token, plain_greedy
 from scripted_together import scripted_sessions
 
@@ -64,7 +64,16 @@ def test_profit_learns_from_run_to_run():
         return CostCurve(MeasuredCosts(verify=(1.0,) * 13, step=0.01))
 
     opened = make_session()
-    session = Session(opened.bundle, opened.target, opened.drafter, opened.vocabulary, settings=opened.settings, costs=costs)
+    session = Session(
+        SessionParts(
+            bundle=opened.bundle,
+            target=opened.target,
+            drafter=opened.drafter,
+            vocabulary=opened.vocabulary,
+            settings=opened.settings,
+            costs=costs,
+        )
+    )
     side = OurSide(session)
     first, second = (side.run(PROFIT, PROMPT, 60, PLACE) for _ in range(2))
     assert first.output == second.output == digest(plain_greedy([1, 2, 3], 60))

@@ -12,8 +12,9 @@ from click.testing import CliRunner, Result
 
 from edge_runtime.cli import run as cli
 from edge_runtime.errors import BundleError
+from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitor import Monitor
-from edge_runtime.session.session import Session
+from edge_runtime.session.session import Session, SessionParts
 from scripted import make_session, next_token
 
 
@@ -98,7 +99,7 @@ def test_usage_errors_exit_2(run, arguments):
 @pytest.mark.parametrize(("arguments", "asked"), [((), None), (("--drafter", "lookup"), "lookup")])
 def test_the_drafter_that_is_asked_for_is_opened(monkeypatch, arguments, asked):
     opened = []
-    monkeypatch.setattr(cli, "open_session", lambda *_, **options: opened.append(options["drafter"]) or make_session())
+    monkeypatch.setattr(cli, "open_session", lambda _, options: opened.append(options.drafter) or make_session())
     result = CliRunner().invoke(cli.main, ["bundle", "abc", "--json", *arguments])
     assert opened == [asked]
     assert json.loads(result.stdout)["drafter"] == "dense", "the session's own word counts"
@@ -175,26 +176,34 @@ def test_bad_values_are_refused_with_the_value(run):
     assert "temperature is -1.0" in result.stderr
 
 
-def opened_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Result, dict[str, Any]]:
-    opened: dict[str, Any] = {}
+def opened_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Result, LoadOptions]:
+    opened: list[LoadOptions] = []
 
-    def opening(*_: object, **options: Any) -> Session:
-        opened.update(options)
+    def open_session(_: object, options: LoadOptions) -> Session:
+        opened.append(options)
         session = make_session(guess=lambda context, _: (next_token(context) + 1) % 17)
-        return Session(session.bundle, session.target, session.drafter, session.vocabulary, monitor=Monitor(options["monitoring"]))
+        return Session(
+            SessionParts(
+                bundle=session.bundle,
+                target=session.target,
+                drafter=session.drafter,
+                vocabulary=session.vocabulary,
+                monitor=Monitor(options.monitoring),
+            )
+        )
 
-    monkeypatch.setattr(cli, "open_session", opening)
-    return CliRunner().invoke(cli.main, ["bundle", "abc", *arguments]), opened
+    monkeypatch.setattr(cli, "open_session", open_session)
+    return CliRunner().invoke(cli.main, ["bundle", "abc", *arguments]), opened[0]
 
 
 def test_the_command_line_goes_over_the_config_file(monkeypatch, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("speculative_decoding: {tuning: {preset: chat, rejection_penalty: 2}}")
     _, opened = opened_with(monkeypatch, "--config", str(file), "--preset", "code", "--policy", "rolling", "--draft-length", "4")
-    tuning = opened["config"].tuning
+    tuning = opened.config.tuning
     assert (tuning.policy, tuning.initial_horizon, tuning.min_horizon, tuning.max_horizon) == ("rolling", 4, 4, 8)
     assert tuning.rejection_penalty == 2
-    assert opened["preset"] == "code"
+    assert opened.preset == "code"
 
 
 def test_a_bad_config_file_is_one_sentence(run, tmp_path):

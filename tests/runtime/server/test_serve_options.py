@@ -14,6 +14,7 @@ from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server import serve as serving
 from edge_runtime.server.options import ServeOptions
 from edge_runtime.server.serve import allowed_hosts, is_loopback
+from edge_runtime.session.load_options import LoadOptions
 
 
 def options(**values: Any) -> ServeOptions:
@@ -39,16 +40,16 @@ def test_options_that_do_not_fit(arguments, says):
 
 def test_what_the_command_passes_on(monkeypatch):
     calls = []
-    monkeypatch.setattr(serving, "serve", lambda *arguments, **opening: calls.append((arguments, opening)))
+    monkeypatch.setattr(serving, "serve", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(energy_options, "find_meters", lambda _: [])
     arguments = ["bundle", "--serve", "--sessions", "3", "--context", "256", "--draft-length", "2"]
     result = CliRunner().invoke(cli.main, arguments, env={"EDGE_MTP_API_KEY": "from the environment"})
     assert result.exit_code == 0, result.output
-    (_, asked, _, watch), opening = calls[0]
+    _, asked, load, _, watch = calls[0]
     assert watch is None
     assert asked == options(port=8080, sessions=3, waiting=16, api_key="from the environment")
-    assert opening["context"] == 256
-    assert opening["config"].tuning.initial_horizon == 2
+    assert load.context == 256
+    assert load.config.tuning.initial_horizon == 2
 
 
 def test_loopback_and_other_addresses():
@@ -62,13 +63,13 @@ def test_a_port_that_is_taken(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RequestError, match=f"cannot listen on 127.0.0.1 port {port}"):
-            serving.serve(tmp_path, options(port=port), lambda _: None)
+            serving.serve(tmp_path, options(port=port), LoadOptions(), lambda _: None)
 
 
 def test_a_missing_library_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "find_spec", lambda name: None)
     with pytest.raises(BackendError, match=r"needs starlette and uvicorn.*edge-mtp\[serve\]"):
-        serving.serve(tmp_path, options(), lambda _: None)
+        serving.serve(tmp_path, options(), LoadOptions(), lambda _: None)
 
 
 @pytest.mark.parametrize(("host", "key", "warns"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False)])

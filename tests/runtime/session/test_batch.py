@@ -9,8 +9,9 @@ import pytest
 
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import RequestError
+from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import PREFILL_ROWS
-from edge_runtime.session.open import Sessions, open_session, open_sessions
+from edge_runtime.session.open import open_session, open_sessions
 from scripted import plain_greedy
 from scripted_together import scripted_sessions
 
@@ -41,7 +42,7 @@ def test_one_that_leaves_does_not_disturb_the_others() -> None:
     _, sessions = scripted_sessions(2)
     staying = sessions.sessions[0].generate([1, 2], max_tokens=30, draft_length=4)
     leaving = sessions.sessions[1].generate([3, 4], max_tokens=30, draft_length=4)
-    step = sessions.lockstep
+    step = sessions.decoder
     step.add(staying)
     step.step()
     step.add(leaving)
@@ -72,7 +73,7 @@ def test_a_long_prompt_joins_piece_by_piece() -> None:
     running = sessions.sessions[0].generate([1, 2], max_tokens=20, draft_length=0)
     long = [i % 17 for i in range(2 * PREFILL_ROWS + 100)]
     joining = sessions.sessions[1].generate(long, max_tokens=5)
-    step = sessions.lockstep
+    step = sessions.decoder
     step.add(running)
     step.join(joining)
     for pieces in (1, 2, 3):
@@ -89,7 +90,7 @@ def test_a_long_prompt_joins_piece_by_piece() -> None:
 def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     _, sessions = scripted_sessions(2)
     good, bad = sessions.sessions[0].generate([1, 2], max_tokens=20), sessions.sessions[1].generate([3], max_tokens=20)
-    step = sessions.lockstep
+    step = sessions.decoder
     step.add(bad)
     step.add(good)
     step.step()
@@ -114,10 +115,10 @@ def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.Mo
 def test_after_a_failure_of_all_nothing_is_left_in_the_caches() -> None:
     _, sessions = scripted_sessions(2)
     for session in sessions.sessions:
-        sessions.lockstep.join(session.generate([1, 2, 3], max_tokens=20))
-        sessions.lockstep.step()
-    sessions.lockstep.clear()
-    assert sessions.lockstep.running == ()
+        sessions.decoder.join(session.generate([1, 2, 3], max_tokens=20))
+        sessions.decoder.step()
+    sessions.decoder.clear()
+    assert sessions.decoder.running == ()
     assert [session.target.length for session in sessions.sessions] == [0, 0]
 
 

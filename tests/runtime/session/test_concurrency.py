@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation
-from edge_runtime.session.open import Sessions, open_session, open_sessions
+from edge_runtime.session.open import open_session, open_sessions
 from scripted import VOCABULARY, plain_greedy
 from scripted_together import scripted_sessions
 
@@ -46,7 +47,7 @@ def test_every_output_is_a_prefix_of_its_own_text_alone(acts) -> None:
     running: dict[int, Generation] = {}
     seen: list[tuple[Generation, list[int], int]] = []
     for number, act, prompt, most, draft_length in acts:
-        session, step = sessions.sessions[number], sessions.lockstep
+        session, step = sessions.sessions[number], sessions.decoder
         busy = any(one.target is session.target for one in step.running)
         if act in ("start", "join") and not busy:
             generation = session.generate(prompt, max_tokens=most, draft_length=draft_length)
@@ -60,8 +61,8 @@ def test_every_output_is_a_prefix_of_its_own_text_alone(acts) -> None:
         for one in has_begun(step.running):
             text = [*one.prompt, *one.tokens]
             assert one.target.tokens.tolist() == text[: one.target.length], "rows of another's tokens"
-    while sessions.lockstep.running:
-        sessions.lockstep.step()
+    while sessions.decoder.running:
+        sessions.decoder.step()
     for generation, prompt, most in seen:
         alone = plain_greedy(prompt, most)
         assert generation.tokens == alone[: len(generation.tokens)]
@@ -95,7 +96,7 @@ def alone(exported_pair: Path, probe_memory: None) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_cancelled_requests_leave_the_others_alone_on_llama_cpp(several: Sessions, alone: dict[str, list[int]], seed: int) -> None:
-    chance, step = random.Random(seed), several.lockstep
+    chance, step = random.Random(seed), several.decoder
     step.clear()
     seen: list[tuple[Generation, str]] = []
     cancelled = 0

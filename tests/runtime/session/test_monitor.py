@@ -17,7 +17,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.session.latency import Latencies
 from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.session.prometheus import Metric, Sample, exposition
-from edge_runtime.session.session import Session
+from edge_runtime.session.session import Session, SessionParts
 from edge_runtime.session.stats import DecodeStats
 from scripted import LetterVocabulary, ScriptedDrafter, ScriptedTarget, make_session, next_token
 
@@ -83,7 +83,9 @@ def watched(options: MonitorOptions, wrong: bool) -> Session:
     target = ScriptedTarget()
     drafter = ScriptedDrafter(target, lambda context, _: (next_token(context) + wrong) % 17)
     session = make_session()
-    return Session(session.bundle, target, drafter, LetterVocabulary(), monitor=Monitor(options))
+    return Session(
+        SessionParts(bundle=session.bundle, target=target, drafter=drafter, vocabulary=LetterVocabulary(), monitor=Monitor(options))
+    )
 
 
 def test_a_request_is_told_in_one_line(tmp_path: Path):
@@ -108,11 +110,11 @@ def test_a_request_is_told_in_one_line(tmp_path: Path):
 
 
 def test_latency_is_the_rounds_own_time():
-    watch = Monitor().watch({})
+    watch = Monitor().start_request({})
     stats = DecodeStats()
     for seconds, tokens in ((0.5, (1,)), (0.9, (1, 2, 3))):
         stats.decode_seconds += seconds
-        watch.saw(Round(drafted=2, accepted=len(tokens) - 1, tokens=tokens), stats)
+        watch.record_round(Round(drafted=2, accepted=len(tokens) - 1, tokens=tokens), stats)
     assert watch.latencies.percentile(50) == pytest.approx(0.3)
     assert watch.latencies.percentile(95) == 0.5
 

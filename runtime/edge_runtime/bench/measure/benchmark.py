@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path, PurePath
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from edge_devices.energy.protocol import Workload
 from edge_devices.machine.facts import read_machine
@@ -31,6 +31,7 @@ from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import LEAST_SECONDS
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.errors import RequestError
+from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import default_threads, open_session, open_sessions
 
 
@@ -87,15 +88,15 @@ class Benchmark:
         self._settings = load_settings(
             self._bundle, config=request.config, preset=request.preset, context=request.context, notify=progress.say
         )
-        self._options: dict[str, Any] = {
-            "threads": self._threads,
-            "context": self._settings.context,
-            "config": request.config,
-            "preset": request.preset,
-            "check": "none",
-            "notify": progress.say,
-            "backend": self._backend,
-        }
+        self._load = LoadOptions(
+            threads=self._threads,
+            context=self._settings.context,
+            config=request.config,
+            preset=request.preset,
+            check="none",
+            notify=progress.say,
+            backend=self._backend,
+        )
 
     def records(self) -> Iterator[Record]:
         """Measures, and yields each record as soon as it is there; the first is the header."""
@@ -108,7 +109,7 @@ class Benchmark:
                 yield Note(text=f"draft length {length} is left out: parallel_batch_size is {longest + 1}")
         yield from self._memory(drafters)
         with ExitStack() as stack:
-            ours = {kind: OurSide(stack.enter_context(open_session(request.bundle, drafter=kind, **self._options))) for kind in drafters}
+            ours = {kind: OurSide(stack.enter_context(open_session(request.bundle, self._load, drafter=kind))) for kind in drafters}
             first = next(iter(ours.values()))
             prompts = prepare(request.prompts, first.session)
             yield from self._compare(ours, prompts, lengths)
@@ -118,7 +119,7 @@ class Benchmark:
         yield from self._kv_types(lengths)
 
     def _default_drafter(self) -> DrafterKind:
-        with open_session(self._request.bundle, **self._options) as session:
+        with open_session(self._request.bundle, self._load) as session:
             return session.drafter_kind
 
     def _header(self, drafters: Sequence[str], lengths: Sequence[int]) -> Header:
@@ -219,12 +220,12 @@ class Benchmark:
         if not request.concurrency:
             return
         variants = our_variants([drafter], _few(lengths, request.policies), request.policies)
-        with open_session(request.bundle, drafter=drafter, **self._options) as session:
+        with open_session(request.bundle, self._load, drafter=drafter) as session:
             self._progress.begin("outputs of a single session", 1)
             expected = alone(session, prompts, request.tokens)
             self._progress.advance()
         for clients in request.concurrency:
-            with open_sessions(request.bundle, clients, drafter=drafter, **self._options) as sessions:
+            with open_sessions(request.bundle, clients, self._load, drafter=drafter) as sessions:
                 self._progress.begin(f"{clients} at once", (request.repeats + 1) * len(variants))
                 for repeat in range(-1, request.repeats):  # the first is the warm-up
                     for variant in variants if repeat % 2 == 0 else reversed(variants):
@@ -258,7 +259,7 @@ class Benchmark:
         """Opens the sessions, which `stack` closes, and returns what an energy protocol repeats."""
         request = self._request
         drafters = request.drafters or (self._default_drafter(),)
-        ours = {kind: OurSide(stack.enter_context(open_session(request.bundle, drafter=kind, **self._options))) for kind in drafters}
+        ours = {kind: OurSide(stack.enter_context(open_session(request.bundle, self._load, drafter=kind))) for kind in drafters}
         lengths = tuple(length for length in request.lengths if length <= self._settings.longest_draft)
         prompts = prepare(request.prompts, next(iter(ours.values())).session)
         variants = our_variants(drafters, _few(lengths, request.policies), request.policies)

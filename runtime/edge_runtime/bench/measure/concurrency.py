@@ -9,8 +9,8 @@ from edge_runtime.bench.measure.prompts import PreparedPrompt
 from edge_runtime.bench.measure.records import Concurrency
 from edge_runtime.bench.measure.runners import session_for, start
 from edge_runtime.bench.measure.variants import Variant
+from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation
-from edge_runtime.session.open import Sessions
 from edge_runtime.session.session import Session
 
 

@@ -12,10 +12,13 @@ import click
 
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.memory import peak_memory_bytes
+from edge_runtime.backends.selection import BackendKind
 from edge_runtime.bench.measure.records import Memory
+from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.errors import BackendError
 from edge_runtime.session.generation import Generation
-from edge_runtime.session.open import OpenOptions, open_session, open_sessions
+from edge_runtime.session.load_options import LoadOptions
+from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.session import Session
 
 TIMEOUT_SECONDS = 600
@@ -56,13 +59,15 @@ def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, 
 @one_sentence_errors()
 def main(bundle: Path, backend: str, drafter: str, sequences: int, context: int, threads: int) -> None:
     """What the child does: one request after half the context on each sequence, all at once."""
-    options = cast(OpenOptions, {"backend": backend, "drafter": drafter, "context": context, "threads": threads, "check": "none"})
+    options = LoadOptions(
+        backend=cast(BackendKind, backend), drafter=cast(DrafterKind, drafter), context=context, threads=threads, check="none"
+    )
     if sequences == 1:
-        with open_session(bundle, **options) as session:
+        with open_session(bundle, options) as session:
             for _ in _request(session).rounds():
                 pass
     else:
-        with open_sessions(bundle, sequences, **options) as opened:
+        with open_sessions(bundle, sequences, options) as opened:
             for _ in opened.run([_request(session) for session in opened.sessions]):
                 pass
     click.echo(json.dumps({"peak_bytes": peak_memory_bytes()}))

@@ -16,8 +16,8 @@ from edge_runtime.server.engine.slots import Slot, choose_slot
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.completions import CompletionRequest
 from edge_runtime.server.requests.messages import Conversation
+from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation
-from edge_runtime.session.open import Sessions
 from edge_runtime.text.chat_template import ChatTemplate
 
 RETRY_SECONDS = 2
@@ -33,7 +33,7 @@ class Worker:
         self, sessions: Sessions, template: ChatTemplate, *, waiting: int, notify: Callable[[str], None], watch: SharedWatch | None = None
     ) -> None:
         self._sessions = sessions.sessions
-        self._lockstep = sessions.lockstep
+        self._lockstep = sessions.decoder
         self._template = template
         self._capacity = len(self._sessions) + waiting
         self._notify = notify

@@ -1,0 +1,87 @@
+"""How a bundle is loaded: the options of `open_session` and `open_sessions`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+from edge_runtime.backends.selection import BackendKind
+from edge_runtime.bundle.integrity import CheckMode
+from edge_runtime.bundle.kv_types import KvType
+from edge_runtime.calibration.first_use import PowerSource
+from edge_runtime.config.schema import SpeculativeConfig
+from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.session.monitor import MonitorOptions
+
+
+def _ignore(_: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How to load a bundle. None means: as configured, otherwise the default.
+
+    The configuration has layers: `config` overrides `preset`, that overrides the bundle's config.yaml, and that overrides the defaults.
+    `context`, `drafter`, `kv_type` and `memory_limit` override all of them.
+
+    Attributes:
+        threads: Threads of every phase; None measures on first use how many each phase runs fastest on.
+        context: Size of the KV cache in tokens, prompt and answer together.
+        drafter: Kind of drafter; None takes the faster of dense and split, by a short measurement, where the bundle has both.
+        config: A configuration file, or a `SpeculativeConfig`.
+        preset: Name of a preset: code, chat, edge or batch.
+        monitoring: Thresholds, log file and callback of the session's monitor; its window is the configured one.
+        kv_type: Type of the K/V rows: f16, q8_0 or q4_0 (llama.cpp).
+        memory_limit: Bytes, or a text such as "2GB": what would take more is refused before it is loaded. None compares with the memory
+            that is available on the machine (llama.cpp).
+        check: How thoroughly files are compared with the manifest: fast, full or none (`integrity`).
+        public_key: PEM file of the Ed25519 key that must have signed the bundle.
+        notify: Called with a sentence about slow steps, such as a measurement on first use.
+        power: Watts per phase, or a function that measures them; needed for the objective "energy".
+        backend: llama or onnx; None chooses by what the bundle holds and what is installed.
+        execution_provider: ONNX Runtime's execution provider, such as "xnnpack" (onnx).
+        uniform_rows: Whether a single row goes through the kernels for several rows, so that both give the same bits (onnx).
+        keep_packed: Whether packed weights are kept on disk for the next start (onnx).
+    """
+
+    threads: int | None = None
+    context: int | None = None
+    drafter: DrafterKind | None = None
+    config: SpeculativeConfig | Path | str | None = None
+    preset: str | None = None
+    monitoring: MonitorOptions | None = None
+    kv_type: KvType | None = None
+    memory_limit: str | int | None = None
+    check: CheckMode = "fast"
+    public_key: Path | None = None
+    notify: Callable[[str], None] = _ignore
+    power: PhasePower | PowerSource | None = None
+    backend: BackendKind | None = None
+    execution_provider: str | None = None
+    uniform_rows: bool = False
+    keep_packed: bool = False
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The fields of `LoadOptions` as keyword arguments; a test keeps the two equal."""
+
+    threads: int | None
+    context: int | None
+    drafter: DrafterKind | None
+    config: SpeculativeConfig | Path | str | None
+    preset: str | None
+    monitoring: MonitorOptions | None
+    kv_type: KvType | None
+    memory_limit: str | int | None
+    check: CheckMode
+    public_key: Path | None
+    notify: Callable[[str], None]
+    power: PhasePower | PowerSource | None
+    backend: BackendKind | None
+    execution_provider: str | None
+    uniform_rows: bool
+    keep_packed: bool
