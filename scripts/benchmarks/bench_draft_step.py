@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_devices.command_line import one_sentence_errors
-from edge_runtime.backends.llama.head_file import read_head
+from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.library import library
-from edge_runtime.backends.llama.llama_cpp import LlamaOptions, LlamaTarget
 from edge_runtime.backends.llama.mapped_gguf import map_gguf
 from edge_runtime.backends.llama.open import has_split, open_model_drafter
-from edge_runtime.backends.llama.sparse_head import SparseHead
+from edge_runtime.backends.llama.sparse_head import SparseHead, read_head
 from edge_runtime.backends.llama.split_drafter import EMBEDDING
+from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.calibration.crash_probe import probe_load_options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from edge_runtime.drafting.cost_model import foreseen
+from edge_runtime.drafting.cost_model import extrapolated
 from edge_runtime.drafting.policies import DraftLengthPolicy, RoundResult, Timing
 
 # Verify of 1 to 13 rows in milliseconds. The first eight were measured on real machines, the rest goes on in their manner.
@@ -26,7 +26,7 @@ class ExactCosts:
     def verify(self, rows: int) -> float:
         known = list(self._verify)
         while len(known) < rows:
-            known.append(foreseen(known))
+            known.append(extrapolated(known))
         return known[rows - 1]
 
     def draft(self, steps: int, requests: int = 1) -> float:

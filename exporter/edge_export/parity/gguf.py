@@ -122,7 +122,8 @@ def _export_rows(
     notify: Callable[[str], None],
 ) -> Rowset:
     """Runs files in llama.cpp."""
-    from edge_runtime.backends.llama.llama_cpp import LlamaOptions, open_pair
+    from edge_runtime.backends.llama.context import LlamaOptions
+    from edge_runtime.backends.llama.open import open_pair
     from edge_runtime.calibration.crash_probe import probe_load_options
 
     answer = probe_load_options(target_path, drafter_path, list(quantizations), notify=notify)

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from edge_devices.files.user_cache import cache_folder, read_entries, remember_entry
-from edge_runtime.drafting.acceptance_model import EXPORTED, AcceptanceModel
+from edge_runtime.drafting.acceptance_model import EXPORTED_WEIGHT, AcceptanceModel
 
 CACHE_NAME = "drafts.json"
 
@@ -29,7 +29,7 @@ class AcceptanceCache:
     def model(self) -> AcceptanceModel:
         """What was learned up to now. Of what is missing or damaged nothing is believed."""
         recalled = AcceptanceModel.from_json(read_entries(self._path).get(self._key))
-        return recalled or AcceptanceModel.from_json(self._exported, EXPORTED) or AcceptanceModel()
+        return recalled or AcceptanceModel.from_json(self._exported, EXPORTED_WEIGHT) or AcceptanceModel()
 
     def save(self) -> None:
         """Remembers what was learned since; where that cannot be written, the next use learns anew."""

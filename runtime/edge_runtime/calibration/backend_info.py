@@ -36,9 +36,9 @@ def ask_backend(
 
 def _llama() -> dict[str, Any]:
     from edge_runtime.backends.llama.library import library_version, system_info
-    from edge_runtime.calibration.crash_probe import remembered_probes
+    from edge_runtime.calibration.crash_probe import cached_probes
 
-    return {"version": library_version(), "system_info": system_info(), "probes": [asdict(one) for one in remembered_probes()]}
+    return {"version": library_version(), "system_info": system_info(), "probes": [asdict(one) for one in cached_probes()]}
 
 
 def _onnx() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from edge_devices.files.user_cache import read_entries, remember_entry
-from edge_runtime.drafting.cost_model import LEAST_SECONDS, MAX_ROWS, MeasuredCosts, foreseen
+from edge_runtime.drafting.cost_model import LEAST_SECONDS, MAX_ROWS, MeasuredCosts, extrapolated
 from edge_runtime.interfaces import Drafter, Target
 
 CACHE_NAME = "costs.json"
@@ -61,9 +61,9 @@ def measure_costs(
     figures = steady(rounds[1:])
     verify = figures[:longest]
     while len(verify) < MAX_ROWS:  # one request has no room for more, several may have
-        verify.append(foreseen(verify))
-    start, step = start_and_step(drafted, figures[longest:])
-    return MeasuredCosts(verify=tuple(verify), step=step, start=start)
+        verify.append(extrapolated(verify))
+    overhead, step = overhead_and_step(drafted, figures[longest:])
+    return MeasuredCosts(verify=tuple(verify), step=step, overhead=overhead)
 
 
 def _begin_text(target: Target, token: int, longest: int) -> None:
@@ -73,25 +73,25 @@ def _begin_text(target: Target, token: int, longest: int) -> None:
     target.verify([token])
 
 
-def start_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+def overhead_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Returns what beginning a draft and each of its tokens takes, from drafts of some lengths: a line through them by least squares."""
     made = [(count, taken) for count, taken in zip(drafted, seconds, strict=True) if count]
     if not made:
         return 0.0, LEAST_SECONDS
     counts, taken = np.array(made).T
     if len(set(counts)) > 1:
-        step, start = np.polyfit(counts, taken, 1)
-        if start > 0 and step > 0:
-            return float(start), float(step)
+        step, overhead = np.polyfit(counts, taken, 1)
+        if overhead > 0 and step > 0:
+            return float(overhead), float(step)
     return 0.0, max(float((taken / counts).mean()), LEAST_SECONDS)
 
 
-def remembered_costs(path: Path, key: str) -> MeasuredCosts | None:
-    """Returns what `remember_costs` kept under this key; None if there is nothing or the file is damaged."""
+def cached_costs(path: Path, key: str) -> MeasuredCosts | None:
+    """Returns what `cache_costs` kept under this key; None if there is nothing or the file is damaged."""
     return MeasuredCosts.from_json(read_entries(path).get(key))
 
 
-def remember_costs(path: Path, key: str, costs: MeasuredCosts) -> None:
+def cache_costs(path: Path, key: str, costs: MeasuredCosts) -> None:
     """Keeps costs for the next time; where that cannot be written they are measured again, which takes two seconds."""
     remember_entry(path, key, costs.to_json())
 

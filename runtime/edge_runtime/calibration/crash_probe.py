@@ -28,11 +28,11 @@ CHILD_COMMAND = (sys.executable, "-m", "edge_runtime.calibration.crash_probe")
 _ROWS = 8
 _CONTEXT = 256
 # What -DGGML_NATIVE=ON finds on such a machine, less AMX.
-_CURE_X86 = (
+_WORKAROUND_X86 = (
     "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_BMI2=ON -DGGML_FMA=ON -DGGML_F16C=ON "
     "-DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON"
 )
-_CURE_OTHER = "-DGGML_NATIVE=OFF"
+_WORKAROUND_OTHER = "-DGGML_NATIVE=OFF"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ProbeAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RememberedProbe:
+class CachedProbe:
     """What an earlier probe on this machine found out about files of these quantizations (target's first)."""
 
     quantizations: tuple[str, ...]
@@ -81,11 +81,11 @@ def probe_load_options(
         second = _run([*command, "--no-extra-bufts"], timeout_seconds)
         if second is not None:
             raise BackendError(
-                f"llama.cpp does not work on this machine: its child process {death}, without repacking it {second}; {cure(library_version())}"
+                f"llama.cpp does not work on this machine: its child process {death}, without repacking it {second}; {workaround(library_version())}"
             )
         reason = f"llama.cpp's child process {death} with weight repacking and works without it"
         answer = ProbeAnswer(use_extra_bufts=False, from_cache=False, reason=reason)
-        notify(f"{reason[0].upper()}{reason[1:]}, so it is off and prompts are slower; {cure(library_version())}")
+        notify(f"{reason[0].upper()}{reason[1:]}, so it is off and prompts are slower; {workaround(library_version())}")
     kept = {"quantizations": list(quantizations), "use_extra_bufts": answer.use_extra_bufts}
     error = remember_entry(cache, key, kept)
     if error is not None:
@@ -93,7 +93,7 @@ def probe_load_options(
     return answer
 
 
-def remembered_probes() -> list[RememberedProbe]:
+def cached_probes() -> list[CachedProbe]:
     """Returns the answers that hold for this machine and this build of llama.cpp, the newest last; what is damaged is passed over."""
     found = [(key, _remembered(entry)) for key, entry in read_entries(cache_path()).items()]
     return [one for key, one in found if one is not None and key == machine_key(one.quantizations)]
@@ -110,14 +110,14 @@ def cache_path() -> Path:
     return cache_folder() / CACHE_NAME
 
 
-def _remembered(entry: object) -> RememberedProbe | None:
+def _remembered(entry: object) -> CachedProbe | None:
     """Returns what one entry says; None if there is none or it is damaged."""
     if not isinstance(entry, dict):
         return None
     quantizations, answer = entry.get("quantizations"), entry.get("use_extra_bufts")
     if not isinstance(answer, bool) or not isinstance(quantizations, list) or not all(isinstance(q, str) for q in quantizations):
         return None
-    return RememberedProbe(quantizations=tuple(quantizations), use_extra_bufts=answer)
+    return CachedProbe(quantizations=tuple(quantizations), use_extra_bufts=answer)
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> str | None:
@@ -131,16 +131,17 @@ def _run(command: Sequence[str], timeout_seconds: float) -> str | None:
     return child.end
 
 
-def cure(version: str) -> str:
+def workaround(version: str) -> str:
     """Returns how to build this version of llama-cpp-python for less than it finds on this machine."""
-    flags = _CURE_X86 if platform.machine().lower() in {"x86_64", "amd64"} else _CURE_OTHER
+    flags = _WORKAROUND_X86 if platform.machine().lower() in {"x86_64", "amd64"} else _WORKAROUND_OTHER
     build = f"pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=={version}"
     return f'to cure it, build it for less than it finds: CMAKE_ARGS="{flags}" {build}'
 
 
 def decode_few_rows(target_path: Path, drafter_path: Path | None, use_extra_bufts: bool) -> None:
     """What the child does: loads the files, decodes one row, then eight, then one draft step. Raises BackendError or dies."""
-    from edge_runtime.backends.llama.llama_cpp import LlamaOptions, open_pair
+    from edge_runtime.backends.llama.context import LlamaOptions
+    from edge_runtime.backends.llama.open import open_pair
 
     options = LlamaOptions(context=_CONTEXT, threads=min(4, os.cpu_count() or 1), batch=64, use_extra_bufts=use_extra_bufts)
     target, drafter = open_pair(target_path, drafter_path, options)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from edge_devices.files.user_cache import cache_folder, cpu_identity, read_entries, remember_entry
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
-from edge_runtime.calibration.cost_probe import CACHE_NAME, measure_costs, remember_costs, remembered_costs
+from edge_runtime.calibration.cost_probe import CACHE_NAME, cache_costs, cached_costs, measure_costs
 from edge_runtime.calibration.thread_probe import CACHE_NAME as THREADS_NAME
 from edge_runtime.calibration.thread_probe import ThreadCounts, ThreadTimes, candidates, measure_threads
 from edge_runtime.drafting.cost_model import CostCurve, Costs
@@ -48,11 +48,11 @@ def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None) -
     Called before a request's prompt is in the cache: measuring empties it.
     """
     path = cache_folder() / CACHE_NAME
-    measured = remembered_costs(path, pair.key)
+    measured = cached_costs(path, pair.key)
     if measured is None or measured.times < TIMES:
         now = measure_costs(pair.target, pair.drafter, pair.token, most_rows=pair.rows)
         measured = now if measured is None else measured.combined(now)
-        remember_costs(path, pair.key, measured)
+        cache_costs(path, pair.key, measured)
     curve = CostCurve(measured)
     if pair.objective != "energy" or power is None:
         return curve

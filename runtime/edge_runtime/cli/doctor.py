@@ -12,7 +12,7 @@ import click
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.system import System
 from edge_devices.meters.base import State
-from edge_runtime.calibration.crash_probe import cure
+from edge_runtime.calibration.crash_probe import workaround
 from edge_runtime.cli.diagnosis import Diagnosis, diagnose
 from edge_runtime.errors import OUT_OF_MEMORY
 
@@ -98,7 +98,7 @@ def _llama_rows(diagnosis: Diagnosis) -> Iterator[Row]:
         yield _LLAMA, "missing", f"runs GGUF bundles: llama-cpp-python is not installed{tools}"
     elif "error" in answer:
         installed = next((version for extra in diagnosis.extras if extra.name == "llama" for version in extra.installed.values()), None)
-        advice = f"; {cure(installed)}" if installed and "died of" in answer["error"] else ""
+        advice = f"; {workaround(installed)}" if installed and "died of" in answer["error"] else ""
         yield _LLAMA, "broken", f"{answer['error']}{advice}"
     else:
         yield _LLAMA, "ok", f"llama-cpp-python {answer['version']} with the MTP interface; {_kernels(answer['system_info'])}"

@@ -31,10 +31,10 @@ from edge_runtime.config.presets import expanded
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig, TuningConfig
 from edge_runtime.config.settings import load_settings
 from edge_runtime.config.yaml_file import read_config
+from edge_runtime.drafting.acceptance_window import WARN_ABOVE
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.drafting.policies import POLICIES
-from edge_runtime.drafting.rejection_window import WARN_ABOVE
 from edge_runtime.errors import OUT_OF_MEMORY, RequestError
 from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import manifest_plan

@@ -21,20 +21,20 @@ from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 Chances = NDArray[np.float64]
 
 # Upper ends of the kinds; drafters are mostly sure, so the kinds are narrow there.
-CONFIDENCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
+CONFIDENCE_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 # A prior counts as this many observations: of a kind's chance to stand, of what follows a kind, of the first draft's kind.
-STANDS_WEIGHT, FOLLOWS_WEIGHT, FIRST_WEIGHT = 2.0, 3.0, 2.0
+ACCEPT_WEIGHT, TRANSITION_WEIGHT, FIRST_WEIGHT = 2.0, 3.0, 2.0
 # Share of an old count that is left after a new one of the same sort: memories of about 200, 1000 and 50 observations.
-STANDS_KEPT, FOLLOWS_KEPT, FIRST_KEPT = 0.995, 0.999, 0.98
+ACCEPT_DECAY, TRANSITION_DECAY, FIRST_DECAY = 0.995, 0.999, 0.98
 # Before anything was seen, a kind so many steps away follows with 1/e of the chance of the kind itself.
 NEARNESS = 3.0
 # Chance of a draft of which nothing is said, before anything was seen: that of a mediocre drafter. It counts as PRIOR_WEIGHT
 # observations; the place before as NEIGHBOUR_WEIGHT.
 PRIOR, PRIOR_WEIGHT, NEIGHBOUR_WEIGHT = 0.6, 2.0, 1.0
-POSITION_KEPT = 0.96
+POSITION_DECAY = 0.96
 # What was learned in an earlier use counts as at most so many observations of each sort: the text is another one now. What the export
 # saw of a single text counts less.
-RECALLED, EXPORTED = 40.0, 10.0
+CACHED_WEIGHT, EXPORTED_WEIGHT = 40.0, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +73,18 @@ class AcceptanceModel:
     """
 
     def __init__(self) -> None:
-        middles = np.array([(low + high) / 2 for low, high in pairwise((0.0, *CONFIDENCES, 1.0))])
+        middles = np.array([(low + high) / 2 for low, high in pairwise((0.0, *CONFIDENCE_BOUNDS, 1.0))])
         kinds = np.arange(len(middles))
         near = np.exp(-np.abs(np.subtract.outer(kinds, kinds)) / NEARNESS)
-        self._seen = np.full(len(middles), STANDS_WEIGHT)
-        self._stood = middles * STANDS_WEIGHT
-        self._follows = FOLLOWS_WEIGHT * near / near.sum(axis=1, keepdims=True)
+        self._seen = np.full(len(middles), ACCEPT_WEIGHT)
+        self._stood = middles * ACCEPT_WEIGHT
+        self._follows = TRANSITION_WEIGHT * near / near.sum(axis=1, keepdims=True)
         self._first = np.full(len(middles), FIRST_WEIGHT / len(middles))
         self._observed = False
 
     def kind(self, confidence: float, position: int) -> int:  # noqa: ARG002
         """The class of the confidence."""
-        return bisect_right(CONFIDENCES, confidence)
+        return bisect_right(CONFIDENCE_BOUNDS, confidence)
 
     def forecast(self, longest: int) -> Forecast:
         """From the counts."""
@@ -97,13 +97,13 @@ class AcceptanceModel:
         if not kinds:
             return
         self._observed = True
-        self._first *= FIRST_KEPT
+        self._first *= FIRST_DECAY
         self._first[kinds[0]] += 1
         for kind, stood in zip(kinds[:verified], [1.0] * accepted + [0.0], strict=False):
-            self._seen[kind] = self._seen[kind] * STANDS_KEPT + 1
-            self._stood[kind] = self._stood[kind] * STANDS_KEPT + stood
+            self._seen[kind] = self._seen[kind] * ACCEPT_DECAY + 1
+            self._stood[kind] = self._stood[kind] * ACCEPT_DECAY + stood
         for kind, following in pairwise(kinds[: accepted + 1]):
-            self._follows[kind] *= FOLLOWS_KEPT
+            self._follows[kind] *= TRANSITION_DECAY
             self._follows[kind, following] += 1
 
     def fade(self, weight: float) -> None:
@@ -125,7 +125,7 @@ class AcceptanceModel:
         }
 
     @classmethod
-    def from_json(cls, data: object, most: float = RECALLED) -> Self | None:
+    def from_json(cls, data: object, most: float = CACHED_WEIGHT) -> Self | None:
         """Returns what `to_json` wrote, counted as at most so many observations of each sort; None for anything else."""
         model = cls()
         if not isinstance(data, Mapping):
@@ -171,8 +171,8 @@ class PositionModel:
     def observe(self, kinds: Sequence[int], verified: int, accepted: int) -> None:
         """What follows the first mismatch was never tried."""
         for kind, stood in zip(kinds[:verified], [1.0] * accepted + [0.0], strict=False):
-            self._seen[kind] = self._seen[kind] * POSITION_KEPT + 1
-            self._stood[kind] = self._stood[kind] * POSITION_KEPT + stood
+            self._seen[kind] = self._seen[kind] * POSITION_DECAY + 1
+            self._stood[kind] = self._stood[kind] * POSITION_DECAY + stood
 
     def fade(self, weight: float) -> None:
         """Later positions are forgotten sooner: they are seen last when drafting begins again."""

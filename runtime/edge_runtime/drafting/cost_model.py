@@ -19,7 +19,7 @@ FIRST_BUCKET = 512
 # How much of an observed deviation is believed at once: of a bucket's common factor, of one number of rows, and of a draft.
 BUCKET_SHARE, ROWS_SHARE, DRAFT_SHARE = 0.05, 0.1, 0.2
 # A deviation of a draft of one token is this much more likely the beginning's doing than the step's.
-START_VARIANCE = 4.0
+OVERHEAD_VARIANCE = 4.0
 # One timing counts as at most this factor off: the rest is another process's doing.
 MOST_OFF = 2.0
 LEAST_SECONDS = 1e-9
@@ -49,12 +49,12 @@ class MeasuredCosts:
 
     verify: tuple[float, ...]
     step: float
-    start: float = 0.0
+    overhead: float = 0.0
     times: int = 1
 
     def draft(self, steps: int) -> float:
         """Seconds of drafting so many tokens."""
-        return self.start + steps * self.step if steps else 0.0
+        return self.overhead + steps * self.step if steps else 0.0
 
     @property
     def mean_step(self) -> float:
@@ -64,13 +64,13 @@ class MeasuredCosts:
     def combined(self, other: MeasuredCosts) -> MeasuredCosts:
         """The quicker measurement, whole: the machine was busier in the other, and what counts is how the figures stand to each other."""
         quicker = min(self, other, key=lambda costs: sum(costs.verify))
-        return MeasuredCosts(verify=quicker.verify, step=quicker.step, start=quicker.start, times=self.times + other.times)
+        return MeasuredCosts(verify=quicker.verify, step=quicker.step, overhead=quicker.overhead, times=self.times + other.times)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
         return {
             "verify_seconds": list(self.verify),
-            "draft_start_seconds": self.start,
+            "draft_start_seconds": self.overhead,
             "draft_step_seconds": self.step,
             "times": self.times,
         }
@@ -80,15 +80,15 @@ class MeasuredCosts:
         """Returns what `to_json` wrote, or None for anything else."""
         if not isinstance(data, Mapping):
             return None
-        verify, step, start = data.get("verify_seconds"), data.get("draft_step_seconds"), data.get("draft_start_seconds")
+        verify, step, overhead = data.get("verify_seconds"), data.get("draft_step_seconds"), data.get("draft_start_seconds")
         if not isinstance(verify, list) or len(verify) != MAX_ROWS or not all(map(_is_time, verify)):
             return None
         times = data.get("times")
         if not isinstance(times, int) or times < 1 or not isinstance(step, int | float) or not _is_time(step):
             return None
-        if not isinstance(start, int | float) or not (start == 0 or _is_time(start)):
+        if not isinstance(overhead, int | float) or not (overhead == 0 or _is_time(overhead)):
             return None
-        return cls(verify=tuple(map(float, verify)), step=float(step), start=float(start), times=times)
+        return cls(verify=tuple(map(float, verify)), step=float(step), overhead=float(overhead), times=times)
 
 
 class CostCurve:
@@ -99,7 +99,7 @@ class CostCurve:
 
     def __init__(self, measured: MeasuredCosts) -> None:
         self._verify = list(measured.verify)
-        self._drafts = {1: (measured.start, measured.step)}  # by requests that draft together
+        self._drafts = {1: (measured.overhead, measured.step)}  # by requests that draft together
         self._seen: dict[tuple[str, int], int] = {}
         self._buckets = {0: 1.0}
         self._bucket = 0
@@ -107,13 +107,13 @@ class CostCurve:
     def verify(self, rows: int) -> float:
         """Seconds of one target forward of `rows` rows at the present length."""
         while rows > len(self._verify):
-            self._verify.append(foreseen(self._verify))
+            self._verify.append(extrapolated(self._verify))
         return self._verify[rows - 1] * self._buckets[self._bucket]
 
     def draft(self, steps: int, requests: int = 1) -> float:
         """Seconds of drafting so many tokens where so many requests draft together; as good as alone until it was seen."""
-        start, step = self._drafts.get(requests, self._drafts[1])
-        return start + steps * step if steps else 0.0
+        overhead, step = self._drafts.get(requests, self._drafts[1])
+        return overhead + steps * step if steps else 0.0
 
     def learn(self, timing: Timing) -> None:
         """Takes in the timings of one round."""
@@ -129,12 +129,12 @@ class CostCurve:
 
     def _learn_draft(self, requests: int, steps: int, seconds: float) -> None:
         """Moves start and step towards what a draft took, each as much as it has a part in it (normalised least mean squares)."""
-        start, step = self._drafts.get(requests, self._drafts[1])
-        foreseen = requests * start + steps * step
-        error = foreseen * (_bounded(seconds / foreseen) - 1) * self._share("draft", requests, DRAFT_SHARE, measured=requests == 1)
-        weight = START_VARIANCE * requests**2 + steps**2
+        overhead, step = self._drafts.get(requests, self._drafts[1])
+        extrapolated = requests * overhead + steps * step
+        error = extrapolated * (_bounded(seconds / extrapolated) - 1) * self._share("draft", requests, DRAFT_SHARE, measured=requests == 1)
+        weight = OVERHEAD_VARIANCE * requests**2 + steps**2
         self._drafts[requests] = (
-            max(start + error * START_VARIANCE * requests / weight, 0.0),
+            max(overhead + error * OVERHEAD_VARIANCE * requests / weight, 0.0),
             max(step + error * steps / weight, LEAST_SECONDS),
         )
 
@@ -149,7 +149,7 @@ class CostCurve:
         self._bucket = bucket
 
 
-def foreseen(known: Sequence[float]) -> float:
+def extrapolated(known: Sequence[float]) -> float:
     """Returns what one row more than the known ones, 1 to n, is likely to cost, at least as much as four rows less.
 
     Kernels work on rows in groups of four, so the shape goes on with that period and the growth of the newest two of them.

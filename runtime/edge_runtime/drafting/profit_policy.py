@@ -20,11 +20,11 @@ from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
 
 # Share of what earlier rounds reached that is left after another: a memory of 50 rounds.
-RATE_KEPT = 0.98
+RATE_DECAY = 0.98
 # Before any round, the best fixed length's rate counts as this many plain rounds.
-FORESEEN_ROUNDS = 5.0
+PREDICTED_ROUNDS = 5.0
 # What finding the way back to drafting may cost, in plain rounds: per emitted token, and saved up at most.
-CREDIT_PER_TOKEN, MOST_CREDIT = 0.01, 2.0
+BUDGET_PER_TOKEN, MAX_BUDGET = 0.01, 2.0
 # While nothing is drafted, what was seen before of first drafts counts as at most this many observations.
 STALE = 6.0
 # What rows cost and drafts bring changes slowly; it is computed anew after so many rounds that drafted.
@@ -102,7 +102,7 @@ class Profit:
         if self._most:
             self._mode, length = "draft", self._most
         else:
-            self._price = float(self._draft_costs[1]) * self._plain_rate if self._longest else MOST_CREDIT
+            self._price = float(self._draft_costs[1]) * self._plain_rate if self._longest else MAX_BUDGET
             self._mode = "shadow" if self._credit >= self._price else "plain"
             length = int(self._mode == "shadow")
         return RoundPlan(length, self._mode == "shadow", self._should_continue, self._to_verify)
@@ -139,7 +139,7 @@ class Profit:
     def _foresee(self) -> None:
         """Before any round: the rate of the best fixed length, as far as one knows."""
         rates = self._tokens_of_lengths() / (self._draft_costs + self._row_costs)
-        self._cost_reached = FORESEEN_ROUNDS * float(self._row_costs[0])
+        self._cost_reached = PREDICTED_ROUNDS * float(self._row_costs[0])
         self._tokens_reached = float(rates.max()) * self._cost_reached
 
     def _tokens_of_lengths(self) -> Chances:
@@ -207,17 +207,17 @@ class Profit:
         if (timing := result.timing) is not None:
             self._costs.learn(timing)
             if shadow and timing.verify_seconds > 0:
-                self._price = min(timing.draft_seconds / timing.verify_seconds, MOST_CREDIT)
+                self._price = min(timing.draft_seconds / timing.verify_seconds, MAX_BUDGET)
         self._verified = verified = result.verified
         if self._kinds and not shadow:
             self._stale = True
             self._model.observe(self._kinds, verified, result.accepted)
         if self._mode != "draft":
-            self._credit = min(self._credit + CREDIT_PER_TOKEN, MOST_CREDIT) - (self._price if shadow else 0.0)
+            self._credit = min(self._credit + BUDGET_PER_TOKEN, MAX_BUDGET) - (self._price if shadow else 0.0)
         # The prediction says as much about the rate as the outcome, and varies less.
         tokens = (self._tokens[verified] + result.accepted + 1) / 2
-        self._tokens_reached = RATE_KEPT * self._tokens_reached + tokens
-        self._cost_reached = RATE_KEPT * self._cost_reached + self._spent()
+        self._tokens_reached = RATE_DECAY * self._tokens_reached + tokens
+        self._cost_reached = RATE_DECAY * self._cost_reached + self._spent()
 
     def _observe_shadow(self, accepted: bool) -> None:
         """Learns from a shadow draft; the next plan computes everything anew."""

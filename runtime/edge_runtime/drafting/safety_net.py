@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
+from edge_runtime.drafting.acceptance_window import WINDOW_TOKENS, AcceptanceWindow, Event, EventKind
 from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult
-from edge_runtime.drafting.rejection_window import WINDOW_TOKENS, Event, EventKind, RejectionWindow
 from edge_runtime.errors import RequestError
 
 LIMIT = 0.5
@@ -30,8 +30,8 @@ class SafetyNet:
             raise RequestError(f"the rejection limit is {limit}; it must lie between 0 and 1")
         self.longest = MAX_DRAFT_LENGTH
         self._limit = limit
-        self._window = RejectionWindow(window)
-        self._probe = RejectionWindow(PROBE_TOKENS)
+        self._window = AcceptanceWindow(window)
+        self._probe = AcceptanceWindow(PROBE_TOKENS)
         self._longest_seen = 0
         self._stopped = False
         self._wait = FIRST_WAIT
@@ -69,7 +69,7 @@ class SafetyNet:
         self._stopped, self._wait = False, FIRST_WAIT
         return self._change("resumed", 1, self._probe)
 
-    def _change(self, kind: EventKind, longest: int, window: RejectionWindow) -> Event:
+    def _change(self, kind: EventKind, longest: int, window: AcceptanceWindow) -> Event:
         event = Event(kind=kind, rejection=window.rejection or 0.0, limit=self._limit, drafted=window.drafted, longest=longest)
         self._allow(longest)
         return event

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_runtime.decoding.loop import Round
-from edge_runtime.drafting.rejection_window import WARN_ABOVE, WINDOW_TOKENS, Event, RejectionAlarm, RejectionWindow
+from edge_runtime.drafting.acceptance_window import WARN_ABOVE, WINDOW_TOKENS, AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
 from edge_runtime.session.latency import Latencies
 from edge_runtime.session.prometheus import Metric, Sample, counter, exposition
@@ -69,7 +69,7 @@ class Monitor:
     def __init__(self, options: MonitorOptions | None = None) -> None:
         """Raises RequestError for a window or threshold out of range and for a log that cannot be appended to."""
         self.options = options = options or MonitorOptions()
-        self._window = RejectionWindow(options.window)
+        self._window = AcceptanceWindow(options.window)
         self._alarm = RejectionAlarm(options.warn_above)
         self._token_latencies = Latencies(KEPT_ROUNDS)
         self._first_tokens = Latencies(KEPT_REQUESTS)

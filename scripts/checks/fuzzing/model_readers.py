@@ -27,8 +27,8 @@ def opened_bundle(bundle: Path | None) -> Bundle:
 
 
 def _mapped_head(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.llama.head_file import read_head
     from edge_runtime.backends.llama.library import library
+    from edge_runtime.backends.llama.sparse_head import read_head
 
     path = folder / "head.gguf"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edge_devices.files.user_cache import MAX_REMEMBERED
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
-from edge_runtime.calibration.cost_probe import measure_costs, remember_costs, remembered_costs, start_and_step, steady
+from edge_runtime.calibration.cost_probe import cache_costs, cached_costs, measure_costs, overhead_and_step, steady
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import Fixed, RoundResult, Timing
@@ -311,14 +311,14 @@ def test_what_begins_a_draft_is_told_from_what_each_token_takes() -> None:
         for steps in (1, 3, 8):
             curve.learn(took(rows=0, steps=steps, draft=2.0 + 0.5 * steps))
     assert [curve.draft(n) for n in (0, 1, 8)] == [0.0, pytest.approx(2.5, rel=0.05), pytest.approx(6.0, rel=0.05)]
-    assert start_and_step([0, 1, 2, 3], [9.0, 2.5, 3.0, 3.5]) == (pytest.approx(2.0), pytest.approx(0.5))
-    assert start_and_step([0, 1, 2], [0.0, 0.4, 0.8]) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.4))
-    assert start_and_step([0, 0], [1.0, 1.0])[1] < 1e-6, "a drafter that drafts nothing costs nothing"
+    assert overhead_and_step([0, 1, 2, 3], [9.0, 2.5, 3.0, 3.5]) == (pytest.approx(2.0), pytest.approx(0.5))
+    assert overhead_and_step([0, 1, 2], [0.0, 0.4, 0.8]) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.4))
+    assert overhead_and_step([0, 0], [1.0, 1.0])[1] < 1e-6, "a drafter that drafts nothing costs nothing"
 
 
 def test_listening_pays_for_what_beginning_a_draft_takes() -> None:
     """A drafter whose first token costs as much as a verify is listened to once in a hundred tokens."""
-    costs = CostCurve(MeasuredCosts(verify=STEEP, step=1.0, start=19.0))
+    costs = CostCurve(MeasuredCosts(verify=STEEP, step=1.0, overhead=19.0))
     policy = Profit(costs, AcceptanceModel())
     shadow_drafts = 0
     for _ in range(1000):
@@ -357,10 +357,10 @@ def test_batches_of_several_requests_go_on_in_the_manner_of_the_measured_ones() 
 
 def test_the_first_real_batch_of_several_requests_is_believed_most() -> None:
     curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
-    foreseen = curve.verify(20)
+    extrapolated = curve.verify(20)
     for _ in range(4):
-        curve.learn(took(rows=20, verify=1.8 * foreseen, steps=6, draft=3.0, requests=2))
-    assert curve.verify(20) == pytest.approx(1.8 * foreseen, rel=0.1)
+        curve.learn(took(rows=20, verify=1.8 * extrapolated, steps=6, draft=3.0, requests=2))
+    assert curve.verify(20) == pytest.approx(1.8 * extrapolated, rel=0.1)
     assert curve.verify(4) == LINEAR[3], "and says nothing about smaller ones"
     assert curve.draft(3) == 3.0
     assert 2 * curve.draft(3, 2) == pytest.approx(3.0, rel=0.15)
@@ -401,16 +401,16 @@ def test_a_machine_that_is_now_faster_and_now_slower_is_measured_by_shares() -> 
 def test_costs_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
     path = tmp_path / "new" / "costs.json"
     costs = MeasuredCosts(verify=LINEAR, step=0.5)
-    remember_costs(path, "a", costs)
+    cache_costs(path, "a", costs)
     busy = MeasuredCosts(verify=tuple(2 * v if n else v / 2 for n, v in enumerate(LINEAR)), step=0.1)
     for again in (costs.combined(busy), busy.combined(costs)):
         assert (again.verify, again.step, again.times) == (LINEAR, 0.5, 2)
-    remember_costs(path, "b", MeasuredCosts(verify=FLAT, step=0.1))
-    assert remembered_costs(path, "a") == costs
-    assert remembered_costs(path, "c") is None
+    cache_costs(path, "b", MeasuredCosts(verify=FLAT, step=0.1))
+    assert cached_costs(path, "a") == costs
+    assert cached_costs(path, "c") is None
     for i in range(MAX_REMEMBERED + 5):
-        remember_costs(path, f"n{i}", costs)
-    assert remembered_costs(path, "a") is None, "the oldest are forgotten"
+        cache_costs(path, f"n{i}", costs)
+    assert cached_costs(path, "a") is None, "the oldest are forgotten"
     for damage in ("", "[]", '{"a": {"verify_seconds": [1], "draft_step_seconds": 1}}', '{"a": {"verify_seconds": 3}}', "{" * 5000):
         path.write_text(damage)
-        assert remembered_costs(path, "a") is None
+        assert cached_costs(path, "a") is None

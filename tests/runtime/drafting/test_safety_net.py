@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
+from edge_runtime.drafting.acceptance_window import Event
 from edge_runtime.drafting.policies import Fixed, RoundResult, Stepped
-from edge_runtime.drafting.rejection_window import Event
 from edge_runtime.drafting.safety_net import FIRST_WAIT, LONGEST_WAIT, PROBE_TOKENS, Guarded, SafetyNet
 from edge_runtime.errors import RequestError
 from scripted import make_session, next_token, plain_greedy

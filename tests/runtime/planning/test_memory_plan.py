@@ -35,7 +35,8 @@ MEMBER = replace(MANIFEST, cache_layout=replace(MANIFEST.cache_layout, sliding=S
 MEASURE = """
 import json, re, sys
 from pathlib import Path
-from edge_runtime.backends.llama.llama_cpp import LlamaOptions, open_pair
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.open import open_pair
 from edge_runtime.backends.llama.library import library
 target, drafter, kv_type, context, sequences = sys.argv[1:]
 log, sizes = library().log, {}

@@ -13,7 +13,7 @@ from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import PREFILL_ROWS
 from edge_runtime.session.open import open_session, open_sessions
 from scripted import plain_greedy
-from scripted_together import scripted_sessions
+from scripted_batch import scripted_sessions
 
 PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
 

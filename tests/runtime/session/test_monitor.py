@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.decoding.loop import Round
-from edge_runtime.drafting.rejection_window import Event, RejectionAlarm, RejectionWindow
+from edge_runtime.drafting.acceptance_window import AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
 from edge_runtime.session.latency import Latencies
 from edge_runtime.session.monitor import Monitor, MonitorOptions
@@ -26,7 +26,7 @@ rounds = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda p
 
 @given(rounds, st.integers(1, 60))
 def test_the_window_is_the_last_drafted_tokens(outcomes, size):
-    window, flat = RejectionWindow(size), []
+    window, flat = AcceptanceWindow(size), []
     for drafted, accepted in outcomes:
         window.add(drafted, accepted)
         flat += [False] * accepted + [True] * (drafted - accepted)
@@ -38,7 +38,7 @@ def test_the_window_is_the_last_drafted_tokens(outcomes, size):
 
 @given(rounds, st.integers(1, 30))
 def test_an_alarm_speaks_once_per_rise(outcomes, size):
-    window, alarm, told = RejectionWindow(size), RejectionAlarm((0.2, 0.3)), set()
+    window, alarm, told = AcceptanceWindow(size), RejectionAlarm((0.2, 0.3)), set()
     for drafted, accepted in outcomes:
         window.add(drafted, accepted)
         event = alarm.event(window)
@@ -53,7 +53,7 @@ def test_an_alarm_speaks_once_per_rise(outcomes, size):
 
 
 def test_an_alarm_waits_for_a_full_window():
-    window, alarm = RejectionWindow(4), RejectionAlarm((0.2,))
+    window, alarm = AcceptanceWindow(4), RejectionAlarm((0.2,))
     window.add(3, 0)
     assert alarm.event(window) is None
     window.add(1, 0)

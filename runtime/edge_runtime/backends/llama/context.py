@@ -1,4 +1,4 @@
-"""The plain pieces under the llama.cpp backend: load a model, open a context, fill a batch, look at an array that C owns."""
+"""Models and contexts of llama.cpp: load options, loading, batches, and views of arrays that C owns."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.llama.library import LlamaLibrary
+from edge_runtime.backends.llama.library import LlamaLibrary, library
+from edge_runtime.bundle.gguf_gemma4 import check_model
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
@@ -189,3 +191,30 @@ def decode_error(library: LlamaLibrary, role: str, code: int, rows: int) -> Back
     """Returns the error for a llama_decode that did not return 0."""
     meaning = _DECODE_CODES.get(code, "an unknown failure")
     return BackendError(f"llama.cpp failed on {rows} {role} rows with code {code}, {meaning}{library.quoted_error()}; try again")
+
+
+class LlamaModel:
+    """A model of llama.cpp and a context on it, freed exactly once. Close it, or use it as a context manager."""
+
+    def __init__(self, path: Path, architecture: str, options: LlamaOptions) -> None:
+        """Raises BackendError if the file is not sound, of another architecture, or does not load."""
+        self._library = library()
+        self._api = self._library.api
+        self._pointer: Any = None
+        self.header = check_model(path, architecture)
+        self._model: Any = load_model(self._library, path, options)
+
+    def close(self) -> None:
+        """Frees the context and the model. Harmless when done twice."""
+        if self._pointer is not None:
+            self._api.llama_free(self._pointer)
+            self._pointer = None
+        if self._model is not None:
+            self._api.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from edge_runtime.backends.llama.context import (
     MAX_SEQUENCES,
     Batch,
+    LlamaModel,
     LlamaOptions,
     context_params,
     decode_error,
     floats,
     open_context,
 )
-from edge_runtime.backends.llama.model import LlamaModel
 from edge_runtime.backends.llama.target import LlamaSequence, LlamaTarget
 from edge_runtime.bundle.gguf_gemma4 import DRAFTER, rows_read
 from edge_runtime.errors import BackendError, RequestError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.drafter import LlamaDrafter
@@ -37,7 +38,7 @@ class SequenceDrafter:
         """There is nothing of its own to free."""
 
 
-class LlamaTogether:
+class LlamaSequenceBatch:
     """All sequences of a target with their drafters. Implements `interfaces.SequenceBatch`."""
 
     def __init__(self, target: LlamaTarget, drafter: Drafter | None) -> None:
@@ -79,10 +80,25 @@ class LlamaTogether:
 _BODY, _HEAD = "drafter_body", "drafter_head"
 
 
-def open_batch(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaTogether, DrafterKind]:
+def open_pair(target_path: Path, drafter_path: Path | None, options: LlamaOptions) -> tuple[LlamaTarget, LlamaDrafter | None]:
+    """Opens the target and, if there is one and `options.draft` is set, its drafter. Closing the target closes both.
+
+    Raises BackendError if a file is missing or does not load, or if the two are no pair; then nothing stays open.
+    """
+    target = LlamaTarget(target_path, options)
+    if drafter_path is None or not options.draft:
+        return target, None
+    try:
+        return target, LlamaDrafter(drafter_path, target, options)
+    except BaseException:
+        target.close()
+        raise
+
+
+def open_batch(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaSequenceBatch, DrafterKind]:
     """Opens all `options.sequences` sequences and says which kind of drafter they have. Raises as `open_with_drafter` does."""
     target, drafter, kind = open_with_drafter(bundle, options, wanted)
-    return LlamaTogether(target, drafter), kind
+    return LlamaSequenceBatch(target, drafter), kind
 
 
 def open_with_drafter(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:

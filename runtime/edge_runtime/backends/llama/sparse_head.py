@@ -6,20 +6,42 @@ centroids and top 32, 4096 of 262144 rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.llama.ggml_graph import GgmlContext
-from edge_runtime.backends.llama.head_file import HeadWeights
 from edge_runtime.backends.llama.library import LlamaLibrary
-from edge_runtime.backends.llama.mapped_gguf import MappedTensor
+from edge_runtime.backends.llama.mapped_gguf import MappedTensor, map_gguf
 from edge_runtime.errors import BackendError
 
 Vector = NDArray[np.float32]
 # Below so many bytes of weights a step, waking a second thread costs more than it brings (at 0.6 MB two threads took 0.038 ms, one 0.029).
 _WORTH_THREADS = 1 << 20
+FORMAT_KEY, TOP_KEY = "drafter_head.format", "drafter_head.top_centroids"
+FORMAT = 2
+_NAMES = ("rows", "token_ordering", "centroids", "embedding_projection", "hidden_projection", "feedback")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadWeights:
+    """What the head file holds. C centroids of K tokens each, drafter width H, target width T.
+
+    `rows` [C, K, H]: output rows as the drafter's file has them; `token_ordering` int32 [C, K]: whose rows they are; `centroids` [C, H],
+    `embedding_projection` and `hidden_projection` [H, T], the halves of the pre-projection, and `feedback` [H, H], hidden_projection
+    after the post-projection, are float16; `top_centroids`: how many centroids are looked into.
+    """
+
+    rows: MappedTensor
+    token_ordering: NDArray[np.int32]
+    centroids: MappedTensor
+    embedding_projection: MappedTensor
+    hidden_projection: MappedTensor
+    feedback: MappedTensor
+    top_centroids: int
 
 
 class SparseHead:
@@ -114,3 +136,37 @@ def _bytes_read(weights: HeadWeights) -> int:
     """What a step of the head reads: all centroids, the rows of the best ones, the feedback."""
     share = weights.top_centroids / weights.token_ordering.shape[0]
     return int(weights.centroids.data.nbytes + weights.rows.data.nbytes * share + weights.feedback.data.nbytes)
+
+
+def read_head(library: LlamaLibrary, path: Path, *, hidden_size: int, target_hidden_size: int, vocabulary: int) -> HeadWeights:
+    """Maps the head of a drafter `hidden_size` wide for this target.
+
+    Raises BackendError if the file is damaged, of another format or for another pair, or if its order does not name every token once.
+    """
+    file = map_gguf(library, path, _NAMES, (FORMAT_KEY, TOP_KEY))
+    if file.numbers.get(FORMAT_KEY) != FORMAT:
+        raise BackendError(f"{path} is no head file of this version ({FORMAT_KEY} {FORMAT}); export the bundle again")
+    ordering = file.tensors.get("token_ordering")
+    clusters = ordering.shape if ordering is not None else ()
+    if len(clusters) != 2 or clusters[0] * clusters[1] != vocabulary:
+        raise BackendError(f"{path}: token_ordering has the shape {list(clusters)}, not {vocabulary} tokens; export the bundle again")
+    per_centroid, centroids = clusters
+    top = file.numbers.get(TOP_KEY, 0)
+    if not 1 <= top <= centroids:
+        raise BackendError(f"{path}: top_centroids is {top}, not a number from 1 to {centroids}; export the bundle again")
+    order = file.tensor("token_ordering", clusters, ("i32",)).data.view(np.int32).reshape(centroids, per_centroid)
+    _check_ordering(path, order, vocabulary)
+    return HeadWeights(
+        rows=file.tensor("rows", (hidden_size, per_centroid, centroids)),
+        token_ordering=order,
+        centroids=file.tensor("centroids", (hidden_size, centroids), ("f16",)),
+        embedding_projection=file.tensor("embedding_projection", (target_hidden_size, hidden_size), ("f16",)),
+        hidden_projection=file.tensor("hidden_projection", (target_hidden_size, hidden_size), ("f16",)),
+        feedback=file.tensor("feedback", (hidden_size, hidden_size), ("f16",)),
+        top_centroids=top,
+    )
+
+
+def _check_ordering(path: Path, ordering: NDArray[np.int32], vocabulary: int) -> None:
+    if ordering.min() < 0 or ordering.max() >= vocabulary or np.bincount(ordering.ravel(), minlength=vocabulary).max() > 1:
+        raise BackendError(f"{path}: token_ordering does not name each of {vocabulary} tokens once; export the bundle again")

@@ -14,9 +14,8 @@ import numpy as np
 
 from edge_runtime.backends.llama.context import LlamaOptions, floats
 from edge_runtime.backends.llama.drafter import LlamaDrafter, Row, Step, top_probability
-from edge_runtime.backends.llama.head_file import HeadWeights, read_head
 from edge_runtime.backends.llama.mapped_gguf import map_gguf
-from edge_runtime.backends.llama.sparse_head import SparseHead
+from edge_runtime.backends.llama.sparse_head import HeadWeights, SparseHead, read_head
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftRequest

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from edge_runtime.backends.committed_tokens import CommittedText
 from edge_runtime.backends.llama.context import (
     Batch,
+    LlamaModel,
     LlamaOptions,
     context_params,
     decode_error,
@@ -25,7 +26,6 @@ from edge_runtime.backends.llama.context import (
     open_context,
     rewind_slack,
 )
-from edge_runtime.backends.llama.model import LlamaModel
 from edge_runtime.backends.llama.state_check import check_state
 from edge_runtime.backends.llama.vocabulary import LlamaVocabulary
 from edge_runtime.bundle.gguf_gemma4 import TARGET

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_runtime.backends.llama.llama_cpp import LlamaDrafter, LlamaOptions, LlamaTarget, open_pair
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.drafter import LlamaDrafter
+from edge_runtime.backends.llama.open import open_pair
+from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, acceptance_rule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.decoding.sampling import Sampler, SamplingParams

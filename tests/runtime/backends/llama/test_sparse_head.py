@@ -11,10 +11,9 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_runtime.backends.llama.head_file import read_head
 from edge_runtime.backends.llama.library import library
 from edge_runtime.backends.llama.mapped_gguf import map_gguf
-from edge_runtime.backends.llama.sparse_head import SparseHead
+from edge_runtime.backends.llama.sparse_head import SparseHead, read_head
 from edge_runtime.errors import BackendError
 from tiny_head import CENTROIDS, HIDDEN, KEYS, PER_CENTROID, SIZES, TARGET, TOP, VOCABULARY, head_arrays, write_head_file, write_tensors
 

@@ -16,8 +16,10 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
-from edge_runtime.backends.llama.llama_cpp import LlamaDrafter, LlamaOptions, LlamaTarget
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.drafter import LlamaDrafter
 from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
+from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.errors import BackendError, RequestError
 
 OPTIONS = LlamaOptions(context=1024, threads=1, batch=64)

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from edge_runtime.backends.llama import library as llama_library
-from edge_runtime.backends.llama.context import load_model
-from edge_runtime.backends.llama.llama_cpp import LlamaDrafter, LlamaOptions, LlamaTarget, open_pair
+from edge_runtime.backends.llama.context import LlamaOptions, load_model
+from edge_runtime.backends.llama.drafter import LlamaDrafter
+from edge_runtime.backends.llama.open import open_pair
+from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
 
@@ -369,6 +371,6 @@ def test_the_log_quotes_the_first_error_and_joins_continued_lines() -> None:
 
 
 def test_importing_the_backend_loads_no_library() -> None:
-    code = "import sys, edge_runtime.backends.llama.llama_cpp, edge_runtime.calibration.crash_probe; sys.exit('llama_cpp' in sys.modules)"
+    code = "import sys, edge_runtime.backends.llama.open, edge_runtime.calibration.crash_probe; sys.exit('llama_cpp' in sys.modules)"
     path = os.pathsep.join(sys.path)
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, check=False).returncode == 0

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edge_runtime.backends.llama.llama_cpp import LlamaOptions, LlamaTarget
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.backends.llama.vocabulary import LlamaVocabulary
 from edge_runtime.errors import RequestError
 from edge_runtime.text.chat_template import ChatTemplate

@@ -47,7 +47,7 @@ class Event:
         return asdict(self) | {"sentence": self.sentence}
 
 
-class RejectionWindow:
+class AcceptanceWindow:
     """Rejected / drafted over the last `size` drafted tokens, one by one, across rounds."""
 
     def __init__(self, size: int = WINDOW_TOKENS) -> None:
@@ -88,7 +88,7 @@ class RejectionAlarm:
                 raise RequestError(f"the warning threshold is {threshold}; it must lie between 0 and 1")
         self._armed = dict.fromkeys(sorted(thresholds), True)
 
-    def event(self, window: RejectionWindow) -> Event | None:
+    def event(self, window: AcceptanceWindow) -> Event | None:
         """Returns what is to be told now: of several thresholds that are crossed at once the highest."""
         rejection = window.rejection
         if rejection is None or not window.full:

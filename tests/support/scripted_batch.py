@@ -12,7 +12,7 @@ from edge_runtime.session.session import Session, SessionParts
 from scripted import MANIFEST, LetterVocabulary, ScriptedDrafter, ScriptedTarget, next_token
 
 
-class ScriptedTogether:
+class ScriptedBatch:
     """Scripted sequences; counts how many rows each common forward had."""
 
     def __init__(self, count: int, context: int = 512) -> None:
@@ -32,8 +32,8 @@ class ScriptedTogether:
             target.close()
 
 
-def scripted_sessions(count: int, context: int = 512) -> tuple[ScriptedTogether, Sessions]:
-    together = ScriptedTogether(count, context)
+def scripted_sessions(count: int, context: int = 512) -> tuple[ScriptedBatch, Sessions]:
+    together = ScriptedBatch(count, context)
     bundle = Bundle(Path("nowhere"), MANIFEST)
     own = zip(together.targets, together.drafters, strict=True)
     return together, Sessions(
