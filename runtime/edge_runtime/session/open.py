@@ -28,7 +28,7 @@ from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.session.session import Session, SessionParts
 
 if TYPE_CHECKING:
-    from edge_runtime.backends.llama.open import LlamaTogether
+    from edge_runtime.backends.llama.open import LlamaSequenceBatch
 
 
 def default_threads() -> int:
@@ -128,7 +128,7 @@ class _PairLoader:
         ]
         return Sessions(sessions, batch)
 
-    def _open_llama(self, kv_type: KvType, count: int) -> tuple[LlamaTogether, DrafterKind, bool, list[str]]:
+    def _open_llama(self, kv_type: KvType, count: int) -> tuple[LlamaSequenceBatch, DrafterKind, bool, list[str]]:
         """Returns the loaded sequences, the kind of drafter, whether weights are repacked, and the files' quantizations."""
         from edge_runtime.backends.llama.context import LlamaOptions
         from edge_runtime.backends.llama.open import open_batch
