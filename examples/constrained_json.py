@@ -21,5 +21,5 @@ SCHEMA = {
 with edge_runtime.open_session(sys.argv[1]) as session:
     generation = session.generate("triangle = ", constraint=edge_runtime.JsonSchema(SCHEMA), max_tokens=128)
     shape = json.loads("".join(generation))
-    assert generation.whole  # False if max_tokens ended it
+    assert generation.complete  # False if max_tokens ended it
     print(f"{shape['name']!r} has {shape['sides']} sides")

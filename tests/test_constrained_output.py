@@ -70,7 +70,7 @@ def test_greedy_output_is_valid_and_that_of_plain_decoding(session: Session, nam
     constraint, check = CASES[name]
     generation = session.generate(PROMPT, max_tokens=150, draft_length=4, constraint=constraint)
     text = generation.text()
-    assert generation.whole
+    assert generation.complete
     check(text)
     report = check_lossless(session, generation)
     assert report.equal or abs(report.logit_gap or 1.0) < NEAR_TIE, report.sentence()
@@ -88,7 +88,7 @@ def test_sampled_output_is_valid(session: Session, name: str, acceptance: str) -
             PROMPT, max_tokens=150, draft_length=3, constraint=constraint, sampling=options, acceptance=acceptance
         )
         text = generation.text()
-        assert generation.whole
+        assert generation.complete
         check(text)
 
 
@@ -96,7 +96,7 @@ def test_a_text_cut_short_says_so(session: Session) -> None:
     generation = session.generate(PROMPT, max_tokens=3, draft_length=4, constraint=JsonSchema(SCHEMA))
     generation.text()
     assert len(generation.tokens) == 3
-    assert not generation.whole
+    assert not generation.complete
 
 
 def test_an_invalid_constraint_is_refused_before_anything_runs(session: Session) -> None:
@@ -152,7 +152,7 @@ def test_requests_at_once_keep_to_their_own_constraints(exported_pair: Path, pro
             for _ in sessions.run(running):
                 pass
             for generation, (_, check) in zip(running, CASES.values(), strict=True):
-                assert generation.whole
+                assert generation.complete
                 assert generation.finish_reason == "stop"
                 check(generation.finish())
 

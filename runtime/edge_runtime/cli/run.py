@@ -138,7 +138,7 @@ def run_once(session: Session, options: RunOptions) -> None:
             **energy_record(energy),
         }
         if generation.options.constraint:
-            record["whole"] = generation.whole
+            record["whole"] = generation.complete
         if lossless:
             record["lossless"] = lossless.to_json()
         click.echo(json.dumps(record, ensure_ascii=False))
@@ -148,7 +148,7 @@ def run_once(session: Session, options: RunOptions) -> None:
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
     note(energy.sentence())
-    if not generation.whole:
+    if not generation.complete:
         note("the text ended before the grammar did; raise --max-tokens, or leave --stop out")
     if lossless:
         note(lossless.sentence())

@@ -8,7 +8,7 @@ from edge_runtime.session.stats import DecodeStats
 
 def summary(stats: DecodeStats, drafter: DrafterKind) -> str:
     """One line of figures; `drafter` is named where it drafted."""
-    parts = [f"{stats.tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s", f"{stats.tokens_per_round:.2f} tokens per round"]
+    parts = [f"{stats.tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s", f"mean acceptance length {stats.mean_acceptance_length:.2f}"]
     if stats.acceptance_rate is not None:
         by_position = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
         parts.append(f"{stats.acceptance_rate:.1%} of {drafter} drafts accepted (by position {by_position})")

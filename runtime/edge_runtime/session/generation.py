@@ -1,4 +1,4 @@
-"""One request while it runs: rounds of the loop made into text, with its figures."""
+"""One request while it runs: the rounds of the loop, their text and their figures."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from edge_runtime.text.constraints import Constraint, ConstraintSource
 from edge_runtime.text.stream import OutputText
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0)
-# As many as a batch of llama.cpp has by default, so pieces cost nothing and compute the same rows.
+# The default batch of llama.cpp, so that prefilling in pieces costs nothing and computes the same rows.
 PREFILL_ROWS = 512
 FinishReason = Literal["stop", "length", "context"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """What a request asks for besides its prompt. Raises RequestError for a limit below 1.
+    """The options of a request. Raises RequestError for a limit below 1.
 
-    `stop` strings end the text before them. `chunk_size` is how many tokens at least make a piece of text, except for the last;
-    `on_round` is called after each round, before its text is out. `reuse_prefix` keeps the cache's rows as far as the prompt begins
-    with their tokens: quick in a chat; rows that another request computed in batches of other sizes may differ in their last bits.
-    `constraint` says what the text must be.
+    `stop` strings end the text before them. `chunk_size` is the least number of tokens per piece of text, except for the last piece.
+    `on_round` is called after each round, before its text is yielded. `reuse_prefix` keeps the cache's rows as far as the prompt begins
+    with their tokens: fast in a chat, but rows that another request computed in batches of other sizes may differ in their last bits.
+    `constraint` describes the valid texts.
     """
 
     max_tokens: int = 128
@@ -53,7 +53,7 @@ class GenerationOptions:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the output is the same with any drafts and with none: greedy, or drawn by match with a seed."""
+        """Whether the output is the same with and without drafts: greedy, or sampled with acceptance by match and a seed."""
         return self.sampling.temperature == 0 or (self.acceptance == "match" and self.sampling.seed is not None)
 
 
@@ -66,11 +66,11 @@ class LoadedPair:
     vocabulary: Vocabulary
 
 
-class _Spelling:
-    """A request's tokens as text, and whether one of them ends it.
+class _Detokenizer:
+    """Turns a request's tokens into text and finds the token that ends the request.
 
-    Apart from Generation, because the loop calls `is_stop`: a request that held a loop that holds the request would be kept in memory until
-    garbage is collected.
+    It is apart from Generation because the loop calls `is_stop`: a reference cycle between the request and its loop would keep both in
+    memory until the next garbage collection.
     """
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], constraint: Constraint | None) -> None:
@@ -81,14 +81,14 @@ class _Spelling:
         self._fed = 0
 
     def feed_rest(self, tokens: Sequence[int]) -> None:
-        """Takes those of the request's tokens that are not text yet."""
+        """Detokenizes the tokens that were not fed yet."""
         for token in tokens[self._fed :]:
             self._feed(token)
 
     def is_stop(self, token: int) -> bool:
         """Returns whether the newest token is the last."""
-        # With stop strings the text is made token by token inside the loop, as plain decoding would: so they end the request at the
-        # same token. Without them the loop does no text work, and its seconds hold none.
+        # Stop strings are searched token by token inside the loop, so that a request ends at the same token as in plain decoding.
+        # Without them the loop detokenizes nothing, and its seconds contain no text work.
         stopped = self._stops and self._feed(token)
         closed = self.constraint is not None and self.constraint.advance(token)
         return stopped or closed or token in self._vocabulary.eog_tokens
@@ -99,9 +99,9 @@ class _Spelling:
 
 
 class Generation:
-    """One request: iterate it for text pieces, each the moment its tokens are accepted; `stats` and `tokens` grow meanwhile.
+    """One request: iterating yields each piece of text as soon as its tokens are accepted; `stats` and `tokens` grow meanwhile.
 
-    Nothing runs before the first piece is asked for; leaving the loop early ends the request.
+    Nothing runs before the first piece is requested; leaving the loop early ends the request.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class Generation:
         self.options = options
         self.monitor = monitor
         self._pair = pair
-        self._spelling = _Spelling(pair.vocabulary, options.stop, constraint)
+        self._detokenizer = _Detokenizer(pair.vocabulary, options.stop, constraint)
         self._taken = 0
         rule = acceptance_rule(options.sampling, options.acceptance, prompt)
         if constraint is not None:
             rule = constrained(rule, constraint)
         self.decoding = Decoding(
-            pair.target, self.prompt[-1], policy, max_tokens=options.max_tokens, rule=rule, is_stop=self._spelling.is_stop
+            pair.target, self.prompt[-1], policy, max_tokens=options.max_tokens, rule=rule, is_stop=self._detokenizer.is_stop
         )
 
     @property
@@ -137,17 +137,17 @@ class Generation:
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the text, if one did."""
-        return self._spelling.text.stopped_by
+        return self._detokenizer.text.stopped_by
 
     @property
-    def whole(self) -> bool:
-        """Whether the text so far is all that the request's constraint asks for; without one always. False after max_tokens cut it short."""
-        constraint = self._spelling.constraint
-        return constraint is None or constraint.whole
+    def complete(self) -> bool:
+        """Whether the text so far satisfies the request's constraint; always true without one. False if max_tokens cut it short."""
+        constraint = self._detokenizer.constraint
+        return constraint is None or constraint.complete
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the request is over; None while it is not."""
+        """Why the request ended; None while it runs."""
         if self.decoding.stopped:
             return "stop"
         if len(self.tokens) >= self.options.max_tokens:
@@ -163,7 +163,7 @@ class Generation:
             yield text
 
     def rounds(self) -> Iterator[Round]:
-        """Yields rounds of token ids, for those who want no text. Use either this or the pieces, once."""
+        """Yields rounds of token ids instead of text. Iterate either the rounds or the request, once."""
         self.prefill()
         rounds = decode(self._pair.target, self._pair.drafter, self.decoding)
         while True:
@@ -175,12 +175,12 @@ class Generation:
             yield one
 
     def prefill(self) -> None:
-        """Puts the prompt, all but its last token, into the cache; keeps the rows that are there already if the options say so."""
+        """Puts the prompt, all but its last token, into the cache; with `reuse_prefix` rows that match are kept."""
         for _ in self.prefilling():
             pass
 
     def prefilling(self) -> Iterator[None]:
-        """Prefills in pieces of at most `PREFILL_ROWS` tokens: between two of them others may use their sequences."""
+        """Prefills in pieces of at most `PREFILL_ROWS` tokens; between two of them, requests on other sequences may run."""
         target, stats, prompt = self._pair.target, self.stats, self.prompt[:-1]
         stats.reused_tokens = reusable_prefix(target, prompt) if self.options.reuse_prefix else 0
         target.rollback(stats.reused_tokens)
@@ -191,7 +191,7 @@ class Generation:
             yield
 
     def count(self, one: Round, seconds: float) -> None:
-        """Adds a round that took `seconds` to the request's figures and text."""
+        """Adds a round that took `seconds` to the request's tokens and figures."""
         stats = self.stats
         stats.decode_seconds += seconds
         if not stats.rounds:
@@ -205,26 +205,26 @@ class Generation:
             self.options.on_round(one)
 
     def take(self) -> str:
-        """Returns the text that became certain, once there are `chunk_size` tokens of it."""
+        """Returns the new text once it has `chunk_size` tokens; text that a stop string may still cut is held back."""
         if len(self.tokens) - self._taken < self.options.chunk_size:
             return ""
-        self._spelling.feed_rest(self.tokens)
-        if text := self._spelling.text.take():
+        self._detokenizer.feed_rest(self.tokens)
+        if text := self._detokenizer.text.take():
             self._taken = len(self.tokens)
         return text
 
     def finish(self) -> str:
-        """Returns the rest of the text, once no token follows."""
-        self._spelling.feed_rest(self.tokens)
-        return self._spelling.text.finish()
+        """Returns the rest of the text, after the last token."""
+        self._detokenizer.feed_rest(self.tokens)
+        return self._detokenizer.text.finish()
 
     def text(self) -> str:
-        """Runs the request to its end and returns all text."""
+        """Runs the request to its end and returns all of its text."""
         return "".join(self)
 
 
 def reusable_prefix(target: Target, prompt: Sequence[int]) -> int:
-    """Returns how many tokens at the beginning of `prompt` are the cache's own, 0 where it cannot go back to them."""
+    """Returns how many tokens at the beginning of `prompt` are in the cache, 0 if the cache cannot be rolled back to them."""
     length = min(target.length, len(prompt))
     same = target.tokens[:length] == np.asarray(prompt[:length], np.int64)
     kept = length if same.all() else int(same.argmin())

@@ -20,25 +20,25 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A metric with its samples; `says` is its help text."""
+    """A metric with its samples; `description` is its help text."""
 
     name: str
     kind: Literal["counter", "gauge", "summary"]
-    says: str
+    description: str
     samples: Sequence[Sample]
 
 
-def counter(name: str, says: str, value: float) -> Metric:
+def counter(name: str, description: str, value: float) -> Metric:
     """A counter without labels."""
-    return Metric(name=name, kind="counter", says=says, samples=[Sample(value=value, labels={})])
+    return Metric(name=name, kind="counter", description=description, samples=[Sample(value=value, labels={})])
 
 
 def exposition(metrics: Sequence[Metric]) -> str:
-    """Returns the text that a scrape gets; ends in a newline. A metric without samples is left out."""
+    """Returns the text of a scrape, ending in a newline. A metric without samples is left out."""
     lines = []
     for metric in metrics:
         if metric.samples:
-            lines += [f"# HELP {metric.name} {_escaped(metric.says)}", f"# TYPE {metric.name} {metric.kind}"]
+            lines += [f"# HELP {metric.name} {_escaped(metric.description)}", f"# TYPE {metric.name} {metric.kind}"]
             lines += [f"{metric.name}{sample.suffix}{_labels(sample.labels)} {sample.value!r}" for sample in metric.samples]
     return "\n".join(lines) + "\n"
 

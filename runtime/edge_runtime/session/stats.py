@@ -1,7 +1,8 @@
-"""What a run did, in counts and seconds; rates are derived, never stored."""
+"""Figures of requests: counts and seconds, from which rates and percentiles are derived."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +11,9 @@ from typing import Any
 class DecodeStats:
     """Counts of one request. `accepted_at[i]` rounds accepted draft i, `drafted_at[i]` rounds drafted it (i from 0).
 
-    `reused_tokens` of the prompt were in the cache already. Times are seconds: `prefill_seconds` until the prompt is in the cache, `first_token_seconds` from the request until the first
-    emitted token, `decode_seconds` from the end of prefill until the last token, of which `draft_seconds` and `verify_seconds`
-    went into drafting and into the target's forwards.
+    `reused_tokens` of the prompt were already in the cache. Times are in seconds: `prefill_seconds` until the prompt is in the cache,
+    `first_token_seconds` from the request until the first emitted token, `decode_seconds` from the end of the prefill until the last
+    token; of these, `draft_seconds` are drafting and `verify_seconds` the target's forwards.
     """
 
     prompt_tokens: int = 0
@@ -49,12 +50,12 @@ class DecodeStats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of rounds that accepted draft i, of those that drafted it."""
+        """For each position i: rounds that accepted draft i / rounds that drafted it."""
         return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
 
     @property
-    def tokens_per_round(self) -> float:
-        """Emitted tokens / target forwards while decoding."""
+    def mean_acceptance_length(self) -> float:
+        """Emitted tokens / target forwards while decoding: 1 is plain decoding."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
     @property
@@ -73,7 +74,8 @@ class DecodeStats:
             "accepted_tokens": self.accepted,
             "acceptance_rate": self.acceptance_rate,
             "acceptance_by_position": self.acceptance_by_position,
-            "tokens_per_round": self.tokens_per_round,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "tokens_per_round": self.mean_acceptance_length,  # the key of earlier versions
             "tokens_per_second": self.tokens_per_second,
             "prefill_seconds": self.prefill_seconds,
             "time_to_first_token_seconds": self.first_token_seconds,
@@ -81,3 +83,28 @@ class DecodeStats:
             "draft_seconds": self.draft_seconds,
             "verify_seconds": self.verify_seconds,
         }
+
+
+class Latencies:
+    """Latencies of single tokens: the seconds of a round divided by the tokens it emitted. Percentiles are of the last `keep` rounds."""
+
+    def __init__(self, keep: int | None = None) -> None:
+        self._rounds: deque[tuple[float, int]] = deque(maxlen=keep)
+        self.seconds = 0.0
+        self.count = 0
+
+    def add(self, seconds: float, tokens: int = 1) -> None:
+        """Adds a round that took `seconds` and emitted `tokens`."""
+        if tokens > 0:
+            self._rounds.append((seconds / tokens, tokens))
+            self.seconds += seconds
+            self.count += tokens
+
+    def percentile(self, percent: int) -> float | None:
+        """Returns the smallest latency that `percent` of the tokens do not exceed (nearest rank); None without tokens."""
+        left = percent * sum(tokens for _, tokens in self._rounds)
+        for latency, tokens in sorted(self._rounds):
+            left -= 100 * tokens
+            if left <= 0:
+                return latency
+        return None

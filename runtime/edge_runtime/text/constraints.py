@@ -59,5 +59,5 @@ class Constraint(Protocol):
         """Takes an emitted token; returns whether no text can follow it."""
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether what was emitted is complete: it could end here."""

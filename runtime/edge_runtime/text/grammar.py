@@ -168,7 +168,7 @@ class _LlguidanceConstraint:
         return self._matcher.is_stopped()
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether the end is allowed here, or has come."""
         if self._ended:
             return True

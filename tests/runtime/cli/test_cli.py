@@ -39,7 +39,7 @@ def test_text_goes_out_and_figures_go_to_the_person(run):
 def test_plain_decoding_reports_no_acceptance(run):
     result = run("bundle", "abc", "--draft-length", "0")
     assert "accepted" not in result.stderr
-    assert "1.00 tokens per round" in result.stderr
+    assert "mean acceptance length 1.00" in result.stderr
 
 
 def test_json_is_one_object(run):
@@ -61,7 +61,7 @@ def test_compare_ends_in_a_table(run):
         "tok/s",
         "speed-up over plain",
         "accepted at draft 2",
-        "tokens per round",
+        "mean acceptance length",
         "time to first token",
         "peak memory",
         "same output",

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.acceptance_window import AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
-from edge_runtime.session.latency import Latencies
 from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.session.prometheus import Metric, Sample, exposition
 from edge_runtime.session.session import Session, SessionParts
-from edge_runtime.session.stats import DecodeStats
+from edge_runtime.session.stats import DecodeStats, Latencies
 from scripted import LetterVocabulary, ScriptedDrafter, ScriptedTarget, make_session, next_token
 
 rounds = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda pair: (max(pair), min(pair))), max_size=80)
@@ -161,6 +160,7 @@ def test_prometheus_reads_what_we_write():
     assert values[("edge_mtp_drafted_tokens_total",)] > values[("edge_mtp_accepted_tokens_total",)] == 0
     assert values[("edge_mtp_events_total", "rejection")] == 1
     assert values[("edge_mtp_rejection_ratio",)] == 1.0
+    assert values[("edge_mtp_mean_acceptance_length",)] == 36 / values[("edge_mtp_rounds_total",)]
     assert 0 < values[("edge_mtp_token_seconds", "0.5")] <= values[("edge_mtp_token_seconds", "0.95")]
     assert values[("edge_mtp_time_to_first_token_seconds_count",)] == 3
     assert {family.type for family in families.values()} == {"counter", "gauge", "summary"}
@@ -169,7 +169,7 @@ def test_prometheus_reads_what_we_write():
 def test_labels_and_help_are_escaped():
     parser = pytest.importorskip("prometheus_client.parser", reason="needs edge-mtp[dev]")
     text = 'back\\slash "quoted"\nnext'
-    written = exposition([Metric(name="m", kind="gauge", says=text, samples=[Sample(value=1.5, labels={"l": text})])])
+    written = exposition([Metric(name="m", kind="gauge", description=text, samples=[Sample(value=1.5, labels={"l": text})])])
     (family,) = parser.text_string_to_metric_families(written)
     assert family.documentation == text
     assert family.samples[0].labels == {"l": text}

@@ -31,7 +31,7 @@ def test_stats_count_what_happened():
     assert (stats.prompt_tokens, stats.tokens, stats.rounds) == (3, 9, 3)
     assert (stats.drafted, stats.accepted, stats.acceptance_rate) == (6, 6, 1.0)
     assert stats.acceptance_by_position == [1.0, 1.0]
-    assert stats.tokens_per_round == 3.0
+    assert stats.mean_acceptance_length == stats.to_json()["mean_acceptance_length"] == 3.0
     assert 0 < stats.first_token_seconds <= stats.prefill_seconds + stats.decode_seconds
     assert stats.to_json()["drafted_tokens"] == 6
 

@@ -73,7 +73,7 @@ def test_whatever_is_allowed_to_the_end_is_valid(name):
     for seed in range(60):
         constraint = GRAMMARS.constrain(SOURCES[name])
         tokens = walk(constraint, seed)
-        if constraint.whole:
+        if constraint.complete:
             ended += 1
             assert is_valid(name, VOCABULARY.text(tokens)), VOCABULARY.text(tokens)
     assert ended > 30
@@ -106,7 +106,7 @@ def test_looking_ahead_leaves_no_trace(name):
                 if looked.valid(ahead) == len(ahead):
                     looked.allowed(ahead)
             assert np.array_equal(looked.allowed(()), plain.allowed(()))
-            assert looked.whole == plain.whole
+            assert looked.complete == plain.complete
             assert looked.advance(token) == plain.advance(token)
 
 
@@ -114,11 +114,11 @@ def test_the_end_is_allowed_exactly_where_the_text_is_whole():
     constraint = GRAMMARS.constrain(Regex("aab?"))
     ends = []
     for letter in "aab":
-        ends.append((constraint.whole, constraint.allowed(())[[0, 1]].tolist(), constraint.closed(())))
+        ends.append((constraint.complete, constraint.allowed(())[[0, 1]].tolist(), constraint.closed(())))
         closed = constraint.advance(VOCABULARY.encode(letter)[0])
     assert ends == [(False, [False] * 2, False), (False, [False] * 2, False), (True, [True] * 2, False)]
     assert closed
-    assert constraint.whole
+    assert constraint.complete
     assert np.flatnonzero(constraint.allowed(())).tolist() == [0, 1]
 
 
@@ -130,7 +130,7 @@ def test_an_end_among_the_drafts_closes_what_follows():
     assert np.flatnonzero(constraint.allowed([a, 0])).tolist() == [0, 1]
     assert not constraint.advance(a)
     assert constraint.advance(1)
-    assert constraint.whole
+    assert constraint.complete
 
 
 def test_all_spellings_of_a_text_are_allowed():

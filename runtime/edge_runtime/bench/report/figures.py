@@ -15,7 +15,7 @@ from edge_runtime.bench.measure.records import Concurrency, Memory, Records, Run
 from edge_runtime.bench.measure.schedule import CONTEXTS_PART, DOMAINS_PART
 from edge_runtime.bench.measure.variants import FIXED, OURS, PLAIN, Variant
 from edge_runtime.bench.report.ratios import Ratio, paired_logs, ratio
-from edge_runtime.session.latency import Latencies
+from edge_runtime.session.stats import Latencies
 
 
 @dataclass(frozen=True, kw_only=True)
