@@ -90,7 +90,7 @@ def test_the_example_is_a_manifest():
 
 
 def test_what_may_be_zero_is_specified():
-    bullet = re.search(r"^- Whole numbers are .*?(?=^- )", TEXT, re.DOTALL | re.MULTILINE)[0]
+    bullet = re.search(r"^- Integers are .*?(?=^- )", TEXT, re.DOTALL | re.MULTILINE)[0]
     assert set(re.findall(r"`(\w+)`", bullet)) == FROM_ZERO
 
 
