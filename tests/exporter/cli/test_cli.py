@@ -77,12 +77,12 @@ def test_refusals_are_one_sentence_and_exit_1(pair: list[Path], tmp_path: Path) 
 
 
 def test_an_interrupt_exits_130_and_leaves_nothing(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edge_export.pipeline import export
+    from edge_export.pipeline import bundle_files
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export, "manifest_source", interrupted)
+    monkeypatch.setattr(bundle_files, "manifest_source", interrupted)
     result = invoke(*pair, "-o", tmp_path / "out", *QUICK)
     assert result.exit_code == 130
     assert "stopped" in result.stderr
