@@ -21,16 +21,18 @@ _OWN = {"package", "backends", "with_llama_tools", "output", "force", "as_json"}
 
 
 package_options = option_group(
-    click.option("--package", type=click.Choice(list(PLATFORMS)), help="Make a folder that runs bundles on such a device, not a bundle."),
     click.option(
-        "--with-llama-tools", is_flag=True, help="With --package: add llama.cpp's own tools as static programs that need no Python."
+        "--package", type=click.Choice(list(PLATFORMS)), help="Build a folder that runs bundles on such a device, instead of a bundle."
+    ),
+    click.option(
+        "--with-llama-tools", is_flag=True, help="With --package: add llama.cpp's own tools as static programs, which need no Python."
     ),
     click.option(
         "--backend",
         "backends",
         multiple=True,
         type=click.Choice(BACKENDS),
-        help="With --package: a backend to put in; may be repeated.  [default: all there are]",
+        help="With --package: a backend to include; may be repeated.  [default: all]",
     ),
 )
 

@@ -12,8 +12,9 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 from click.testing import CliRunner, Result
 
 from edge_export.checkpoint import reference_pair as reference
-from edge_export.cli import command as cli
-from edge_export.cli.command import main, size
+from edge_export.cli import options
+from edge_export.cli.command import main
+from edge_export.cli.display import size
 from edge_runtime.bundle.bundle import open_bundle
 
 Folders = Callable[[str], Path]
@@ -90,7 +91,7 @@ def test_an_interrupt_exits_130_and_leaves_nothing(pair: list[Path], tmp_path: P
 
 
 def test_the_reference_pair_stands_for_target_and_drafter(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "reference_pair", lambda: tuple(pair))
+    monkeypatch.setattr(options, "reference_pair", lambda: tuple(pair))
     result = invoke("--reference-pair", "-o", tmp_path / "out", *QUICK)
     assert result.exit_code == 0, result.stderr
     assert open_bundle(tmp_path / "out").manifest.sources["target"].origin == str(pair[0])

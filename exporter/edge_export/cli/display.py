@@ -1,0 +1,124 @@
+"""What `edge-export` prints: progress bars, the table of the bundle's files, the figures of the comparison."""
+
+from __future__ import annotations
+
+import json
+from types import TracebackType
+from typing import Any, Self
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+from edge_devices.files.typed_json import to_json
+from edge_runtime.bundle.bundle import Bundle
+
+
+class Amount(ProgressColumn):
+    """A column with bytes done, speed and time left; empty for a step that counts no bytes."""
+
+    def render(self, task: Task) -> Text:
+        """Returns e.g. "1.2 GB of 3.4 GB, 210.0 MB/s, ETA 11 s"."""
+        if not task.fields["counted"]:
+            return Text("")
+        parts = [f"{size(int(task.completed))} of {size(int(task.total or 0))}"]
+        if not task.finished and task.speed:
+            parts.append(f"{size(int(task.speed))}/s")
+        if not task.finished and task.time_remaining is not None:
+            parts.append(f"ETA {task.time_remaining:.0f} s")
+        return Text(", ".join(parts))
+
+
+class Display:
+    """Shows an export on standard error: one bar per step, with bytes, speed and time left. Implements `edge_export.Progress`."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = Bars(TextColumn("{task.description}"), BarColumn(bar_width=12), TimeElapsedColumn(), Amount(), console=console)
+        self._task: TaskID | None = None
+
+    def step(self, title: str, total_bytes: int | None) -> None:
+        """Ends the current bar and starts the next; without a total the bar only pulses."""
+        self._finish()
+        self._task = self._bars.add_task(title, total=total_bytes, counted=total_bytes is not None)
+
+    def advance(self, done_bytes: int) -> None:
+        """Moves the bar."""
+        if self._task is not None:
+            self._bars.advance(self._task, done_bytes)
+
+    def say(self, sentence: str) -> None:
+        """Prints a message above the bars."""
+        self._bars.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self._bars.start()
+        except RuntimeError as error:  # no memory for the stack of its thread
+            raise MemoryError from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._finish()
+        self._bars.stop()
+
+    def _finish(self) -> None:
+        """Sets a finished step's total to the bytes that were done, as totals are estimates."""
+        if self._task is not None:
+            task = next(task for task in self._bars.tasks if task.id == self._task)
+            self._bars.update(self._task, total=max(task.completed, 1), completed=max(task.completed, 1))
+
+
+def size(count: int) -> str:
+    """Formats a number of bytes, e.g. 1.5 MB."""
+    value, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def summary(bundle: Bundle) -> Table:
+    """A table of the bundle's files with their sizes."""
+    table = Table(title=f"{bundle.folder}: Gemma 4 {bundle.manifest.architecture.family}", title_justify="left")
+    for column, justify in (("file", "left"), ("role", "left"), ("quantization", "left"), ("size", "right")):
+        table.add_column(column, justify="right" if justify == "right" else "left", overflow="fold")
+    for entry in bundle.manifest.files:
+        table.add_row(entry.path, entry.role, entry.quantization or "", size(entry.bytes))
+    table.add_section()
+    table.add_row("total", "", "", size(sum(entry.bytes for entry in bundle.manifest.files)))
+    return table
+
+
+def parity_sentences(parity: dict[str, Any] | None) -> list[str]:
+    """One sentence for each format's comparison with the reference."""
+    gguf = {key: value for key, value in (parity or {}).items() if key != "onnx"}
+    onnx = (parity or {}).get("onnx")
+    sentences = [parity_sentence(gguf)] if gguf or onnx is None else []
+    return sentences + ([f"ONNX: {parity_sentence(onnx)}"] if onnx is not None else [])
+
+
+def parity_sentence(parity: dict[str, Any]) -> str:
+    """One sentence about a comparison with the reference."""
+    if not parity or "skipped" in parity:
+        return f"Parity not measured: {parity.get('skipped', 'no reason given')}."
+    plain, final, drafts = parity["unquantized"], parity["quantized"], parity["drafts"]
+    return (
+        f"Parity with {parity['reference']}: unquantized logits within {plain['max_abs_difference']:.3g}, "
+        f"{final['quantization']} mean KL {final['mean_kl']:.3g} and greedy agreement {final['greedy_agreement']:.0%}, "
+        f"drafts agree {drafts['unquantized_agreement']:.0%} ({drafts['quantized_agreement']:.0%} quantized)."
+    )
+
+
+def show(bundle: Bundle, console: Console, as_json: bool) -> None:
+    """Prints the bundle's files and its comparison with the reference."""
+    if as_json:
+        click.echo(json.dumps({"bundle": str(bundle.folder), **to_json(bundle.manifest)}, ensure_ascii=False))
+        return
+    Console().print(summary(bundle))
+    for sentence in parity_sentences(bundle.manifest.parity):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
