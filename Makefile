@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 # On Linux without a GPU, PIP_EXTRA_INDEX_URL can point pip at torch's CPU builds, which are far smaller.
 TORCH ?= torch==2.13.0
-# The tests run in so many processes, each on processors of its own.
+# Number of test processes, each on its own processors.
 WORKERS ?= 2
 BIN := $(VENV)/bin
 TOOLS := .venv-tools
@@ -18,12 +18,13 @@ AUDIT = $(BIN)/python scripts/setup/check_dependencies.py --python $(BIN)/python
 DEMO_BUNDLE ?= demo-bundle
 DEMO_PROMPT ?= class Stack:
 
-.PHONY: help demo test test-slow lint docs lock audit wheel-check release dist setup setup-test llama-cpp clean
+.PHONY: help demo test test-random test-slow lint docs lock audit wheel-check release dist setup setup-test llama-cpp clean
 
 help:
 	@echo "make demo       set up, export the shipped reference pair, run it with and without drafts"
 	@echo "make test       set up and run the tests"
-	@echo "make test-slow  the tests that take minutes, which make test leaves out"
+	@echo "make test-slow  the tests that take minutes, which make test omits, in random order"
+	@echo "make test-random  the tests of make test in random order"
 	@echo "make lint       ruff, mypy, import-linter, hadolint, the issue forms"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make audit      licences of what is installed, advisories about what is locked"
@@ -54,11 +55,15 @@ demo: setup
 	$(BIN)/edge-run $(DEMO_BUNDLE) --compare --draft-length 3 --max-tokens 200 "$(DEMO_PROMPT)"
 
 test: setup-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -p no:randomly -m "not slow"
 
-# Statistics over thousands of samples, whole benchmarks on devices, and emulated phones and boards: a quarter of an hour.
+# The same in random order, to find tests that depend on others. The seed is printed; SEED=n repeats an order.
+test-random: setup-test
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(if $(SEED),--randomly-seed=$(SEED)) -m "not slow"
+
+# Statistics over thousands of samples, complete benchmarks on devices, and emulated phones and boards, in random order: a quarter of an hour.
 test-slow: setup-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(if $(SEED),--randomly-seed=$(SEED)) -m slow
 
 lint: setup-test $(TOOLS)/.ready
 	$(BIN)/ruff check .

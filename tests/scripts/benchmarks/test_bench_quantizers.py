@@ -19,7 +19,7 @@ from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.request import OnnxRequest
 from edge_export.quantization import calibration
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PAIR = ROOT / "exporter" / "edge_export" / "reference_pair"
 
 

@@ -14,7 +14,7 @@ from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 from refpair.drafter import draft_states, sparse_choice, target_rows
 from widen_pair import main
 
-PAIR = Path(__file__).parents[2] / "exporter" / "edge_export" / "reference_pair"
+PAIR = Path(__file__).parents[3] / "exporter" / "edge_export" / "reference_pair"
 OLD, NEW = 4096, 8192
 FAR_BELOW = -10.0
 

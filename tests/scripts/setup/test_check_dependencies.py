@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import check_dependencies
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLEAN = {"dependencies": [{"name": "click", "version": "8.4", "vulns": []}]}
 SKIPPED = {"dependencies": [{"name": "click", "skip_reason": "Dependency not found on PyPI"}]}
 VULNERABLE = {"dependencies": [{"name": "jinja2", "version": "3.1.2", "vulns": [{"id": "GHSA-x", "fix_versions": ["3.1.6"]}]}]}

@@ -1,0 +1,24 @@
+"""Every script prints its help when it is started from the root of the repository."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(
+    path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts").glob("*/*.py") if "__main__" in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script):
+    pytest.importorskip("torch", reason="some scripts import torch")
+    pytest.importorskip("gguf", reason="some scripts import gguf")
+    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"Usage: {Path(script).name} ")
