@@ -1,0 +1,120 @@
+"""Filters and functions of chat templates, with sizes checked before a value is made and steps counted."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from datetime import datetime
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from jinja2.runtime import Context
+from jinja2.utils import pass_context
+
+from edge_runtime.text.template_limits import BUDGET, LimitError, check_size, measured
+
+
+# Filters that take the context are never folded at compile time.
+@pass_context
+def counted(_context: Context, values: Iterable[Any]) -> Iterable[Any]:
+    """Counts each item as a step. Values with a length are returned unchanged, because `loop.length` and `loop.last` need it."""
+    if isinstance(values, Sized):
+        BUDGET.get().step(len(values))
+        return values
+    return _counted_one_by_one(values)
+
+
+def _counted_one_by_one(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        BUDGET.get().step()
+        yield value
+
+
+def counting(lazy: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a lazy filter that counts the items it reads, since it may yield none of them."""
+
+    @functools.wraps(lazy)
+    def count(context: Context, values: Iterable[Any], *arguments: Any, **named: Any) -> Any:
+        return lazy(context, _counted_one_by_one(values), *arguments, **named)
+
+    return count
+
+
+@pass_context
+def measured_filter(_context: Context, value: Any) -> Any:
+    """`measured` as a filter; the items of a lazy filter are counted one by one."""
+    BUDGET.get().step()
+    return _counted_one_by_one(value) if isinstance(value, Iterator) else measured(value)
+
+
+@pass_context
+def emitted(_context: Context, value: Any) -> str:
+    """Returns the text of an output expression and counts it."""
+    return BUDGET.get().emit(str(measured(value)))
+
+
+@pass_context
+def joined(_context: Context, values: list[Any]) -> str:
+    """Returns the texts of all values of `a ~ b`, joined."""
+    return join(values)
+
+
+def join(values: Iterable[Any], between: str = "", attribute: str | None = None) -> str:
+    """jinja2's filter; the size is checked before the text is made."""
+    if attribute is not None:
+        values = [value.get(attribute, "") if isinstance(value, Mapping) else "" for value in values]
+    texts = [str(value) for value in measured(list(counted(None, values)))]  # type: ignore[arg-type]
+    return _join(str(between), texts)
+
+
+def join_by(between: str, values: Iterable[Any]) -> str:
+    """str.join; the size is checked before the text is made."""
+    return _join(between, [str(value) for value in measured(list(values))])
+
+
+def _join(between: str, texts: list[str]) -> str:
+    check_size(sum(map(len, texts)) + len(between) * len(texts))
+    return between.join(texts)
+
+
+def replace(text: Any, old: str, new: str, count: int | None = None) -> str:
+    """jinja2's filter and str.replace; the size is checked before the text is made."""
+    content, old, new = str(measured(text)), str(old), str(new)
+    check_size(len(content) + content.count(old) * len(new))
+    return content.replace(old, new, -1 if count is None else count)
+
+
+METHODS: dict[str, Callable[..., str]] = {"replace": replace, "join": join_by}
+
+
+def indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """jinja2's filter: indents the lines after the first; the first and blank ones only on request. The size is checked first."""
+    if not isinstance(width, str):
+        check_size(width)
+        width = " " * width
+    lines = str(measured(text)).splitlines(keepends=True)
+    check_size(sum(map(len, lines)) + len(width) * len(lines))
+    return "".join(width + line if (i or first) and (blank or line.strip()) else line for i, line in enumerate(lines))
+
+
+def tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
+    """Returns JSON without HTML escapes, with the options that transformers gives templates."""
+    if not (indent is None or (isinstance(indent, int) and 0 <= indent <= 16)):
+        raise LimitError(f"it indents JSON by {indent!r}")
+    measured([value, list(separators or ())])
+    return str(measured(json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)))
+
+
+def raise_exception(message: Any) -> None:
+    """Raises TemplateError: a template refuses the conversation."""
+    raise TemplateError(str(message)[:1000])
+
+
+def strftime_now(pattern: str) -> str:
+    """Returns the local time in this format."""
+    if len(pattern) > 100:
+        raise LimitError(f"it formats the time with a pattern of {len(pattern)} characters")
+    return datetime.now().strftime(pattern)
