@@ -1,7 +1,7 @@
-"""Runs a command on the device and watches the device meanwhile: `python -m edge_devices.remote.job_monitor WATCH -- COMMAND...`
+"""Runs a command on the device and records the device's state meanwhile: `python -m edge_devices.remote.job_monitor FILE -- COMMAND...`
 
-One JSON object a line, each on the disk before the next look, so that what happened before a battery ran empty can be read afterwards.
-Kinds: `look` (t in seconds since the start, memory in bytes, state), `waiting`, `begin`, `end` (the command's exit code).
+One JSON object per line, synchronised to disk before the next, so that the record survives an empty battery.
+Kinds: `look` (a state sample: t in seconds since the start, memory in bytes, state), `waiting`, `begin`, `end` (the exit code).
 """
 
 from __future__ import annotations
@@ -21,82 +21,82 @@ from edge_devices.machine.memory import available_memory_bytes
 from edge_devices.machine.state import DeviceState, read_state
 from edge_devices.machine.system import System
 
-EVERY_SECONDS = 5.0
-LONGEST_WAIT_SECONDS = 1800.0
+INTERVAL_SECONDS = 5.0
+MAX_WAIT_SECONDS = 1800.0
 SETTLING_SECONDS = 10.0  # after unplugging: the gauge shows the charger's current for up to 7 s
-STILL_CHARGING = 75
+STILL_CHARGING = 75  # exit code
 
 
-class Watch:
-    """Looks at a machine and writes down what it sees."""
+class StateRecorder:
+    """Writes samples of a machine's state to a file."""
 
     def __init__(self, file: TextIO, system: System) -> None:
         self._file, self._system, self._begin = file, system, system.clock()
 
-    def look(self) -> DeviceState:
-        """Writes down one look."""
+    def sample(self) -> DeviceState:
+        """Reads the state, writes it and returns it."""
         state = read_state(self._system)
-        self.say("look", memory=available_memory_bytes(self._system.root), state=state.to_json())
+        self.write("look", memory=available_memory_bytes(self._system.root), state=state.to_json())
         return state
 
-    def say(self, kind: str, **fields: Any) -> None:
-        """Writes a line that outlives the power."""
+    def write(self, kind: str, **fields: Any) -> None:
+        """Writes one record and synchronises the file to disk."""
         line = {"kind": kind, "t": round(self._system.clock() - self._begin, 3), **fields}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
 
-def wait_for_unplugging(watch: Watch, system: System) -> bool:
-    """Waits until nothing charges the device any more, and its gauge has noticed; False when nobody unplugs it."""
-    end = system.clock() + LONGEST_WAIT_SECONDS
-    watch.say("waiting")
+def wait_for_unplugging(recorder: StateRecorder, system: System) -> bool:
+    """Waits until no charger is connected and the gauge has settled; returns False after 30 minutes on the charger."""
+    end = system.clock() + MAX_WAIT_SECONDS
+    recorder.write("waiting")
     while system.clock() < end:
-        if watch.look().charger is None:
+        if recorder.sample().charger is None:
             system.sleep(SETTLING_SECONDS)
             return True
         system.sleep(1.0)
     return False
 
 
-def run_monitored(command: Sequence[str], watch: Watch, every_s: float) -> int:
-    """Runs a command to its end, looking every so often; returns its exit code. SIGTERM ends it too."""
-    watch.look()
-    watch.say("begin")
+def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: float) -> int:
+    """Runs a command to its end, with a sample every `interval_s` seconds; returns its exit code. SIGTERM is passed on to the command."""
+    recorder.sample()
+    recorder.write("begin")
     with subprocess.Popen(list(command), stdin=subprocess.DEVNULL) as process:
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
             while True:
                 try:
-                    code = process.wait(timeout=every_s)
+                    code = process.wait(timeout=interval_s)
                     break
                 except subprocess.TimeoutExpired:
-                    watch.look()
+                    recorder.sample()
         finally:
             signal.signal(signal.SIGTERM, before)
-    watch.look()
-    watch.say("end", code=code)
+    recorder.sample()
+    recorder.write("end", code=code)
     return code if code >= 0 else 128 - code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. What stands after `--` is run."""
+    """Runs the command after `--` and returns its exit code, or 75 if the device was never unplugged."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(prog="edge_devices.remote.job_monitor")
-    parser.add_argument("watch", type=Path)
-    parser.add_argument("--every", type=float, default=EVERY_SECONDS)
+    parser.add_argument("watch", type=Path, metavar="FILE")
+    parser.add_argument("--every", type=float, default=INTERVAL_SECONDS)
     parser.add_argument("--wait-unplugged", action="store_true")
     given, command = parser.parse_args(words[:at]), words[at + 1 :]
     if not command:
-        parser.error("there is no command after --")
+        parser.error("no command after --")
     system = System(clock=time.monotonic)
     with given.watch.open("w", encoding="utf-8") as file:
-        watch = Watch(file, system)
-        if given.wait_unplugged and not wait_for_unplugging(watch, system):
-            print(f"nobody unplugged the device in {LONGEST_WAIT_SECONDS / 60:.0f} minutes", file=sys.stderr)
+        recorder = StateRecorder(file, system)
+        if given.wait_unplugged and not wait_for_unplugging(recorder, system):
+            print(f"the device was still charging after {MAX_WAIT_SECONDS / 60:.0f} minutes", file=sys.stderr)
             return STILL_CHARGING
-        return run_monitored(command, watch, given.every)
+        return run_monitored(command, recorder, given.every)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One look at a device from afar: what its meters and its state are read from, fetched with a single command."""
+"""A snapshot of a remote device: the files and command outputs that meters and state are read from, fetched with one command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edge_devices.meters.recorded_system import COMMANDS, FILES, RecordedSystem,
 from edge_devices.transports.base import Transport, shell
 from edge_devices.transports.file_sync import free_bytes
 
-ASKED = (
+QUERIES = (
     *COMMANDS["android"],
     *COMMANDS["raspberry"],
     ("dumpsys", "thermalservice"),
@@ -19,18 +19,19 @@ ASKED = (
     ("getprop", "ro.product.model"),
     ("uname", "-m"),
 )
-MARK = "\x01"  # begins what is known of one file or command; no sensor prints it
-# Of `dumpsys power`, which is long and tells what else runs, one word is fetched.
+MARK = "\x01"  # precedes each file and command; no sensor prints it
+# Of `dumpsys power`, which is long and lists what else runs, only the screen state is fetched.
 SCRIPT = f"""
 cd / || exit 1
 for f in {" ".join(FILES)} system/build.prop; do
   test -f "$f" || continue
-  if test -r "$f"; then printf '{MARK}file %s\\n' "$f"; test "$f" = system/build.prop || head -c 65536 "$f" 2>/dev/null; else printf '{MARK}denied %s\\n' "$f"; fi
+  if ! test -r "$f"; then printf '{MARK}denied %s\\n' "$f"; continue; fi
+  printf '{MARK}file %s\\n' "$f"; test "$f" = system/build.prop || head -c 65536 "$f" 2>/dev/null
 done
 for c in "$@"; do
   command -v "${{c%% *}}" > /dev/null || continue
-  said="$($c 2>/dev/null)"; code=$?
-  printf '{MARK}command %s %s\\n%s' "$code" "$c" "$said"
+  output="$($c 2>/dev/null)"; code=$?
+  printf '{MARK}command %s %s\\n%s' "$code" "$c" "$output"
 done
 printf '{MARK}screen\\n'; dumpsys power 2>/dev/null | grep -m 1 -o 'mWakefulness=[A-Za-z]*'
 exit 0
@@ -39,7 +40,11 @@ exit 0
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSnapshot:
-    """A device at one moment. None: it does not say. `screen` is Android's word (Awake, Asleep, Dozing), `frozen` its battery service's state."""
+    """A device at one moment; None where it reports nothing.
+
+    `free_bytes`, `memory_available`: bytes; `screen`: Android's wakefulness (Awake, Asleep, Dozing);
+    `frozen`: the battery service is frozen.
+    """
 
     model: str
     architecture: str
@@ -54,9 +59,9 @@ class DeviceSnapshot:
 
 
 def take_snapshot(transport: Transport) -> DeviceSnapshot:
-    """Looks at a device; raises LinkError when it cannot be reached. Changes nothing on it."""
-    recording, screen = _parse(shell(transport, SCRIPT, *(" ".join(c) for c in ASKED)))
-    system = RecordedSystem(recording, sleep=lambda _seconds: None)  # asking a recording again gives the same answer at once
+    """Takes a snapshot without changing the device; raises LinkError if it cannot be reached."""
+    recording, screen = _parse(shell(transport, SCRIPT, *(" ".join(c) for c in QUERIES)))
+    system = RecordedSystem(recording, sleep=lambda _seconds: None)  # a recording always gives the same answer: no need to wait
     android = "system/build.prop" in recording.files
     doze = system.run(["dumpsys", "deviceidle", "enabled", "all"]).text.strip()
     model = system.run(["getprop", "ro.product.model"]).text.strip() if android else system.text_or("proc/device-tree/model").rstrip("\0")

@@ -57,7 +57,7 @@ def test_a_look_at_a_phone(daemon: FakeAdbd) -> None:
         "thermal status is light",
         "USB charges the phone",
         "schedutil",
-        "read again and again",
+        "read from storage repeatedly",
     ):
         assert words in said
 
@@ -98,7 +98,7 @@ def snapshot_with(**changes: object) -> DeviceSnapshot:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architecture": "x86_64"}, "is for android-arm64, the device's processor is x86_64"),
+        ({"architecture": "x86_64"}, "is for android-arm64, but the device's processor is x86_64"),
         ({"free_bytes": 1 << 20}, "MB are free"),
         ({"charge_percent": 7}, "is at 7 %"),
         ({"temperature_c": 46.0}, "let it cool"),
@@ -148,16 +148,16 @@ def test_a_board_that_throttles_is_named_once() -> None:
 
 def test_a_run_that_was_put_aside_is_named() -> None:
     history = JobHistory(samples=tuple(StateSample(t=t, state=CALM, memory=None) for t in (0, 5, 10, 15, 100, 105)), ended=True)
-    assert find_incidents(history, FINISHED) == ["after 15 s: the device put the run aside"]
+    assert find_incidents(history, FINISHED) == ["after 15 s: the device suspended the run"]
 
 
 def test_ends_are_named() -> None:
     restarted, died = JobStatus(state=JobState.RESTARTED), JobStatus(state=JobState.DIED)
     assert "the device restarted after 5 s or more" in find_incidents(history_of(CALM, CALM), restarted)[0]
     empty = replace(CALM, charge_percent=2)
-    assert "the battery ran empty: 2 % at the last look" in find_incidents(history_of(CALM, empty), restarted)[0]
+    assert "the battery ran empty: 2 % in the last sample" in find_incidents(history_of(CALM, empty), restarted)[0]
     assert "the device restarted" in find_incidents(history_of(CALM, replace(empty, charger="AC")), restarted)[-1]
-    assert "for its memory; 10 MB of memory" in find_incidents(history_of(CALM), died)[0]
+    assert "to reclaim memory; 10 MB of memory" in find_incidents(history_of(CALM), died)[0]
     assert "restarted" in find_incidents(JobHistory(samples=(), ended=False), restarted)[0]
 
 
@@ -182,11 +182,11 @@ def test_ending_the_watch_ends_the_command(tmp_path: Path) -> None:
     assert read_job_history(tmp_path / "watch").ended
 
 
-def test_nobody_unplugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("edge_devices.remote.job_monitor.LONGEST_WAIT_SECONDS", 0.1)
+def test_a_device_that_stays_on_its_charger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("edge_devices.remote.job_monitor.MAX_WAIT_SECONDS", 0.1)
     monkeypatch.setattr("edge_devices.remote.job_monitor.read_state", lambda _system: DeviceState(charger="USB"))
     assert main([str(tmp_path / "watch"), "--wait-unplugged", "--", "touch", str(tmp_path / "ran")]) == STILL_CHARGING
-    assert "nobody unplugged" in capsys.readouterr().err
+    assert "was still charging" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 
@@ -195,5 +195,5 @@ def test_nobody_unplugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 )
 def test_a_damaged_watch_is_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "watch").write_text(json.dumps({"kind": "begin", "t": 0}) + f"\n{line}\n")
-    with pytest.raises(MeasurementError, match="line 2 is none of a watch"):
+    with pytest.raises(MeasurementError, match="line 2 is not a record of the job monitor"):
         read_job_history(tmp_path / "watch")

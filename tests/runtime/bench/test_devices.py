@@ -74,7 +74,7 @@ def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bund
     assert result.exit_code == 0, result.output
     assert "All domains" in result.stdout
     assert "package: " in result.stderr
-    assert "run first has begun" in result.stderr
+    assert "run first started" in result.stderr
     assert "before the run: the frequency governor is schedutil" in result.stdout
     folder = tmp_path / "results/first" / f"adb-{daemon.serial.replace(':', '-')}"
     assert {p.name for p in folder.iterdir()} == {"runs.jsonl", "watch.jsonl", "log", "device.json"}
@@ -101,7 +101,7 @@ def test_several_phones_are_compared(desk: Desk, daemon: FakeAdbd, package: Path
     arguments = ("--package", package, "--results", tmp_path / "results", "--run", "both", "--html", tmp_path / "page.html")
     result = bench(bundle, "--adb", daemon.serial, "--adb", other.serial, *arguments)
     assert result.exit_code == 0, result.output
-    for name in (daemon.serial, other.serial, "Fake One", "Other <b>", "What to know of these runs"):
+    for name in (daemon.serial, other.serial, "Fake One", "Other <b>", "Warnings and incidents"):
         assert name in result.stdout
     assert "Other &lt;b&gt;" in (tmp_path / "page.html").read_text()
     compared = bench("--compare", tmp_path / "results")
@@ -116,11 +116,11 @@ def test_one_of_two_phones_fails(desk: Desk, daemon: FakeAdbd, package: Path, bu
     arguments = ("--package", package, "--results", tmp_path, "--run", "half")
     result = bench(bundle, "--adb", daemon.serial, "--adb", hot.serial, *arguments)
     assert result.exit_code == 0
-    assert f"left out: adb:{hot.serial}: the phone has 50 °C: let it cool" in result.stderr
+    assert f"left out: adb:{hot.serial}: the phone is at 50 °C: let it cool below 45 °C" in result.stderr
     assert "All domains" in result.stdout
     alone = bench(bundle, "--adb", hot.serial, *arguments)
     assert alone.exit_code == 1
-    assert alone.stderr.splitlines()[-1] == f"Error: adb:{hot.serial}: the phone has 50 °C: let it cool"
+    assert alone.stderr.splitlines()[-1] == f"Error: adb:{hot.serial}: the phone is at 50 °C: let it cool below 45 °C"
     assert not hot.phone.path(f"{AdbTransport.FOLDER}/package").exists()
     desk.adb("disconnect", hot.serial)
 
@@ -185,7 +185,7 @@ def test_unplugging_does_not_end_a_run(desk: Desk, daemon: FakeAdbd, package: Pa
     result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
     thread.join()
     assert result.exit_code == 0, result.output
-    assert "; waiting for it, the run goes on there" in result.stderr
+    assert "; waiting for the device, the run on it continues" in result.stderr
     assert "All domains" in result.stdout
 
 
@@ -250,7 +250,7 @@ def test_a_run_is_followed_by_name_and_cleaned_up(daemon: FakeAdbd, package: Pat
     thread.join()
     result = bench(*arguments, "--clean")
     assert result.exit_code == 0, result.output
-    assert "run named is there already: following it" in result.stderr
+    assert "run named already exists: following it" in result.stderr
     assert "governor is schedutil" in result.stdout  # what was seen before the run is remembered
     assert not daemon.phone.path(AdbTransport.FOLDER).exists()
 
@@ -282,7 +282,7 @@ def test_a_benchmark_that_fails_there_says_why_here(daemon: FakeAdbd, bundle: Pa
     failing = stub_package(tmp_path / "failing", code=1)
     result = bench(bundle, "--adb", daemon.serial, "--package", failing, "--results", tmp_path / "results")
     assert result.exit_code == 1
-    assert "the run brought no figures: Error: the model does not fit" in result.stderr.splitlines()[-1]
+    assert "the run returned no results: Error: the model does not fit" in result.stderr.splitlines()[-1]
 
 
 def test_a_full_phone_is_told_before_anything_runs(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
@@ -297,10 +297,10 @@ def test_a_full_phone_is_told_before_anything_runs(daemon: FakeAdbd, package: Pa
     ("arguments", "words"),
     [
         (("--adb", "X"), "needs --package"),
-        (("--adb", "X", "--package", "PACKAGE", "--runs", "r"), "--runs is for this machine"),
-        (("--adb", "X", "--package", "PACKAGE", "--run", "../x"), "is no name for a run"),
+        (("--adb", "X", "--package", "PACKAGE", "--runs", "r"), "--runs applies to this machine only"),
+        (("--adb", "X", "--package", "PACKAGE", "--run", "../x"), "is not a valid run name"),
         (("--adb", "X", "--package", "PACKAGE", "--stop"), "--stop needs the name"),
-        (("--adb", "X", "--package", "NOWHERE"), "is no device package"),
+        (("--adb", "X", "--package", "NOWHERE"), "is not a device package"),
         (("--adb", "X", "--package", "PACKAGE", "--lengths", "x"), "draft lengths"),
         (("--ssh", "-oProxyCommand=id", "--package", "PACKAGE"), "is no host"),
     ],
@@ -316,11 +316,11 @@ def test_a_package_for_another_processor_is_refused(daemon: FakeAdbd, bundle: Pa
     arm = stub_package(tmp_path / "arm", platform="android-arm64")
     result = bench(bundle, "--adb", daemon.serial, "--package", arm, "--results", tmp_path / "results")
     assert result.exit_code == 1
-    assert "the package is for android-arm64, the device's processor is" in result.stderr
+    assert "the package is for android-arm64, but the device's processor is" in result.stderr
 
 
 def test_comparing_nothing_is_refused(tmp_path: Path) -> None:
-    assert "there is no runs.jsonl below" in bench("--compare", tmp_path).stderr
+    assert "no runs.jsonl found below" in bench("--compare", tmp_path).stderr
     assert bench("--compare", tmp_path, tmp_path).exit_code == 2
 
 

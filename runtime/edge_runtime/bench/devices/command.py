@@ -29,7 +29,7 @@ from edge_runtime.errors import RequestError
 ALL = "all"
 PARQUET = "parquet"
 HERE_ONLY = ("runs", "report", "against", "verify_key")
-# What edge-bench on the device is told as well, where the user gave it.
+# Options that are passed on to edge-bench on the device where the user gave them.
 FORWARDED = {
     "domains",
     "files",
@@ -52,28 +52,42 @@ FORWARDED = {
 }
 device_options = option_group(
     click.option("--adb", multiple=True, metavar="SERIAL", help="Measure on this phone, or on all that adb sees (all). Repeatable."),
-    click.option("--ssh", multiple=True, metavar="HOST", help="Measure on this host of your ssh configuration. Repeatable."),
+    click.option("--ssh", multiple=True, metavar="HOST", help="Measure on this host of the ssh configuration. Repeatable."),
     click.option("--fleet", metavar="ADDRESS", help="Measure on the phones of all workers of this Dask scheduler (needs edge-mtp[fleet])."),
-    click.option("--package", type=click.Path(path_type=Path), help="The device package that edge-export --package built."),
-    click.option("--results", type=click.Path(path_type=Path), default=Path("bench-results"), help="Devices' results: RESULTS/RUN/DEVICE."),
-    click.option("--run", "run_name", help="The run's name; one that a device has already is followed and collected.  [default: the time]"),
-    click.option("--unplugged", is_flag=True, help="The device waits until its cable is pulled, then measures at its battery."),
-    click.option("--deploy-only", is_flag=True, help="Bring package and bundle to the devices, and start nothing."),
-    click.option("--stop", is_flag=True, help="End the run of --run on the devices; collect it with the same command without --stop."),
-    click.option("--clean", is_flag=True, help="Remove all of ours from the devices after collecting; without BUNDLE: at once."),
-    click.option("--device-folder", help=f"Our folder on the devices.  [default: {AdbTransport.FOLDER}, {SshTransport.FOLDER}]"),
-    click.option("--ssh-config", type=click.Path(path_type=Path, exists=True), help="Another ssh configuration than your own."),
-    click.option("--compare", type=click.Path(path_type=Path), multiple=True, help="Measure nothing: set devices' results side by side."),
+    click.option("--package", type=click.Path(path_type=Path), help="Device package built by edge-export --package."),
+    click.option(
+        "--results",
+        type=click.Path(path_type=Path),
+        default=Path("bench-results"),
+        help="Folder of the devices' results: RESULTS/RUN/DEVICE.",
+    ),
+    click.option(
+        "--run", "run_name", help="Name of the run; a run that exists on a device is followed and collected.  [default: the time]"
+    ),
+    click.option("--unplugged", is_flag=True, help="Wait on the device until it is unplugged, then measure at its battery."),
+    click.option("--deploy-only", is_flag=True, help="Copy package and bundle to the devices without starting a run."),
+    click.option("--stop", is_flag=True, help="End the run --run on the devices; repeat the command without --stop to collect it."),
+    click.option(
+        "--clean", is_flag=True, help="Remove everything edge-bench put on the devices, after collecting; without BUNDLE at once."
+    ),
+    click.option("--device-folder", help=f"Folder of edge-bench on the devices.  [default: {AdbTransport.FOLDER}, {SshTransport.FOLDER}]"),
+    click.option("--ssh-config", type=click.Path(path_type=Path, exists=True), help="The ssh configuration to use.  [default: your own]"),
+    click.option(
+        "--compare",
+        type=click.Path(path_type=Path),
+        multiple=True,
+        help="Compare the results of devices below this folder; measure nothing. Repeatable.",
+    ),
 )
 
 
 def wants_devices(values: dict[str, Any]) -> bool:
-    """Returns whether another machine is to measure."""
+    """Returns whether the options name other machines."""
     return bool(values["adb"] or values["ssh"] or values["fleet"])
 
 
 def bench_devices(bundle: Path | None, values: dict[str, Any]) -> list[DeviceResult]:
-    """Does what was asked on all devices at once. Raises RequestError when nothing came of it on any; others are told and left out."""
+    """Carries out the options on all devices in parallel. Failed devices are left out; raises RequestError if all fail."""
     if values["clean"] and bundle is None:
         _each(connect(values), lambda transport: clean(transport))
         return []
@@ -87,14 +101,14 @@ def bench_devices(bundle: Path | None, values: dict[str, Any]) -> list[DeviceRes
         _each(transports, lambda transport: end_run(transport, request.name))
         return []
     if values["deploy_only"]:
-        _each(transports, lambda transport: deploy(transport, request, reporter(transport)))
+        _each(transports, lambda transport: deploy(transport, request, device_log(transport)))
         return []
     note(f"run {request.name} on {', '.join(transport.name for transport in transports)}")
-    return _each(transports, lambda transport: bench_on(transport, request, values["results"], reporter(transport)))
+    return _each(transports, lambda transport: bench_on(transport, request, values["results"], device_log(transport)))
 
 
-def reporter(transport: Transport) -> Callable[[str], None]:
-    """Returns what says a sentence about a device to the person."""
+def device_log(transport: Transport) -> Callable[[str], None]:
+    """Returns a function that prints a message with the device's name before it."""
     return lambda text: note(f"[{transport.name}] {text}")
 
 
@@ -108,14 +122,14 @@ def connect(values: dict[str, Any]) -> list[Transport]:
 
 
 def remote_request(bundle: Path | None, values: dict[str, Any]) -> RemoteRequest:
-    """Makes the request of the command's values. Raises RequestError for what cannot be asked of a device."""
+    """Builds the request from the command's values. Raises RequestError for options that do not apply to a device."""
     if bundle is None:
         raise RequestError("name the BUNDLE to measure")
     if values["package"] is None:
         raise RequestError("a device needs --package DIR; build it with edge-export --package")
     for name in HERE_ONLY:
         if values.get(name):
-            raise RequestError(f"--{name.replace('_', '-')} is for this machine; what a device measures goes to --results")
+            raise RequestError(f"--{name.replace('_', '-')} applies to this machine only; results of devices go to --results")
     if values["stop"] and not values["run_name"]:
         raise RequestError("--stop needs the name of the run, --run NAME")
     return RemoteRequest(
@@ -131,7 +145,7 @@ def remote_request(bundle: Path | None, values: dict[str, Any]) -> RemoteRequest
 
 
 def forwarded(context: click.Context) -> list[str | Path]:
-    """Returns the options that the user gave and that mean the same on the device; files as paths of ours."""
+    """Returns the options that the user gave and that apply on the device too; files as local paths."""
     words: list[str | Path] = []
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -150,7 +164,7 @@ Outcome = TypeVar("Outcome")
 
 
 def _each(transports: Sequence[Transport], work: Callable[[Transport], Outcome]) -> list[Outcome]:
-    """Does the work on all devices at once; tells who failed, and raises RequestError when all did. Ctrl-C leaves what runs on them alone."""
+    """Runs `work` on all devices in parallel; raises RequestError if it fails on all. Ctrl-C does not end runs on devices."""
     outcomes: dict[str, Outcome] = {}
     failures: dict[str, str] = {}
 
@@ -165,9 +179,9 @@ def _each(transports: Sequence[Transport], work: Callable[[Transport], Outcome])
         thread.start()
     for thread in threads:
         while thread.is_alive():
-            thread.join(0.2)  # a join without an end would not hear Ctrl-C
+            thread.join(0.2)  # a join without a timeout would block Ctrl-C
     if len(failures) + len(outcomes) < len(transports):
-        raise RequestError("a device was given up on because of a mistake in this program; please report what it printed above")
+        raise RequestError("an internal error ended the work on a device; please report the messages above")
     if failures and not outcomes:
         raise RequestError("; ".join(failures.values()))
     for text in failures.values():
@@ -176,14 +190,14 @@ def _each(transports: Sequence[Transport], work: Callable[[Transport], Outcome])
 
 
 def write_comparison(results: Sequence[DeviceResult], places: Sequence[Path], json_path: str | None, html: Path | None) -> None:
-    """Prints the tables of several results and of the fleets below `places`, and writes them where asked. Raises RequestError."""
-    results = sorted(results, key=lambda one: (one.run, one.device))  # the same order now and when they are read again
+    """Prints the tables of results and of the fleets below `places`; writes JSON and HTML where requested. Raises RequestError."""
+    results = sorted(results, key=lambda one: (one.run, one.device))  # the same order as when they are read again later
     tables = [*comparison_tables(results), *parquet_tables(places)]
     if html is not None:
         from edge_runtime.bench.report.html import tables_page
 
         atomic_write(html, tables_page("edge-bench: devices", tables))
-    said = [
+    devices = [
         {
             "device": r.device,
             "run": r.run,
@@ -196,7 +210,7 @@ def write_comparison(results: Sequence[DeviceResult], places: Sequence[Path], js
         }
         for r in results
     ]
-    text = json.dumps({"devices": said}, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+    text = json.dumps({"devices": devices}, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
     if json_path == "-":
         click.echo(text, nl=False)
         return
@@ -206,7 +220,7 @@ def write_comparison(results: Sequence[DeviceResult], places: Sequence[Path], js
 
 
 def parquet_tables(places: Sequence[Path]) -> list[TextTable]:
-    """Returns the tables of a fleet's Parquet folders below some folders; none where there is none."""
+    """Returns the tables of a fleet's Parquet folders below the folders `places`."""
     folders = [place / PARQUET for place in places if (place / PARQUET).is_dir()]
     if not folders:
         return []

@@ -1,4 +1,4 @@
-"""Devices and runs side by side. Speeds share a table; joules never do unless they are of the same scope."""
+"""Tables that compare devices and runs. Speeds share one table; joules are compared within one meter scope only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from edge_runtime.bench.report.tables import NONE, TextTable, milliseconds, rati
 
 
 def comparison_tables(results: Sequence[DeviceResult]) -> list[TextTable]:
-    """Returns the tables that have anything to say: speed, what happened, and energy once per scope."""
-    tables = [_speed(results), *_energy(results), _happened(results)]
+    """Returns the tables that have rows: speed, energy per scope, warnings and incidents."""
+    tables = [_speed(results), *_energy(results), _incidents(results)]
     return [table for table in tables if table.rows]
 
 
@@ -42,7 +42,7 @@ def _row(result: DeviceResult, row: Row, peak: int | None, hot: str) -> tuple[st
 
 
 def _energy(results: Sequence[DeviceResult]) -> list[TextTable]:
-    """One table per scope, and estimates apart from what was measured: a package's joules and a battery's are different things."""
+    """One table per scope, with estimates apart: joules of a package and of a battery do not compare."""
     groups: dict[tuple[str, bool], list[tuple[str, ...]]] = {}
     for result in results:
         report = result.figures.energy
@@ -58,17 +58,17 @@ def _energy(results: Sequence[DeviceResult]) -> list[TextTable]:
             columns=columns,
             rows=tuple(rows),
             title=f"Energy, scope {scope}" + (" (ESTIMATE, nothing was measured)" if estimate else ""),
-            note="Figures of other scopes are in tables of their own: they do not compare.",
+            note="Joules of different scopes do not compare; each scope has its own table.",
         )
         for (scope, estimate), rows in groups.items()
     ]
 
 
-def _happened(results: Sequence[DeviceResult]) -> TextTable:
+def _incidents(results: Sequence[DeviceResult]) -> TextTable:
     rows = [
         (result.label, result.run, when, text)
         for result in results
         for when, texts in (("before", result.warnings), ("during", result.incidents))
         for text in texts
     ]
-    return TextTable(name="happened", title="What to know of these runs", columns=("", "run", "", ""), rows=tuple(rows))
+    return TextTable(name="happened", title="Warnings and incidents", columns=("", "run", "", ""), rows=tuple(rows))

@@ -1,6 +1,6 @@
-"""The same benchmark on every phone of many hosts: Dask brings the work to the hosts, each phone's records come back and land in Parquet.
+"""The same benchmark on the phones of many hosts: Dask sends the work out; each phone's records return and are added to Parquet files.
 
-Every worker's host has edge-mtp, adb, and the bundle and package at the same paths; its phones are attached to it. Dask schedules, we do not.
+Every worker's host needs edge-mtp, adb, its phones, and the bundle and package at the same paths. Scheduling is left to Dask.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from edge_runtime.bench.report.terminal import note
 from edge_runtime.errors import RequestError
 
 ALL = "all"
-# A phone that nobody brings back must not keep the whole fleet waiting.
+# A phone that stays out of reach must not hold up the whole fleet.
 PATIENCE_SECONDS = 1800.0
 
 
@@ -35,7 +35,7 @@ class FleetTask:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetResult:
-    """What a phone brought: its result files by name, or why there are none."""
+    """A phone's result files by name, or why there are none."""
 
     host: str
     serial: str
@@ -44,7 +44,7 @@ class FleetResult:
 
 
 def phones_here() -> tuple[str, ...]:
-    """Runs on a worker: returns the serials attached to its host; none where adb is missing or sees nothing."""
+    """Runs on a worker: returns the serials attached to its host; none where adb is missing or lists none."""
     try:
         return tuple(usable_serials())
     except DeviceError:
@@ -52,7 +52,7 @@ def phones_here() -> tuple[str, ...]:
 
 
 def bench_phone(task: FleetTask) -> FleetResult:
-    """Runs on a worker: measures on one of its phones."""
+    """Runs on a worker: runs the benchmark on one of its phones."""
     host = socket.gethostname()
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -67,12 +67,12 @@ def bench_phone(task: FleetTask) -> FleetResult:
 def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: Sequence[str], folder: str | None) -> list[DeviceResult]:
     """Measures on all phones of all workers, or on those named, and writes RESULTS/RUN and RESULTS/parquet as they come in.
 
-    Raises RequestError when the scheduler cannot be reached, there is no phone, or none brings figures.
+    Raises RequestError when the scheduler cannot be reached, there is no usable phone, or none returns results.
     """
     distributed = _distributed()
     from edge_runtime.bench.devices.parquet import write_parquet
 
-    asked = replace(
+    resolved = replace(
         request,
         bundle=request.bundle.resolve(),
         package=replace(request.package, folder=request.package.folder.resolve()),
@@ -86,44 +86,44 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
     found: list[DeviceResult] = []
     with client:
         futures = []
-        for worker, seen in client.run(phones_here).items():
-            for serial in seen:
+        for worker, attached in client.run(phones_here).items():
+            for serial in attached:
                 if not serials or ALL in serials or serial in serials:
-                    task = FleetTask(request=asked, serial=serial, folder=folder or AdbTransport.FOLDER)
+                    task = FleetTask(request=resolved, serial=serial, folder=folder or AdbTransport.FOLDER)
                     futures.append(client.submit(bench_phone, task, workers=[worker], allow_other_workers=False, pure=False))
         if not futures:
-            raise RequestError(f"no worker of {address} has a phone that can be used; see adb devices on its host")
+            raise RequestError(f"no worker of {address} has a usable phone; run `adb devices -l` on its host")
         note(f"run {request.name}: {len(futures)} phones")
         for future in distributed.as_completed(futures):
-            answer = _answer(future)
-            if answer.failure:
-                note(f"left out: {answer.host}: {answer.failure}")
+            outcome = _result_of(future)
+            if outcome.failure:
+                note(f"left out: {outcome.host}: {outcome.failure}")
                 continue
-            result = _keep(answer, results / request.name)
+            result = _store(outcome, results / request.name)
             write_parquet(results / "parquet", result)
             found.append(result)
             note(f"{result.device}: done ({len(found)} of {len(futures)})")
     if not found:
-        raise RequestError("no phone brought figures; what each said stands above")
+        raise RequestError("no device returned results; see the messages above")
     return sorted(found, key=lambda result: result.device)
 
 
-def _answer(future: Any) -> FleetResult:
+def _result_of(future: Any) -> FleetResult:
     try:
-        answer: FleetResult = future.result()
-    except Exception as error:  # noqa: BLE001 - whatever a worker died of: the others go on
+        outcome: FleetResult = future.result()
+    except Exception as error:  # noqa: BLE001 - whatever made a worker fail: the others continue
         return FleetResult(host="a worker", serial="", files={}, failure=f"{type(error).__name__}: {error}")
-    return answer
+    return outcome
 
 
-def _keep(answer: FleetResult, folder: Path) -> DeviceResult:
-    """Writes a phone's files and reads them; hosts may have phones of one serial each, so the host is in the name."""
-    place = folder / f"{answer.host}-{answer.serial}".replace(":", "-").replace("/", "-")
-    place.mkdir(parents=True, exist_ok=True)
-    for name, data in answer.files.items():
-        (place / name).write_bytes(data)
-    result = read_result(place)
-    return replace(result, device=f"{answer.host}/{answer.serial}")
+def _store(outcome: FleetResult, folder: Path) -> DeviceResult:
+    """Writes a phone's files and reads them. The host is part of the name: two hosts may have phones of the same serial."""
+    target = folder / f"{outcome.host}-{outcome.serial}".replace(":", "-").replace("/", "-")
+    target.mkdir(parents=True, exist_ok=True)
+    for name, data in outcome.files.items():
+        (target / name).write_bytes(data)
+    result = read_result(target)
+    return replace(result, device=f"{outcome.host}/{outcome.serial}")
 
 
 def _distributed() -> Any:

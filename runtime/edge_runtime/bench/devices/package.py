@@ -1,4 +1,4 @@
-"""The device package that `edge-export --package` builds: a folder with its own Python, the runtime and a launcher, read at home."""
+"""Reads the device package that `edge-export --package` builds: a folder with its own Python, the runtime and launchers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edge_runtime.errors import RequestError
 
 SCHEMA = 2  # 2: the launchers call edge_devices.entry_points
 NAME = "package.json"
-LARGEST = 16 << 20
+MAX_BYTES = 16 << 20
 LAUNCHERS = ("bin/edge-python", "bin/edge-bench")
 
 
@@ -25,22 +25,22 @@ class DevicePackage:
 
 
 def read_package(folder: Path) -> DevicePackage:
-    """Reads a package's list of files and sees that all of them are there. Raises RequestError for anything else."""
+    """Reads a package's list of files and checks that each exists with its size. Raises RequestError for anything else."""
     path = folder / NAME
     try:
-        said = json.loads(read_at_most(path, LARGEST).decode())
-        if said["schema"] != SCHEMA:
-            raise RequestError(f"{path} has schema {said['schema']!r}; this version knows {SCHEMA}: build the package again")
-        files = {str(file["path"]): int(file["bytes"]) for file in said["files"]}
-        platform = str(said["platform"])
+        record = json.loads(read_at_most(path, MAX_BYTES).decode())
+        if record["schema"] != SCHEMA:
+            raise RequestError(f"{path} has schema {record['schema']!r}; this version reads {SCHEMA}: build the package again")
+        files = {str(file["path"]): int(file["bytes"]) for file in record["files"]}
+        platform = str(record["platform"])
     except OSError as error:
-        raise RequestError(f"{folder} is no device package ({error.strerror}); build one with edge-export --package") from error
+        raise RequestError(f"{folder} is not a device package ({error.strerror}); build one with edge-export --package") from error
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise RequestError(f"{path} cannot be read ({error!r}); build the package again") from error
     for name, size in files.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
-            raise RequestError(f"{file} is missing or has another size than {size} bytes; build the package again")
+            raise RequestError(f"{file} is missing or is not {size} bytes long; build the package again")
     for name in LAUNCHERS:
         if not (folder / name).is_file():
             raise RequestError(f"{folder / name} is missing; build the package again")

@@ -52,7 +52,7 @@ ENERGY_COLUMNS = pa.schema(
 
 
 def write_parquet(folder: Path, result: DeviceResult) -> None:
-    """Adds a device's rows; the same run of the same device written again replaces its rows. Raises RequestError if that fails."""
+    """Adds a device's rows; the same run of the same device replaces its earlier rows. Raises RequestError if that fails."""
     name = f"{result.run}-{result.device}.parquet".replace("/", "-").replace(":", "-")
     for kind, rows, columns in ((REQUESTS, _requests(result), REQUEST_COLUMNS), (ENERGY, _energy(result), ENERGY_COLUMNS)):
         if not rows:
@@ -68,7 +68,7 @@ def write_parquet(folder: Path, result: DeviceResult) -> None:
 
 
 def fleet_tables(folder: Path) -> list[TextTable]:
-    """Queries the folder: requests per device, bundle and variant over all runs; energy per scope in tables of its own."""
+    """Returns the folder's tables: requests per device, bundle and variant over all runs; one energy table per scope."""
     tables = [_speeds(folder / REQUESTS)] if (folder / REQUESTS).is_dir() else []
     return tables + (_joules(folder / ENERGY) if (folder / ENERGY).is_dir() else [])
 
@@ -91,7 +91,7 @@ def _speeds(folder: Path) -> TextTable:
         for row in found
     )
     columns = ("", "model", "bundle", "", "runs", "tok/s", "accepted")
-    note = "Of all runs in the Parquet folder together: emitted tokens / seconds of decoding."
+    note = "All runs in the Parquet folder together: emitted tokens / decoding seconds."
     return TextTable(name="fleet", title="Fleet", columns=columns, rows=cells, note=note)
 
 
