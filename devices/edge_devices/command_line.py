@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
@@ -11,6 +12,7 @@ import click
 from edge_devices.errors import OUT_OF_MEMORY, EdgeError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Group = TypeVar("Group")
 INTERRUPTED = 130
 
 
@@ -23,6 +25,11 @@ def option_group(*options: Callable[[Any], Any]) -> Callable[[Command], Command]
         return command
 
     return add
+
+
+def take(values: dict[str, Any], group: type[Group]) -> Group:
+    """Removes the options of `group`, a dataclass with a field per option, from a command's `values` and returns them."""
+    return group(**{field.name: values.pop(field.name) for field in fields(group)})  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

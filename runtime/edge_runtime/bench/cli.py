@@ -31,8 +31,7 @@ from edge_runtime.bench.measure.variants import CHOOSING_POLICIES, LLAMA_CPP, pa
 from edge_runtime.bench.report.figures import Figures, figures
 from edge_runtime.bench.report.terminal import BenchProgress, note, print_report
 from edge_runtime.bundle.kv_types import KV_TYPES
-from edge_runtime.cli.bundle_path import BundlePath
-from edge_runtime.cli.options import check_options, check_values
+from edge_runtime.cli.options import BundlePath, check_options, check_values
 from edge_runtime.config.schema import PRESET_NAMES
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import OUT_OF_MEMORY, RequestError
@@ -291,7 +290,7 @@ def measure_all(request: BenchRequest, runs: Path | None, energy: Path | None, m
 
 def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
     """Makes the request of the command's values. Raises RequestError for names and numbers that cannot be."""
-    drafters = values["drafters"]
+    drafters, check = values["drafters"], check_values(values)
     if drafters == "none":
         raise RequestError("there is no drafter to measure; plain decoding alone is --lengths none --policies none")
     kinds = parse_names(drafters, [kind for kind in DRAFTER_KINDS if kind != "none"], "drafter") if drafters else ()
@@ -313,5 +312,6 @@ def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
         context=values["context"],
         config=values["config"],
         preset=values["preset"],
-        **check_values(values),
+        check=check.check,
+        public_key=check.verify_key,
     )

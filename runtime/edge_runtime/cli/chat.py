@@ -1,4 +1,4 @@
-"""The chat of `edge-run BUNDLE`: at a terminal with a prompt and Ctrl-C, or line by line from a pipe, one turn each."""
+"""The chat of `edge-run BUNDLE`: interactive at a terminal, or one turn per line from a pipe."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from edge_devices.command_line import option_group
+from edge_devices.command_line import option_group, take
 from edge_devices.energy.intervals import combined, of_error
 from edge_devices.energy.live import EnergyWatch, RunEnergy
 from edge_devices.energy.text import figure_text
 from edge_devices.errors import EdgeError
 from edge_devices.machine.system import System
 from edge_runtime.cli.energy_options import energy_record
-from edge_runtime.cli.summary import summary
+from edge_runtime.cli.screens import summary
 from edge_runtime.errors import RequestError
 from edge_runtime.session.chat import OVERFLOWS, Answer, Chat
 from edge_runtime.text.channels import Event, Thought
@@ -28,59 +29,68 @@ from edge_runtime.text.tool_calls import ToolCall
 
 
 def unwatched() -> EnergyWatch:
-    """Returns a watch without a meter."""
+    """Returns an energy measurement without a meter."""
     return EnergyWatch(System(), None)
 
 
 PROMPT = "> "
-# Characters of standard input that are taken for one prompt or turn: more than any context holds.
+# Limit for one prompt or turn from standard input, in characters; more than any context holds.
 MAX_INPUT = 16 << 20
 HELP = """\
 /help          this list
-/reset         forget the conversation
-/system TEXT   set the system message; without TEXT remove it
-/stats         figures of the last answer and of all
+/reset         start a new conversation
+/system TEXT   set the system message; without TEXT, remove it
+/stats         statistics of the last answer and of all answers
 /save FILE     write the conversation and its settings as JSON
-/load FILE     go on with a saved conversation
-/exit          leave, as Ctrl-D does
-Ctrl-C stops an answer; twice, at once. A message that begins with / is sent with a second one before it: //..."""
-# What a terminal would obey instead of showing.
-_UNSHOWABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+/load FILE     continue a saved conversation
+/exit          exit (also Ctrl-D)
+Ctrl-C stops an answer after the current round; a second Ctrl-C stops it at once. To send a message that begins with /, type //."""
+# Control characters, which a terminal would execute instead of showing.
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 ENDED = {
-    "length": "cut off at --max-tokens; say 'go on', or give a larger one",
-    "context": "cut off: the context is full; /reset, or give a larger --context",
+    "length": "cut off at --max-tokens; write 'go on', or raise the limit",
+    "context": "cut off: the context is full; use /reset, or raise --context",
     "interrupted": "stopped",
 }
 chat_options = option_group(
     click.option("--system", help="Chat: the system message."),
-    click.option("--thinking", is_flag=True, help="Chat: let the model think before it answers, if its template can."),
+    click.option("--thinking", is_flag=True, help="Chat: let the model think before it answers, if its chat template supports that."),
     click.option(
         "--overflow",
         type=click.Choice(OVERFLOWS),
-        help="Chat: what happens when the conversation outgrows the context. [default: the configuration's]",
+        help="Chat: what to do when the context is full: drop the oldest turns, or stop.  [default: from the configuration]",
     ),
 )
 
 
-def chat_values(values: dict[str, Any], *, chatting: bool) -> dict[str, Any]:
-    """Takes the options' values out of all the command's and returns them as arguments for `Chat`; a usage error outside of a chat."""
-    chat = {name: values.pop(name) for name in ("system", "thinking", "overflow")}
-    if not chatting and (chat["system"] is not None or chat["thinking"] or chat["overflow"] is not None):
+@dataclass(frozen=True, kw_only=True)
+class ChatValues:
+    """Values of `chat_options`, named as the arguments of `Chat`."""
+
+    system: str | None
+    thinking: bool
+    overflow: str | None
+
+
+def chat_values(values: dict[str, Any], *, chatting: bool) -> ChatValues:
+    """Takes the options' values. Raises a usage error if one is set outside of a chat."""
+    taken = take(values, ChatValues)
+    if not chatting and (taken.system is not None or taken.thinking or taken.overflow is not None):
         raise click.UsageError("--system, --thinking and --overflow are for a chat; leave PROMPT out, or leave them out")
-    return chat
+    return taken
 
 
 class TerminalChat:
-    """Reads turns and commands until the input ends. A person sees errors and goes on; a pipe's first error ends it."""
+    """Reads turns and commands until the input ends. At a terminal errors are printed; in a pipe the first error ends the chat."""
 
     def __init__(self, chat: Chat, *, as_json: bool = False, watch: Callable[[], EnergyWatch] = unwatched) -> None:
-        """`watch` gives a watch over the energy of each answer."""
+        """`watch` returns the energy measurement of one answer."""
         self._chat = chat
         self._watch = watch
         self._energies: list[RunEnergy] = []
         self._as_json = as_json
         if sys.stdin is None:
-            raise RequestError("standard input is closed, so there is nobody to chat with; give a PROMPT")
+            raise RequestError("standard input is closed, so a chat has no input; give a PROMPT")
         self._interactive = sys.stdout is not None and sys.stdin.isatty() and sys.stdout.isatty() and not as_json
         self._answers: list[Answer] = []
         self._commands: dict[str, Callable[[str], None]] = {
@@ -93,7 +103,7 @@ class TerminalChat:
         }
 
     def run(self) -> None:
-        """Returns at the end of the input. Raises EdgeRuntimeError, and KeyboardInterrupt, when nobody sits at a terminal."""
+        """Runs to the end of the input. Raises EdgeError and KeyboardInterrupt unless it is interactive."""
         if self._interactive:
             architecture = self._chat.session.bundle.manifest.architecture
             self._note(
@@ -114,7 +124,7 @@ class TerminalChat:
                 self._note("\nstopped at once")
 
     def _typed(self) -> Iterator[str]:
-        with contextlib.suppress(ImportError):  # not on every platform; it gives the line a history and editing
+        with contextlib.suppress(ImportError):  # adds history and line editing; not available on every platform
             import readline  # noqa: F401
         while True:
             try:
@@ -123,9 +133,9 @@ class TerminalChat:
                 click.echo()
                 return
             except KeyboardInterrupt:
-                self._note("\nCtrl-D or /exit leaves")
+                self._note("\nCtrl-D or /exit ends the chat")
             except UnicodeDecodeError as error:
-                self._note(f"Error: what you typed is not UTF-8 text ({error})")
+                self._note(f"Error: the input is not UTF-8 text ({error})")
 
     def _piped(self) -> Iterator[str]:
         try:
@@ -142,7 +152,7 @@ class TerminalChat:
         if line.startswith("/") and not line.startswith("//"):
             name, _, argument = line.strip().partition(" ")
             if name not in self._commands:
-                raise RequestError(f"there is no command {name}; /help lists them, //... sends a message that begins with /")
+                raise RequestError(f"unknown command {name}; /help lists the commands, and // sends a message that begins with /")
             self._commands[name](argument.strip())
             return
         text = line[1:] if line.startswith("//") else line
@@ -159,18 +169,18 @@ class TerminalChat:
 
     def _show(self, answer: Answer) -> None:
         if answer.dropped_turns:
-            self._note(f"[the context is full; oldest turns forgotten: {answer.dropped_turns}]")
+            self._note(f"[the context is full; dropped turns, oldest first: {answer.dropped_turns}]")
         for event in answer:
             if not self._as_json and (shown := self._shown(event)):
                 click.echo(shown, nl=False)
 
     def _shown(self, event: Event) -> str:
         if isinstance(event, ToolCall):
-            return "\n" + self._dimmed(_showable(_call_line(event))) + "\n"
+            return "\n" + self._dimmed(_printable(_call_line(event))) + "\n"
         if isinstance(event, Thought):
-            # A pipe gets the answer alone; --json has the thoughts.
-            return self._dimmed(_showable(event.text)) if self._interactive else ""
-        return _showable(event.text) if self._interactive else event.text
+            # A pipe gets only the answer; --json includes the thoughts.
+            return self._dimmed(_printable(event.text)) if self._interactive else ""
+        return _printable(event.text) if self._interactive else event.text
 
     def _conclude(self, text: str, answer: Answer) -> None:
         if self._as_json:
@@ -185,11 +195,11 @@ class TerminalChat:
 
     def _reset(self, _argument: str) -> None:
         self._chat.reset()
-        self._note("the conversation is forgotten")
+        self._note("new conversation")
 
     def _system(self, argument: str) -> None:
         self._chat.set_system(argument or None)
-        self._note("the system message is set" if argument else "there is no system message")
+        self._note("the system message is set" if argument else "the system message is removed")
 
     def _save(self, argument: str) -> None:
         self._chat.save(_file(argument, "/save"))
@@ -201,11 +211,13 @@ class TerminalChat:
 
     def _figures(self) -> str:
         if not self._answers:
-            return "there is no answer yet"
+            return "no answer yet"
         last, drafter = self._answers[-1], self._chat.session.drafter_kind
         every = [answer.stats for answer in self._answers]
         seconds = sum(stats.decode_seconds for stats in every)
-        tokens, drafted, accepted = (sum(getattr(stats, name) for stats in every) for name in ("tokens", "drafted", "accepted"))
+        tokens, rounds, drafted, accepted = (
+            sum(getattr(stats, name) for stats in every) for name in ("tokens", "rounds", "drafted", "accepted")
+        )
         lines = [
             f"last answer: {summary(last.stats, drafter)}",
             f"last prompt: {last.stats.prompt_tokens} of {self._chat.session.target.context} tokens of context,"
@@ -213,26 +225,26 @@ class TerminalChat:
             f"all {len(every)} answers: {tokens} tokens, {tokens / seconds if seconds else 0:.1f} tok/s",
         ]
         if drafted:
-            lines[-1] += f", {accepted / drafted:.1%} of drafts accepted"
+            lines[-1] += f", mean acceptance length {tokens / rounds:.2f}, {accepted / drafted:.1%} of drafts accepted"
         return "\n".join([*lines, f"energy of the last answer: {self._energies[-1].sentence()}", *self._total_energy()])
 
     def _total_energy(self) -> list[str]:
-        """One line of all answers that have a figure; none without any."""
-        told = [
+        """Returns one line for all answers with a figure; none unless there are two."""
+        measured = [
             (energy.joules, answer.stats.tokens)
             for energy, answer in zip(self._energies, self._answers, strict=True)
             if energy.joules_per_token and energy.joules
         ]
-        tokens = sum(count for _, count in told)
-        if len(told) < 2 or not tokens:
+        tokens = sum(count for _, count in measured)
+        if len(measured) < 2 or not tokens:
             return []
         facts = self._energies[-1].facts
         mark = "ESTIMATE, nothing was measured: " if facts and facts.is_estimate else ""
-        error, freedom = combined([(joules.error, joules.freedom) for joules, _ in told])
-        mean = of_error(sum(joules.value for joules, _ in told) / tokens, error / tokens, freedom, 1)
+        error, freedom = combined([(joules.error, joules.freedom) for joules, _ in measured])
+        mean = of_error(sum(joules.value for joules, _ in measured) / tokens, error / tokens, freedom, 1)
         scope = f", scope {facts.scope}" if facts else ""
         return [
-            f"energy of {len(told)} answers with a figure: {mark}{figure_text(mean)} J/token{scope}, idle power while answering included"
+            f"energy of {len(measured)} answers with a figure: {mark}{figure_text(mean)} J/token{scope}, idle power while answering included"
         ]
 
     def _dimmed(self, text: str) -> str:
@@ -244,17 +256,17 @@ class TerminalChat:
 
 @contextlib.contextmanager
 def _stopping_at_interrupt(answer: Answer) -> Iterator[None]:
-    """Inside, Ctrl-C asks the answer to stop after its round, so that the cache stays good; a second one does not wait for that."""
+    """Within the context, Ctrl-C stops the answer after its round, which keeps the cache valid; a second Ctrl-C interrupts at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = False
+    interrupted_once = False
 
     def interrupted(_number: int, _frame: Any) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal interrupted_once
+        if interrupted_once:
             raise KeyboardInterrupt
-        asked = True
+        interrupted_once = True
         answer.stop()
 
     previous = signal.signal(signal.SIGINT, interrupted)
@@ -270,15 +282,15 @@ def _file(argument: str, command: str) -> str:
     return argument
 
 
-def _showable(text: str) -> str:
-    return _UNSHOWABLE.sub("\ufffd", text)
+def _printable(text: str) -> str:
+    return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
 def _call_line(call: ToolCall) -> str:
     if call.arguments is None:
-        return f"[a tool call that cannot be read: {call.raw}]"
+        return f"[unreadable tool call: {call.raw}]"
     arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items())
-    return f"[calls {call.name}({arguments})]"
+    return f"[call: {call.name}({arguments})]"
 
 
 def _record(text: str, answer: Answer, drafter: str) -> dict[str, Any]:

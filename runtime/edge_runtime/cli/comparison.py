@@ -1,4 +1,4 @@
-"""Runs one prompt with and without drafts in turn, and puts the two side by side."""
+"""Comparison of one prompt with and without drafts, run in turn."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Stats of `repeats` runs each; run i of one side followed run i of the other. `same_tokens` is whether all runs wrote the same.
+    """Statistics of the runs of each kind; run i of the one kind followed run i of the other.
 
-    `drafting` says for people how long the drafts were; `draft_length` is None where a policy decided.
+    `drafting` describes the draft lengths; `draft_length` is None if a policy chose them. `same_tokens`: all runs had the same output.
     """
 
     drafting: str
@@ -31,16 +31,16 @@ class Comparison:
 
     @property
     def speed_up(self) -> float:
-        """Median over the pairs of runs of tokens per second with drafts / without."""
+        """Median of `ratios`."""
         return statistics.median(self.ratios)
 
     @property
     def ratios(self) -> list[float]:
-        """Tokens per second with drafts / without of each pair of runs; pairs, since a machine's speed changes between them."""
+        """Tokens per second with drafts / without, per pair of neighbouring runs: a machine's speed drifts."""
         return [drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in zip(self.drafted, self.plain, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
+        """Returns plain values under stable keys."""
         return {
             "drafting": self.drafting,
             "draft_length": self.draft_length,
@@ -55,36 +55,36 @@ class Comparison:
 def compare(
     session: Session, prompt: str, *, max_tokens: int, draft_length: int | None, repeats: int, show: Callable[[str], None]
 ) -> Comparison:
-    """Runs plainly and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each.
+    """Runs without and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each kind.
 
-    Drafts are of `draft_length`, or as the session's settings have it.
+    `draft_length` None leaves it to the session's settings.
     """
     drafting = f"policy {session.settings.policy}" if draft_length is None else f"drafts of {draft_length}"
-    sides: dict[int, list[DecodeStats]] = {0: [], 1: []}
+    runs: dict[int, list[DecodeStats]] = {0: [], 1: []}
     outputs: list[list[int]] = []
     for repeat in range(repeats):
-        for side, length in enumerate((0, draft_length)):
+        for drafting_on, length in enumerate((0, draft_length)):
             if repeat == 0:
-                show(f"\n--- {drafting if side else 'plain'} ---\n{prompt}")
+                show(f"\n--- {drafting if drafting_on else 'plain'} ---\n{prompt}")
             generation = session.generate(prompt, max_tokens=max_tokens, draft_length=length)
             for piece in generation:
                 if repeat == 0:
                     show(piece)
-            sides[side].append(generation.stats)
+            runs[drafting_on].append(generation.stats)
             outputs.append(generation.tokens)
     show("\n\n")
     return Comparison(
         drafting=drafting,
         draft_length=draft_length,
-        plain=tuple(sides[0]),
-        drafted=tuple(sides[1]),
+        plain=tuple(runs[0]),
+        drafted=tuple(runs[1]),
         same_tokens=all(o == outputs[0] for o in outputs),
         peak_memory=peak_memory_bytes(),
     )
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """A rich table: one column plain, one with drafts, medians over the runs."""
+    """Returns a table of medians: one column without drafts, one with."""
     from rich.table import Table
 
     def median(runs: tuple[DecodeStats, ...], figure: Callable[[DecodeStats], float]) -> float:

@@ -1,4 +1,4 @@
-"""What of edge-mtp works on this machine and what is missing, gathered without loading a backend into this process. For commands."""
+"""Diagnosis of the installation and the machine, made without loading a backend into this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from edge_runtime.calibration.backend_info import ask_backend
 from edge_runtime.errors import BackendError
 
 DISTRIBUTION = "edge-mtp"
-# Which extras a user chooses between, and what for; the others are for people who work on edge-mtp itself.
+# The extras for users and their purposes; the other extras are for developers of edge-mtp.
 EXTRAS = {
     "llama": "runs GGUF bundles",
     "onnx": "runs ONNX bundles",
@@ -47,7 +47,7 @@ _COMPILED_BY = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """An extra of the package: versions of its packages that are there, and the requirements that are not."""
+    """An extra of the package: versions of its installed packages, and its missing requirements."""
 
     name: str
     purpose: str
@@ -56,8 +56,8 @@ class Extra:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RememberedFile:
-    """A file of the cache folder: its path, bytes (of all below, if it is a folder), and how many entries it holds."""
+class CacheFile:
+    """A file or folder in the cache: its path, total bytes and number of entries."""
 
     path: str
     bytes: int
@@ -66,7 +66,7 @@ class RememberedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All that was found. `backends`: what `ask_backend` says, None where the library is not installed; `build_tools`: path or None."""
+    """The findings. `backends`: what `ask_backend` returned, None if the library is not installed; `build_tools`: path or None."""
 
     version: str
     python: str
@@ -78,7 +78,7 @@ class Diagnosis:
     meters: tuple[Finding, ...]
     cache: str
     cache_variable: str
-    cache_files: tuple[RememberedFile, ...]
+    cache_files: tuple[CacheFile, ...]
 
     @property
     def ready(self) -> bool:
@@ -111,7 +111,7 @@ class Diagnosis:
 
 
 def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_backend) -> Diagnosis:
-    """Looks at Python, packages, backends (in child processes), meters, machine and caches; changes nothing. Raises BackendError."""
+    """Examines Python, packages, backends (in child processes), meters, machine and caches; changes nothing. Raises BackendError."""
     try:
         version, requirements = metadata.version(DISTRIBUTION), metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -146,11 +146,11 @@ def _extra(name: str, purpose: str, requirements: list[str]) -> Extra:
     return Extra(name=name, purpose=purpose, installed=installed, missing=tuple(missing))
 
 
-def _cache_files(folder: Path) -> list[RememberedFile]:
+def _cache_files(folder: Path) -> list[CacheFile]:
     files = [folder / name for name in (probe.CACHE_NAME, cost_probe.CACHE_NAME, power_probe.CACHE_NAME)]
-    found = [RememberedFile(path=str(path), bytes=path.stat().st_size, entries=len(read_entries(path))) for path in files if path.is_file()]
+    found = [CacheFile(path=str(path), bytes=path.stat().st_size, entries=len(read_entries(path))) for path in files if path.is_file()]
     packed = folder / "packed"
     if packed.is_dir():
         sizes = [path.stat().st_size for path in packed.rglob("*") if path.is_file()]
-        found.append(RememberedFile(path=str(packed), bytes=sum(sizes), entries=sum(path.is_dir() for path in packed.iterdir())))
+        found.append(CacheFile(path=str(packed), bytes=sum(sizes), entries=sum(path.is_dir() for path in packed.iterdir())))
     return found

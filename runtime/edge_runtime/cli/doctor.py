@@ -1,4 +1,4 @@
-"""`edge-run --doctor`: a diagnosis as one screen, or as one JSON object."""
+"""`edge-run --doctor`: prints the diagnosis as a table or as one JSON object."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _show(context: click.Context, _parameter: click.Parameter, wanted: bool) -> 
 
 # Needs no bundle: its callback shows the diagnosis and ends the command. `--json` is eager, so that its value is known by then.
 doctor_option = click.option(
-    "--doctor", is_flag=True, expose_value=False, callback=_show, help="Show what works on this machine and what is missing, and exit."
+    "--doctor", is_flag=True, expose_value=False, callback=_show, help="Print what works on this machine and what is missing, and exit."
 )
 
 
 def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:
-    """Prints it on standard output."""
+    """Prints the diagnosis on standard output."""
     if as_json:
         click.echo(json.dumps(diagnosis.to_json()))
         return
@@ -46,14 +46,16 @@ def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:
 
     console = Console(highlight=False)
     console.print(diagnosis_table(diagnosis))
-    console.print("bundles can be run here" if diagnosis.ready else "no bundle can be run here yet: a backend (llama or onnx) is missing")
+    console.print("bundles can run here" if diagnosis.ready else "no bundle can run here yet: a backend (llama or onnx) is missing")
     if diagnosis.install:
-        # Not folded: it is there to be copied.
-        console.print(f"to install what is missing (leave out what you do not need):\n{diagnosis.install}", soft_wrap=True, markup=False)
+        # Not wrapped, so that it can be copied.
+        console.print(
+            f"to install what is missing (leave out the extras that you do not need):\n{diagnosis.install}", soft_wrap=True, markup=False
+        )
 
 
 def diagnosis_table(diagnosis: Diagnosis) -> Table:
-    """Returns the table: what was looked at, its state, what was found."""
+    """Returns a table of subject, state and finding."""
     from rich.table import Table
     from rich.text import Text
 
@@ -64,7 +66,7 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
 
 
 def rows(diagnosis: Diagnosis) -> Iterator[Row]:
-    """Yields what was looked at, its state (ok, missing, broken, denied, or nothing to judge) and a sentence."""
+    """Yields subject, state (ok, missing, broken, denied, or empty for plain information) and finding."""
     device = diagnosis.device
     machine = device.machine
     memory = f", {machine.memory_available / 1e9:.1f} GB available" if machine.memory_available is not None else ""
@@ -80,8 +82,12 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
     for extra in diagnosis.extras:
         if extra.name not in diagnosis.backends:
             versions = ", ".join(f"{name} {version}" for name, version in extra.installed.items())
-            lacking = f"; lacks {', '.join(extra.missing)}" if extra.missing else ""
-            yield extra.name, "missing" if extra.missing else "ok", f"{extra.purpose}: {versions or 'nothing of it is installed'}{lacking}"
+            lacking = f"; missing: {', '.join(extra.missing)}" if extra.missing else ""
+            yield (
+                extra.name,
+                "missing" if extra.missing else "ok",
+                f"{extra.purpose}: {versions or 'none of its packages is installed'}{lacking}",
+            )
     yield from _meter_rows(diagnosis)
     yield from _cache_rows(diagnosis)
 
@@ -105,22 +111,22 @@ def _llama_rows(diagnosis: Diagnosis) -> Iterator[Row]:
         yield (
             "",
             "",
-            "; ".join(_probes(answer["probes"])) or "not tried with a model yet: the first use of a bundle does that, in a child process",
+            "; ".join(_probes(answer["probes"])) or "not yet tested with a model; the first use of a bundle does that, in a child process",
         )
 
 
 def _kernels(system_info: str) -> str:
-    """Returns the instruction sets out of llama.cpp's line "CPU : SSE3 = 1 | AVX2 = 1 | ... |"."""
+    """Returns the instruction sets of llama.cpp's line "CPU : SSE3 = 1 | AVX2 = 1 | ... |"."""
     parts = (part.rpartition(":")[2].partition("=") for part in system_info.split("|"))
     found = [name.strip() for name, _, value in parts if value.strip() == "1"]
-    return f"built for {' '.join(found)}" if found else "its build names no instruction sets"
+    return f"built for {' '.join(found)}" if found else "the build lists no instruction sets"
 
 
 def _probes(probes: list[dict[str, Any]]) -> Iterator[str]:
-    for kernels, wanted in (("works with all kernels", True), ("works without weight repacking only, prompts are slower", False)):
+    for kernels, wanted in (("works with all kernels", True), ("works only without weight repacking, which makes prompts slower", False)):
         pairs = ["+".join(one["quantizations"]) for one in probes if one["use_extra_bufts"] is wanted]
         if pairs:
-            yield f"tried with {', '.join(pairs)}: {kernels}"
+            yield f"tested with {', '.join(pairs)}: {kernels}"
 
 
 def _onnx_rows(diagnosis: Diagnosis) -> Iterator[Row]:
@@ -130,7 +136,7 @@ def _onnx_rows(diagnosis: Diagnosis) -> Iterator[Row]:
     elif "error" in answer:
         yield _ONNX, "broken", answer["error"]
     else:
-        only = "; this version runs graphs of fixed shapes only (docs/npu.md)" if answer["only_fixed_shapes"] else ""
+        only = "; this version runs only graphs of fixed shapes (docs/npu.md)" if answer["only_fixed_shapes"] else ""
         yield _ONNX, "ok", f"onnxruntime {answer['version']}; execution providers: {', '.join(answer['execution_providers'])}{only}"
 
 
@@ -144,11 +150,11 @@ def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:
             yield "energy meter", "denied", f"{finding.name}: {finding.reason}" + (f"; {finding.remedy}" if finding.remedy else "")
         shown = shown or finding.state is not State.ABSENT
     if not shown:
-        yield "energy meter", "", f"none of {len(diagnosis.meters)} kinds is here (edge-devices meters says why); nothing else needs one"
+        yield "energy meter", "", f"none of {len(diagnosis.meters)} kinds found (see edge-devices meters); only energy figures need one"
 
 
 def _cache_rows(diagnosis: Diagnosis) -> Iterator[Row]:
-    files = [f"{Path(file.path).name} with {file.entries} ({_size(file.bytes)})" for file in diagnosis.cache_files]
+    files = [f"{Path(file.path).name}: {file.entries} entries ({_size(file.bytes)})" for file in diagnosis.cache_files]
     yield "cache", "", f"{diagnosis.cache} (${diagnosis.cache_variable}): {'; '.join(files) or 'empty'}"
 
 

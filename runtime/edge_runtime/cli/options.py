@@ -1,41 +1,217 @@
-"""The command-line options about trusting a bundle: how its files are compared with the manifest, and whose signature it must have."""
+"""Options of several commands: the bundle, the drafts, the backend, the checks of a bundle, the KV cache and monitoring."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from edge_devices.command_line import option_group
+from edge_devices.command_line import option_group, take
+from edge_devices.machine.cpu_affinity import MOST_THREADS
+from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.bundle.integrity import CHECK_MODES, CheckMode
+from edge_runtime.bundle.kv_types import KV_TYPES, KvType
+from edge_runtime.bundle.manifest import MANIFEST_NAME
+from edge_runtime.config.presets import expanded
+from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig, TuningConfig
+from edge_runtime.config.yaml_file import read_config
+from edge_runtime.drafting.acceptance_window import WARN_ABOVE
+from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
+from edge_runtime.drafting.policies import POLICIES
+
+# Shell completion looks at no more folders than this, so that it stays fast.
+MOST_FOLDERS = 1000
 
 
-class CheckValues(TypedDict):
-    """What was asked for, under the names of `LoadOptions`."""
+class BundlePath(click.Path):
+    """A path argument, as `pathlib.Path`. Shell completion offers matching bundles; folders if there are none."""
 
-    check: CheckMode
-    public_key: Path | None
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
+        """Returns the bundles, or lets the shell complete folders: click's bash code would drop bundles beside folders."""
+        parent, _, start = incomplete.rpartition("/")
+        folder = parent + "/" if incomplete.startswith("/") or parent else ""
+        try:
+            names = sorted(path.name for path, _ in zip(Path(folder or ".").iterdir(), range(MOST_FOLDERS), strict=False))
+        except OSError:
+            names = []
+        bundles = [name for name in names if name.startswith(start) and (Path(folder) / name / MANIFEST_NAME).is_file()]
+        return [CompletionItem(folder + name) for name in bundles] or [CompletionItem(incomplete, type="dir")]
 
 
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    help="llama.cpp or ONNX Runtime.  [default: the one that the bundle supports and is installed]",
+)
+config_options = option_group(
+    click.option("--context", type=click.IntRange(min=16), help="Size of the KV cache in tokens.  [default: from the configuration]"),
+    click.option("--config", type=click.Path(path_type=Path), help="YAML file that overrides --preset and the bundle's config.yaml."),
+    click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; overrides the bundle's config.yaml."),
+)
+drafting_options = option_group(
+    click.option(
+        "--draft-length",
+        type=click.IntRange(0, 12),
+        help="Tokens to draft per round; 0 is plain decoding. With --policy rolling, the initial length.  [default: from the configuration]",
+    ),
+    click.option("--policy", type=click.Choice(POLICIES), help="How the draft length is chosen.  [default: from the configuration]"),
+    click.option(
+        "--drafter",
+        type=click.Choice(DRAFTER_KINDS),
+        help="dense: MTP drafter; split: MTP drafter with a sparse head; lookup: copies from the text; none: no drafts."
+        "  [default: from the configuration, else the faster of dense and split]",
+    ),
+)
+backend_options = option_group(
+    backend_option,
+    click.option(
+        "--execution-provider", metavar="NAME", help="ONNX: where graphs run, such as cpu, openvino or openvino:NPU.  [default: cpu]"
+    ),
+    click.option(
+        "--uniform-rows",
+        is_flag=True,
+        help="ONNX: use the same kernels for one row as for several, so that drafts almost never change the output.",
+    ),
+    click.option(
+        "--keep-packed",
+        is_flag=True,
+        help="ONNX: cache weights packed for this CPU on disk, at twice their size. Opens faster and maps memory.",
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(1, MOST_THREADS),
+        help="CPU threads.  [default: the fastest number per phase, measured on first use]",
+    ),
+)
 check_options = option_group(
     click.option(
         "--check",
         type=click.Choice(CHECK_MODES),
         default="fast",
-        help="full: all files' sha256; fast: that once, then sizes, times and samples; none: sizes.",
+        help="full: SHA-256 of all files; fast: SHA-256 on first use, then sizes, times and samples; none: sizes only.",
     ),
     click.option(
         "--verify-key",
         type=click.Path(path_type=Path, dir_okay=False),
         metavar="PUBKEY",
-        help="Refuse the bundle unless this Ed25519 key (PEM) signed it; needs [sign].",
+        help="Refuse the bundle unless it is signed with this Ed25519 key (PEM). Needs edge-mtp[sign].",
+    ),
+)
+cache_options = option_group(
+    click.option(
+        "--kv-type",
+        type=click.Choice(KV_TYPES),
+        help="Data type of the KV cache; smaller types are less exact.  [default: from the configuration]",
+    ),
+    click.option(
+        "--memory-limit",
+        help="Refuse to open a bundle that needs more memory, such as 2GB.  [default: from the configuration, else the available memory]",
+    ),
+    click.option(
+        "--load-state",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Start from a saved KV state; PROMPT must begin with its text.",
+    ),
+    click.option("--save-state", type=click.Path(path_type=Path, dir_okay=False), help="Save the KV state to this file afterwards."),
+)
+monitoring_options = option_group(
+    click.option("--log", type=click.Path(path_type=Path), help="Append the figures of each request to this file, one JSON line each."),
+    click.option(
+        "--warn-rejection",
+        type=click.FloatRange(0, 1, min_open=True, max_open=True),
+        multiple=True,
+        default=WARN_ABOVE,
+        help="Warn when more than this share of recent drafts is rejected. Repeatable.",
     ),
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftingValues:
+    """Values of `drafting_options` and `config_options`."""
+
+    draft_length: int | None
+    policy: str | None
+    drafter: DrafterKind | None
+    context: int | None
+    config: Path | None
+    preset: str | None
+
+    @property
+    def fixed_length(self) -> int | None:
+        """The draft length of every round; None if a policy chooses it."""
+        return None if self.policy == "rolling" else self.draft_length
+
+    def configuration(self, objective: str | None) -> SpeculativeConfig:
+        """Returns the configuration file, overridden by the draft options of the command line."""
+        options = SpeculativeConfig(tuning=TuningConfig(policy=self.policy, initial_horizon=self.draft_length, objective=objective))
+        return options if self.config is None else options.over(expanded(read_config(self.config)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendValues:
+    """Values of `backend_options`."""
+
+    backend: BackendKind | None
+    execution_provider: str | None
+    uniform_rows: bool
+    keep_packed: bool
+    threads: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckValues:
+    """Values of `check_options`."""
+
+    check: CheckMode
+    verify_key: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheValues:
+    """Values of `cache_options`. A request starts from the state in `load_state` and leaves one in `save_state`."""
+
+    kv_type: KvType | None
+    memory_limit: str | None
+    load_state: Path | None
+    save_state: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitoringValues:
+    """Values of `monitoring_options`."""
+
+    log: Path | None
+    warn_rejection: tuple[float, ...]
+
+
+def drafting_values(values: dict[str, Any]) -> DraftingValues:
+    """Takes the options' values. Raises a usage error for a policy and a draft length that contradict each other."""
+    taken = take(values, DraftingValues)
+    if taken.policy in ("profit", "stepped") and taken.draft_length is not None:
+        raise click.UsageError(f"--policy {taken.policy} chooses its own draft lengths; leave --draft-length out")
+    if taken.policy == "rolling" and taken.draft_length == 0:
+        raise click.UsageError("--policy rolling needs a --draft-length of at least 1")
+    return taken
+
+
 def check_values(values: dict[str, Any]) -> CheckValues:
-    """Takes the options' values out of all the command's. Raises a usage error for a key beside no check."""
-    if values["verify_key"] is not None and values["check"] == "none":
-        raise click.UsageError("--verify-key says who made files that --check none does not compare; leave out one of them")
-    return {"check": values.pop("check"), "public_key": values.pop("verify_key")}
+    """Takes the options' values. Raises a usage error for a key without a check."""
+    taken = take(values, CheckValues)
+    if taken.verify_key is not None and taken.check == "none":
+        raise click.UsageError("--verify-key is of no use with --check none, which does not compare the files; leave one of them out")
+    return taken
+
+
+def cache_values(values: dict[str, Any], *, once: bool) -> CacheValues:
+    """Takes the options' values. Raises a usage error for state files unless one prompt runs `once`."""
+    taken = take(values, CacheValues)
+    if (taken.load_state or taken.save_state) and not once:
+        raise click.UsageError("--load-state and --save-state need a PROMPT that runs once, not a chat or --compare; leave them out")
+    return taken

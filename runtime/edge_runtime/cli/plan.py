@@ -1,48 +1,108 @@
-"""`--plan`: what a pair will do on this machine or on a profile's device, and beside it what it did. For commands: it looks at the machine."""
+"""`--plan`: predicted memory, speed and energy of a pair on a device, and the same measured here."""
 
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
 
-from edge_devices.command_line import option_group
+from edge_devices.command_line import option_group, take
+from edge_devices.machine.memory import peak_memory_bytes
 from edge_devices.machine.profiles import profiles
-from edge_runtime.cli.plan_measuring import Measured
+from edge_runtime.calibration.cost_probe import measure_costs
 from edge_runtime.planning.speed import Range, SpeedPlan, deviation
+from edge_runtime.session.session import Session
+
+MEASURE_REPEATS = 3
+PREFILL_TOKENS, DECODE_TOKENS = 256, 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanValues:
-    """What was asked for; `profile` None is this machine."""
+    """Values of `plan_options`. `profile` None is this machine."""
 
     plan: bool
     profile: str | None
 
 
 plan_options = option_group(
-    click.option("--plan", is_flag=True, help="Predict memory, speed, best draft length and joules per token, with ranges; make nothing."),
+    click.option("--plan", is_flag=True, help="Dry run: predict memory, speed, best draft length and joules per token, with ranges."),
     click.option(
         "--profile",
         metavar="NAME",
         shell_complete=lambda _context, _parameter, start: [name for name in profiles() if name.startswith(start)],
-        help="With --plan: a device profile, such as raspberry-pi-5.  [default: this machine]",
+        help="With --plan: the device, such as raspberry-pi-5.  [default: this machine]",
     ),
 )
 
 
 def plan_values(values: dict[str, Any]) -> PlanValues:
-    """Takes the options' values out of all the command's. A usage error for a device without a plan."""
-    found = PlanValues(plan=values.pop("plan"), profile=values.pop("profile"))
-    if found.profile is not None and not found.plan:
-        raise click.UsageError("--profile is for --plan; leave it out")
-    return found
+    """Takes the options' values. Raises a usage error for a device without --plan."""
+    taken = take(values, PlanValues)
+    if taken.profile is not None and not taken.plan:
+        raise click.UsageError("--profile needs --plan; add it, or leave --profile out")
+    return taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Medians: speeds in tokens per second, seconds per draft step and per verify of 1, 2, ... rows, mean tokens drafted per round.
+
+    `memory_bytes` is the peak of the process.
+    """
+
+    memory_bytes: int
+    prefill: float
+    plain: float
+    drafted: float
+    step_seconds: float
+    verify_seconds: tuple[float, ...]
+    draft_length: float
+
+
+def measure_plan(session: Session, prompt: str) -> Measured:
+    """Measures what a plan predicts: prefill, draft steps, verifies, and requests with and without drafts in turn.
+
+    Leaves the KV cache empty.
+    """
+    target = session.target
+    token = max(session.vocabulary.encode(prompt))
+    count = min(PREFILL_TOKENS, target.context // 2)
+    filled = []
+    for _ in range(MEASURE_REPEATS + 1):  # the first is a warm-up
+        target.rollback(0)
+        begin = time.perf_counter()
+        target.prefill([token] * count)
+        filled.append(time.perf_counter() - begin)
+    target.rollback(0)
+    costs = measure_costs(target, session.drafter, token, most_rows=session.settings.longest_draft + 1)
+    speeds_of: dict[int | None, list[float]] = {0: [], None: []}
+    lengths = []
+    for _ in range(MEASURE_REPEATS):
+        for draft_length, speeds in speeds_of.items():
+            generation = session.generate(prompt, max_tokens=DECODE_TOKENS, draft_length=draft_length)
+            for _ in generation:
+                pass
+            speeds.append(generation.stats.tokens_per_second)
+        lengths.append(generation.stats.drafted / max(1, generation.stats.rounds))
+    target.rollback(0)
+    return Measured(
+        memory_bytes=peak_memory_bytes(),
+        prefill=count / statistics.median(filled[1:]),
+        plain=statistics.median(speeds_of[0]),
+        drafted=statistics.median(speeds_of[None]),
+        step_seconds=costs.mean_step,
+        verify_seconds=costs.verify,
+        draft_length=statistics.median(lengths),
+    )
 
 
 def show_plan(plan: SpeedPlan, measured: Measured | None, *, as_json: bool) -> None:
-    """Prints the plan, and the measurement beside it if there is one."""
+    """Prints the plan and, if there is one, the measurement."""
     if as_json:
         record: dict[str, Any] = {"plan": plan.to_json()}
         if measured is not None:
@@ -54,7 +114,7 @@ def show_plan(plan: SpeedPlan, measured: Measured | None, *, as_json: bool) -> N
 
 
 def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
-    """Returns the plan for people: each figure with its range, what was measured and how far off the middle was, then how each came about."""
+    """Returns the plan as text: each figure with its range, its measurement and deviation, then how each was derived."""
     low, best, high = plan.draft_length
     rows: list[tuple[str, str, Range, float | None]] = [
         (
@@ -70,14 +130,16 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
         ("draft length", "", Range(low=low, middle=best, high=high), measured.draft_length if measured else None),
     ]
     lines = [f"{plan.device}:"]
-    for name, unit, value, seen in rows:
+    for name, unit, value, measurement in rows:
         text = f"  {name:<13}{_text(value.middle):>8}  [{_text(value.low)}, {_text(value.high)}] {unit}".rstrip()
-        lines.append(text if seen is None else f"{text:<48}  measured {_text(seen)} (prediction {deviation(seen, value)})")
+        lines.append(
+            text if measurement is None else f"{text:<48}  measured {_text(measurement)} (prediction {deviation(measurement, value)})"
+        )
     joules = plan.joules_per_token
     lines.append("  J/token      " + (f"{_text(joules.middle):>8}  [{_text(joules.low)}, {_text(joules.high)}]" if joules else "not known"))
     return lines + ["how:"] + [f"  {name}: {how}" for name, how in plan.derived.items()]
 
 
 def _text(value: float) -> str:
-    """Three digits, and no exponents."""
+    """Returns a figure with three digits and no exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

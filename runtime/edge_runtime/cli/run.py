@@ -5,40 +5,44 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from edge_devices.command_line import one_sentence_errors
-from edge_devices.machine.cpu_affinity import MOST_THREADS
-from edge_runtime.backends.selection import BACKENDS, BackendKind
+from edge_devices.command_line import one_sentence_errors, take
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.cli.bundle_path import BundlePath
-from edge_runtime.cli.cache_options import CacheValues, cache_options, cache_values, remarks
-from edge_runtime.cli.chat import MAX_INPUT, TerminalChat, chat_options, chat_values
+from edge_runtime.cli.chat import MAX_INPUT, ChatValues, TerminalChat, chat_options, chat_values
 from edge_runtime.cli.comparison import compare, comparison_table
 from edge_runtime.cli.doctor import doctor_option
 from edge_runtime.cli.energy_options import EnergyValues, energy_options, energy_record, energy_values
-from edge_runtime.cli.options import check_options, check_values
-from edge_runtime.cli.plan import PlanValues, plan_options, plan_values, show_plan
-from edge_runtime.cli.plan_measuring import measure_plan
-from edge_runtime.cli.sampling_options import request_options, sampling_options
-from edge_runtime.cli.screens import Explain
-from edge_runtime.cli.summary import summary
-from edge_runtime.config.presets import expanded
-from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig, TuningConfig
+from edge_runtime.cli.options import (
+    BackendValues,
+    BundlePath,
+    CacheValues,
+    CheckValues,
+    DraftingValues,
+    MonitoringValues,
+    backend_options,
+    cache_options,
+    cache_values,
+    check_options,
+    check_values,
+    config_options,
+    drafting_options,
+    drafting_values,
+    monitoring_options,
+)
+from edge_runtime.cli.plan import PlanValues, measure_plan, plan_options, plan_values, show_plan
+from edge_runtime.cli.sampling_options import request_values, sampling_options
+from edge_runtime.cli.screens import Explain, remarks, summary
 from edge_runtime.config.settings import load_settings
-from edge_runtime.config.yaml_file import read_config
-from edge_runtime.drafting.acceptance_window import WARN_ABOVE
-from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
-from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.errors import OUT_OF_MEMORY, RequestError
 from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import manifest_plan
-from edge_runtime.server.options import serve_options, serve_values
+from edge_runtime.server.options import ServeOptions, serve_options, serve_values
 from edge_runtime.session.chat import MAX_TOKENS, Chat
 from edge_runtime.session.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.session.load_options import LoadOptions
@@ -75,21 +79,107 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What one invocation asks for."""
+class ModeValues:
+    """Values of the options that this module declares: what to run, and in which form to print it."""
 
-    prompt: str
-    max_tokens: int
-    draft_length: int | None
+    max_tokens: int | None
     as_json: bool
     verify_lossless: bool
-    request: Mapping[str, Any]
+    comparing: bool
+    repeats: int
+    measure: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of one invocation. `prompt` is None in a chat; `request` are keyword arguments for `Session.generate`."""
+
+    prompt: str | None
+    mode: ModeValues
+    drafting: DraftingValues
+    backend: BackendValues
+    check: CheckValues
     cache: CacheValues
+    monitoring: MonitoringValues
+    chat: ChatValues
     energy: EnergyValues
+    plan: PlanValues
+    serve: ServeOptions | None
+    request: Mapping[str, Any]
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens to generate, per answer in a chat."""
+        return self.mode.max_tokens or (MAX_TOKENS if self.prompt is None else RUN_TOKENS)
+
+    def load_options(self) -> LoadOptions:
+        """Returns the options for `open_session`."""
+        return LoadOptions(
+            **asdict(self.backend),
+            context=self.drafting.context,
+            drafter=self.drafting.drafter,
+            config=self.drafting.configuration(self.energy.objective),
+            preset=self.drafting.preset,
+            check=self.check.check,
+            public_key=self.check.verify_key,
+            kv_type=self.cache.kv_type,
+            memory_limit=self.cache.memory_limit,
+            power=self.energy.power,
+            notify=note,
+            monitoring=MonitorOptions(
+                warn_above=self.monitoring.warn_rejection,
+                log=self.monitoring.log,
+                on_event=lambda event: None if self.mode.comparing else note(f"\nwarning: {event.sentence}"),
+            ),
+        )
+
+
+def read_options(prompt: str | None, values: dict[str, Any]) -> RunOptions:
+    """Sorts a command's option values into their groups. Raises a usage error for options that contradict each other, and RequestError."""
+    plan, mode = plan_values(values), take(values, ModeValues)
+    if mode.measure and (not plan.plan or plan.profile is not None):
+        raise click.UsageError("--measure needs --plan on this machine; add --plan and leave --profile out")
+    serve, check = serve_values(values), check_values(values)
+    chat = chat_values(values, chatting=prompt is None)
+    cache = cache_values(values, once=prompt is not None and not mode.comparing)
+    energy = energy_values(values, note, policy=values["policy"], draft_length=values["draft_length"])
+    options = RunOptions(
+        prompt=prompt,
+        mode=mode,
+        plan=plan,
+        serve=serve,
+        check=check,
+        chat=chat,
+        cache=cache,
+        energy=energy,
+        request=request_values(values),
+        drafting=drafting_values(values),
+        backend=take(values, BackendValues),
+        monitoring=take(values, MonitoringValues),
+    )
+    if values:
+        raise TypeError(f"options that belong to no group: {', '.join(values)}")
+    check_mode(options)
+    return options
+
+
+def check_mode(options: RunOptions) -> None:
+    """Raises a usage error for a mode that contradicts other options."""
+    mode, request = options.mode, options.request
+    if options.prompt is None and (mode.comparing or mode.verify_lossless):
+        raise click.UsageError("--compare and --verify-lossless need a PROMPT")
+    if mode.comparing and mode.verify_lossless:
+        raise click.UsageError("--compare and --verify-lossless exclude each other; give one of them")
+    if mode.comparing and (request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
+        raise click.UsageError("--compare is greedy, without stop strings and grammars; leave those options out")
+    if mode.verify_lossless and not GenerationOptions(sampling=request["sampling"], acceptance=request["acceptance"]).repeatable:
+        raise click.UsageError("--verify-lossless needs temperature 0, or --acceptance match with a --seed; other runs differ by chance")
+    if options.energy.explain and (options.prompt is None or mode.comparing):
+        raise click.UsageError("--explain needs a PROMPT that runs once, not a chat or --compare; leave it out")
 
 
 def read_prompt() -> str:
-    """Returns standard input. Raises RequestError if it is closed, no text, or endless."""
+    """Returns standard input. Raises RequestError if it is closed, not UTF-8 text, or too long."""
     if sys.stdin is None:
         raise RequestError("standard input is closed; give the prompt as an argument")
     try:
@@ -102,40 +192,43 @@ def read_prompt() -> str:
 
 
 def note(text: str) -> None:
-    """Says something to the person, not to the pipe."""
+    """Prints a message to standard error."""
     click.echo(text, err=True)
 
 
-def run_once(session: Session, options: RunOptions) -> None:
-    """Streams one generation and says how it went."""
-    if options.cache.load:
-        session.load_state(options.cache.load)
+def run_once(session: Session, options: RunOptions, prompt: str) -> None:
+    """Streams one generation, then prints its figures."""
+    cache, energy = options.cache, options.energy
+    as_json, explain = options.mode.as_json, energy.explain
+    if cache.load_state:
+        session.load_state(cache.load_state)
     generation = session.generate(
-        options.prompt,
+        prompt,
         max_tokens=options.max_tokens,
-        draft_length=options.draft_length,
-        reuse_prefix=options.cache.load is not None,
+        draft_length=options.drafting.fixed_length,
+        reuse_prefix=cache.load_state is not None,
+        on_round=explain_round(session, options) if explain else None,
         **options.request,
     )
     pieces = []
-    with options.energy.watch() as watch:
+    with energy.watch() as watch:
         for piece in generation:
             pieces.append(piece)
-            if not options.as_json and not options.energy.explain:
+            if not as_json and not explain:
                 click.echo(piece, nl=False)
-    energy = watch.energy(generation.stats.tokens)
+    run_energy = watch.energy(generation.stats.tokens)
     session.record(generation)
-    if options.cache.save:
-        session.save_state(options.cache.save)
-    lossless = check_lossless(session, generation) if options.verify_lossless else None
-    if options.as_json:
+    if cache.save_state:
+        session.save_state(cache.save_state)
+    lossless = check_lossless(session, generation) if options.mode.verify_lossless else None
+    if as_json:
         record: dict[str, Any] = {
-            "prompt": options.prompt,
+            "prompt": prompt,
             "text": "".join(pieces),
             "drafter": session.drafter_kind,
             "stats": generation.stats.to_json(),
             "finish_reason": generation.finish_reason,
-            **energy_record(energy),
+            **energy_record(run_energy),
         }
         if generation.options.constraint:
             record["whole"] = generation.complete
@@ -143,34 +236,47 @@ def run_once(session: Session, options: RunOptions) -> None:
             record["lossless"] = lossless.to_json()
         click.echo(json.dumps(record, ensure_ascii=False))
         return
-    click.echo("".join(pieces) if options.energy.explain else "")
-    for sentence in remarks(generation, loaded=options.cache.load is not None):
+    click.echo("".join(pieces) if explain else "")
+    for sentence in remarks(generation, loaded=cache.load_state is not None):
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
-    note(energy.sentence())
+    note(run_energy.sentence())
     if not generation.complete:
-        note("the text ended before the grammar did; raise --max-tokens, or leave --stop out")
+        note("the text ended before the grammar was complete; raise --max-tokens, or leave --stop out")
     if lossless:
         note(lossless.sentence())
 
 
-def run_chat(session: Session, options: RunOptions, chat: Mapping[str, Any]) -> None:
-    """Talks until the input ends; each answer is at most `max_tokens` long."""
-    talk = Chat(session, max_tokens=options.max_tokens, draft_length=options.draft_length, **chat, **options.request)
-    TerminalChat(talk, as_json=options.as_json, watch=options.energy.watch).run()
+def explain_round(session: Session, options: RunOptions) -> Explain:
+    """Returns the callback of --explain."""
+    profit = session.profit() if options.drafting.fixed_length is None else None
+    return Explain(lambda: profit.last if profit else None, session.settings.objective, note)
 
 
-def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
-    """Runs plainly and with drafts in turn, streams the first of each, and ends in a table."""
+def run_chat(session: Session, options: RunOptions) -> None:
+    """Runs a chat to the end of its input; each answer has at most `max_tokens` tokens."""
+    chat = Chat(
+        session,
+        max_tokens=options.max_tokens,
+        draft_length=options.drafting.fixed_length,
+        **asdict(options.chat),
+        **options.request,
+    )
+    TerminalChat(chat, as_json=options.mode.as_json, watch=options.energy.watch).run()
+
+
+def run_comparison(session: Session, options: RunOptions, prompt: str) -> None:
+    """Runs with and without drafts in turn, streams the first run of each, and prints a table."""
+    as_json = options.mode.as_json
     comparison = compare(
         session,
-        options.prompt,
+        prompt,
         max_tokens=options.max_tokens,
-        draft_length=options.draft_length,
-        repeats=repeats,
-        show=(lambda _: None) if options.as_json else (lambda text: click.echo(text, nl=False, err=True)),
+        draft_length=options.drafting.fixed_length,
+        repeats=options.mode.repeats,
+        show=(lambda _: None) if as_json else (lambda text: click.echo(text, nl=False, err=True)),
     )
-    if options.as_json:
+    if as_json:
         click.echo(json.dumps(comparison.to_json(), ensure_ascii=False))
         return
     from rich.console import Console
@@ -178,199 +284,76 @@ def run_comparison(session: Session, options: RunOptions, repeats: int) -> None:
     Console().print(comparison_table(comparison))
 
 
-def run_plan(folder: Path, options: RunOptions, asked: PlanValues, measuring: bool, load: LoadOptions) -> None:
-    """Prints what to expect of the bundle, and what it does here if that is wanted too."""
+def run_plan(folder: Path, options: RunOptions, prompt: str) -> None:
+    """Prints the plan of the bundle and, with --measure, the same measured here."""
+    load = options.load_options()
     bundle = open_bundle(folder, check=load.check, public_key=load.public_key)
     settings = load_settings(bundle, config=load.config, preset=load.preset, context=load.context, notify=note)
     measured = None
-    # Before the machine is probed, which takes memory of its own.
-    if measuring:
+    # First, as the probes of the machine's speed take memory of their own.
+    if options.mode.measure:
         with open_session(folder, load) as session:
-            measured = measure_plan(session, options.prompt or PLAN_PROMPT)
+            measured = measure_plan(session, prompt or PLAN_PROMPT)
     power = options.energy.power
     plan = manifest_plan(
         bundle.manifest,
-        device_speed(asked.profile, load.threads),
+        device_speed(options.plan.profile, load.threads),
         context=settings.context,
         kv_type=load.kv_type or settings.kv_type,
         longest=min(settings.longest, settings.longest_draft),
         drafter=load.drafter or settings.drafter,
         power=power if isinstance(power, PhasePower) else None,
     )
-    show_plan(plan, measured, as_json=options.as_json)
-
-
-def explained(session: Session, options: RunOptions) -> RunOptions:
-    """Returns the options with a listener that says a line about each round, if that was asked for."""
-    if not options.energy.explain:
-        return options
-    profit = session.profit() if options.draft_length is None else None
-    explain = Explain(lambda: profit.last if profit else None, session.settings.objective, note)
-    return replace(options, request={**options.request, "on_round": explain})
-
-
-def command_config(config: Path | None, policy: str | None, draft_length: int | None, objective: str | None) -> SpeculativeConfig:
-    """Returns the configuration file with what the command line says of draft lengths over it."""
-    said = SpeculativeConfig(tuning=TuningConfig(policy=policy, initial_horizon=draft_length, objective=objective))
-    return said if config is None else said.over(expanded(read_config(config)))
-
-
-def check_combination(
-    request: Mapping[str, Any], policy: str | None, draft_length: int | None, *, comparing: bool, verify_lossless: bool
-) -> None:
-    """Raises a usage error for options that contradict each other."""
-    if comparing and verify_lossless:
-        raise click.UsageError("--compare and --verify-lossless are two different runs; give one of them")
-    if comparing and (request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
-        raise click.UsageError("--compare is greedy, with no stop strings and no grammar; leave those options out")
-    if policy in ("profit", "stepped") and draft_length is not None:
-        raise click.UsageError(f"--policy {policy} has its own draft lengths; leave --draft-length out")
-    if policy == "rolling" and draft_length == 0:
-        raise click.UsageError("--policy rolling drafts at least 1 token; give a longer --draft-length")
-    if verify_lossless and not GenerationOptions(sampling=request["sampling"], acceptance=request["acceptance"]).repeatable:
-        raise click.UsageError("--verify-lossless needs temperature 0, or --acceptance match with a --seed: other runs differ by chance")
+    show_plan(plan, measured, as_json=options.mode.as_json)
 
 
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
 @click.argument("bundle", type=BundlePath())
 @click.argument("prompt", required=False)
-@click.option(
-    "--draft-length",
-    type=click.IntRange(0, 12),
-    help="Tokens to draft per round; 0 is plain decoding. With --policy rolling the first length.  [default: the configuration's]",
-)
-@click.option("--policy", type=click.Choice(POLICIES), help="How the draft length follows the acceptance.  [default: the configuration's]")
-@click.option(
-    "--drafter",
-    type=click.Choice(DRAFTER_KINDS),
-    help="dense: llama.cpp's; split: with the sparse head; lookup: copies from the text.  [default: the configuration's, else the faster of dense and split]",
-)
+@drafting_options
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
-    help=f"Most tokens to generate; drafts never count.  [default: {RUN_TOKENS}, in a chat {MAX_TOKENS} per answer]",
+    help=f"Maximum number of tokens to generate.  [default: {RUN_TOKENS}; in a chat {MAX_TOKENS} per answer]",
 )
-@click.option("--backend", type=click.Choice(BACKENDS), help="llama.cpp or onnxruntime.  [default: what the bundle has and is installed]")
-@click.option("--execution-provider", metavar="NAME", help="onnx: where the graphs run, e.g. cpu, openvino, openvino:NPU.  [default: cpu]")
-@click.option(
-    "--uniform-rows", is_flag=True, help="onnx: the same kernels for one row as for several, so that drafts hardly ever change a token."
-)
-@click.option(
-    "--keep-packed", is_flag=True, help="onnx: keep weights packed for this CPU on disk, twice their size: opens faster, maps memory."
-)
-@click.option(
-    "--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads.  [default: as many as each phase runs fastest on, measured once]"
-)
-@click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
-@click.option("--config", type=click.Path(path_type=Path), help="YAML file that goes over --preset and the bundle's own config.yaml.")
-@click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")
-@click.option("--log", type=click.Path(path_type=Path), help="Append one JSON line of figures about each request to this file.")
-@click.option(
-    "--warn-rejection",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    multiple=True,
-    default=WARN_ABOVE,
-    help="Say it when more than this share of the newest drafts is rejected. Repeatable.",
-)
-@click.option("--json", "as_json", is_flag=True, is_eager=True, help="Print one JSON object instead of text; in a chat one per turn.")
+@backend_options
+@config_options
+@monitoring_options
+@click.option("--json", "as_json", is_flag=True, is_eager=True, help="Print one JSON object instead of text; in a chat, one per turn.")
 @doctor_option
-@click.option("--verify-lossless", is_flag=True, help="Rerun plainly; report equality or the first divergence with its logit gap.")
-@click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and show a table.")
-@click.option("--repeats", type=click.IntRange(min=1), default=3, help="With --compare: runs of each; medians are shown.")
+@click.option(
+    "--verify-lossless", is_flag=True, help="Run again without drafts; report whether the output is equal, else the first difference."
+)
+@click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and print a table.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, help="With --compare: runs of each; the table shows medians.")
 @check_options
 @sampling_options
 @cache_options
 @chat_options
 @energy_options
-@click.option("--measure", is_flag=True, help="With --plan: also run the bundle here, and say how far off each prediction is.")
 @plan_options
+@click.option("--measure", is_flag=True, help="With --plan: also run the bundle here and print the deviation of each prediction.")
 @serve_options
 @click.version_option(package_name="edge-mtp")
-def main(
-    bundle: Path,
-    prompt: str | None,
-    draft_length: int | None,
-    policy: str | None,
-    drafter: DrafterKind | None,
-    max_tokens: int | None,
-    threads: int | None,
-    context: int | None,
-    config: Path | None,
-    preset: str | None,
-    log: Path | None,
-    warn_rejection: tuple[float, ...],
-    as_json: bool,
-    verify_lossless: bool,
-    comparing: bool,
-    repeats: int,
-    backend: BackendKind | None,
-    execution_provider: str | None,
-    uniform_rows: bool,
-    keep_packed: bool,
-    measure: bool,
-    **values: Any,
-) -> None:
-    """Generate text from BUNDLE after PROMPT ('-' reads standard input), with drafts from the bundle's MTP drafter.
+def main(bundle: Path, prompt: str | None, **values: Any) -> None:
+    """Generate text from BUNDLE after PROMPT ('-' reads standard input), using the bundle's drafter.
 
-    Without PROMPT: a chat, with the bundle's chat template. It reads turns from the terminal, or one per line from a pipe.
+    Without PROMPT: start a chat with the bundle's chat template. Turns are read from the terminal, or one per line from a pipe.
     """
     with one_sentence_errors(out_of_memory=OUT_OF_MEMORY):
-        planning = plan_values(values)
-        if measure and (not planning.plan or planning.profile is not None):
-            raise click.UsageError("--measure is for --plan on this machine; leave --profile out and give --plan")
-        serving, trust = serve_values(values), check_values(values)
-        chat = chat_values(values, chatting=prompt is None)
-        cache = cache_values(values, once=prompt is not None and not comparing)
-        energy = energy_values(values, note, policy=policy, draft_length=draft_length)
-        request = request_options(values)
-        if prompt is None and (comparing or verify_lossless):
-            raise click.UsageError("--compare and --verify-lossless need a PROMPT")
-        check_combination(request, policy, draft_length, comparing=comparing, verify_lossless=verify_lossless)
-        if energy.explain and (prompt is None or comparing):
-            raise click.UsageError("--explain is for a PROMPT that runs once, not for a chat or --compare; leave it out")
-        options = RunOptions(
-            prompt=read_prompt() if prompt == "-" else prompt or "",
-            as_json=as_json,
-            verify_lossless=verify_lossless,
-            request=request,
-            draft_length=None if policy == "rolling" else draft_length,
-            max_tokens=max_tokens or (MAX_TOKENS if prompt is None else RUN_TOKENS),
-            cache=cache,
-            energy=energy,
-        )
-        monitoring = MonitorOptions(
-            warn_above=warn_rejection, log=log, on_event=lambda event: None if comparing else note(f"\nwarning: {event.sentence}")
-        )
-        load = LoadOptions(
-            threads=threads,
-            context=context,
-            drafter=drafter,
-            notify=note,
-            **trust,
-            backend=backend,
-            execution_provider=execution_provider,
-            uniform_rows=uniform_rows,
-            keep_packed=keep_packed,
-            kv_type=cache.kv_type,
-            memory_limit=cache.memory_limit,
-            power=energy.power,
-            config=command_config(config, policy, draft_length, energy.objective),
-            preset=preset,
-            monitoring=monitoring,
-        )
-        if planning.plan:
-            run_plan(bundle, options, planning, measure, load)
-            return
-        if serving is not None:
+        options = read_options(prompt, values)
+        text = read_prompt() if prompt == "-" else prompt or ""
+        if options.plan.plan:
+            run_plan(bundle, options, text)
+        elif options.serve is not None:
             from edge_runtime.server.serve import serve
 
-            serve(bundle, serving, load, note, energy.shared_watch())
-            return
-        with open_session(bundle, load) as session:
-            options = explained(session, options)
-            if prompt is None:
-                run_chat(session, options, chat)
-            elif comparing:
-                run_comparison(session, options, repeats)
-            else:
-                run_once(session, options)
+            serve(bundle, options.serve, options.load_options(), note, options.energy.shared_watch())
+        else:
+            with open_session(bundle, options.load_options()) as session:
+                if prompt is None:
+                    run_chat(session, options)
+                elif options.mode.comparing:
+                    run_comparison(session, options, text)
+                else:
+                    run_once(session, options, text)

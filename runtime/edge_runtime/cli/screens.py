@@ -1,13 +1,16 @@
-"""`edge-run --explain`: what the policy expected of each round, what it decided, and what came of it; a line each."""
+"""What edge-run prints about a request: the summary line, remarks, and the table of --explain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from edge_runtime.decoding.loop import Round
+from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.profit_policy import Decision
+from edge_runtime.session.generation import Generation
+from edge_runtime.session.stats import DecodeStats
 
-# Name and width of each column.
+# Name and width of each column of --explain.
 COLUMNS = (
     ("round", 5),
     ("mode", 6),
@@ -26,40 +29,66 @@ UNITS = {"time": "ms", "energy": "mJ"}
 NONE = "-"
 
 
-class Explain:
-    """Hears rounds and says one line about each, the column names before the first.
+def summary(stats: DecodeStats, drafter: DrafterKind) -> str:
+    """Returns the figures of a request in one line; `drafter` is named if it drafted."""
+    parts = [
+        f"{stats.tokens} tokens",
+        f"{stats.tokens_per_second:.1f} tok/s",
+        f"mean acceptance length {stats.mean_acceptance_length:.2f}",
+    ]
+    if stats.acceptance_rate is not None:
+        by_position = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
+        parts.append(f"{stats.acceptance_rate:.1%} of {drafter} drafts accepted (by position {by_position})")
+    parts.append(f"first token after {stats.first_token_seconds * 1000:.0f} ms")
+    return ", ".join(parts)
 
-    `decided` returns the decision behind the newest round, None where the policy keeps none; its costs are in seconds or, where the
-    `objective` is energy, in joules.
+
+def remarks(generation: Generation, *, loaded: bool) -> list[str]:
+    """Returns remarks for the user: that the context is full, and how much of a loaded state was used."""
+    sentences, stats = [], generation.stats
+    if generation.finish_reason == "context":
+        sentences.append(f"stopped: the context of {generation.target.context} tokens is full; raise --context or shorten the prompt")
+    if loaded and stats.reused_tokens:
+        sentences.append(f"{stats.reused_tokens} of the prompt's {stats.prompt_tokens} tokens came from the state")
+    elif loaded:
+        sentences.append("the state could not be used, as the prompt does not begin with its whole text; the prompt was computed anew")
+    return sentences
+
+
+class Explain:
+    """Round callback that prints one line per round, after a line with the column names.
+
+    `decision` returns the decision behind the latest round, None if the policy records none. Its costs are in seconds, or in joules if
+    the `objective` is energy.
     """
 
-    def __init__(self, decided: Callable[[], Decision | None], objective: str, say: Callable[[str], None]) -> None:
-        self._decided, self._unit, self._say = decided, UNITS[objective], say
+    def __init__(self, decision: Callable[[], Decision | None], objective: str, write: Callable[[str], None]) -> None:
+        self._decision, self._unit, self._write = decision, UNITS[objective], write
         self._rounds = 0
 
     def __call__(self, done: Round) -> None:
-        """Says the line of a round that is over."""
+        """Prints the line of a finished round."""
         if not self._rounds:
-            self._say(_line([f"{name} {self._unit}" if name == "cost" else name for name, _ in COLUMNS]))
+            self._write(_line([f"{name} {self._unit}" if name == "cost" else name for name, _ in COLUMNS]))
         self._rounds += 1
-        self._say(_line(_cells(self._rounds, done, self._decided())))
+        self._write(_line(_cells(self._rounds, done, self._decision())))
 
 
 def _cells(number: int, done: Round, decision: Decision | None) -> list[str]:
     took = f"{(done.draft_seconds + done.verify_seconds) * 1000:.2f}"
-    got = [str(done.accepted) if done.drafted else NONE, str(len(done.tokens))]
+    accepted, emitted = str(done.accepted) if done.drafted else NONE, str(len(done.tokens))
     if decision is None:
         mode = "draft" if done.drafted else "plain"
-        return [str(number), mode, NONE, str(done.drafted), str(done.drafted + 1), got[0], NONE, got[1], NONE, took, NONE, NONE]
+        return [str(number), mode, NONE, str(done.drafted), str(done.drafted + 1), accepted, NONE, emitted, NONE, took, NONE, NONE]
     return [
         str(number),
         decision.mode,
         str(decision.drafted),
         str(decision.verified),
         str(decision.verified + decision.padding + 1),
-        got[0],
+        accepted,
         f"{decision.expected:.2f}",
-        got[1],
+        emitted,
         f"{decision.cost * 1000:.2f}",
         took,
         f"{decision.best_rate / decision.plain_rate:.2f}",

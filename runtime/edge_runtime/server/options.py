@@ -7,77 +7,84 @@ from typing import Any
 
 import click
 
-from edge_devices.command_line import option_group
+from edge_devices.command_line import option_group, take
 
 KEY_VARIABLE = "EDGE_MTP_API_KEY"
-# Options that make sense for a server; the others are about one prompt, or are fields of each request.
-_SHARED = {
-    "bundle",
-    "backend",
-    "execution_provider",
-    "uniform_rows",
-    "keep_packed",
-    "draft_length",
-    "policy",
-    "drafter",
-    "threads",
-    "context",
-    "config",
-    "preset",
-    "log",
-    "warn_rejection",
-    "meter",
-    "objective",
-    "phase_power",
-    "check",
-    "verify_key",
-    "serve",
-    "host",
-    "kv_type",
-    "memory_limit",
-    "port",
-    "sessions",
-    "waiting",
-    "api_key",
-}
+# The options that --serve accepts; the others belong to a single prompt, or are fields of each request.
+_SHARED = frozenset(
+    [
+        "bundle",
+        "backend",
+        "execution_provider",
+        "uniform_rows",
+        "keep_packed",
+        "draft_length",
+        "policy",
+        "drafter",
+        "threads",
+        "context",
+        "config",
+        "preset",
+        "log",
+        "warn_rejection",
+        "meter",
+        "objective",
+        "phase_power",
+        "check",
+        "verify_key",
+        "serve",
+        "host",
+        "kv_type",
+        "memory_limit",
+        "port",
+        "sessions",
+        "waiting",
+        "api_key",
+    ]
+)
 serve_options = option_group(
     click.option("--serve", is_flag=True, help="Serve the OpenAI API and a chat page over HTTP instead of generating."),
-    click.option("--host", default="127.0.0.1", help="Serve: the address to listen on; 0.0.0.0 is all of this machine's."),
-    click.option("--port", type=click.IntRange(0, 65535), default=8080, help="Serve: the port; 0 takes a free one."),
-    click.option("--sessions", type=click.IntRange(1, 32), default=1, help="Serve: requests at once, each with a context of its own."),
-    click.option("--waiting", type=click.IntRange(min=0), default=16, help="Serve: requests that may wait for a session; more get 503."),
-    click.option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Serve: the key that clients must send."),
+    click.option("--host", default="127.0.0.1", help="Serve: address to listen on; 0.0.0.0 is all addresses."),
+    click.option("--port", type=click.IntRange(0, 65535), default=8080, help="Serve: port to listen on; 0 is any free port."),
+    click.option(
+        "--sessions", type=click.IntRange(1, 32), default=1, help="Serve: number of concurrent requests, each with its own context."
+    ),
+    click.option(
+        "--waiting", type=click.IntRange(min=0), default=16, help="Serve: number of requests that may wait; further ones get status 503."
+    ),
+    click.option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Serve: API key that clients must send."),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where to listen, and for whom. `port` 0 takes a free one; `waiting` requests may wait for one of `sessions`."""
+    """Values of `serve_options`: where to listen, and for whom. `port` 0 takes a free one."""
 
     host: str
     port: int
     sessions: int
     waiting: int
     api_key: str | None
+    serve: bool = True
 
 
 def serve_values(values: dict[str, Any]) -> ServeOptions | None:
-    """Takes the options' values out of all the command's; None unless --serve was given. A usage error where they do not fit the others."""
+    """Takes the options' values; returns None without --serve. Raises a usage error for options that contradict each other."""
     context = click.get_current_context()
     given = {name for name in context.params if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
-    options = ServeOptions(**{name: values.pop(name) for name in ServeOptions.__dataclass_fields__})
-    if not values.pop("serve"):
-        if unfit := given & set(ServeOptions.__dataclass_fields__):
+    options = take(values, ServeOptions)
+    if not options.serve:
+        if unfit := given & set(vars(options)):
             raise click.UsageError(f"{_written(context, unfit)}: for a server only; add --serve, or leave it out")
         return None
     if unfit := given - _SHARED:
-        raise click.UsageError(f"{_written(context, unfit)}: not with --serve; each request says it for itself")
+        raise click.UsageError(f"{_written(context, unfit)}: not with --serve; each request sets it")
     if options.api_key is not None and not (options.api_key.strip() and options.api_key.isascii()):
         raise click.UsageError("--api-key is empty or not ASCII; give a key, such as one from 'openssl rand -hex 16'")
     return options
 
 
 def _written(context: click.Context, names: set[str]) -> str:
-    """Returns parameters as a person writes them: PROMPT, --max-tokens."""
+    """Returns parameters as written on the command line: PROMPT, --max-tokens."""
     parameters = [parameter for parameter in context.command.params if parameter.name in names]
     return ", ".join(one.opts[0] if isinstance(one, click.Option) else one.make_metavar(context) for one in parameters)

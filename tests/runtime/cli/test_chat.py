@@ -64,7 +64,7 @@ def test_json_is_one_object_per_turn(run):
 
 def test_thoughts_stay_out_of_a_pipe_and_calls_are_shown(run):
     result = run("hi\n", replies=["<|channel>thought\nhm<channel|>\x1b one" + CALL + "<|tool_call>junk<tool_call|>"])
-    assert result.stdout == '\x1b one\n[calls now(zone="UTC", n=2)]\n\n[a tool call that cannot be read: junk]\n\n'
+    assert result.stdout == '\x1b one\n[call: now(zone="UTC", n=2)]\n\n[unreadable tool call: junk]\n\n'
 
 
 def test_commands(run, tmp_path):
@@ -73,10 +73,10 @@ def test_commands(run, tmp_path):
     assert (result.exit_code, result.stdout) == (0, "one\ntwo\n"), result.stderr
     said = result.stderr.splitlines()
     assert said[:5] == [
-        "there is no answer yet",
+        "no answer yet",
         "the system message is set",
         f"2 messages saved to {path}",
-        "the conversation is forgotten",
+        "new conversation",
         said[4],
     ]
     assert said[4].startswith("last answer: 4 tokens")
@@ -101,7 +101,7 @@ def test_options_reach_the_chat(run, tmp_path):
 @pytest.mark.parametrize(
     ("stdin", "message"),
     [
-        ("/dance\n", "there is no command /dance"),
+        ("/dance\n", "unknown command /dance"),
         ("/save\n", "/save needs the name of a file"),
         ("/load nowhere.json\n", "nowhere.json cannot be read"),
         ("x" * 3000 + "\n", "shorten it"),
@@ -125,7 +125,7 @@ def test_options_of_the_other_kind_exit_2(run, arguments):
 def test_forgotten_turns_are_told(run, monkeypatch):
     monkeypatch.setattr(cli, "open_session", lambda *_, **__: chat_session("y" * 40, context=180))
     result = CliRunner().invoke(cli.main, ["bundle", "--max-tokens", "50"], input="one\ntwo\nthree\n")
-    assert "[the context is full; oldest turns forgotten: 1]" in result.stderr
+    assert "[the context is full; dropped turns, oldest first: 1]" in result.stderr
 
 
 def test_a_closed_standard_input_is_one_sentence(run, monkeypatch):
@@ -171,7 +171,7 @@ def test_a_talk_at_a_terminal(slow):
     assert "\x1b[2mh\x1b[0m\x1b[2mm\x1b[0m" in answer, "thoughts are dim"
     assert "\ufffd[31mred" in answer, "what the model says cannot command the terminal"
     slow.type("/dance\n")
-    slow.wait_for("Error: there is no command /dance")
+    slow.wait_for("Error: unknown command /dance")
     slow.type("tell me more\n")
     slow.wait_for("zzzz")
     slow.type(CTRL_C)
@@ -181,7 +181,7 @@ def test_a_talk_at_a_terminal(slow):
     slow.wait_for(r"still here[^>]*tok/s[^>]*> ")
     time.sleep(0.3)  # CPython's readline hears nothing of a signal that comes between its prompt and its wait
     slow.type(CTRL_C)
-    slow.wait_for("Ctrl-D or /exit leaves")
+    slow.wait_for("Ctrl-D or /exit ends the chat")
     slow.type("/stats\n")
     slow.wait_for(r"all 3 answers[^>]*> ")
     slow.type(CTRL_D)
@@ -238,7 +238,7 @@ def test_the_reference_pair_at_a_terminal(exported_pair, environment):
         terminal.wait_for(r"\[stopped\]")
         assert 0 < int(terminal.wait_for(r"(\d+) tokens, ").split()[-2].removeprefix("\x1b[2m")) < 3900
         terminal.type("/reset\n")
-        terminal.wait_for("forgotten")
+        terminal.wait_for("new conversation")
         terminal.type("/exit\n")
         assert terminal.exit_code() == 0
 

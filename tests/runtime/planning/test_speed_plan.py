@@ -17,8 +17,7 @@ from edge_devices.machine.profiles import profiles
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import Architecture, BundleFile
 from edge_runtime.cli import run as cli
-from edge_runtime.cli.plan import plan_lines
-from edge_runtime.cli.plan_measuring import Measured
+from edge_runtime.cli.plan import Measured, plan_lines
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.planning import device_speed as device_speed_module
