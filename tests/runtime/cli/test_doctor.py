@@ -152,7 +152,7 @@ def test_probes_of_this_machine_are_shown(monkeypatch, cache):
     text = screen(diagnosis(monkeypatch, llama=ask_backend("llama")))
     assert "tested with Q4_0+Q8_0: works with all kernels; tested with Q4_K_M+Q8_0: works only without weight repacking" in text
     assert "F16:" not in text
-    assert f"{cache} (${CACHE_VARIABLE}): probe.json with 3 " in text
+    assert f"{cache} (${CACHE_VARIABLE}): probe.json: 3 entries " in text
 
 
 def test_onnxruntime_answers_for_itself(monkeypatch):
