@@ -31,7 +31,7 @@ from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_export.gguf.writer import write_gguf
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
 from edge_export.onnx.request import OnnxRequest
-from edge_export.onnx.weight_formats import table_form, weight_form
+from edge_export.onnx.weight_formats import table_format, weight_format
 from edge_export.parity.divergence import divergence
 from edge_export.parity.reference import load_reference
 from edge_export.quantization.calibration import CalibrationRequest, calibrate, text_name
@@ -166,10 +166,10 @@ def exported(weights: Weights, request: OnnxRequest, importance: Importance | No
     """The matrices quantized as the ONNX exporter does it, and back."""
 
     def spec_of(name: str, columns: int) -> WeightSpec:
-        form = table_form(request) if name == TABLES[0] else weight_form(request.target, request)
-        if form.sensitive is not None and SENSITIVE.fullmatch(name):
-            form = form.sensitive
-        spec = form.for_columns(columns).spec
+        format = table_format(request) if name == TABLES[0] else weight_format(request.target, request)
+        if format.sensitive is not None and SENSITIVE.fullmatch(name):
+            format = format.sensitive
+        spec = format.for_columns(columns).spec
         assert spec is not None, "rows of the pair are whole blocks"
         return spec
 

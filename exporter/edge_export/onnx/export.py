@@ -15,11 +15,11 @@ from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, TOKENIZER_NAME
 from edge_export.onnx.graph_builder import OPSET
 from edge_export.onnx.graphs.attention import reads_rows
 from edge_export.onnx.graphs.drafter import write_drafter
-from edge_export.onnx.graphs.kv import KvForm, fit_scales, store_kv
-from edge_export.onnx.graphs.target import TargetForms, write_target
+from edge_export.onnx.graphs.kv import KvFormat, fit_scales, store_kv
+from edge_export.onnx.graphs.target import TargetFormats, write_target
 from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, measure_onnx_parity, measure_rows, onnx_why_not
 from edge_export.onnx.request import OnnxFiles, OnnxRequest, check_onnx_sources
-from edge_export.onnx.weight_formats import head_form, quantization_name, table_form, weight_form
+from edge_export.onnx.weight_formats import head_format, quantization_name, table_format, weight_format
 from edge_export.onnx.weights import WeightFile
 from edge_export.output.bundle_part import BundlePart
 from edge_export.parity.reference import ReferenceRequest
@@ -48,14 +48,14 @@ def write_onnx(
     """
     check_onnx_sources(target, drafter)
     first, second = target.checkpoint, drafter.checkpoint
-    forms = TargetForms(layers=weight_form(request.target, request), embedding=table_form(request))
+    formats = TargetFormats(layers=weight_format(request.target, request), embedding=table_format(request))
     paths = {
         role: folder / f"{role.replace('_', '-')}-{quantization_name(role, request)}.onnx" for role in ("target", "target_head", "drafter")
     }
     data = {role: paths[role].with_suffix(".onnx_data") for role in ("target", "drafter")}
     with WeightFile(data["target"], progress, importance.get("target")) as weights:
-        forms = dataclasses.replace(forms, kv=store_kv(request.kv, first, weights))
-        table, contrib_ops = write_target(first, weights, paths["target"], paths["target_head"], forms)
+        formats = dataclasses.replace(formats, kv=store_kv(request.kv, first, weights))
+        table, contrib_ops = write_target(first, weights, paths["target"], paths["target_head"], formats)
     with WeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
         contrib_ops |= write_drafter(
             first.architecture,
@@ -64,21 +64,21 @@ def write_onnx(
             weights,
             paths["drafter"],
             table=table,
-            form=weight_form(request.drafter, request),
-            head_form=head_form(request),
-            kv=forms.kv,
+            format=weight_format(request.drafter, request),
+            head_format=head_format(request),
+            kv=formats.kv,
         )
     files = OnnxFiles(
         parts=(
             *(onnx_part(role, path, "onnx", request) for role, path in paths.items()),
             *(onnx_part(f"{role}_data", path, "onnx_data", request) for role, path in data.items()),
         ),
-        layout=dataclasses.replace(layout, buffers=_buffers(first.architecture, layout, forms.kv)),
+        layout=dataclasses.replace(layout, buffers=_buffers(first.architecture, layout, formats.kv)),
         graphs=onnx_facts(target, contrib_ops),
     )
     if request.kv == "int8":
         rows = measure_rows(onnx_pair(target, files))
-        fit_scales(forms.kv, data["target"], files.layout.buffers, files.graphs.rotations, rows)
+        fit_scales(formats.kv, data["target"], files.layout.buffers, files.graphs.rotations, rows)
     return files
 
 
@@ -183,7 +183,7 @@ def _rotations(model: TextArchitecture) -> tuple[Rotation, ...]:
     return tuple(found)
 
 
-def _buffers(model: TextArchitecture, layout: CacheLayout, kv: KvForm) -> tuple[CacheBuffer, ...]:
+def _buffers(model: TextArchitecture, layout: CacheLayout, kv: KvFormat) -> tuple[CacheBuffer, ...]:
     sliding = model.window + 1 + layout.rewind_slack + SPARE_ROWS
     rows = {SLIDING: sliding, FULL: layout.full.capacity + MAX_DRAFT_LENGTH + 1}
     return tuple(

@@ -100,7 +100,7 @@ class Graph:
 
     def linear(self, value: str, matrix: Matrix) -> str:
         """value [..., columns] times the transposed matrix: [..., rows]."""
-        spec = matrix.form.spec
+        spec = matrix.format.spec
         if spec is None:
             return self.op("FusedMatMul", value, self._float(matrix), domain=CONTRIB, transB=1)
         inputs = [value, self.weight(matrix.values), *self._scaling(matrix)]
@@ -117,10 +117,10 @@ class Graph:
 
     def gather(self, matrix: Matrix, indices: str) -> str:
         """Rows of the matrix as float32 [*indices, columns]; only these are read."""
-        spec = matrix.form.spec
+        spec = matrix.format.spec
         if spec is None:
             rows = self.op("Gather", self.weight(matrix.values), indices, axis=0)
-            return self.op("Cast", rows, to=TensorProto.FLOAT) if matrix.form.kind == "f16" else rows
+            return self.op("Cast", rows, to=TensorProto.FLOAT) if matrix.format.kind == "f16" else rows
         data = self.weight(matrix.values.shaped(matrix.rows, matrix.columns * spec.bits // 8))
         return self.op(
             "GatherBlockQuantized",
@@ -168,7 +168,7 @@ class Graph:
     def _float(self, matrix: Matrix) -> str:
         weight = self.weight(matrix.values)
         # The cast of a constant is done once, when the model is loaded.
-        return self.op("Cast", weight, to=TensorProto.FLOAT) if matrix.form.kind == "f16" else weight
+        return self.op("Cast", weight, to=TensorProto.FLOAT) if matrix.format.kind == "f16" else weight
 
     def _scaling(self, matrix: Matrix) -> list[str]:
         assert matrix.scales is not None

@@ -8,34 +8,34 @@ from __future__ import annotations
 
 from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.request import OnnxRequest, OnnxWeights
-from edge_export.onnx.weights import WeightForm
+from edge_export.onnx.weights import WeightFormat
 
 # The token embedding, which is the head too, loses more than any other matrix.
 _MIXED_TABLE_BLOCK = 64
 
 
-def weight_form(weights: OnnxWeights, request: OnnxRequest) -> WeightForm:
+def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
     """The form of a model's layers."""
     if weights == "f32" or weights == "f16":
-        return WeightForm(kind=weights)
+        return WeightFormat(kind=weights)
     block = request.block_size
-    form = WeightForm(kind="blocks", spec=WeightSpec(bits=8 if weights == "int8" else 4, block=block))
+    format = WeightFormat(kind="blocks", spec=WeightSpec(bits=8 if weights == "int8" else 4, block=block))
     if not request.mixed(weights):
-        return form
-    return WeightForm(kind="blocks", spec=form.spec, sensitive=WeightForm(kind="blocks", spec=WeightSpec(bits=8, block=block)))
+        return format
+    return WeightFormat(kind="blocks", spec=format.spec, sensitive=WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=block)))
 
 
-def table_form(request: OnnxRequest) -> WeightForm:
+def table_format(request: OnnxRequest) -> WeightFormat:
     """The form of the target's token embedding."""
     weights = request.embedding or request.target
     if request.mixed(weights):
-        return WeightForm(kind="blocks", spec=WeightSpec(bits=4, block=_MIXED_TABLE_BLOCK))
-    return weight_form(weights, request)
+        return WeightFormat(kind="blocks", spec=WeightSpec(bits=4, block=_MIXED_TABLE_BLOCK))
+    return weight_format(weights, request)
 
 
-def head_form(request: OnnxRequest) -> WeightForm:
+def head_format(request: OnnxRequest) -> WeightFormat:
     """The drafter's output rows have 8 bits at least: they are few, and a wrong row is a wrong draft."""
-    return weight_form("int8" if request.drafter == "int4" else request.drafter, request)
+    return weight_format("int8" if request.drafter == "int4" else request.drafter, request)
 
 
 def quantization_name(role: str, request: OnnxRequest) -> str:

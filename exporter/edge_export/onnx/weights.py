@@ -26,7 +26,7 @@ _PIECE_WEIGHTS = 2 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightForm:
+class WeightFormat:
     """How matrices are stored: as "f32", as "f16", or in blocks of whole numbers by `spec`.
 
     `sensitive` is the form of a layer's few weights whose rounding costs most, where that is another.
@@ -34,15 +34,15 @@ class WeightForm:
 
     kind: Literal["f32", "f16", "blocks"]
     spec: WeightSpec | None = None
-    sensitive: WeightForm | None = None
+    sensitive: WeightFormat | None = None
 
-    def for_columns(self, columns: int) -> WeightForm:
+    def for_columns(self, columns: int) -> WeightFormat:
         """The form of a matrix with so many columns: float32 where they make no whole blocks."""
         if self.spec is None or columns % self.spec.block == 0:
             return self
         if columns % 32 == 0:
-            return WeightForm(kind="blocks", spec=WeightSpec(bits=self.spec.bits, block=32, method=self.spec.method))
-        return WeightForm(kind="f32")
+            return WeightFormat(kind="blocks", spec=WeightSpec(bits=self.spec.bits, block=32, method=self.spec.method))
+        return WeightFormat(kind="f32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Matrix:
 
     rows: int
     columns: int
-    form: WeightForm
+    format: WeightFormat
     values: Stored
     scales: Stored | None = None
     zero_points: Stored | None = None
@@ -74,12 +74,12 @@ class Matrix:
     def regrouped(self, rows: int) -> Matrix:
         """The same bytes as a matrix of `rows` longer rows, each of several old ones."""
         columns = self.rows * self.columns // rows
-        blocks = columns // self.form.spec.block if self.form.spec else 0
+        blocks = columns // self.format.spec.block if self.format.spec else 0
         return Matrix(
             rows=rows,
             columns=columns,
-            form=self.form,
-            values=self.values.shaped(rows, columns) if not self.form.spec else self.values,
+            format=self.format,
+            values=self.values.shaped(rows, columns) if not self.format.spec else self.values,
             scales=self.scales.shaped(rows, blocks) if self.scales else None,
             zero_points=self.zero_points,
         )
@@ -122,49 +122,49 @@ class WeightFile:
         values: NDArray[np.float32] = np.concatenate(pieces).reshape(checkpoint.tensors[name].shape) * np.float32(factor)
         return self.array(values, "f32")
 
-    def matrix(self, checkpoint: Checkpoint, names: Sequence[str], form: WeightForm) -> Matrix:
+    def matrix(self, checkpoint: Checkpoint, names: Sequence[str], format: WeightFormat) -> Matrix:
         """Stores tensors [n, columns] of the checkpoint, one below the other, as one matrix."""
         tensors = [checkpoint.tensors[name] for name in names]
         rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
-        form = form.for_columns(columns)
-        if form.kind != "blocks":
-            wanted: Literal["f32", "f16"] = "f16" if form.kind == "f16" else "f32"
-            return self._plain((piece for tensor in tensors for piece in read_float_chunks(tensor, wanted)), rows, columns, form)
+        format = format.for_columns(columns)
+        if format.kind != "blocks":
+            wanted: Literal["f32", "f16"] = "f16" if format.kind == "f16" else "f32"
+            return self._plain((piece for tensor in tensors for piece in read_float_chunks(tensor, wanted)), rows, columns, format)
         pieces = (
             (piece, self._weight_of(name))
             for name, tensor in zip(names, tensors, strict=True)
             for piece in row_pieces(read_float_chunks(tensor, "f32"), columns)
         )
-        return self._blocks(pieces, rows, columns, form)
+        return self._blocks(pieces, rows, columns, format)
 
-    def matrix_in(self, tensor: StoredTensor, name: str, index: int, form: WeightForm) -> Matrix:
+    def matrix_in(self, tensor: StoredTensor, name: str, index: int, format: WeightFormat) -> Matrix:
         """Stores one matrix [rows, columns] out of a tensor that holds several: that number `index` of the tensor `name`."""
         rows, columns = tensor.shape
         pieces = row_pieces(read_float_chunks(tensor, "f32"), columns)
-        return self.matrix_of(pieces, name, rows, columns, form, index)
+        return self.matrix_of(pieces, name, rows, columns, format, index)
 
     def matrix_of(
-        self, pieces: Iterable[NDArray[np.float32]], name: str, rows: int, columns: int, form: WeightForm, index: int = 0
+        self, pieces: Iterable[NDArray[np.float32]], name: str, rows: int, columns: int, format: WeightFormat, index: int = 0
     ) -> Matrix:
         """Stores a matrix that comes as float32 pieces of whole rows, those of the tensor `name` in some order."""
-        form = form.for_columns(columns)
-        if form.kind != "blocks":
-            kind = np.float16 if form.kind == "f16" else np.float32
-            return self._plain((piece.astype(kind, copy=False) for piece in pieces), rows, columns, form)
-        return self._blocks(((piece, self._weight_of(name, index)) for piece in pieces), rows, columns, form)
+        format = format.for_columns(columns)
+        if format.kind != "blocks":
+            kind = np.float16 if format.kind == "f16" else np.float32
+            return self._plain((piece.astype(kind, copy=False) for piece in pieces), rows, columns, format)
+        return self._blocks(((piece, self._weight_of(name, index)) for piece in pieces), rows, columns, format)
 
     def _weight_of(self, name: str, index: int = 0) -> NDArray[np.float32] | None:
         found = self._importance.of(name) if self._importance is not None else None
         return None if found is None else found[index]
 
-    def _plain(self, pieces: Iterator[NDArray[Any]], rows: int, columns: int, form: WeightForm) -> Matrix:
-        stored = self.pieces(pieces, "f16" if form.kind == "f16" else "f32", (rows, columns))
-        return Matrix(rows=rows, columns=columns, form=form, values=stored)
+    def _plain(self, pieces: Iterator[NDArray[Any]], rows: int, columns: int, format: WeightFormat) -> Matrix:
+        stored = self.pieces(pieces, "f16" if format.kind == "f16" else "f32", (rows, columns))
+        return Matrix(rows=rows, columns=columns, format=format, values=stored)
 
     def _blocks(
-        self, pieces: Iterable[tuple[NDArray[np.float32], NDArray[np.float32] | None]], rows: int, columns: int, form: WeightForm
+        self, pieces: Iterable[tuple[NDArray[np.float32], NDArray[np.float32] | None]], rows: int, columns: int, format: WeightFormat
     ) -> Matrix:
-        spec = form.spec
+        spec = format.spec
         assert spec is not None
         blocks = columns // spec.block
         scales = self._reserve("f32", (rows, blocks))
@@ -179,7 +179,7 @@ class WeightFile:
                 # Whether a method moves zero is known once it was asked.
                 zero_points = zero_points or self._reserve("u8", (rows, -(-blocks * spec.bits // 8)))
                 at[2] += self._write(zero_points, at[2], packed.zero_points)
-        return Matrix(rows=rows, columns=columns, form=form, values=values, scales=scales, zero_points=zero_points)
+        return Matrix(rows=rows, columns=columns, format=format, values=values, scales=scales, zero_points=zero_points)
 
     def _reserve(self, kind: ValueType, shape: tuple[int, ...]) -> Stored:
         length = -(-int(np.prod(shape, dtype=np.int64)) * VALUE_BITS[kind] // 8)

@@ -101,13 +101,13 @@ def test_columns_mean_the_weights_that_were_rounded(weights: Any, member_folder:
     from edge_export.checkpoint.safetensors import read_float_chunks
     from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
     from edge_export.onnx.static.weights import PlainGraph, PlainWeightFile
-    from edge_export.onnx.weights import WeightForm
+    from edge_export.onnx.weights import WeightFormat
 
     checkpoint = open_checkpoint(settled(member_folder, "31b"))
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in ("q", "k", "v")]
     spec = WeightSpec(bits=8 if weights == "int8" else 4, block=32)
     with PlainWeightFile(tmp_path / "data.onnx_data") as file:
-        matrix = file.matrix(checkpoint, names, WeightForm(kind="blocks", spec=spec))
+        matrix = file.matrix(checkpoint, names, WeightFormat(kind="blocks", spec=spec))
     wanted = np.concatenate(
         [np.concatenate(list(read_float_chunks(checkpoint.tensors[name], "f32"))).reshape(checkpoint.tensors[name].shape) for name in names]
     )

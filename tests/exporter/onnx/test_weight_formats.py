@@ -20,7 +20,7 @@ from edge_export.gguf.split_head import token_order
 from edge_export.onnx.block_quantization import WeightSpec, round_rows
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.graphs.sparse_head import sparse_head
-from edge_export.onnx.weights import WeightFile, WeightForm
+from edge_export.onnx.weights import WeightFile, WeightFormat
 from settled_pair import settled
 
 Bundles = Callable[..., Path]
@@ -43,7 +43,7 @@ def test_int4_is_mixed_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
     assert (mixed.name, plain.name) == ("target-int4-mixed.onnx", "target-int4-b32.onnx")
     found = forms_of(mixed)
     # What comes back from the per-layer embeddings has rows of 32 weights.
-    assert {form: count for form, count in found.items() if form[1] == 8} == {(64, 8, 128): 3, (128, 8, 128): 1, (256, 8, 32): 8}
+    assert {format: count for format, count in found.items() if format[1] == 8} == {(64, 8, 128): 3, (128, 8, 128): 1, (256, 8, 32): 8}
     assert {block for rows, bits, block in found if bits == 4} == {128}
     assert {(bits, block) for _, bits, block in forms_of(plain)} == {(4, 32)}
     head = forms_of(mixed.with_name("target-head-int4-mixed.onnx"))
@@ -78,11 +78,11 @@ def test_where_the_keys_are_the_values_they_stand_apart_too(member_folder: Folde
 def test_the_rounded_sparse_head_scores_as_the_rows_it_was_made_of(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(reference_pair()[1])
     model, order = checkpoint.assistant, token_order(checkpoint)
-    form = WeightForm(kind="blocks", spec=WeightSpec(bits=8, block=32))
+    format = WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=32))
     graph = Graph("head")
     hidden = graph.input("hidden", "f32", (1, 1, model.hidden_size))
     with WeightFile(tmp_path / "head.onnx_data") as weights:
-        head = sparse_head(checkpoint, weights, form)
+        head = sparse_head(checkpoint, weights, format)
     scores, tokens = head(graph, hidden)
     graph.output(scores, "f32", ("n",))
     assert tokens is not None

@@ -72,7 +72,7 @@ def tampering(monkeypatch: pytest.MonkeyPatch, role: str, tensor: str) -> None:
 
     def wrong(plan: GgufPlan, path: Path, progress: Callable[[int], None]) -> None:
         real(plan, path, progress)
-        if role in path.name:
+        if path.name == f"{role}-f16.gguf":
             info = next(info for info in read_gguf_header(path).tensors if info.name == tensor)
             with path.open("r+b") as file:
                 file.seek(info.offset)

@@ -18,7 +18,7 @@ import numpy as np
 
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.onnx.graph_builder import CONTRIB, Graph
-from edge_export.onnx.graphs.kv import KvForm
+from edge_export.onnx.graphs.kv import KvFormat
 
 _WORDS = {SLIDING: "sliding", FULL: "full"}
 
@@ -56,7 +56,7 @@ def reads_rows(target: TextArchitecture, layer: int, *, drafter: bool = False) -
 
 
 def declare_attention(
-    graph: Graph, model: TextArchitecture, positions: str | int, counted: set[str], form: KvForm
+    graph: Graph, model: TextArchitecture, positions: str | int, counted: set[str], kv: KvFormat
 ) -> dict[str, AttentionInputs]:
     """Declares `position_ids` and, per kind of layer there is, the inputs of its attention; the counts are those of `counted` kinds.
 
@@ -68,7 +68,7 @@ def declare_attention(
         if kind not in model.layer_types:
             continue
         table = ("context", model.head_dim_of(model.layer_types.index(kind)) // 2)
-        halved = kind in counted and form.kind == "f16"
+        halved = kind in counted and kv.kind == "f16"
         type_, ending = ("f16", f"{word}_f16") if halved else ("f32", word)
         declared[kind] = AttentionInputs(
             last_row=graph.input(f"last_row_{word}", "i32", (1,)) if kind in counted else "",
@@ -80,15 +80,15 @@ def declare_attention(
 
 
 def declare_caches(
-    graph: Graph, target: TextArchitecture, layers: Iterable[int], form: KvForm, *, drafter: bool = False
+    graph: Graph, target: TextArchitecture, layers: Iterable[int], kv: KvFormat, *, drafter: bool = False
 ) -> dict[int, CacheNames]:
     """Declares the buffers of owning layers of the target, or their rows, which are float32 from here on whatever they are kept in."""
     declared = {}
     for layer in layers:
         on_rows = reads_rows(target, layer, drafter=drafter)
         shape = cache_shape(target, layer, f"rows_of_{_WORDS[target.layer_types[layer]]}" if on_rows else None)
-        names = [graph.input(f"{word}.{layer}", form.type, shape) for word in ("key", "value")]
-        key, value = [form.widened(graph, name, layer, part) for part, name in enumerate(names)] if on_rows else names
+        names = [graph.input(f"{word}.{layer}", kv.type, shape) for word in ("key", "value")]
+        key, value = [kv.widened(graph, name, layer, part) for part, name in enumerate(names)] if on_rows else names
         declared[layer] = CacheNames(key=key, value=value, owner=layer, on_rows=on_rows)
     return declared
 
@@ -106,11 +106,11 @@ def cache_shape(model: TextArchitecture, layer: int, rows: str | None) -> tuple[
 class Attention:
     """Emits attention of one model's layers. Queries, keys and values come normed: [1, T, heads x head_dim], [1, T, kv_heads x head_dim]."""
 
-    def __init__(self, graph: Graph, model: TextArchitecture, inputs: dict[str, AttentionInputs], form: KvForm) -> None:
+    def __init__(self, graph: Graph, model: TextArchitecture, inputs: dict[str, AttentionInputs], kv: KvFormat) -> None:
         self._graph = graph
         self._model = model
         self._inputs = inputs
-        self._form = form
+        self._kv = kv
         self._made: dict[str, str] = {}
         self._own: dict[str, CacheNames] = {}
         # Buffers under the names that layers give them which only read them; see on_buffers.
@@ -121,19 +121,19 @@ class Attention:
     ) -> str:
         """Attention to the buffers of the layer `cache.owner`, into which `new` keys and values are written first, if there are any;
         they are called `present` then."""
-        graph, model, form = self._graph, self._model, self._form
+        graph, model, kv = self._graph, self._model, self._kv
         inputs, kv_heads = self._inputs[model.layer_types[layer]], model.kv_heads_of(layer)
         key, value = new or (graph.floats(np.empty((1, 0, kv_heads * model.head_dim_of(layer)), np.float32)),) * 2
         rows = [query, key, value]
-        if form.kind == "f16":
+        if kv.kind == "f16":
             rows = [graph.op("Cast", part, to=10) for part in rows]
         attended, outputs = graph.fresh("attended"), [present.key, present.value] if present else []
         extra: dict[str, Any] = {}
         scales: list[str] = []
-        if form.kind == "int8":
+        if kv.kind == "int8":
             extra = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
             shape = (1, kv_heads, 1, model.head_dim_of(layer))
-            scales = ["", "", *(graph.weight(stored.shaped(*shape)) for stored in form.scales[cache.owner])]
+            scales = ["", "", *(graph.weight(stored.shaped(*shape)) for stored in kv.scales[cache.owner])]
             if not outputs:
                 # The kernel asks for them, also where nothing is written.
                 outputs = [f"present_{word}.{cache.owner}@{layer}" for word in ("key", "value")]
@@ -150,18 +150,18 @@ class Attention:
             do_rotary=1,
             **extra,
         )
-        return graph.op("Cast", attended, to=1) if form.kind == "f16" else attended
+        return graph.op("Cast", attended, to=1) if kv.kind == "f16" else attended
 
     def keep(self, new: tuple[str, str], layer: int, present: CacheNames) -> None:
         """Gives a layer's own keys and values away as the new rows `present`."""
-        named = self._form.kind == "f32"
+        named = self._kv.kind == "f32"
         rows = (
             self.turned(new[0], layer, 1, present.key if named else None),
             self._as_rows(new[1], layer, present.value if named else None),
         )
         if not named:
             key, value = (
-                self._form.kept(self._graph, one, layer, part, name)
+                self._kv.kept(self._graph, one, layer, part, name)
                 for part, (one, name) in enumerate(zip(rows, (present.key, present.value), strict=True))
             )
             self._own[present.key] = CacheNames(key=key, value=value, owner=layer, on_rows=True)

@@ -10,8 +10,8 @@ from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.graphs.attention import Attention, AttentionInputs, CacheNames
 from edge_export.onnx.graphs.experts import ExpertWeights, add_experts, store_experts
-from edge_export.onnx.graphs.kv import KvForm
-from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightForm
+from edge_export.onnx.graphs.kv import KvFormat
+from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ _NORMS = (
 )
 
 
-def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, form: WeightForm) -> BlockWeights:
+def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, format: WeightFormat) -> BlockWeights:
     """Writes a layer's weights to the data file."""
     model, prefix = checkpoint.architecture, f"model.layers.{layer}."
     owns = layer < model.owning_layers
@@ -51,33 +51,33 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, form: W
     projections = ["q_proj", *(["k_proj"] if owns else [])]
     if owns and not (model.k_eq_v and not model.is_sliding(layer)):
         projections.append("v_proj")
-    sensitive = form.sensitive or form
-    apart = projections.pop() if owns and form.sensitive else None
+    sensitive = format.sensitive or format
+    apart = projections.pop() if owns and format.sensitive else None
 
-    def matrix(*names: str, form: WeightForm = form) -> Matrix:
-        return weights.matrix(checkpoint, [f"{prefix}{name}.weight" for name in names], form)
+    def matrix(*names: str, format: WeightFormat = format) -> Matrix:
+        return weights.matrix(checkpoint, [f"{prefix}{name}.weight" for name in names], format)
 
     return BlockWeights(
         norms={name: weights.vector(checkpoint, f"{prefix}{name}.weight") for name in norms},
         projection=matrix(*(f"self_attn.{name}" for name in projections)),
         key_value=owns,
-        value=matrix(f"self_attn.{apart}", form=sensitive) if apart else None,
+        value=matrix(f"self_attn.{apart}", format=sensitive) if apart else None,
         output=matrix("self_attn.o_proj"),
         gate_up=matrix("mlp.gate_proj", "mlp.up_proj"),
         down=matrix("mlp.down_proj"),
         layer_scalar=weights.vector(checkpoint, f"{prefix}layer_scalar"),
-        per_layer=(matrix("per_layer_input_gate"), matrix("per_layer_projection", form=sensitive)) if model.per_layer_size else None,
-        experts=store_experts(weights, checkpoint, prefix, form) if model.experts else None,
+        per_layer=(matrix("per_layer_input_gate"), matrix("per_layer_projection", format=sensitive)) if model.per_layer_size else None,
+        experts=store_experts(weights, checkpoint, prefix, format) if model.experts else None,
     )
 
 
 class Blocks:
     """Emits the layers of one model into a graph."""
 
-    def __init__(self, graph: Graph, model: TextArchitecture, attention: dict[str, AttentionInputs], form: KvForm) -> None:
+    def __init__(self, graph: Graph, model: TextArchitecture, attention: dict[str, AttentionInputs], kv: KvFormat) -> None:
         self._graph = graph
         self._model = model
-        self.attends = Attention(graph, model, attention, form)
+        self.attends = Attention(graph, model, attention, kv)
 
     def norm(self, value: str, weight: str, epsilon_factor: float = 1.0) -> str:
         """Root-mean-square norm over the last axis."""

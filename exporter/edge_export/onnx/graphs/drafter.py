@@ -15,10 +15,10 @@ from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.graphs.attention import CacheNames, counted_kinds, declare_attention, declare_caches
 from edge_export.onnx.graphs.blocks import BlockWeights, DrafterBlocks, store_block
-from edge_export.onnx.graphs.kv import KvForm
+from edge_export.onnx.graphs.kv import KvFormat
 from edge_export.onnx.graphs.sparse_head import Head, sparse_head
 from edge_export.onnx.graphs.target import embed
-from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightForm
+from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ def write_drafter(
     path: Path,
     *,
     table: Matrix,
-    form: WeightForm,
-    head_form: WeightForm,
-    kv: KvForm,
+    format: WeightFormat,
+    head_format: WeightFormat,
+    kv: KvFormat,
 ) -> set[str]:
     """Writes the drafter's graph; `sources[i]` is the target layer whose rows layer i reads, `table` the target's token embedding.
 
@@ -49,7 +49,7 @@ def write_drafter(
     `scores` float32 [n, candidates] and `candidates` int64 [n, candidates] (both without columns unless `with_scores`), `hidden_out`.
     """
     model = checkpoint.assistant
-    stored = _stored(checkpoint, weights, table, form, head_form)
+    stored = _stored(checkpoint, weights, table, format, head_format)
     graph = Graph("drafter")
     caches = declare_caches(graph, target, sorted(set(sources)), kv, drafter=True)
     attention = declare_attention(graph, model, 1, counted_kinds(target, caches), kv)
@@ -73,15 +73,15 @@ def write_drafter(
     return graph.contrib_ops
 
 
-def _stored(checkpoint: Checkpoint, weights: WeightFile, table: Matrix, form: WeightForm, head_form: WeightForm) -> _Weights:
+def _stored(checkpoint: Checkpoint, weights: WeightFile, table: Matrix, format: WeightFormat, head_format: WeightFormat) -> _Weights:
     model = checkpoint.assistant
     return _Weights(
         table=table,
-        before=weights.matrix(checkpoint, ["pre_projection.weight"], form),
-        after=weights.matrix(checkpoint, ["post_projection.weight"], form),
-        layers=[store_block(weights, checkpoint, layer, form) for layer in range(model.layers)],
+        before=weights.matrix(checkpoint, ["pre_projection.weight"], format),
+        after=weights.matrix(checkpoint, ["post_projection.weight"], format),
+        layers=[store_block(weights, checkpoint, layer, format) for layer in range(model.layers)],
         norm=weights.vector(checkpoint, "model.norm.weight"),
-        head=sparse_head(checkpoint, weights, head_form) if model.ordered_embeddings else _dense_head(checkpoint, weights, head_form),
+        head=sparse_head(checkpoint, weights, head_format) if model.ordered_embeddings else _dense_head(checkpoint, weights, head_format),
     )
 
 
@@ -137,9 +137,9 @@ def _if_wanted(graph: Graph, values: str | None, kind: str) -> str:
     return graph.op("If", "with_scores", then_branch=wanted, else_branch=unwanted)
 
 
-def _dense_head(checkpoint: Checkpoint, weights: WeightFile, form: WeightForm) -> Head:
+def _dense_head(checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat) -> Head:
     """All tokens are candidates."""
-    table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], form)
+    table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], format)
 
     def head(graph: Graph, value: str) -> tuple[str, str | None]:
         return graph.op("Reshape", graph.linear(value, table), graph.integers([table.rows])), None

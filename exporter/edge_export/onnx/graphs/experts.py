@@ -14,7 +14,7 @@ from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.safetensors import StoredTensor
 from edge_export.onnx.graph_builder import Graph
-from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightForm
+from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
 _NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
 
@@ -30,19 +30,19 @@ class ExpertWeights:
     experts: list[tuple[Matrix, Matrix]]
 
 
-def store_experts(weights: WeightFile, checkpoint: Checkpoint, prefix: str, form: WeightForm) -> ExpertWeights:
+def store_experts(weights: WeightFile, checkpoint: Checkpoint, prefix: str, format: WeightFormat) -> ExpertWeights:
     """Writes a layer's router, in float32, and its experts to the data file. `prefix` is the layer's."""
     model = checkpoint.architecture
     both = [f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"]
     return ExpertWeights(
         norms={name: weights.vector(checkpoint, f"{prefix}{name}.weight") for name in _NORMS},
         scale=weights.vector(checkpoint, f"{prefix}router.scale", model.hidden_size**-0.5),
-        router=weights.matrix(checkpoint, [f"{prefix}router.proj.weight"], WeightForm(kind="f32")),
+        router=weights.matrix(checkpoint, [f"{prefix}router.proj.weight"], WeightFormat(kind="f32")),
         expert_scale=weights.vector(checkpoint, f"{prefix}router.per_expert_scale"),
         experts=[
             (
-                weights.matrix_in(expert_of(checkpoint.tensors[both[0]], expert), both[0], expert, form),
-                weights.matrix_in(expert_of(checkpoint.tensors[both[1]], expert), both[1], expert, form),
+                weights.matrix_in(expert_of(checkpoint.tensors[both[0]], expert), both[0], expert, format),
+                weights.matrix_in(expert_of(checkpoint.tensors[both[1]], expert), both[1], expert, format),
             )
             for expert in range(model.experts)
         ],

@@ -25,7 +25,7 @@ _HEADROOM = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class KvForm:
+class KvFormat:
     """How rows are kept. `scales`, of int8 only, are those of each owning layer's keys and values, float32 [kv_heads x head_dim]."""
 
     kind: KvKind
@@ -53,14 +53,14 @@ class KvForm:
         return self.widened(graph, name, layer, part)
 
 
-FLOAT_ROWS = KvForm(kind="f32")
+FLOAT_ROWS = KvFormat(kind="f32")
 
 
-def store_kv(kind: KvKind, checkpoint: Checkpoint, weights: WeightFile) -> KvForm:
+def store_kv(kind: KvKind, checkpoint: Checkpoint, weights: WeightFile) -> KvFormat:
     """Returns the form of the rows; scales of int8 are the largest that norms allow, until `fit_scales` knows better."""
     model = checkpoint.architecture
     if kind != "int8":
-        return KvForm(kind=kind)
+        return KvFormat(kind=kind)
     scales = {}
     for layer in range(model.owning_layers):
         channels, bound = model.kv_heads_of(layer) * model.head_dim_of(layer), sqrt(model.head_dim_of(layer)) / _LEVELS
@@ -68,18 +68,18 @@ def store_kv(kind: KvKind, checkpoint: Checkpoint, weights: WeightFile) -> KvFor
         scales[layer] = tuple(
             weights.array(np.full(channels, bound * most, np.float32), "f32") for most in (max(float(np.abs(norm).max()), 1e-6), 1.0)
         )
-    return KvForm(kind=kind, scales=scales)  # type: ignore[arg-type]
+    return KvFormat(kind=kind, scales=scales)  # type: ignore[arg-type]
 
 
 def fit_scales(
-    form: KvForm, data: Path, buffers: Sequence[CacheBuffer], rotations: Sequence[Rotation], seen: Mapping[str, NDArray[Any]]
+    kv: KvFormat, data: Path, buffers: Sequence[CacheBuffer], rotations: Sequence[Rotation], seen: Mapping[str, NDArray[Any]]
 ) -> None:
     """Puts the scales that `seen` needs into the data file: `seen` are rows int8 [kv_heads, n, head_dim] by buffer, kept with the first scales."""
     turned = {rotation.kind: rotation.rotated_pairs for rotation in rotations}
     with data.open("r+b") as file:
         for buffer in buffers:
             for part, name in enumerate((buffer.key, buffer.value)):
-                stored = form.scales[buffer.layer][part]
+                stored = kv.scales[buffer.layer][part]
                 file.seek(stored.offset)
                 old = np.frombuffer(file.read(stored.length), np.float32).reshape(buffer.kv_heads, 1, buffer.head_dim)
                 rows = seen[name].astype(np.float32) * old

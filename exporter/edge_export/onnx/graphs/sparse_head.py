@@ -18,7 +18,7 @@ from edge_export.checkpoint.tensor_shapes import CENTROIDS
 from edge_export.gguf.split_head import token_order
 from edge_export.onnx.block_quantization import round_rows
 from edge_export.onnx.graph_builder import Graph
-from edge_export.onnx.weights import WeightFile, WeightForm
+from edge_export.onnx.weights import WeightFile, WeightFormat
 
 # Emits a head over a hidden row [1, 1, hidden_size]: scores float32 [n] and the tokens int64 [n] they belong to, None for all tokens.
 Head = Callable[[Graph, str], tuple[str, str | None]]
@@ -26,14 +26,14 @@ Head = Callable[[Graph, str], tuple[str, str | None]]
 _Scores = Callable[[Graph, str, str], str]
 
 
-def sparse_head(checkpoint: Checkpoint, weights: WeightFile, form: WeightForm) -> Head:
+def sparse_head(checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat) -> Head:
     """Stores centroids and output rows; those in blocks of whole numbers get 8 bits, and the output rows one scale for each row."""
     model = checkpoint.assistant
     order = token_order(checkpoint)
     tokens = weights.array(order.astype("<i4").reshape(model.centroids, -1), "i32")
-    rounded = form.kind == "blocks"
-    centroids = weights.matrix(checkpoint, [CENTROIDS], form if rounded else WeightForm(kind="f32"))
-    scores = _rounded_scores(checkpoint, weights, order) if rounded else _float_scores(checkpoint, weights, order, form)
+    rounded = format.kind == "blocks"
+    centroids = weights.matrix(checkpoint, [CENTROIDS], format if rounded else WeightFormat(kind="f32"))
+    scores = _rounded_scores(checkpoint, weights, order) if rounded else _float_scores(checkpoint, weights, order, format)
 
     def head(graph: Graph, value: str) -> tuple[str, str | None]:
         shares = graph.op("Reshape", graph.linear(value, centroids), graph.integers([model.centroids]))
@@ -44,10 +44,10 @@ def sparse_head(checkpoint: Checkpoint, weights: WeightFile, form: WeightForm) -
     return head
 
 
-def _float_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np.int32], form: WeightForm) -> _Scores:
+def _float_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np.int32], format: WeightFormat) -> _Scores:
     model = checkpoint.assistant
     rows = weights.matrix_of(
-        cluster_rows(checkpoint, order), "model.embed_tokens.weight", model.vocab_size, model.hidden_size, form
+        cluster_rows(checkpoint, order), "model.embed_tokens.weight", model.vocab_size, model.hidden_size, format
     ).regrouped(model.centroids)
 
     def scores(graph: Graph, value: str, best: str) -> str:

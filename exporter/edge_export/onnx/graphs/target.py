@@ -11,18 +11,18 @@ from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.graphs.attention import CacheNames, cache_shape, counted_kinds, declare_attention, declare_caches
 from edge_export.onnx.graphs.blocks import Blocks, per_layer_inputs, store_block
-from edge_export.onnx.graphs.kv import FLOAT_ROWS, KvForm
-from edge_export.onnx.weights import Matrix, WeightFile, WeightForm
+from edge_export.onnx.graphs.kv import FLOAT_ROWS, KvFormat
+from edge_export.onnx.weights import Matrix, WeightFile, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetForms:
+class TargetFormats:
     """How the target's matrices are stored, and its K/V rows; `embedding` is that of the token embedding, which is the head's too where
     they are tied."""
 
-    layers: WeightForm
-    embedding: WeightForm
-    kv: KvForm = FLOAT_ROWS
+    layers: WeightFormat
+    embedding: WeightFormat
+    kv: KvFormat = FLOAT_ROWS
 
 
 def embed(graph: Graph, table: Matrix, ids: str, factor: float) -> str:
@@ -30,27 +30,29 @@ def embed(graph: Graph, table: Matrix, ids: str, factor: float) -> str:
     return graph.op("Mul", graph.gather(table, ids), graph.floats(factor))
 
 
-def write_target(checkpoint: Checkpoint, weights: WeightFile, path: Path, head_path: Path, forms: TargetForms) -> tuple[Matrix, set[str]]:
+def write_target(
+    checkpoint: Checkpoint, weights: WeightFile, path: Path, head_path: Path, formats: TargetFormats
+) -> tuple[Matrix, set[str]]:
     """Writes the two graphs of the target; returns its token embedding, which the drafter reads too, and the contrib ops in use."""
     model = checkpoint.architecture
-    table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], forms.embedding)
+    table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], formats.embedding)
     graph = Graph("target")
     ids = graph.input("input_ids", "i64", (1, "tokens"))
-    hidden = _layers(graph, checkpoint, weights, forms, embed(graph, table, ids, sqrt(model.hidden_size)), ids)
+    hidden = _layers(graph, checkpoint, weights, formats, embed(graph, table, ids, sqrt(model.hidden_size)), ids)
     graph.output(hidden, "f32", (1, "tokens", model.hidden_size))
     graph.save(path)
-    head_weights = table if model.tied else weights.matrix(checkpoint, ["lm_head.weight"], forms.embedding)
+    head_weights = table if model.tied else weights.matrix(checkpoint, ["lm_head.weight"], formats.embedding)
     head = _head(model, head_weights)
     head.save(head_path)
     return table, graph.contrib_ops | head.contrib_ops
 
 
-def _layers(graph: Graph, checkpoint: Checkpoint, weights: WeightFile, forms: TargetForms, embedded: str, ids: str) -> str:
+def _layers(graph: Graph, checkpoint: Checkpoint, weights: WeightFile, formats: TargetFormats, embedded: str, ids: str) -> str:
     model = checkpoint.architecture
-    pasts = declare_caches(graph, model, range(model.owning_layers), forms.kv)
-    blocks = Blocks(graph, model, declare_attention(graph, model, "tokens", counted_kinds(model, pasts), forms.kv), forms.kv)
+    pasts = declare_caches(graph, model, range(model.owning_layers), formats.kv)
+    blocks = Blocks(graph, model, declare_attention(graph, model, "tokens", counted_kinds(model, pasts), formats.kv), formats.kv)
     presents = {layer: _present(layer, past) for layer, past in pasts.items()}
-    per_layer = _per_layer(graph, blocks, checkpoint, weights, forms, embedded, ids)
+    per_layer = _per_layer(graph, blocks, checkpoint, weights, formats, embedded, ids)
     value = embedded
     for layer, kind in enumerate(model.layer_types):
         owner = layer if layer in pasts else model.last_owner(kind)
@@ -58,16 +60,16 @@ def _layers(graph: Graph, checkpoint: Checkpoint, weights: WeightFile, forms: Ta
         value = blocks.block(
             value,
             layer,
-            store_block(weights, checkpoint, layer, forms.layers),
+            store_block(weights, checkpoint, layer, formats.layers),
             cache=pasts[owner] if own else presents[owner],
             present=presents[owner] if own else None,
             per_layer=per_layer[layer] if per_layer else "",
         )
     for layer, names in presents.items():
         for name in (names.key, names.value):
-            graph.output(name, forms.kv.type, cache_shape(model, layer, "tokens" if names.on_rows else None))
+            graph.output(name, formats.kv.type, cache_shape(model, layer, "tokens" if names.on_rows else None))
     for name, owner in blocks.attends.again.items():
-        graph.output(name, forms.kv.type, cache_shape(model, owner, None))
+        graph.output(name, formats.kv.type, cache_shape(model, owner, None))
     norm = graph.weight(weights.vector(checkpoint, "model.norm.weight"))
     return graph.op("RMSNormalization", value, norm, name="hidden", axis=-1, epsilon=model.norm_epsilon)
 
@@ -78,14 +80,14 @@ def _present(layer: int, past: CacheNames) -> CacheNames:
 
 
 def _per_layer(
-    graph: Graph, blocks: Blocks, checkpoint: Checkpoint, weights: WeightFile, forms: TargetForms, embedded: str, ids: str
+    graph: Graph, blocks: Blocks, checkpoint: Checkpoint, weights: WeightFile, formats: TargetFormats, embedded: str, ids: str
 ) -> list[str]:
     model = checkpoint.architecture
     if not model.per_layer_size:
         return []
-    table = weights.matrix(checkpoint, ["model.embed_tokens_per_layer.weight"], forms.layers)
+    table = weights.matrix(checkpoint, ["model.embed_tokens_per_layer.weight"], formats.layers)
     identity = embed(graph, table, ids, sqrt(model.per_layer_size) / sqrt(2))
-    projection = weights.matrix(checkpoint, ["model.per_layer_model_projection.weight"], forms.layers)
+    projection = weights.matrix(checkpoint, ["model.per_layer_model_projection.weight"], formats.layers)
     norm = weights.vector(checkpoint, "model.per_layer_projection_norm.weight", 1 / sqrt(2))
     return per_layer_inputs(graph, blocks.norm, model, embedded, identity, projection, norm)
 

@@ -18,14 +18,14 @@ from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.export import onnx_facts, onnx_pair, onnx_reference
-from edge_export.onnx.graphs.target import TargetForms
+from edge_export.onnx.graphs.target import TargetFormats
 from edge_export.onnx.parity import OnnxParityRequest, measure_onnx_parity, measure_ranges, onnx_why_not
 from edge_export.onnx.request import OnnxFiles, OnnxRequest, OnnxWeights, check_onnx_sources
 from edge_export.onnx.static.blocks import Shape
 from edge_export.onnx.static.models import store_drafter, store_target, write_drafter_graph, write_target_graph
-from edge_export.onnx.static.weights import ChannelForm, PlainGraph, PlainWeightFile, Range
+from edge_export.onnx.static.weights import ChannelFormat, PlainGraph, PlainWeightFile, Range
 from edge_export.onnx.weight_formats import quantization_name
-from edge_export.onnx.weights import WeightForm, row_pieces
+from edge_export.onnx.weights import WeightFormat, row_pieces
 from edge_export.output.bundle_part import BundlePart
 from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, RuntimeSettings, StaticGraphs
@@ -64,12 +64,16 @@ def write_static(
     paths = {role: folder / f"{role.replace('_', '-')}-{label}.onnx" for role in _ROWS}
     paths["drafter"] = folder / f"drafter-{drafter_label}.onnx"
     data = {role: folder / f"{role}-{name}.onnx_data" for role, name in (("target", label), ("drafter", drafter_label))}
-    forms = TargetForms(layers=_form(request.target, request), embedding=_form(request.embedding or request.target, request))
+    formats = TargetFormats(
+        layers=_weight_format(request.target, request), embedding=_weight_format(request.embedding or request.target, request)
+    )
     with PlainWeightFile(data["target"], progress, importance.get("target")) as weights:
-        stored = store_target(first, weights, forms)
+        stored = store_target(first, weights, formats)
     with PlainWeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
-        form = _form(request.drafter, request)
-        drafting = store_drafter(drafter.checkpoint, weights, form, _form("int8", request) if request.drafter == "int4" else form)
+        format = _weight_format(request.drafter, request)
+        drafting = store_drafter(
+            drafter.checkpoint, weights, format, _weight_format("int8", request) if request.drafter == "int4" else format
+        )
     parts = [_part(role, path, "onnx", request) for role, path in paths.items()]
     parts += [_part(f"{role}_data", path, "onnx_data", request) for role, path in data.items()]
     parts += _write_tables(first, request, folder, progress)
@@ -138,12 +142,12 @@ def compare_static(
         )
 
 
-def _form(weights: OnnxWeights, request: OnnxRequest) -> WeightForm:
+def _weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
     if weights == "f32" or weights == "f16":
-        return WeightForm(kind=weights)
+        return WeightFormat(kind=weights)
     if request.device == "qnn":
-        return ChannelForm(kind="blocks")
-    return WeightForm(kind="blocks", spec=WeightSpec(bits=8 if weights == "int8" else 4, block=request.block_size))
+        return ChannelFormat(kind="blocks")
+    return WeightFormat(kind="blocks", spec=WeightSpec(bits=8 if weights == "int8" else 4, block=request.block_size))
 
 
 def _label(role: str, request: OnnxRequest) -> str:

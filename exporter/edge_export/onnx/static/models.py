@@ -15,10 +15,10 @@ from edge_export.gguf.split_head import token_order
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.graphs.attention import CacheNames
 from edge_export.onnx.graphs.blocks import BlockWeights, per_layer_inputs, store_block
-from edge_export.onnx.graphs.target import TargetForms
+from edge_export.onnx.graphs.target import TargetFormats
 from edge_export.onnx.static.blocks import Shape, StaticBlocks, declare_buffer, declare_static
 from edge_export.onnx.static.weights import PlainGraph, PlainWeightFile
-from edge_export.onnx.weights import Matrix, Stored, WeightForm
+from edge_export.onnx.weights import Matrix, Stored, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +32,19 @@ class StaticTarget:
     per_layer: tuple[Matrix, Stored] | None
 
 
-def store_target(checkpoint: Checkpoint, weights: PlainWeightFile, forms: TargetForms) -> StaticTarget:
+def store_target(checkpoint: Checkpoint, weights: PlainWeightFile, formats: TargetFormats) -> StaticTarget:
     """Writes the target's weights but for its embeddings, which the host reads."""
     model = checkpoint.architecture
     per_layer = None
     if model.per_layer_size:
-        projection = weights.matrix(checkpoint, ["model.per_layer_model_projection.weight"], forms.layers)
+        projection = weights.matrix(checkpoint, ["model.per_layer_model_projection.weight"], formats.layers)
         per_layer = projection, weights.vector(checkpoint, "model.per_layer_projection_norm.weight", 1 / sqrt(2))
     return StaticTarget(
         model=model,
         per_layer=per_layer,
-        layers=[store_block(weights, checkpoint, layer, forms.layers) for layer in range(model.layers)],
+        layers=[store_block(weights, checkpoint, layer, formats.layers) for layer in range(model.layers)],
         norm=weights.vector(checkpoint, "model.norm.weight"),
-        head=weights.matrix(checkpoint, ["model.embed_tokens.weight" if model.tied else "lm_head.weight"], forms.embedding),
+        head=weights.matrix(checkpoint, ["model.embed_tokens.weight" if model.tied else "lm_head.weight"], formats.embedding),
     )
 
 
@@ -100,16 +100,16 @@ class StaticDrafter:
     head: Callable[[Graph, str], None]
 
 
-def store_drafter(checkpoint: Checkpoint, weights: PlainWeightFile, form: WeightForm, head_form: WeightForm) -> StaticDrafter:
+def store_drafter(checkpoint: Checkpoint, weights: PlainWeightFile, format: WeightFormat, head_format: WeightFormat) -> StaticDrafter:
     """Writes the drafter's weights."""
     model = checkpoint.assistant
     return StaticDrafter(
         model=model,
-        before=weights.matrix(checkpoint, ["pre_projection.weight"], form),
-        after=weights.matrix(checkpoint, ["post_projection.weight"], form),
-        layers=[store_block(weights, checkpoint, layer, form) for layer in range(model.layers)],
+        before=weights.matrix(checkpoint, ["pre_projection.weight"], format),
+        after=weights.matrix(checkpoint, ["post_projection.weight"], format),
+        layers=[store_block(weights, checkpoint, layer, format) for layer in range(model.layers)],
         norm=weights.vector(checkpoint, "model.norm.weight"),
-        head=(_sparse_head if model.ordered_embeddings else _dense_head)(checkpoint, weights, head_form),
+        head=(_sparse_head if model.ordered_embeddings else _dense_head)(checkpoint, weights, head_format),
     )
 
 
@@ -135,9 +135,9 @@ def write_drafter_graph(
     graph.save(path)
 
 
-def _dense_head(checkpoint: Checkpoint, weights: PlainWeightFile, form: WeightForm) -> Callable[[Graph, str], None]:
+def _dense_head(checkpoint: Checkpoint, weights: PlainWeightFile, format: WeightFormat) -> Callable[[Graph, str], None]:
     model = checkpoint.assistant
-    table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], form)
+    table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], format)
 
     def head(graph: Graph, value: str) -> None:
         flat = graph.op("Reshape", graph.linear(value, table), graph.integers([model.vocab_size]))
@@ -146,14 +146,14 @@ def _dense_head(checkpoint: Checkpoint, weights: PlainWeightFile, form: WeightFo
     return head
 
 
-def _sparse_head(checkpoint: Checkpoint, weights: PlainWeightFile, form: WeightForm) -> Callable[[Graph, str], None]:
+def _sparse_head(checkpoint: Checkpoint, weights: PlainWeightFile, format: WeightFormat) -> Callable[[Graph, str], None]:
     """The tokens of the best centroids are candidates; a centroid's output rows lie in one piece, rounded to float16 at most."""
     model = checkpoint.assistant
     order, each = token_order(checkpoint), model.vocab_size // model.centroids
     count = model.top_centroids * each
     tokens = weights.array(order.astype("<i4").reshape(model.centroids, each), "i32")
-    rows = weights.rows_matrix(cluster_rows(checkpoint, order), model.vocab_size, model.hidden_size, form)
-    centroids = weights.matrix(checkpoint, [CENTROIDS], WeightForm(kind="f32"))
+    rows = weights.rows_matrix(cluster_rows(checkpoint, order), model.vocab_size, model.hidden_size, format)
+    centroids = weights.matrix(checkpoint, [CENTROIDS], WeightFormat(kind="f32"))
 
     def head(graph: Graph, value: str) -> None:
         shares = graph.op("Reshape", graph.linear(value, centroids), graph.integers([model.centroids]))

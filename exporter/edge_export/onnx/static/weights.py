@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import quantize_matrix, round_rows, unpacked_levels
 from edge_export.onnx.graph_builder import Graph
-from edge_export.onnx.weights import Matrix, Stored, ValueType, WeightFile, WeightForm
+from edge_export.onnx.weights import Matrix, Stored, ValueType, WeightFile, WeightFormat
 
 _Piece = tuple[NDArray[np.float32], NDArray[np.float32] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChannelForm(WeightForm):
+class ChannelFormat(WeightFormat):
     """8 bits with one scale for each row of the matrix, which is a channel of the product."""
 
 
@@ -85,46 +85,46 @@ class PlainGraph(Graph):
     def _dense(self, matrix: Matrix) -> str:
         weight = self.weight(matrix.values)
         if matrix.scales is None:
-            return self.op("Cast", weight, to=1) if matrix.form.kind == "f16" else weight
-        if matrix.form.spec is None:
+            return self.op("Cast", weight, to=1) if matrix.format.kind == "f16" else weight
+        if matrix.format.spec is None:
             return self.op("DequantizeLinear", weight, self.weight(matrix.scales), axis=1)
-        return self.op("DequantizeLinear", weight, self.weight(matrix.scales), axis=0, block_size=matrix.form.spec.block)
+        return self.op("DequantizeLinear", weight, self.weight(matrix.scales), axis=0, block_size=matrix.format.spec.block)
 
 
 class PlainWeightFile(WeightFile):
     """External data whose matrices lie transposed. `rows_matrix` stores one as it is."""
 
-    def rows_matrix(self, pieces: Iterable[NDArray[np.float32]], rows: int, columns: int, form: WeightForm) -> Stored:
+    def rows_matrix(self, pieces: Iterable[NDArray[np.float32]], rows: int, columns: int, format: WeightFormat) -> Stored:
         """Stores float rows that a graph gathers: float32 if `form` is that, else float16."""
-        kind: ValueType = "f32" if form.kind == "f32" else "f16"
+        kind: ValueType = "f32" if format.kind == "f32" else "f16"
         stored = self._reserve(kind, (rows, columns))
         written = 0
         for piece in pieces:
             written += self._write(stored, written, piece.astype(np.float32 if kind == "f32" else np.float16, copy=False))
         return stored
 
-    def _plain(self, pieces: Iterable[NDArray[Any]], rows: int, columns: int, form: WeightForm) -> Matrix:
-        values = self._reserve("f16" if form.kind == "f16" else "f32", (columns, rows))
-        columnwise = self._mapped(values, np.dtype(np.float16 if form.kind == "f16" else np.float32), (columns, rows))
+    def _plain(self, pieces: Iterable[NDArray[Any]], rows: int, columns: int, format: WeightFormat) -> Matrix:
+        values = self._reserve("f16" if format.kind == "f16" else "f32", (columns, rows))
+        columnwise = self._mapped(values, np.dtype(np.float16 if format.kind == "f16" else np.float32), (columns, rows))
         at = 0
         for piece in _whole_rows(pieces, columns):
             columnwise[:, at : at + len(piece)] = piece.T
             at += len(piece)
             self._progress(piece.nbytes)
-        return Matrix(rows=rows, columns=columns, form=form, values=values)
+        return Matrix(rows=rows, columns=columns, format=format, values=values)
 
-    def _blocks(self, pieces: Iterable[_Piece], rows: int, columns: int, form: WeightForm) -> Matrix:
-        bits = form.spec.bits if form.spec else 8
+    def _blocks(self, pieces: Iterable[_Piece], rows: int, columns: int, format: WeightFormat) -> Matrix:
+        bits = format.spec.bits if format.spec else 8
         if bits == 4 and rows % 2:
             raise ExportError(f"a matrix of {rows} rows cannot be stored in 4 bits, two to a byte; take int8")
-        groups = columns // form.spec.block if form.spec else 1
-        scales = self._reserve("f32", (groups, rows) if form.spec else (rows,))
+        groups = columns // format.spec.block if format.spec else 1
+        scales = self._reserve("f32", (groups, rows) if format.spec else (rows,))
         values = self._reserve("i4" if bits == 4 else "i8", (columns, rows))
         scale_view = self._mapped(scales, np.dtype(np.float32), (groups, rows))
         bytes_of = self._mapped(values, np.dtype(np.uint8), (columns, rows * bits // 8))
         at = 0
         for piece, importance in _even_rows(pieces):
-            levels, factors = _quantized(piece, form, importance)
+            levels, factors = _quantized(piece, format, importance)
             scale_view[:, at : at + len(piece)] = factors.T
             packed: NDArray[np.uint8] = levels.T.astype(np.int8).view(np.uint8)
             if bits == 4:
@@ -133,7 +133,7 @@ class PlainWeightFile(WeightFile):
             bytes_of[:, begin : begin + packed.shape[1]] = packed
             at += len(piece)
             self._progress(packed.size)
-        return Matrix(rows=rows, columns=columns, form=form, values=values, scales=scales)
+        return Matrix(rows=rows, columns=columns, format=format, values=values, scales=scales)
 
     def _mapped(self, stored: Stored, kind: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         """The place of a tensor in the file as an array: columns are written as rows come, which may be far apart."""
@@ -143,12 +143,12 @@ class PlainWeightFile(WeightFile):
 
 
 def _quantized(
-    piece: NDArray[np.float32], form: WeightForm, importance: NDArray[np.float32] | None
+    piece: NDArray[np.float32], format: WeightFormat, importance: NDArray[np.float32] | None
 ) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
     """Signed levels [n, columns] and their scales [n, groups]."""
-    if form.spec is not None:
-        packed = quantize_matrix(piece, form.spec, importance)
-        return unpacked_levels(packed).astype(np.int16) - (1 << (form.spec.bits - 1)), packed.scales
+    if format.spec is not None:
+        packed = quantize_matrix(piece, format.spec, importance)
+        return unpacked_levels(packed).astype(np.int16) - (1 << (format.spec.bits - 1)), packed.scales
     levels, scales = round_rows(piece)
     return levels.astype(np.int16), scales[:, None]
 

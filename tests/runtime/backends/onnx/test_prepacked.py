@@ -14,7 +14,7 @@ pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
 from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.graph_builder import Graph
-from edge_export.onnx.weights import WeightFile, WeightForm
+from edge_export.onnx.weights import WeightFile, WeightFormat
 from edge_runtime.backends.onnx import library as ort_library
 from edge_runtime.backends.onnx import prepacked as ort_prepacked
 from edge_runtime.backends.onnx.library import scalar
@@ -113,8 +113,8 @@ def test_sizes_that_a_graph_must_hold_itself_do_not_keep_it_from_being_packed(tm
     weight = np.random.default_rng(0).standard_normal((35 * 32, 64)).astype(np.float32)
     graph = Graph("one")
     with WeightFile(tmp_path / "one.onnx_data") as weights:
-        form = WeightForm(kind="blocks", spec=WeightSpec(bits=4, block=32))
-        matrix = weights.matrix_of([weight], "one", len(weight), weight.shape[1], form)
+        format = WeightFormat(kind="blocks", spec=WeightSpec(bits=4, block=32))
+        matrix = weights.matrix_of([weight], "one", len(weight), weight.shape[1], format)
     product = graph.linear(graph.input("value", "f32", (1, 1, 64)), matrix)
     parts = graph.ops("Split", [product, graph.integers([32] * 35)], 35, axis=-1)
     graph.output(graph.op("Sum", *parts, name="sum"), "f32", (1, 1, 32))
