@@ -13,7 +13,7 @@ from pathlib import Path
 from edge_devices.energy.characteristics import Characteristics, change_times
 from edge_devices.energy.run_log import RunLog
 from edge_devices.errors import MeasurementError, MeterError
-from edge_devices.files.bounded import lines_at_most
+from edge_devices.files.limited_read import lines_at_most
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
 from edge_devices.meters.trace import Trace
 

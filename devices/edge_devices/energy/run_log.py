@@ -14,8 +14,8 @@ from typing import Any
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
-from edge_devices.files.bounded import lines_at_most
-from edge_devices.files.whole_file import atomic_write
+from edge_devices.files.atomic_write import write_text
+from edge_devices.files.limited_read import lines_at_most
 from edge_devices.machine.state import DeviceState
 from edge_devices.meters.base import MeterFacts, Sample
 from edge_devices.meters.trace import Trace
@@ -66,7 +66,9 @@ class RunLog:
 
 def write_log(path: Path, log: RunLog, raw: list[str] | None = None) -> None:
     """Writes a log to a temporary name and renames it when whole. `raw`: what the meter said at each sample."""
-    atomic_write(path, (json.dumps(record, ensure_ascii=False) for record in _records(log, raw or [""] * len(log.trace.times))))
+    write_text(
+        path, (json.dumps(record, ensure_ascii=False) + "\n" for record in _records(log, raw or [""] * len(log.trace.times))), parents=True
+    )
 
 
 def _records(log: RunLog, raw: list[str]) -> Iterator[dict[str, Any]]:

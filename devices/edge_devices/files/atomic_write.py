@@ -1,4 +1,4 @@
-"""Writes a file whole or not at all, whatever ends the process meanwhile."""
+"""Atomic writes: a file is either replaced completely or left as it was, however the process ends."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from edge_devices.files.temp_files import clear_leftovers, temporary_of
+from edge_devices.errors import EdgeError
+from edge_devices.files.temp_files import clear_stale, temporary_of
 
 # Conversations and cached rows are their owner's alone.
 _PRIVATE = 0o600
+_PUBLIC = 0o644
 
 
 def atomic_write(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) -> None:
-    """Writes the parts under a temporary name beside `path` and renames it; what was there stays until then. Raises OSError.
+    """Writes the parts to a temporary file beside `path`, then renames it; the old file stays until then. Raises OSError.
 
-    A link stays one: the file it leads to is written. What earlier processes left of this file is removed first.
+    A symbolic link is kept: the file it leads to is written. Stale temporary files of earlier processes are removed first.
     """
     path = destination_of(path)
     temporary = temporary_of(path)
-    clear_leftovers(path)
+    clear_stale(path)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), mode)
         with os.fdopen(descriptor, "wb") as file:
@@ -37,9 +39,22 @@ def atomic_write(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) ->
         raise
 
 
+def write_text(path: Path, parts: Iterable[str], *, parents: bool = False) -> None:
+    """Writes UTF-8 text with `atomic_write`, readable by everyone; `parents` makes missing folders. Raises EdgeError."""
+    try:
+        if parents:
+            destination_of(path).parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, (part.encode() for part in parts), mode=_PUBLIC)
+    except OSError as error:
+        raise EdgeError(f"{path} cannot be written ({error.strerror}); choose another place") from error
+
+
 def destination_of(path: Path) -> Path:
-    """Returns the file that `path` leads to. Raises OSError for a device or pipe, which would be renamed away: /dev/null would be a file then."""
+    """Returns the file that `path` leads to.
+
+    Raises OSError for a device or pipe, which the rename would replace: /dev/null would become a regular file.
+    """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError(errno.EINVAL, "it is there already and not a regular file", str(path))
+            raise OSError(errno.EINVAL, "it already exists and is not a regular file", str(path))
     return Path(os.path.realpath(path))

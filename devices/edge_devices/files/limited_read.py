@@ -1,36 +1,73 @@
-"""Reads files that people name: no more of them than such a file has, whatever they are."""
+"""Size-limited reads: a file or pipe is read only up to the size that such a file may have."""
 
 from __future__ import annotations
 
 import errno
+import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
 _PIECE = 1 << 20
+# Without O_NONBLOCK, opening a pipe that has no writer would wait.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
-class TooLong(OSError):
-    """There is more of a file than it may have."""
+class FileTooLarge(OSError):
+    """A file is larger than it may be; the message has the limit."""
 
-    def __init__(self, says: str) -> None:
-        super().__init__(errno.EFBIG, says)
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.EFBIG, message)
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 def read_at_most(path: Path, most: int) -> bytes:
-    """Returns a file's bytes. A pipe is read to its end, so that `<(command)` can be given; no size is asked for, which only files have.
+    """Returns the bytes of a file or, as for `<(command)`, of a pipe up to its end.
 
-    Raises OSError for what cannot be read, and for more than `most` bytes.
+    Raises OSError if it cannot be read, and FileTooLarge for more than `most` bytes.
     """
-    pieces, left = [], most
     try:
         with path.open("rb", buffering=0) as file:
-            while piece := file.read(min(_PIECE, left + 1)):
-                if len(piece) > left:
-                    raise TooLong(f"it has more than {most} bytes")
-                pieces.append(piece)
-                left -= len(piece)
+            return _read(file, most)
     except ValueError as error:  # a path with a null character
         raise OSError(errno.EINVAL, str(error)) from error
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Like `read_at_most`, for a file of a bundle: neither a symbolic link, which could lead to any file, nor a pipe or device.
+
+    Raises OSError for those too.
+    """
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link, and a bundle holds none", str(path))
+    with os.fdopen(os.open(path, _FLAGS), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return _read(file, most)
+
+
+def lines_at_most(file: TextIO, longest: int, most: int) -> Iterator[str]:
+    """Yields the lines of an open file, cut after `longest` characters. Raises FileTooLarge for more than `most` lines."""
+    for _ in range(most):
+        line = file.readline(longest)
+        if not line:
+            return
+        yield line
+    if file.read(1):
+        raise FileTooLarge(f"it has more than {most} lines")
+
+
+def _read(file: BinaryIO, most: int) -> bytes:
+    """A regular file is read at once, so that memory never holds it twice; a pipe or device has no size and is read in pieces."""
+    step = max(_PIECE, os.fstat(file.fileno()).st_size)
+    pieces, left = [], most
+    while piece := file.read(min(step, left) + 1):
+        if len(piece) > left:
+            raise FileTooLarge(f"it has more than {most} bytes")
+        pieces.append(piece)
+        left -= len(piece)
+        step = _PIECE
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -1,4 +1,4 @@
-"""Just enough of protobuf's wire format to read a trace: fields by number, lengths checked before use.
+"""Protobuf's wire format, without schemas: fields by number, each length checked before memory is taken for it.
 
 Format: protobuf.dev/programming-guides/encoding.
 """
@@ -6,14 +6,18 @@ Format: protobuf.dev/programming-guides/encoding.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
-from edge_devices.errors import MeterError
-
+Message = TypeVar("Message", bytes, memoryview)
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
-def fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yields (field number, value) of a message: whole numbers, or bytes for strings and messages. Raises MeterError when cut off."""
+class WireError(ValueError):
+    """A message that is cut off or malformed."""
+
+
+def fields_of(message: Message) -> Iterator[tuple[int, int | Message]]:
+    """Yields (field number, value): integers, or the bytes of strings, messages, packed lists and fixed numbers. Raises WireError."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
@@ -27,11 +31,19 @@ def fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif wire in (FIXED64, FIXED32):
             size = 8 if wire == FIXED64 else 4
         else:
-            raise MeterError(f"the trace is damaged at byte {at}: wire type {wire}; record it again")
+            raise WireError(f"wire type {wire} at byte {at}")
         if size > len(message) - at:
-            raise MeterError(f"the trace is cut off at byte {at}: {size} bytes announced, {len(message) - at} there; record it again")
+            raise WireError(f"it is cut off at byte {at}: {size} bytes announced, {len(message) - at} there")
         yield number, message[at : at + size]
         at += size
+
+
+def varints(message: bytes | memoryview) -> Iterator[int]:
+    """Yields the integers of a packed list. Raises WireError."""
+    at = 0
+    while at < len(message):
+        value, at = _varint(message, at)
+        yield value
 
 
 def bytes_field(number: int, value: bytes) -> bytes:
@@ -47,7 +59,7 @@ def _encoded(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _varint(message: bytes | memoryview, at: int) -> tuple[int, int]:
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(message):
@@ -57,4 +69,4 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value & 0xFFFFFFFFFFFFFFFF, at
-    raise MeterError(f"the trace is damaged at byte {at}: a number does not end; record it again")
+    raise WireError(f"a number does not end at byte {at}")

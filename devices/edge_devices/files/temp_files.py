@@ -1,4 +1,4 @@
-"""Temporary files and folders that carry the number of their process, so that the next start knows which of them a killed one left behind."""
+"""Temporary files and folders named after their process, so that a later process can tell which of them are stale."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 PARTIAL = "partial"
-# A process that runs may have got the number of one that was killed; what nobody holds is forgotten after so long.
-_FORGOTTEN_SECONDS = 3600.0
+# A running process may have got the number of a killed one: an unlocked file this old is stale even so.
+_STALE_SECONDS = 3600.0
 
 
 def temporary_of(path: Path, kind: str = PARTIAL) -> Path:
-    """Returns the name beside `path` under which this process makes it."""
+    """Returns the temporary name beside `path` that this process writes to."""
     return path.parent / f".{path.name}.{kind}-{os.getpid()}"
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Locks a temporary file or folder while it is made, whatever it is named by then: the lock ends with the process, however that ends.
+def locked(path: Path) -> Iterator[None]:
+    """Locks a temporary file or folder while it is written, also across a rename; the lock ends with the process.
 
-    Where the system or the file system has no such locks, the number in the name must do.
+    Where the system or the file system has no such locks, only the process number in the name protects it.
     """
     descriptor = None
     with contextlib.suppress(OSError):
-        descriptor = _locked(path, wait=True)
+        descriptor = _lock(path, wait=True)
     try:
         yield
     finally:
@@ -41,19 +41,19 @@ def held(path: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def leftovers_of(path: Path, kind: str = PARTIAL) -> Iterator[Path]:
-    """Yields what processes that run no more left of making `path`: nobody holds it, and its number's process is gone or it is old."""
+def stale_of(path: Path, kind: str = PARTIAL) -> Iterator[Path]:
+    """Yields the stale temporary files of `path`: unlocked, and of a process that has ended, or old."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.{kind}-(\d+)")
     with contextlib.suppress(OSError):
         for found in sorted(path.parent.iterdir()):
             match = pattern.fullmatch(found.name)
-            if match is not None and not found.is_symlink() and _is_left(found, int(match[1])):
+            if match is not None and not found.is_symlink() and _is_stale(found, int(match[1])):
                 yield found
 
 
-def clear_leftovers(path: Path, kind: str = PARTIAL) -> None:
-    """Removes them; what cannot be removed stays."""
-    for found in leftovers_of(path, kind):
+def clear_stale(path: Path, kind: str = PARTIAL) -> None:
+    """Removes the stale temporary files of `path`; ignores what cannot be removed."""
+    for found in stale_of(path, kind):
         if found.is_dir():
             shutil.rmtree(found, ignore_errors=True)
         else:
@@ -61,20 +61,20 @@ def clear_leftovers(path: Path, kind: str = PARTIAL) -> None:
                 found.unlink()
 
 
-def _is_left(path: Path, process: int) -> bool:
+def _is_stale(path: Path, process: int) -> bool:
     try:
-        os.close(_locked(path, wait=False))
+        os.close(_lock(path, wait=False))
     except BlockingIOError:
         return False
     except OSError:
         return not is_running(process)
-    return not is_running(process) or time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS
+    return not is_running(process) or time.time() - path.stat().st_mtime > _STALE_SECONDS
 
 
-def _locked(path: Path, *, wait: bool) -> int:
-    """Returns a descriptor that has the lock until it is closed. Raises OSError; BlockingIOError if another has it, unless `wait`."""
+def _lock(path: Path, *, wait: bool) -> int:
+    """Returns a descriptor that holds the lock until it is closed. Raises OSError; BlockingIOError if another has the lock, unless `wait`."""
     if fcntl is None:
-        raise OSError("there are no such locks here")
+        raise OSError("this system has no file locks")
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -85,11 +85,11 @@ def _locked(path: Path, *, wait: bool) -> int:
 
 
 def is_running(process: int) -> bool:
-    """Whether another process with this id runs. Our own id on a leftover is that of an earlier run (containers reuse small ids)."""
+    """Whether another process with this id runs. Our own id on a stale file is that of an earlier run: containers reuse small ids."""
     if process == os.getpid():
         return False
     if os.name == "nt":
-        return True  # asking would end it
+        return True  # os.kill would end it
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_devices.errors import DeviceError, MeterError
-from edge_devices.files.whole_file import atomic_write
+from edge_devices.files.atomic_write import write_text
 from edge_devices.machine.system import CommandResult, System
 from edge_devices.meters.android.power_stats import COMMAND, only_rails, record_trace
 
@@ -182,7 +182,7 @@ def _answer(arguments: Sequence[str], text: str) -> str:
 def write_recording(folder: Path, recording: Recording) -> Path:
     """Writes `recording.json` into a folder, whole or not at all; returns its path."""
     path = folder / NAME
-    atomic_write(path, [json.dumps(recording.to_json(), indent=1, ensure_ascii=False)])
+    write_text(path, [json.dumps(recording.to_json(), indent=1, ensure_ascii=False), "\n"], parents=True)
     return path
 
 

@@ -6,7 +6,6 @@ Small files travel together in a tar; large ones in chunks that are appended to 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import posixpath
 import re
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_devices.errors import LinkError, TransportError
+from edge_devices.files.hashing import sha256_of
 from edge_devices.machine.system import CommandResult
 from edge_devices.transports.base import Transport, last_line, parse_integer, shell
 
@@ -60,16 +60,6 @@ class Pushed:
     bytes: int
     unchanged: int
     removed: int
-
-
-def sha256_of(path: Path, length: int | None = None) -> str:
-    """Returns the sha256 of a file, or of its first `length` bytes."""
-    digest, left = hashlib.sha256(), path.stat().st_size if length is None else length
-    with path.open("rb") as file:
-        while left > 0 and (block := file.read(min(left, 1 << 20))):
-            digest.update(block)
-            left -= len(block)
-    return digest.hexdigest()
 
 
 def push_tree(transport: Transport, folder: Path, target: str, said: Said = lambda _done, _total: None) -> Pushed:

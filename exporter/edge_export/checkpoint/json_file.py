@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from edge_devices.files.limited_read import FileTooLarge, read_at_most
 from edge_export.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 << 20
@@ -15,11 +16,10 @@ def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, 
     """Returns the JSON object in `path`. Raises CheckpointError if it is missing, larger than `most_bytes`, or no JSON object."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; download the checkpoint again, with all its files")
-    size = path.stat().st_size
-    if size > most_bytes:
-        raise CheckpointError(f"{path} has {size} bytes, more than the {most_bytes} such a file may have; check where it came from")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_at_most(path, most_bytes).decode())
+    except FileTooLarge as error:
+        raise CheckpointError(f"{path} has more than the {most_bytes} bytes such a file may have; check where it came from") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}); download the checkpoint again") from error
     if not isinstance(data, dict):

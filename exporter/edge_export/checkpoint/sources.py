@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edge_devices.files.hashing import sha256_of
 from edge_export.checkpoint.checkpoint import Checkpoint, check_pair, mismatch, open_checkpoint
 from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
@@ -30,7 +30,6 @@ _SIDE_FILES = (
     "README.md",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +186,7 @@ def _gguf_pieces(source: ResolvedSource) -> LongArray:
 
 
 def _hashed(path: Path, progress: Callable[[int], None]) -> SourceFile:
-    digest, size = hashlib.sha256(), 0
     try:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
-                size += len(piece)
-                progress(len(piece))
+        return SourceFile(name=path.name, bytes=path.stat().st_size, sha256=sha256_of(path, progress=progress))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); check the checkpoint") from error
-    return SourceFile(name=path.name, bytes=size, sha256=digest.hexdigest())

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from edge_devices.files.hashing import sha256_of
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import PYTHON, Platform
 from edge_export.device_package.subprocesses import found, run
@@ -115,7 +116,7 @@ def _component(folder: Path, name: str, archive: Path, unpacked: Path) -> Compon
         source=f"Debian {RELEASE}, {archive.name}",
         licence="see its text",
         texts=(keep_licence(folder, f"debian-{name}.txt", texts.read_bytes()),),
-        sha256=Component.hash_of(archive),
+        sha256=sha256_of(archive),
     )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from edge_devices.files.hashing import sha256_of
+
 PACKAGE_NAME = "package.json"
 SCHEMA = 2  # 2: the launchers call edge_devices.entry_points
 LICENCES = "licences"
-_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +23,6 @@ class Component:
     licence: str
     texts: tuple[str, ...]
     sha256: str | None = None
-
-    @staticmethod
-    def hash_of(path: Path) -> str:
-        """SHA-256 of a file, in hexadecimal digits."""
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +70,7 @@ def take_inventory(folder: Path, platform: str, version: str, backends: tuple[st
                 PackagedFile(
                     path=path.relative_to(folder).as_posix(),
                     bytes=path.stat().st_size,
-                    sha256=Component.hash_of(path),
+                    sha256=sha256_of(path),
                     executable=bool(path.stat().st_mode & 0o100),
                 )
             )

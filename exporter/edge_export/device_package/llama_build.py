@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from edge_devices.files.hashing import sha256_of
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import SITE, Platform, Processors
 from edge_export.device_package.subprocesses import found, run
@@ -206,7 +207,7 @@ def _component(folder: Path, toolchain: Toolchain, name: str) -> Component:
         source=f"PyPI, {toolchain.sources.name}.tar.gz, compiled by zig {_zig_version()}",
         licence="MIT",
         texts=tuple(texts),
-        sha256=Component.hash_of(toolchain.home / f"{toolchain.sources.name}.tar.gz"),
+        sha256=sha256_of(toolchain.home / f"{toolchain.sources.name}.tar.gz"),
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, files, requires
 from pathlib import Path, PurePosixPath
 
+from edge_devices.files.hashing import sha256_of
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import PYTHON, SITE, Platform
 from edge_export.device_package.subprocesses import run
@@ -98,7 +99,7 @@ def _add_wheel(folder: Path, wheel: Path) -> Component:
         source=f"PyPI, {wheel.name}",
         licence=_licence(about) or _WITHOUT_TEXT.get(name, "see its text"),
         texts=tuple(dict.fromkeys(texts)),
-        sha256=Component.hash_of(wheel),
+        sha256=sha256_of(wheel),
     )
 
 

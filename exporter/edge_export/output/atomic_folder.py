@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from edge_devices.files.temp_files import clear_leftovers, held, leftovers_of, temporary_of
+from edge_devices.files.temp_files import clear_stale, locked, stale_of, temporary_of
 from edge_export.errors import ExportError
 from edge_export.output.replaceable_folder import BUNDLE, FolderKind, check_replaceable
 
@@ -64,7 +64,7 @@ def partial_folder(output: Path, force: bool, kind: FolderKind = BUNDLE) -> Iter
     partial = temporary_of(output)
     try:
         partial.mkdir()
-        with held(partial):
+        with locked(partial):
             yield partial
             _check_place(output, force, kind)
             sys.audit(REPLACE_EVENT, str(output))
@@ -85,7 +85,7 @@ def _move_in(partial: Path, output: Path) -> None:
     if exchange(partial, output):
         return
     replaced = temporary_of(output, _REPLACED)
-    with held(output):
+    with locked(output):
         output.rename(replaced)
         try:
             partial.rename(output)
@@ -98,12 +98,12 @@ def _move_in(partial: Path, output: Path) -> None:
 def _restore_or_clear(output: Path) -> None:
     """Puts back a bundle whose replacement was killed between two renames, and removes all other temporary folders."""
     if not os.path.lexists(output):
-        for replaced in leftovers_of(output, _REPLACED):
+        for replaced in stale_of(output, _REPLACED):
             if replaced.is_dir():
                 replaced.rename(output)
                 break
-    clear_leftovers(output, _REPLACED)
-    clear_leftovers(output)
+    clear_stale(output, _REPLACED)
+    clear_stale(output)
 
 
 def exchange(one: Path, other: Path) -> bool:

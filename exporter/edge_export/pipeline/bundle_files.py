@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from edge_devices.files.hashing import sha256_of
 from edge_export.checkpoint.sources import ResolvedSource, manifest_source, source_files
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.output.bundle_part import BundlePart
 from edge_export.pipeline.request import Progress
-from edge_runtime.bundle.integrity import sha256_of
 from edge_runtime.bundle.manifest import BundleFile, Manifest, Source
 from edge_runtime.config.presets import expanded
 from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig

@@ -17,6 +17,7 @@ from edge_devices.energy.report import Report
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import NO_METER, report_lines
 from edge_devices.energy.virtual_meters import EXTERNAL, VIRTUAL
+from edge_devices.files.atomic_write import write_text
 from edge_devices.machine.cpu_affinity import MOST_THREADS
 from edge_devices.meters.base import Meter
 from edge_runtime.backends.selection import BACKENDS
@@ -25,7 +26,7 @@ from edge_runtime.bench.devices.results import find_results
 from edge_runtime.bench.measure.benchmark import Benchmark, BenchRequest
 from edge_runtime.bench.measure.energy import find_meter, is_energy_log, measure_energy, read_energy
 from edge_runtime.bench.measure.prompts import DOMAINS, Prompt, read_prompts, shipped_prompts
-from edge_runtime.bench.measure.record_file import RecordFile, atomic_write
+from edge_runtime.bench.measure.record_file import RecordFile
 from edge_runtime.bench.measure.records import Note, Record, collect, read_records
 from edge_runtime.bench.measure.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_lengths, parse_names, parse_numbers
 from edge_runtime.bench.report.figures import Figures, figures
@@ -71,7 +72,7 @@ class Outputs:
         if self.html is not None:
             from edge_runtime.bench.report.html import report_page
 
-            atomic_write(self.html, report_page(result))
+            write_text(self.html, [report_page(result)])
         if self._write_json(result.to_json()):
             print_report(result)
 
@@ -80,7 +81,7 @@ class Outputs:
         if self.html is not None:
             from edge_runtime.bench.report.html import energy_page
 
-            atomic_write(self.html, energy_page(report, log))
+            write_text(self.html, [energy_page(report, log)])
         if self._write_json(report.to_json()):
             for line in report_lines(report):
                 click.echo(line)
@@ -92,7 +93,7 @@ class Outputs:
             if self.json_path == STDOUT:
                 click.echo(text, nl=False)
             else:
-                atomic_write(Path(self.json_path), text)
+                write_text(Path(self.json_path), [text])
         return self.json_path != STDOUT
 
 

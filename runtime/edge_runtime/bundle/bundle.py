@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from edge_devices.files.regular_file import read_regular
+from edge_devices.files.limited_read import FileTooLarge, read_regular
 from edge_devices.files.typed_json import StructureError, from_json
 from edge_runtime.bundle.integrity import CheckMode, is_intact
 from edge_runtime.bundle.manifest import (
@@ -103,12 +103,11 @@ def _manifest_bytes(folder: Path, path: Path) -> bytes:
     if not os.path.lexists(path):
         raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_NAME}; make one with edge-export")
     try:
-        raw = read_regular(path, MAX_MANIFEST_BYTES + 1)
+        return read_regular(path, MAX_MANIFEST_BYTES)
+    except FileTooLarge as error:
+        raise BundleError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, as no manifest has; export the bundle again") from error
     except OSError as error:
         raise BundleError(f"{path} cannot be read ({error.strerror or error}); check the disk, or copy the bundle again") from error
-    if len(raw) > MAX_MANIFEST_BYTES:
-        raise BundleError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, as no manifest has; export the bundle again")
-    return raw
 
 
 def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture) -> None:
@@ -148,7 +147,7 @@ def _check_file(folder: Path, entry: BundleFile, check: CheckMode) -> None:
         raise BundleError(f"{folder}: the manifest names {entry.path[:80]!r}, a path outside the bundle; do not use this bundle")
     path = folder / relative
     if path.resolve() != folder.resolve() / relative:
-        raise BundleError(f"{path} is a link or lies behind one, and a bundle holds none; do not use this bundle")
+        raise BundleError(f"{path} is a symbolic link or lies behind one, and a bundle holds none; do not use this bundle")
     if not path.is_file():
         raise BundleError(f"{path} is missing; copy the bundle again or export it again")
     if path.stat().st_size != entry.bytes:

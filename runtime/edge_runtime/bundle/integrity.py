@@ -13,7 +13,10 @@ import time
 from pathlib import Path
 from typing import Literal, get_args
 
+from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import FileTooLarge, read_at_most
 from edge_devices.files.user_cache import cache_folder, read_entries, remember_entry
+from edge_runtime.errors import BundleError
 
 # fast: see above; full: every byte, every time; none: only that the files are there, with the right sizes.
 CheckMode = Literal["fast", "full", "none"]
@@ -24,10 +27,14 @@ SAMPLES, SAMPLE_BYTES = 64, 16 << 10
 _SETTLED_NS = 2_000_000_000
 
 
-def sha256_of(path: Path) -> str:
-    """Returns the hex sha256 of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def read_part(path: Path, most: int, kind: str) -> bytes:
+    """Returns the bytes of a file of a bundle. Raises BundleError for one that has more than any such `kind`, or cannot be read."""
+    try:
+        return read_at_most(path, most)
+    except FileTooLarge as error:
+        raise BundleError(f"{path} has more than {most} bytes, more than any {kind}; copy the bundle again, or export it again") from error
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror or error}); copy the bundle again") from error
 
 
 def is_intact(path: Path, sha256: str, mode: CheckMode) -> bool:

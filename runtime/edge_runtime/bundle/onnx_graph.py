@@ -11,7 +11,8 @@ from itertools import islice
 from math import prod
 from pathlib import Path
 
-from edge_runtime.bundle.bundle_part import read_part
+from edge_devices.files.protobuf_wire import WireError, fields_of, varints
+from edge_runtime.bundle.integrity import read_part
 from edge_runtime.errors import BundleError
 
 # Weights lie in a file beside the graph, so that a graph itself is small: 58 kB for 8 layers; some 8 MB and 900,000 fields for
@@ -75,7 +76,6 @@ LOOP_INPUT = "draft_length"
 _MAX_REPEATS = 1024
 _ONNX_DOMAINS = ("", "ai.onnx")
 _MAX_DEPTH, _MAX_DIMENSIONS = 16, 16
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _EXTERNAL, _INT64 = 1, 7
 # Bits of an element by TensorProto.DataType; strings (8) have no size and no place in weights.
 _BITS = {
@@ -130,7 +130,7 @@ def check_onnx(path: Path, names: Set[str] | None = None) -> None:
     data = read_part(path, MAX_GRAPH_BYTES, "graph")
     try:
         _Graph(path, names).check(memoryview(data))
-    except _UnsoundError as error:
+    except (_UnsoundError, WireError) as error:
         raise BundleError(f"{path} is no sound ONNX graph ({error}); copy the bundle again, or do not use it") from error
 
 
@@ -181,7 +181,7 @@ class _Graph:
 
     def _fields(self, kind: str, message: memoryview) -> Iterator[Field]:
         known = _KNOWN[kind]
-        for field in _fields(message):
+        for field in fields_of(message):
             self._fields_left -= 1
             if self._fields_left < 0:
                 raise _UnsoundError(f"it has more than {_MAX_FIELDS} fields")
@@ -240,7 +240,7 @@ class _Graph:
         said: dict[str, str] = {}
         for number, value in fields:
             if number == 13 and isinstance(value, memoryview):
-                entry = _few(_fields(value), "entry")
+                entry = _few(fields_of(value), "entry")
                 said[_text(entry, 1)] = _text(entry, 2)
         location = said.get("location", "")
         offset = _decimal(name, "offset", said.get("offset", "0"))
@@ -263,7 +263,7 @@ class _Graph:
             except (OSError, ValueError) as error:
                 raise _UnsoundError(f"{location[:80]!r}, from which tensor {name!r} wants weights, cannot be read") from error
             if not inside or not path.is_file():
-                raise _UnsoundError(f"{location[:80]!r} is a link that leaves the bundle, or no file")
+                raise _UnsoundError(f"{location[:80]!r} is a symbolic link that leaves the bundle, or no file")
         return self._sizes[location]
 
 
@@ -279,7 +279,7 @@ def _elements(fields: Fields) -> int:
     sizes: list[int] = []
     for number, value in fields:
         if number == 1:
-            sizes += [value] if isinstance(value, int) else islice(_varints(value), _MAX_DIMENSIONS + 1)
+            sizes += [value] if isinstance(value, int) else islice(varints(value), _MAX_DIMENSIONS + 1)
     if len(sizes) > _MAX_DIMENSIONS or any(size > _LARGEST for size in sizes):  # negative ones are huge here
         raise _UnsoundError("a tensor has a shape that none can have")
     return prod(sizes)
@@ -307,45 +307,3 @@ def _decimal(name: str, what: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 19):
         raise _UnsoundError(f"the {what} of tensor {name!r} is {text[:40]!r}")
     return int(text)
-
-
-def _fields(message: memoryview) -> Iterator[Field]:
-    """Yields (field number, value): whole numbers, or the bytes of strings, messages and packed lists."""
-    at, end = 0, len(message)
-    while at < end:
-        key, at = _varint(message, at)
-        wire = key & 7
-        if wire == _VARINT:
-            value, at = _varint(message, at)
-            yield key >> 3, value
-            continue
-        if wire == _BYTES:
-            size, at = _varint(message, at)
-        elif wire in (_FIXED64, _FIXED32):
-            size = 8 if wire == _FIXED64 else 4
-        else:
-            raise _UnsoundError(f"wire type {wire}")
-        if size > end - at:
-            raise _UnsoundError(f"it is cut off: {size} bytes are announced, {end - at} there")
-        yield key >> 3, message[at : at + size]
-        at += size
-
-
-def _varints(message: memoryview) -> Iterator[int]:
-    at = 0
-    while at < len(message):
-        value, at = _varint(message, at)
-        yield value
-
-
-def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(message):
-            break
-        byte = message[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & 0xFFFFFFFFFFFFFFFF, at
-    raise _UnsoundError("a number does not end")

@@ -10,7 +10,7 @@ import base64
 import binascii
 from pathlib import Path
 
-from edge_devices.files.regular_file import read_regular
+from edge_devices.files.limited_read import FileTooLarge, read_regular
 from edge_runtime.errors import BackendError, BundleError
 
 SIGNATURE_NAME = "manifest.json.sig"
@@ -54,15 +54,14 @@ def _read_key(path: Path) -> bytes:
 
 def _read_signature(path: Path) -> bytes:
     try:
-        raw = read_regular(path, _MAX_SIGNATURE_FILE_BYTES + 1)
+        return read_regular(path, _MAX_SIGNATURE_FILE_BYTES)
+    except FileTooLarge as error:
+        raise ValueError(f"more than {_MAX_SIGNATURE_FILE_BYTES} bytes") from error
     except OSError as error:
         raise BundleError(
             f"the signature {path} cannot be read ({error.strerror or error}); the bundle is not signed, so do not trust it, or ask its"
             " maker for a signed one"
         ) from error
-    if len(raw) > _MAX_SIGNATURE_FILE_BYTES:
-        raise ValueError(f"more than {_MAX_SIGNATURE_FILE_BYTES} bytes")
-    return raw
 
 
 def _decoded(text: bytes) -> bytes:

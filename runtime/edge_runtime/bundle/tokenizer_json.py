@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from edge_runtime.bundle.bundle_part import read_part
+from edge_runtime.bundle.integrity import read_part
 from edge_runtime.errors import BundleError
 
 # Gemma's have 33 MB.

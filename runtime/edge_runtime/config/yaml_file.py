@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from edge_devices.files.regular_file import read_regular
+from edge_devices.files.limited_read import FileTooLarge, read_at_most, read_regular
 from edge_runtime.config.schema import BLOCK, SECTIONS, Section, SpeculativeConfig
 from edge_runtime.config.validators import shown
 from edge_runtime.errors import ConfigError
@@ -30,7 +30,7 @@ def read_config(path: Path | str) -> SpeculativeConfig:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; give a YAML file with a {BLOCK} block")
-    return _read(path, _read_any)
+    return _read(path, read_at_most)
 
 
 def read_bundle_config(path: Path) -> SpeculativeConfig:
@@ -38,17 +38,11 @@ def read_bundle_config(path: Path) -> SpeculativeConfig:
     return _read(path, read_regular)
 
 
-def _read_any(path: Path, most: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(most)
-
-
 def _read(path: Path, read: Callable[[Path, int], bytes]) -> SpeculativeConfig:
     try:
-        raw = read(path, MAX_CONFIG_BYTES + 1)
-        if len(raw) > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes, too many for a configuration; give another file")
-        return parse_config(raw.decode("utf-8-sig"), str(path))
+        return parse_config(read(path, MAX_CONFIG_BYTES).decode("utf-8-sig"), str(path))
+    except FileTooLarge as error:
+        raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes, too many for a configuration; give another file") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}); check the file") from error
     except UnicodeDecodeError as error:

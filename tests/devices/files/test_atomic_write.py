@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.errors import DeviceError
-from edge_devices.files import whole_file as devices_whole_file
-from edge_devices.files.atomic_write import atomic_write
-from edge_devices.files.temp_files import held, leftovers_of, temporary_of
+from edge_devices.errors import EdgeError
+from edge_devices.files.atomic_write import atomic_write, write_text
+from edge_devices.files.temp_files import locked, stale_of, temporary_of
 from edge_devices.files.user_cache import read_entries, remember_entry
 from edge_runtime.bench.measure.record_file import RecordFile
-from edge_runtime.errors import RequestError
 
 
 def dead_process() -> int:
@@ -71,7 +69,7 @@ def test_leftovers_of_dead_processes_go_and_those_of_running_ones_stay(tmp_path:
     (tmp_path / f".file.partial-{dead}x").write_bytes(b"something else")
     (tmp_path / f".other.partial-{dead}").write_bytes(b"another file's")
     (tmp_path / ".file.partial-999999999999").symlink_to(tmp_path)
-    assert [found.name for found in leftovers_of(path)] == [f".file.partial-{dead}"]
+    assert [found.name for found in stale_of(path)] == [f".file.partial-{dead}"]
     atomic_write(path, [b"new"])
     assert not (tmp_path / f".file.partial-{dead}").exists()
     assert len(list(tmp_path.iterdir())) == 5
@@ -81,20 +79,20 @@ def test_a_leftover_whose_number_is_taken_again_goes_once_nobody_holds_it(tmp_pa
     path, running = tmp_path / "file", os.getppid()
     folder = tmp_path / f".file.partial-{running}"
     folder.mkdir()
-    with held(folder):
+    with locked(folder):
         os.utime(folder, (0, 0))
-        assert list(leftovers_of(path)) == []
-    assert list(leftovers_of(path)) == [folder]
+        assert list(stale_of(path)) == []
+    assert list(stale_of(path)) == [folder]
     os.utime(folder)
-    assert list(leftovers_of(path)) == []
+    assert list(stale_of(path)) == []
 
 
 def test_what_is_held_is_no_leftover_though_its_process_has_another_number_here(tmp_path: Path) -> None:
     path, file = tmp_path / "file", tmp_path / f".file.partial-{dead_process()}"
     file.write_bytes(b"being written in another container")
-    with held(file):
-        assert list(leftovers_of(path)) == []
-    assert list(leftovers_of(path)) == [file]
+    with locked(file):
+        assert list(stale_of(path)) == []
+    assert list(stale_of(path)) == [file]
 
 
 def test_a_process_killed_while_it_writes_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
@@ -118,12 +116,12 @@ atomic_write(Path({str(tmp_path / "costs.json")!r}), parts())
 Writer = Callable[[Path], None]
 
 
-def by_runtime(path: Path) -> None:
+def as_bytes(path: Path) -> None:
     atomic_write(path, [b"new\n"])
 
 
-def by_devices(path: Path) -> None:
-    devices_whole_file.atomic_write(path, ["new"])
+def as_text(path: Path) -> None:
+    write_text(path, ["ne", "w\n"])
 
 
 def by_records(path: Path) -> None:
@@ -141,20 +139,20 @@ def device(path: Path) -> None:
         pytest.skip("only root makes devices")
 
 
-@pytest.mark.parametrize("write", [by_runtime, by_devices, by_records])
+@pytest.mark.parametrize("write", [as_bytes, as_text, by_records])
 @pytest.mark.parametrize("make", [pipe, device, Path.mkdir])
 @pytest.mark.parametrize("through_link", [False, True])
 def test_what_is_no_regular_file_stays(tmp_path: Path, write: Writer, make: Writer, through_link: bool) -> None:
     make(tmp_path / "there")
     (tmp_path / "link").symlink_to("there")
     kind = (tmp_path / "there").stat().st_mode
-    with pytest.raises((OSError, DeviceError, RequestError), match="not a regular file"):
+    with pytest.raises((OSError, EdgeError), match="not a regular file"):
         write(tmp_path / ("link" if through_link else "there"))
     assert (tmp_path / "there").stat().st_mode == kind
     assert sorted(found.name for found in tmp_path.iterdir()) == ["link", "there"]
 
 
-@pytest.mark.parametrize("write", [by_runtime, by_devices])
+@pytest.mark.parametrize("write", [as_bytes, as_text])
 @pytest.mark.parametrize("dangling", [False, True])
 def test_a_link_is_written_through(tmp_path: Path, write: Writer, dangling: bool) -> None:
     (tmp_path / "folder").mkdir()
@@ -167,10 +165,10 @@ def test_a_link_is_written_through(tmp_path: Path, write: Writer, dangling: bool
     assert [found.name for found in (tmp_path / "folder").iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("write", [by_runtime, by_devices])
+@pytest.mark.parametrize("write", [as_bytes, as_text])
 def test_a_link_to_itself_is_an_error(tmp_path: Path, write: Writer) -> None:
     (tmp_path / "link").symlink_to("link")
-    with pytest.raises((OSError, DeviceError), match="symbolic links"):
+    with pytest.raises((OSError, EdgeError), match="symbolic links"):
         write(tmp_path / "link")
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.files.limited_read import read_at_most
+from edge_devices.errors import DeviceError
+from edge_devices.files.limited_read import FileTooLarge, lines_at_most, read_at_most, read_regular
+from edge_devices.meters.recorded_system import LARGEST, read_recording
 
 ZERO = Path("/dev/zero")
 
@@ -49,3 +51,34 @@ def test_a_pipe_is_read_to_its_end(tmp_path):
 def test_a_path_that_cannot_be_is_a_file_that_cannot_be_read():
     with pytest.raises(OSError, match="null"):
         read_at_most(Path("a\0b"), 5)
+
+
+def test_a_regular_file_is_held_once_and_no_longer_than_it_may_be(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 5_000_000)
+    for read in (read_at_most, read_regular):
+        tracemalloc.start()
+        try:
+            assert len(read(path, 5_000_000)) == 5_000_000
+            assert tracemalloc.get_traced_memory()[1] < 6_200_000
+        finally:
+            tracemalloc.stop()
+        with pytest.raises(FileTooLarge, match="it has more than 4999999 bytes"):
+            read(path, 4_999_999)
+
+
+def test_lines_are_cut_and_counted(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text("abcd\nef\n")
+    with path.open() as file:
+        assert list(lines_at_most(file, 3, 3)) == ["abc", "d\n", "ef\n"]
+    with path.open() as file, pytest.raises(OSError, match="it has more than 1 lines"):
+        list(lines_at_most(file, 10, 1))
+
+
+def test_a_recording_is_not_read_beyond_its_limit(tmp_path):
+    path = tmp_path / "recording.json"
+    with path.open("wb") as file:
+        file.truncate(LARGEST + 1)
+    with pytest.raises(DeviceError, match="has more than"):
+        read_recording(path)

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from edge_devices.files.hashing import sha256_of
 from edge_export.cli.command import main
 from edge_export.device_package import build as making
 from edge_export.device_package import debian, llama_build, wheels
-from edge_export.device_package.inventory import Component, take_inventory
+from edge_export.device_package.inventory import take_inventory
 from edge_export.device_package.launchers import write_launchers
 from edge_export.device_package.platforms import PLATFORMS
 from edge_export.device_package.project_code import add_own_code
@@ -151,9 +152,7 @@ def test_inventory_names_every_file_with_its_hash(tmp_path: Path) -> None:
     (tmp_path / "bin/edge-python").chmod(0o755)
     inventory = take_inventory(tmp_path, "linux-arm64", "1", ("onnx",), [])
     told = json.loads((tmp_path / "package.json").read_text())
-    assert told["files"] == [
-        {"path": "bin/edge-python", "bytes": 3, "sha256": Component.hash_of(tmp_path / "bin/edge-python"), "executable": True}
-    ]
+    assert told["files"] == [{"path": "bin/edge-python", "bytes": 3, "sha256": sha256_of(tmp_path / "bin/edge-python"), "executable": True}]
     assert told["sizes"] == {"launchers": 3}
     assert (told["schema"], told["platform"], inventory.bytes) == (2, "linux-arm64", 3)
 

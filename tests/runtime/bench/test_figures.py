@@ -7,7 +7,9 @@ import json
 import pytest
 
 from bench_records import PEER_PLAIN, fixed, header, noisy_runs, rolling, run, whole_benchmark
-from edge_runtime.bench.measure.record_file import RecordFile, atomic_write
+from edge_devices.errors import EdgeError
+from edge_devices.files.atomic_write import write_text
+from edge_runtime.bench.measure.record_file import RecordFile
 from edge_runtime.bench.measure.records import collect, line_of, read_records
 from edge_runtime.bench.measure.variants import BASELINE, LLAMA_CPP
 from edge_runtime.bench.report.figures import best_fixed, figures
@@ -141,12 +143,12 @@ def test_an_error_keeps_what_was_measured_and_nothing_where_nothing_was(tmp_path
 
 
 def test_places_that_cannot_be_written_are_refused(tmp_path):
-    for refused in (lambda p: RecordFile(p), lambda p: atomic_write(p, "x")):
-        with pytest.raises(RequestError, match="choose another place"):
+    for refused in (lambda p: RecordFile(p), lambda p: write_text(p, ["x"])):
+        with pytest.raises(EdgeError, match="choose another place"):
             refused(tmp_path / "missing" / "file")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(RequestError, match="choose another place"):
-        atomic_write(tmp_path / "folder", "x")
+    with pytest.raises(EdgeError, match="choose another place"):
+        write_text(tmp_path / "folder", ["x"])
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
 
 

@@ -186,7 +186,7 @@ def test_links_are_refused(tmp_path, name, place, mode):
     folder = write(tmp_path / "b")
     (folder / name).rename(tmp_path / place)
     (folder / name).symlink_to(tmp_path / place)
-    with pytest.raises(BundleError, match=rf"{name}.* is a link"):
+    with pytest.raises(BundleError, match=rf"{name}.* is a symbolic link"):
         open_bundle(folder, check=mode)
 
 

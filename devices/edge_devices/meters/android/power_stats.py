@@ -7,9 +7,10 @@ perfetto. `dumpsys powerstats` lists the channels and so tells at no cost whethe
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from edge_devices.errors import MeterError
-from edge_devices.files.protobuf_wire import bytes_field, fields_of
+from edge_devices.files.protobuf_wire import WireError, bytes_field, fields_of
 from edge_devices.machine.system import CommandResult, System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
 from edge_devices.meters.counter_wrap import Unwrapped
@@ -35,20 +36,16 @@ def parse_trace(trace: bytes) -> dict[str, int]:
     """Reads a perfetto trace: rail -> the last microjoules it was seen with. Raises MeterError for a damaged trace."""
     names: dict[int, str] = {}
     latest: dict[int, int] = {}
-    for number, packet in fields_of(trace):
-        if number != PACKET or not isinstance(packet, bytes):
-            continue
-        for field, rails in fields_of(packet):
-            if field == POWER_RAILS and isinstance(rails, bytes):
-                _read_rails(rails, names, latest)
+    for rails in _power_rails(trace):
+        _read_rails(rails, names, latest)
     return {names.get(i, f"rail{i}"): energy for i, energy in latest.items()}
 
 
 def _read_rails(rails: bytes, names: dict[int, str], latest: dict[int, int]) -> None:
-    for kind, message in fields_of(rails):
+    for kind, message in _fields(rails):
         if kind not in (DESCRIPTOR, ENERGY) or not isinstance(message, bytes):
             continue
-        fields = dict(fields_of(message))
+        fields = dict(_fields(message))
         index = fields.get(1, 0)
         name, energy = fields.get(2), fields.get(3, 0)
         if not isinstance(index, int):
@@ -61,14 +58,23 @@ def _read_rails(rails: bytes, names: dict[int, str], latest: dict[int, int]) -> 
 
 def only_rails(trace: bytes) -> bytes:
     """Returns a trace with nothing but its power rails: others of its packets name the system and its build. Raises MeterError for a damaged one."""
-    kept = [
-        bytes_field(PACKET, bytes_field(POWER_RAILS, rails))
-        for number, packet in fields_of(trace)
-        if number == PACKET and isinstance(packet, bytes)
-        for field, rails in fields_of(packet)
-        if field == POWER_RAILS and isinstance(rails, bytes)
-    ]
-    return b"".join(kept)
+    return b"".join(bytes_field(PACKET, bytes_field(POWER_RAILS, rails)) for rails in _power_rails(trace))
+
+
+def _power_rails(trace: bytes) -> Iterator[bytes]:
+    for packet in _messages(trace, PACKET):
+        yield from _messages(packet, POWER_RAILS)
+
+
+def _messages(message: bytes, wanted: int) -> Iterator[bytes]:
+    yield from (value for number, value in _fields(message) if number == wanted and isinstance(value, bytes))
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    try:
+        yield from fields_of(message)
+    except WireError as error:
+        raise MeterError(f"the trace is damaged ({error}); record it again") from error
 
 
 def record_trace(system: System) -> CommandResult:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from edge_devices.files.temp_files import clear_leftovers, temporary_of
+from edge_devices.files.temp_files import clear_stale, temporary_of
 from edge_devices.files.user_cache import CACHE_VARIABLE, cpu_identity
 from edge_runtime.errors import BackendError
 
@@ -78,7 +78,7 @@ def _pack(path: Path, home: Path, data_bytes: int, record: PackedRecord, place: 
     if needed > free:
         raise BackendError(f"{needed} bytes are needed, {free} are free")
     place.notify(f"Packing the weights of {path.name} for this CPU, once.")
-    clear_leftovers(home)
+    clear_stale(home)
     scratch = temporary_of(home)
     try:
         partial = scratch / path.stem

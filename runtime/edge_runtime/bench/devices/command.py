@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from edge_devices.command_line import option_group
 from edge_devices.errors import EdgeError
+from edge_devices.files.atomic_write import write_text
 from edge_devices.transports.adb import AdbTransport, usable_serials
 from edge_devices.transports.base import Transport
 from edge_devices.transports.ssh import SshTransport
@@ -21,7 +22,6 @@ from edge_runtime.bench.devices.comparison import comparison_tables
 from edge_runtime.bench.devices.package import read_package
 from edge_runtime.bench.devices.remote_run import RemoteRequest, bench_on, clean, deploy, end_run
 from edge_runtime.bench.devices.results import DeviceResult
-from edge_runtime.bench.measure.record_file import atomic_write
 from edge_runtime.bench.report.tables import TextTable
 from edge_runtime.bench.report.terminal import note, print_tables
 from edge_runtime.errors import RequestError
@@ -196,7 +196,7 @@ def write_comparison(results: Sequence[DeviceResult], places: Sequence[Path], js
     if html is not None:
         from edge_runtime.bench.report.html import tables_page
 
-        atomic_write(html, tables_page("edge-bench: devices", tables))
+        write_text(html, [tables_page("edge-bench: devices", tables)])
     devices = [
         {
             "device": r.device,
@@ -215,7 +215,7 @@ def write_comparison(results: Sequence[DeviceResult], places: Sequence[Path], js
         click.echo(text, nl=False)
         return
     if json_path:
-        atomic_write(Path(json_path), text)
+        write_text(Path(json_path), [text])
     print_tables(tables)
 
 

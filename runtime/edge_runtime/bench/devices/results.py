@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edge_devices.files.atomic_write import write_text
 from edge_devices.files.limited_read import read_at_most
 from edge_runtime.bench.measure.energy import read_energy
-from edge_runtime.bench.measure.record_file import atomic_write
 from edge_runtime.bench.measure.records import read_records
 from edge_runtime.bench.report.figures import Figures, figures
 from edge_runtime.errors import RequestError
@@ -59,7 +59,7 @@ def _write(folder: Path, record: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"{folder} cannot be created ({error.strerror}); choose another folder with --results") from error
-    atomic_write(folder / DEVICE, json.dumps({"schema": SCHEMA, **record}, ensure_ascii=False, indent=1) + "\n")
+    write_text(folder / DEVICE, [json.dumps({"schema": SCHEMA, **record}, ensure_ascii=False, indent=1), "\n"])
 
 
 def read_result(folder: Path) -> DeviceResult:

@@ -1,4 +1,4 @@
-"""Writes results: whole files at once, and a growing file of records that is whole after every line."""
+"""A growing file of records that is complete after every line."""
 
 from __future__ import annotations
 
@@ -7,19 +7,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from edge_devices.files import atomic_write as whole_file
+from edge_devices.files.atomic_write import destination_of
 from edge_runtime.bench.measure.records import Record, line_of
 from edge_runtime.errors import RequestError
 
 PARTIAL = ".partial"
-
-
-def atomic_write(path: Path, text: str) -> None:
-    """Writes a file under a temporary name and renames it. Raises RequestError, and leaves nothing behind, if that fails."""
-    try:
-        whole_file.atomic_write(path, [text.encode()], mode=0o644)
-    except OSError as error:
-        raise RequestError(f"{path} cannot be written ({error.strerror}); choose another place") from error
 
 
 class RecordFile:
@@ -35,7 +27,7 @@ class RecordFile:
         self._lines = 0
         if path is not None:
             try:
-                self._path = path = whole_file.destination_of(path)
+                self._path = path = destination_of(path)
                 self._file = self._partial(path).open("w", encoding="utf-8")
             except OSError as error:
                 raise RequestError(f"{path} cannot be written ({error.strerror}); choose another place") from error
