@@ -19,19 +19,19 @@ class _Learner:
 
     def __init__(self) -> None:
         self.model = AcceptanceModel()
-        self._kinds: list[int] = []
+        self._bins: list[int] = []
 
     def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:  # noqa: ARG002
         """Drafts DRAFT_LENGTH tokens and records the drafter's confidence in each."""
-        self._kinds = []
+        self._bins = []
         return RoundPlan(DRAFT_LENGTH, should_continue=self._record)
 
     def observe(self, result: RoundResult) -> None:
         """Trains the model on a round."""
-        self.model.observe(self._kinds, result.verified, result.accepted)
+        self.model.observe(self._bins, result.verified, result.accepted)
 
     def _record(self, confidence: float) -> bool:
-        self._kinds.append(self.model.kind(confidence, len(self._kinds)))
+        self._bins.append(self.model.bin_of(confidence, len(self._bins)))
         return True
 
 

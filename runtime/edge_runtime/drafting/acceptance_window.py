@@ -1,4 +1,4 @@
-"""How many of the newest drafts were rejected, and what is worth telling about it. Counts only: no tokens, no clock."""
+"""Rejection ratio of the newest drafts, and the events that it triggers. Counts only: no tokens, no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edge_runtime.errors import RequestError
 
 WINDOW_TOKENS = 50
 WARN_ABOVE = (0.2, 0.3)
-# A share that hovers about a threshold is told once: it must fall this far below before it is told again.
+# A ratio that hovers around a threshold is reported once: it must fall this far below before it is reported again.
 REARM = 0.05
 
 EventKind = Literal["rejection", "shortened", "stopped", "resumed"]
@@ -19,9 +19,9 @@ EventKind = Literal["rejection", "shortened", "stopped", "resumed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something about drafting that a person should know. `rejection` is rejected / drafted over the last `drafted` drafted tokens.
+    """A change in drafting to report. `rejection` is rejected / drafted over the last `drafted` drafted tokens.
 
-    `limit` is the share that was crossed; `longest` is the longest draft from now on, None where that did not change.
+    `limit` is the ratio that was exceeded; `longest` is the longest draft from now on, None if it did not change.
     """
 
     kind: EventKind
@@ -32,15 +32,15 @@ class Event:
 
     @property
     def sentence(self) -> str:
-        """One sentence for people."""
+        """The event as one sentence."""
         share = f"{self.rejection:.0%} of the last {self.drafted} drafted tokens were rejected"
         if self.kind == "rejection":
             return f"{share}, more than {self.limit:.0%}"
         if self.kind == "shortened":
             return f"{share}, more than {self.limit:.0%}: drafts have at most {self.longest} tokens for now"
         if self.kind == "stopped":
-            return f"{share}, more than {self.limit:.0%}: drafting stops, and is tried again now and then"
-        return f"drafts are accepted again ({share}): drafting goes on with {self.longest} token per round"
+            return f"{share}, more than {self.limit:.0%}: drafting stops and is retried from time to time"
+        return f"drafts are accepted again ({share}): drafting resumes with {self.longest} token per round"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
@@ -56,40 +56,40 @@ class AcceptanceWindow:
         self._rejected: deque[bool] = deque(maxlen=size)
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Counts one round: its first `accepted` drafts were right."""
+        """Counts one round, whose first `accepted` drafts were accepted."""
         self._rejected.extend(i >= accepted for i in range(drafted))
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all counts."""
         self._rejected.clear()
 
     @property
     def drafted(self) -> int:
-        """How many drafted tokens it looks back on, at most its size."""
+        """Number of drafted tokens in the window, at most its size."""
         return len(self._rejected)
 
     @property
     def full(self) -> bool:
-        """Whether it looks back on as many as it can."""
+        """Whether the window holds as many tokens as its size."""
         return len(self._rejected) == self._rejected.maxlen
 
     @property
     def rejection(self) -> float | None:
-        """None before anything was drafted."""
+        """Rejected / drafted; None before the first draft."""
         return sum(self._rejected) / len(self._rejected) if self._rejected else None
 
 
 class RejectionAlarm:
-    """Tells once when the rejection of a full window rises above a threshold, and again only after it fell well below."""
+    """Reports once when the rejection ratio of a full window exceeds a threshold, and again only after it fell well below."""
 
     def __init__(self, thresholds: Sequence[float] = WARN_ABOVE) -> None:
         for threshold in thresholds:
             if not 0 < threshold < 1:
-                raise RequestError(f"the warning threshold is {threshold}; it must lie between 0 and 1")
+                raise RequestError(f"the warning threshold is {threshold}; it must be between 0 and 1")
         self._armed = dict.fromkeys(sorted(thresholds), True)
 
     def event(self, window: AcceptanceWindow) -> Event | None:
-        """Returns what is to be told now: of several thresholds that are crossed at once the highest."""
+        """Returns the event to report now; where several thresholds are exceeded at once, that of the highest."""
         rejection = window.rejection
         if rejection is None or not window.full:
             return None

@@ -1,6 +1,6 @@
-"""What a round costs on this machine: a draft of n tokens, and a verify of n rows, which on real kernels is neither linear nor monotone.
+"""Cost of a round on this machine: a draft of n tokens, and a verify of n rows, which on real kernels is neither linear nor monotone.
 
-Measured once for a bundle, a machine and its threads, then kept true by the timings of real rounds.
+Costs are measured on first use of a bundle with a number of threads on a machine, then corrected by the timings of real rounds.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from edge_runtime.drafting.policies import Timing
 MAX_ROWS = MAX_DRAFT_LENGTH + 1
 # Texts of up to this many tokens share a bucket; each further bucket is twice as long.
 FIRST_BUCKET = 512
-# How much of an observed deviation is believed at once: of a bucket's common factor, of one number of rows, and of a draft.
+# Learning rates for an observed deviation: of the common factor of a bucket, of one number of rows, and of a draft.
 BUCKET_SHARE, ROWS_SHARE, DRAFT_SHARE = 0.05, 0.1, 0.2
-# A deviation of a draft of one token is this much more likely the beginning's doing than the step's.
+# A deviation of a draft of one token is this much more likely due to the fixed overhead than to the cost per token.
 OVERHEAD_VARIANCE = 4.0
-# One timing counts as at most this factor off: the rest is another process's doing.
+# One timing counts as at most this factor off: the rest is the effect of other processes.
 MOST_OFF = 2.0
 LEAST_SECONDS = 1e-9
 _GROUP = 4
 
 
 class Costs(Protocol):
-    """What the profit policy asks: costs in one unit, seconds or joules."""
+    """The costs that the profit policy needs, in one unit: seconds or joules."""
 
     def verify(self, rows: int) -> float:
-        """Cost of one target forward of `rows` rows, of one or several requests, at the present length of their texts."""
+        """Cost of one target forward of `rows` rows, of one or several requests, at the current length of their texts."""
 
     def draft(self, steps: int, requests: int = 1) -> float:
-        """Cost of drafting so many tokens, for one of so many requests that draft together; 0 for none."""
+        """Cost of drafting `steps` tokens, for one of `requests` requests that draft together; 0 for no tokens."""
 
     def learn(self, timing: Timing) -> None:
-        """Takes in the timings of one round."""
+        """Learns from the timing of one round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Seconds as measured after a short text, and how many times it was measured.
+    """Seconds measured after a short text, and how many times they were measured.
 
-    `verify[n - 1]` is a verify of n rows. A draft takes `start` and a `step` for each token: the drafter's weights and threads are cold
-    after a forward of the target.
+    `verify[n - 1]` is a verify of n rows. A draft takes a fixed `overhead` and a `step` per token: the drafter's weights and threads are
+    cold after a forward of the target.
     """
 
     verify: tuple[float, ...]
@@ -53,16 +53,16 @@ class MeasuredCosts:
     times: int = 1
 
     def draft(self, steps: int) -> float:
-        """Seconds of drafting so many tokens."""
+        """Seconds of drafting `steps` tokens."""
         return self.overhead + steps * self.step if steps else 0.0
 
     @property
     def mean_step(self) -> float:
-        """Seconds of a token of a draft of 3: a draft step as people know it."""
+        """Seconds per token in a draft of 3, its share of the overhead included."""
         return self.draft(3) / 3
 
     def combined(self, other: MeasuredCosts) -> MeasuredCosts:
-        """The quicker measurement, whole: the machine was busier in the other, and what counts is how the figures stand to each other."""
+        """Returns all figures of the quicker measurement: the machine was busier in the other, and the ratios of the figures count."""
         quicker = min(self, other, key=lambda costs: sum(costs.verify))
         return MeasuredCosts(verify=quicker.verify, step=quicker.step, overhead=quicker.overhead, times=self.times + other.times)
 
@@ -92,9 +92,9 @@ class MeasuredCosts:
 
 
 class CostCurve:
-    """Measured costs, corrected by what real rounds take: per number of rows, per bucket of text length, and per draft.
+    """Measured costs, corrected by the timings of real rounds: per number of rows, per bucket of text length, and per draft.
 
-    What was not measured, batches of several requests, is foreseen from what was, and the first real round of a kind is believed most.
+    Batches of several requests are not measured: they are extrapolated, and the first real round of a size corrects them most.
     """
 
     def __init__(self, measured: MeasuredCosts) -> None:
@@ -105,30 +105,30 @@ class CostCurve:
         self._bucket = 0
 
     def verify(self, rows: int) -> float:
-        """Seconds of one target forward of `rows` rows at the present length."""
+        """Seconds of one target forward of `rows` rows at the current length."""
         while rows > len(self._verify):
             self._verify.append(extrapolated(self._verify))
         return self._verify[rows - 1] * self._buckets[self._bucket]
 
     def draft(self, steps: int, requests: int = 1) -> float:
-        """Seconds of drafting so many tokens where so many requests draft together; as good as alone until it was seen."""
+        """Seconds of drafting `steps` tokens where `requests` requests draft together; until observed, the same as for one."""
         overhead, step = self._drafts.get(requests, self._drafts[1])
         return overhead + steps * step if steps else 0.0
 
     def learn(self, timing: Timing) -> None:
-        """Takes in the timings of one round."""
+        """Learns from the timing of one round."""
         self._enter(timing.length)
         if timing.rows >= 1 and timing.verify_seconds > 0:
             off = _bounded(timing.verify_seconds / self.verify(timing.rows))
             share = self._share("rows", timing.rows, ROWS_SHARE, measured=timing.rows <= MAX_ROWS)
-            if timing.rows <= MAX_ROWS:  # what is only foreseen says nothing about the length
+            if timing.rows <= MAX_ROWS:  # an extrapolated figure tells nothing about the length
                 self._buckets[self._bucket] *= off**BUCKET_SHARE
             self._verify[timing.rows - 1] *= off**share
         if timing.steps and timing.draft_seconds > 0:
             self._learn_draft(timing.requests, timing.steps, timing.draft_seconds)
 
     def _learn_draft(self, requests: int, steps: int, seconds: float) -> None:
-        """Moves start and step towards what a draft took, each as much as it has a part in it (normalised least mean squares)."""
+        """Corrects overhead and step by the time of a draft, each by its part in it (normalised least mean squares)."""
         overhead, step = self._drafts.get(requests, self._drafts[1])
         extrapolated = requests * overhead + steps * step
         error = extrapolated * (_bounded(seconds / extrapolated) - 1) * self._share("draft", requests, DRAFT_SHARE, measured=requests == 1)
@@ -144,15 +144,15 @@ class CostCurve:
 
     def _enter(self, length: int) -> None:
         bucket = max(0, math.ceil(math.log2(max(length, 1) / FIRST_BUCKET)))
-        # A bucket never seen is at first what the one before it was; attention's growth shows within some rounds.
+        # A new bucket starts with the factor of the one before it; the growth of attention shows within some rounds.
         self._buckets.setdefault(bucket, self._buckets[self._bucket])
         self._bucket = bucket
 
 
 def extrapolated(known: Sequence[float]) -> float:
-    """Returns what one row more than the known ones, 1 to n, is likely to cost, at least as much as four rows less.
+    """Extrapolates the cost of n + 1 rows from those of 1 to n rows; the result is at least the cost of four rows fewer.
 
-    Kernels work on rows in groups of four, so the shape goes on with that period and the growth of the newest two of them.
+    Kernels process rows in groups of four, so the curve continues with that period and the growth between the last two groups.
     """
     if len(known) < 2 * _GROUP:
         return known[-1] + max(known[-1] - known[0], 0.0) / max(1, len(known) - 1)

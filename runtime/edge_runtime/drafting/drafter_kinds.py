@@ -1,4 +1,4 @@
-"""The kinds of drafter, and which of two that draft alike is the faster here. Knows the seam only, no backend."""
+"""The kinds of drafter, and the time of a draft step of each. Uses `interfaces` only, no backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edge_runtime.interfaces import Drafter, Target
 
 DrafterKind = Literal["dense", "split", "lookup", "none"]
 DRAFTER_KINDS: tuple[DrafterKind, ...] = get_args(DrafterKind)
-# A draft of this many steps is timed, about what a round asks for.
+# Length of the timed drafts, about that of a round.
 STEPS = 3
 MAX_SECONDS = 0.3
 MIN_ROUNDS, MAX_ROUNDS = 3, 25
@@ -26,9 +26,9 @@ def draft_step_seconds(
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[DrafterKind, float]:
-    """Returns the median seconds of a draft step of each, measured in turn by drafts of `steps`, after a text of one `token`; leaves the cache empty.
+    """Returns the median seconds of a draft step of each drafter, from drafts of `steps` tokens after a text of one `token`.
 
-    Takes `max_seconds` at most once MIN_ROUNDS are done, and one round more to warm up.
+    Drafters are timed in turn, after one round to warm up; MIN_ROUNDS are always done, more only within `max_seconds`. Leaves the cache empty.
     """
     target.rollback(0)
     target.prefill([token])

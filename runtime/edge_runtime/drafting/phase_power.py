@@ -1,4 +1,4 @@
-"""Watts of each phase, and what a round costs in joules by them."""
+"""Power of each phase in watts, and the cost of a round in joules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_WATTS = 10_000.0
 class PhasePower:
     """Mean watts, idle power included: while drafting, in a verify of several rows, and in a forward of one row (None: as a verify).
 
-    All three are of one meter and scope. Raises ConfigError for what cannot be a power.
+    All three are from one meter and scope. Raises ConfigError for a value that cannot be a power.
     """
 
     draft: float
@@ -34,7 +34,7 @@ class PhasePower:
                 raise ConfigError(f"{watts!r} W in the phase {phase} is no power; give a number above 0 and at most {MOST_WATTS:g}")
 
     def forward(self, rows: int) -> float:
-        """Watts of a target forward of so many rows."""
+        """Watts of a target forward of `rows` rows."""
         return self.plain if rows == 1 and self.plain is not None else self.verify
 
     def to_json(self) -> dict[str, Any]:
@@ -52,31 +52,31 @@ def read_phase_power(path: Path) -> PhasePower:
 
 
 def power_of(data: Any, name: str) -> PhasePower:
-    """Returns the watts that a JSON value holds; `name` is where it came from. Raises ConfigError."""
+    """Returns the watts in a JSON value; `name` is its source, for errors. Raises ConfigError."""
     if isinstance(data, dict) and data.get("estimate") is True:
         raise ConfigError(f"{name} is an estimate, nothing in it was measured; calibrate with a meter (docs/energy.md)")
     watts = data.get("phase_watts", data) if isinstance(data, dict) else None
     if not isinstance(watts, dict) or not {"draft", "verify"} <= set(watts):
-        raise ConfigError(f"{name} does not say the watts of draft and verify; write them such as {_EXAMPLE}")
+        raise ConfigError(f"{name} has no watts for draft and verify; write them such as {_EXAMPLE}")
     return PhasePower(draft=watts["draft"], verify=watts["verify"], plain=watts.get("plain"))
 
 
 class EnergyCosts:
-    """Joules of a round: the seconds of other costs × the phase's power. Implements `cost_curve.Costs`."""
+    """Costs in joules: the seconds of other costs × the power of the phase. Implements `cost_model.Costs`."""
 
     def __init__(self, seconds: Costs, power: PhasePower) -> None:
         self._seconds, self._power = seconds, power
 
     def verify(self, rows: int) -> float:
-        """Joules of one target forward of `rows` rows at the present length."""
+        """Joules of one target forward of `rows` rows at the current length."""
         return self._seconds.verify(rows) * self._power.forward(rows)
 
     def draft(self, steps: int, requests: int = 1) -> float:
-        """Joules of drafting so many tokens, for one of so many requests that draft together."""
+        """Joules of drafting `steps` tokens, for one of `requests` requests that draft together."""
         return self._seconds.draft(steps, requests) * self._power.draft
 
     def learn(self, timing: Timing) -> None:
-        """Passes a round's timings on: what a phase takes changes from round to round, its power hardly."""
+        """Passes a timing to the costs in seconds: the time of a phase changes from round to round, its power hardly."""
         self._seconds.learn(timing)
 
 

@@ -1,11 +1,11 @@
-"""Draft length by measured profit: a token is drafted, and verified, where what it is likely to bring exceeds what it costs on this machine.
+"""Draft length by measured profit: draft and verify a token where its expected gain exceeds its cost on this machine.
 
-A round is a renewal: it emits 1 + (accepted drafts) tokens and costs its draft steps and one verify. At the rate r that is reached otherwise,
-a round is worth E[tokens] - r E[cost], and what adds to that pays (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967). r is
-what the newest rounds reached, plain decoding at least. Before each draft step it looks one step ahead: for each kind of draft that may
-come, the best of stopping there and of any further length; after the last, of all prefixes of the draft the most valuable one is verified.
+A round is a renewal: it emits 1 + (accepted drafts) tokens and costs its draft steps and one verify. At a reference rate r, a round is worth
+E[tokens] - r E[cost], and whatever adds to that pays (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967). r is the rate of
+the newest rounds, but at least that of plain decoding. Before each draft step the policy computes, for each confidence bin that the next
+draft may fall into, the best of stopping there and of any further length. After the last step, the most valuable prefix is verified.
 
-Where N requests share their forwards each weighs an Nth of a verify of N times its rows, as if the others did as it does.
+Where N requests share their forwards, each counts an Nth of a verify of N times its rows, as if the others did the same.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from edge_runtime.drafting.acceptance_model import Acceptance, Chances
 from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
 
-# Share of what earlier rounds reached that is left after another: a memory of 50 rounds.
+# Share of the sums over earlier rounds that is left after another round: a window of 50 rounds.
 RATE_DECAY = 0.98
-# Before any round, the best fixed length's rate counts as this many plain rounds.
+# Before the first round, the predicted rate of the best fixed length counts as this many plain rounds.
 PREDICTED_ROUNDS = 5.0
-# What finding the way back to drafting may cost, in plain rounds: per emitted token, and saved up at most.
+# Probing budget for shadow drafts, in plain rounds: what each emitted token adds, and the most that can be saved.
 BUDGET_PER_TOKEN, MAX_BUDGET = 0.01, 2.0
-# While nothing is drafted, what was seen before of first drafts counts as at most this many observations.
+# While only shadow drafts are made, older observations of first drafts count as at most this many.
 STALE = 6.0
-# What rows cost and drafts bring changes slowly; it is computed anew after so many rounds that drafted.
+# Costs and acceptance change slowly; they are recomputed after so many rounds that drafted.
 REFRESH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Why the last round drafted as it did. Rates are tokens per unit of cost, `mode` is "plain", "shadow" or "draft".
+    """The figures behind the last round. Rates are tokens per unit of cost; `mode` is "plain", "shadow" or "draft".
 
-    Of `drafted` tokens the first `verified` were verified, with `padding` rows more. `expected` are the tokens the round was expected to
-    emit when its draft ended, `cost` what it was expected to cost.
+    Of `drafted` tokens the first `verified` were verified, with `padding` rows more. `expected` is the expected number of emitted tokens
+    when the draft ended; `cost` is the expected cost.
     """
 
     mode: str
@@ -51,40 +51,40 @@ class Decision:
 
 
 class Profit:
-    """Implements `policies.DraftLengthPolicy` for the requests of one session: what it learns from one serves the next.
+    """Implements `policies.DraftLengthPolicy` for the requests of one session; each request profits from the ones before.
 
-    Where drafting does not pay it *listens* now and then: one token is drafted and not verified, only compared with the token that
-    plain decoding then brings. That costs a draft step, far less than verifying drafts, and tells when drafts would be accepted again.
+    Where drafting does not pay, it makes a shadow draft now and then: one token is drafted, not verified, and compared with the token that
+    plain decoding emits. That costs a draft step, far less than verifying drafts, and shows when drafts would be accepted again.
     """
 
     def __init__(self, costs: Costs, model: Acceptance, *, longest: int = MAX_DRAFT_LENGTH, stepwise: bool = True) -> None:
-        """`longest` bounds a draft. `stepwise`: the drafter asks `should_continue` after each draft; otherwise the length is decided before."""
+        """`longest` limits a draft. `stepwise`: the drafter calls `should_continue` after each draft; otherwise `plan` fixes the length."""
         self._costs = costs
         self._model = model
         self._longest = longest
         self._stepwise = stepwise
-        # In plain rounds: what may be spent on listening, and what listening costs.
-        self._credit = self._price = 0.0
-        self._most = 0
+        # In plain rounds: the budget of shadow drafts, and the cost of one.
+        self._probe_budget = self._probe_cost = 0.0
+        self._length = 0
         self._mode = "plain"
         self._forecast = model.forecast(longest)
-        self._unread = 0
+        self._until_refresh = 0
         self._stale = True
         self._requests = 1
         self._rows = np.zeros(longest + 1, np.intp)
-        # Of verifying n drafts, and of drafting them.
+        # Costs of verifying n drafts, and of drafting them.
         self._row_costs: Chances = np.zeros(longest + 1)
         self._draft_costs: Chances = np.zeros(longest + 1)
         self._tokens_reached = self._cost_reached = 0.0
         self._rate = self._plain_rate = 0.0
-        self._begin(any_prefix=True)
+        self._begin_round(any_prefix=True)
 
-    def _begin(self, *, any_prefix: bool) -> None:
+    def _begin_round(self, *, any_prefix: bool) -> None:
         self._any_prefix = any_prefix
-        self._kinds: list[int] = []
+        self._bins: list[int] = []
         self._confidences: list[float] = []
         self._chain = 1.0
-        # Expected tokens, and worth, of verifying the first n drafts; of those the best.
+        # Expected tokens of verifying the first n drafts; worth and number of the best prefix.
         self._tokens = [1.0]
         self._worth = 1.0 - self._rate * float(self._row_costs[0])
         self._verified = 0
@@ -92,23 +92,23 @@ class Profit:
     def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
         """Plans a draft where drafting pays; otherwise plain decoding, or a shadow draft when the probing budget allows one."""
         if requests != self._requests:
-            self._requests, self._stale, self._unread = requests, True, 0
+            self._requests, self._stale, self._until_refresh = requests, True, 0
         stale = self._stale or any_prefix != self._any_prefix
         if stale:
-            self._weigh()
-        self._begin(any_prefix=any_prefix)
-        if stale:  # otherwise nothing was drafted since it last was not worth it
-            self._most = self._first_length()
-        if self._most:
-            self._mode, length = "draft", self._most
+            self._update_rate()
+        self._begin_round(any_prefix=any_prefix)
+        if stale:  # otherwise nothing has changed since drafting did not pay
+            self._length = self._first_length()
+        if self._length:
+            self._mode, length = "draft", self._length
         else:
-            self._price = float(self._draft_costs[1]) * self._plain_rate if self._longest else MAX_BUDGET
-            self._mode = "shadow" if self._credit >= self._price else "plain"
+            self._probe_cost = float(self._draft_costs[1]) * self._plain_rate if self._longest else MAX_BUDGET
+            self._mode = "shadow" if self._probe_budget >= self._probe_cost else "plain"
             length = int(self._mode == "shadow")
         return RoundPlan(length, self._mode == "shadow", self._should_continue, self._to_verify)
 
     def _first_length(self) -> int:
-        """The most to draft, 0 where not even one draft pays."""
+        """Returns the most tokens to draft, 0 where not even one pays."""
         if not self._longest:
             return 0
         if self._stepwise:
@@ -117,46 +117,46 @@ class Profit:
         best = int(worth.argmax())
         return best if worth[best] > 0 else 0
 
-    def _weigh(self) -> None:
-        """Looks anew at which rate there is to beat and, now and then, at what rows cost and drafts bring."""
+    def _update_rate(self) -> None:
+        """Updates the reference rate and, every REFRESH rounds, the forecast and the costs."""
         self._stale = False
-        self._unread -= 1
-        if self._unread < 0:
-            self._forecast, self._unread = self._model.forecast(self._longest), REFRESH
-            self._weigh_rows()
+        self._until_refresh -= 1
+        if self._until_refresh < 0:
+            self._forecast, self._until_refresh = self._model.forecast(self._longest), REFRESH
+            self._update_row_costs()
         self._rate = max(self._plain_rate, self._tokens_reached / self._cost_reached)
 
-    def _weigh_rows(self) -> None:
+    def _update_row_costs(self) -> None:
         costs = np.array([self._verify(rows) for rows in range(1, self._longest + 2)])
-        # Of n rows and all larger batches the cheapest.
+        # The cheapest of n rows and all larger batches.
         self._row_costs = np.minimum.accumulate(costs[::-1])[::-1]
         self._rows = np.array([n + int(costs[n:].argmin()) for n in range(len(costs))])
         self._draft_costs = np.array([self._costs.draft(n, self._requests) for n in range(len(costs))])
         self._plain_rate = 1 / float(self._row_costs[0])
         if not self._cost_reached:
-            self._foresee()
+            self._predict_rate()
 
-    def _foresee(self) -> None:
-        """Before any round: the rate of the best fixed length, as far as one knows."""
+    def _predict_rate(self) -> None:
+        """Before the first round: takes the predicted rate of the best fixed length."""
         rates = self._tokens_of_lengths() / (self._draft_costs + self._row_costs)
         self._cost_reached = PREDICTED_ROUNDS * float(self._row_costs[0])
         self._tokens_reached = float(rates.max()) * self._cost_reached
 
     def _tokens_of_lengths(self) -> Chances:
-        """Expected tokens of rounds of 0 to `longest` drafts, before anything is drafted."""
+        """Returns the expected tokens of rounds of 0 to `longest` drafts."""
         known = self._forecast
-        return np.concatenate(([1.0], 1.0 + (1.0 + known.further[: self._longest]) @ (known.first * known.stands)))
+        return np.concatenate(([1.0], 1.0 + (1.0 + known.further[: self._longest]) @ (known.first * known.accept_prob)))
 
     def _worth_of_lengths(self) -> Chances:
-        """How much more rounds of 0 to `longest` drafts are worth than a plain one."""
+        """Returns how much more rounds of 0 to `longest` drafts are worth than a plain one."""
         worth = self._tokens_of_lengths() - self._rate * (self._draft_costs + self._row_costs)
         return np.asarray(worth - worth[0])
 
-    def _gain_of_a_step(self, kinds: Chances) -> float:
-        """What drafting another adds to the round's worth, if it is of these kinds [kinds] with these chances."""
-        known, drafted, rate = self._forecast, len(self._kinds), self._rate
+    def _gain_of_a_step(self, next_bin: Chances) -> float:
+        """Returns what another draft adds to the worth of the round; `next_bin` [bins]: the probability that it is of each bin."""
+        known, drafted, rate = self._forecast, len(self._bins), self._rate
         drafts = self._draft_costs[drafted + 1 :]
-        chains = self._chain * known.stands
+        chains = self._chain * known.accept_prob
         tokens = self._tokens[-1] + chains
         worth = tokens - rate * self._row_costs[drafted + 1]
         if self._any_prefix:
@@ -166,38 +166,38 @@ class Profit:
             spent = rate * (self._row_costs[drafted + 2 :] + drafts[1:] - drafts[0])
             further = tokens + chains * known.further[1 : left + 1] - spent[:, None]
             worth = np.maximum(worth, further.max(axis=0))
-        return float(kinds @ worth) - rate * float(drafts[0] - self._draft_costs[drafted]) - self._worth
+        return float(next_bin @ worth) - rate * float(drafts[0] - self._draft_costs[drafted]) - self._worth
 
     def _should_continue(self, confidence: float) -> bool:
         """Takes the drafter's probability of the token it just drafted; returns whether drafting another pays."""
-        self._draft_of(self._model.kind(confidence, len(self._kinds)))
+        self._add_draft(self._model.bin_of(confidence, len(self._bins)))
         self._confidences.append(confidence)
-        if self._mode == "shadow" or len(self._kinds) >= self._longest:
+        if self._mode == "shadow" or len(self._bins) >= self._longest:
             return False
-        return self._gain_of_a_step(self._forecast.follows[self._kinds[-1]]) > 0
+        return self._gain_of_a_step(self._forecast.transition[self._bins[-1]]) > 0
 
-    def _draft_of(self, kind: int) -> None:
-        """Takes in that another token was drafted."""
-        self._kinds.append(kind)
-        self._chain *= float(self._forecast.stands[kind])
+    def _add_draft(self, index: int) -> None:
+        """Adds a draft of this bin to the round."""
+        self._bins.append(index)
+        self._chain *= float(self._forecast.accept_prob[index])
         self._tokens.append(self._tokens[-1] + self._chain)
-        worth = self._tokens[-1] - self._rate * float(self._row_costs[len(self._kinds)])
+        worth = self._tokens[-1] - self._rate * float(self._row_costs[len(self._bins)])
         if worth > self._worth or not self._any_prefix:
-            self._worth, self._verified = worth, len(self._kinds)
+            self._worth, self._verified = worth, len(self._bins)
 
     def _to_verify(self, drafted: int) -> tuple[int, int]:
         """Returns how many drafts to verify, because those after them cost more than they are likely to bring, and the padding rows."""
-        self._draft_unasked(drafted)
+        self._add_unreported(drafted)
         verified = min(self._verified, drafted)
         return verified, self._padding(verified)
 
     def _padding(self, verified: int) -> int:
         return int(self._rows[verified]) - verified
 
-    def _draft_unasked(self, drafted: int) -> None:
+    def _add_unreported(self, drafted: int) -> None:
         """Adds the drafts of a drafter that does not call `should_continue`."""
-        while len(self._kinds) < drafted:
-            self._draft_of(self._model.kind(1.0, len(self._kinds)))
+        while len(self._bins) < drafted:
+            self._add_draft(self._model.bin_of(1.0, len(self._bins)))
 
     def observe(self, result: RoundResult) -> None:
         """Learns from a round: acceptance, rate and costs."""
@@ -207,13 +207,13 @@ class Profit:
         if (timing := result.timing) is not None:
             self._costs.learn(timing)
             if shadow and timing.verify_seconds > 0:
-                self._price = min(timing.draft_seconds / timing.verify_seconds, MAX_BUDGET)
+                self._probe_cost = min(timing.draft_seconds / timing.verify_seconds, MAX_BUDGET)
         self._verified = verified = result.verified
-        if self._kinds and not shadow:
+        if self._bins and not shadow:
             self._stale = True
-            self._model.observe(self._kinds, verified, result.accepted)
+            self._model.observe(self._bins, verified, result.accepted)
         if self._mode != "draft":
-            self._credit = min(self._credit + BUDGET_PER_TOKEN, MAX_BUDGET) - (self._price if shadow else 0.0)
+            self._probe_budget = min(self._probe_budget + BUDGET_PER_TOKEN, MAX_BUDGET) - (self._probe_cost if shadow else 0.0)
         # The prediction says as much about the rate as the outcome, and varies less.
         tokens = (self._tokens[verified] + result.accepted + 1) / 2
         self._tokens_reached = RATE_DECAY * self._tokens_reached + tokens
@@ -221,23 +221,23 @@ class Profit:
 
     def _observe_shadow(self, accepted: bool) -> None:
         """Learns from a shadow draft; the next plan computes everything anew."""
-        self._stale, self._unread = True, 0
-        self._draft_unasked(1)
+        self._stale, self._until_refresh = True, 0
+        self._add_unreported(1)
         self._model.fade(STALE)
-        self._model.observe(self._kinds[:1], 1, int(accepted))
+        self._model.observe(self._bins[:1], 1, int(accepted))
 
     def _spent(self) -> float:
         """The cost of the round according to the cost model. Shadow drafts are paid from the probing budget instead."""
-        steps = 0 if self._mode == "shadow" else len(self._kinds)
+        steps = 0 if self._mode == "shadow" else len(self._bins)
         return float(self._draft_costs[steps] + self._row_costs[self._verified])
 
     @property
     def last(self) -> Decision:
-        """What was decided in the last round, for those who want to know why."""
+        """The decision of the last round, for `edge-run --explain`."""
         verified = self._verified
         return Decision(
             mode=self._mode,
-            drafted=len(self._kinds),
+            drafted=len(self._bins),
             verified=verified,
             padding=self._padding(verified),
             expected=self._tokens[verified],
@@ -248,5 +248,5 @@ class Profit:
         )
 
     def _verify(self, rows: int) -> float:
-        """This request's share of a verify in which all that share it bring so many rows: their own numbers are not known yet."""
+        """Returns this request's share of a verify, as if each request brought so many rows: their own numbers are not known yet."""
         return self._costs.verify(rows * self._requests) / self._requests

@@ -1,6 +1,6 @@
-"""Prompt lookup: drafts without a model, copied from where the newest tokens stood before (Saxena 2023, prompt-lookup-decoding).
+"""Prompt lookup: drafts without a model, copied from an earlier occurrence of the newest tokens (Saxena 2023, prompt-lookup-decoding).
 
-Free of cost where a text repeats itself (code edits, summaries, quotations), useless where it does not: then it drafts nothing.
+It costs nothing and helps where a text repeats itself (code edits, summaries, quotations); elsewhere it drafts nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.interfaces import DraftSampler, ShouldContinue, Target
 
-# A longer match says more about what follows; one token alone says too little to pay for verifying the draft.
+# A longer match predicts better; a match of one token predicts too little to pay for verifying the draft.
 LONGEST_MATCH = 4
 SHORTEST_MATCH = 2
 
@@ -18,7 +18,7 @@ SHORTEST_MATCH = 2
 class LookupDrafter:
     """Drafts what followed the most recent earlier occurrence of the newest tokens. Implements `interfaces.Drafter`."""
 
-    stepwise = False  # a copy costs nothing, and has no probability
+    stepwise = False  # a copy costs nothing and has no probability
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -30,9 +30,10 @@ class LookupDrafter:
         sampler: DraftSampler | None = None,  # noqa: ARG002
         should_continue: ShouldContinue | None = None,  # noqa: ARG002
     ) -> list[int]:
-        """Returns `draft_length` tokens, or none where the newest SHORTEST_MATCH tokens are new to the text.
+        """Returns `draft_length` tokens, or none if the newest SHORTEST_MATCH tokens do not occur earlier.
 
-        There are no logits for `sampler` to pick from: what is copied counts as certain. Where the copy reaches the end of the text it goes on with itself, so that a loop is drafted as a loop.
+        `sampler` is ignored: there are no logits, and a copied token counts as certain. A copy that reaches the end of the text repeats
+        itself, so that a loop is drafted as a loop.
         """
         tokens = self._target.tokens
         for length in range(min(LONGEST_MATCH, len(tokens)), SHORTEST_MATCH - 1, -1):
@@ -45,7 +46,7 @@ class LookupDrafter:
         return []
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Does nothing: there is nothing to free."""
 
 
 def _latest(tokens: NDArray[np.int32], last: int, length: int) -> int | None:

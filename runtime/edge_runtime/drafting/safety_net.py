@@ -1,6 +1,6 @@
-"""Shortens drafts, or stops them, where most of them are thrown away, whatever the policy says; and finds out when they pay again.
+"""Shortens or stops drafts where most are rejected, whatever the policy plans, and probes when they are accepted again.
 
-Drafts that are rejected cost a draft step and a verified row each. Where that pays depends on the machine, so the limit is generous.
+A rejected draft costs a draft step and a verified row. Whether drafting still pays depends on the machine, so the limit is generous.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ PROBE_TOKENS = 4
 
 
 class SafetyNet:
-    """The longest draft that is allowed now, for all requests of a session.
+    """The longest draft allowed now, for all requests of a session.
 
-    Above `limit` rejected in a full window the allowance becomes half of what was drafted, and 0 if that was single tokens; at half the
-    limit or below it grows by one. Each change begins a new window. At 0, probes of PROBE_TOKENS single drafts find the way back.
+    If a full window has a rejection ratio above `limit`, the longest draft becomes half of the longest one drafted, or 0 if that was 1. At
+    half the limit or below it grows by one. Each change starts a new window. At 0, probes of PROBE_TOKENS single drafts test when to resume.
     """
 
     def __init__(self, *, window: int = WINDOW_TOKENS, limit: float = LIMIT) -> None:
         if not 0 < limit < 1:
-            raise RequestError(f"the rejection limit is {limit}; it must lie between 0 and 1")
+            raise RequestError(f"the rejection limit is {limit}; it must be between 0 and 1")
         self.longest = MAX_DRAFT_LENGTH
         self._limit = limit
         self._window = AcceptanceWindow(window)
@@ -38,7 +38,7 @@ class SafetyNet:
         self._waited = 0
 
     def observe(self, drafted: int, accepted: int) -> Event | None:
-        """Learns what became of a round's drafts; returns an event where drafting is shortened, stopped or resumed."""
+        """Counts a round; returns an event if drafting is shortened, stopped or resumed."""
         if self._stopped:
             return self._observe_stopped(drafted, accepted)
         self._window.add(drafted, accepted)

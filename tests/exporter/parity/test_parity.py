@@ -58,8 +58,8 @@ def test_a_sound_export_is_measured(member: str, request_for: Callable[..., Expo
     assert drafts["unquantized_agreement"] >= 0.95
     learned = AcceptanceModel.from_json(drafts["confidence"])
     assert learned is not None
-    stands = learned.forecast(1).stands
-    assert stands[11] > 0.9 > stands[0], "a sure drafter is right more often"
+    accept_prob = learned.forecast(1).accept_prob
+    assert accept_prob[11] > 0.9 > accept_prob[0], "a confident drafter is right more often"
     assert len(drafts["contexts"]) == 8
     assert drafts["contexts"][0] > 32, "the first draft already stands past the sliding window"
     assert set(result["versions"]) == {"torch", "transformers", "llama-cpp-python"}

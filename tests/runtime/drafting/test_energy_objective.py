@@ -93,8 +93,8 @@ def test_timings_go_to_the_seconds_below() -> None:
     ("text", "says"),
     [
         ("{", "cannot be read as JSON"),
-        ("[]", "does not say the watts of draft and verify"),
-        ('{"draft": 1}', "does not say the watts of draft and verify"),
+        ("[]", "has no watts for draft and verify"),
+        ('{"draft": 1}', "has no watts for draft and verify"),
         ('{"draft": 0, "verify": 2}', "0 W in the phase draft is no power"),
         ('{"draft": 1, "verify": NaN}', "nan W in the phase verify is no power"),
         ('{"draft": true, "verify": 2}', "True W in the phase draft is no power"),

@@ -132,14 +132,14 @@ def test_a_drafter_that_never_asks_is_listened_to_as_well() -> None:
 
 def test_a_sure_drafter_is_expected_to_stay_sure() -> None:
     model = AcceptanceModel()
-    sure, unsure = model.kind(0.999, 0), model.kind(0.3, 0)
+    sure, unsure = model.bin_of(0.999, 0), model.bin_of(0.3, 0)
     for _ in range(30):
         model.observe([sure, sure, sure], 3, 3)
         model.observe([unsure, unsure], 2, 1)
     known = model.forecast(4)
     assert known.further.shape == (5, 13)
     assert known.further[4][sure] > 2 * known.further[4][unsure]
-    assert known.follows.sum(axis=1) == pytest.approx(1)
+    assert known.transition.sum(axis=1) == pytest.approx(1)
     assert known.first.sum() == pytest.approx(1)
 
 
@@ -147,20 +147,20 @@ def test_a_sure_drafter_is_expected_to_stay_sure() -> None:
 @given(st.lists(st.tuples(st.lists(st.integers(0, 12), max_size=12), st.integers(0, 12), st.integers(0, 12)), max_size=40))
 def test_what_was_learned_survives_being_written_down(rounds) -> None:
     model = AcceptanceModel()
-    for kinds, verified, accepted in rounds:
-        verified = min(verified, len(kinds))
-        model.observe(kinds, verified, min(accepted, verified))
+    for bins, verified, accepted in rounds:
+        verified = min(verified, len(bins))
+        model.observe(bins, verified, min(accepted, verified))
     again = AcceptanceModel.from_json(json.loads(json.dumps(model.to_json())))
     assert again is not None
     before, after = model.forecast(12), again.forecast(12)
-    assert after.stands == pytest.approx(before.stands, abs=1e-6)
+    assert after.accept_prob == pytest.approx(before.accept_prob, abs=1e-6)
     assert after.further == pytest.approx(before.further, abs=1e-5)
     assert not again.observed
 
 
 def test_drafts_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
-    def stands(memory: AcceptanceCache) -> float:
-        return float(memory.model.forecast(1).stands[8])
+    def accept_prob(memory: AcceptanceCache) -> float:
+        return float(memory.model.forecast(1).accept_prob[8])
 
     memory = AcceptanceCache(["pair", "split"], tmp_path / "new")
     memory.save()
@@ -168,14 +168,14 @@ def test_drafts_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
     for _ in range(50):
         memory.model.observe([8], 1, 0)
     memory.save()
-    assert stands(AcceptanceCache(["pair", "split"], tmp_path / "new")) == pytest.approx(stands(memory))
-    assert stands(AcceptanceCache(["pair", "dense"], tmp_path / "new")) > 0.8
+    assert accept_prob(AcceptanceCache(["pair", "split"], tmp_path / "new")) == pytest.approx(accept_prob(memory))
+    assert accept_prob(AcceptanceCache(["pair", "dense"], tmp_path / "new")) > 0.8
     exported = AcceptanceCache(["another pair"], tmp_path / "new", exported=memory.model.to_json())
-    assert stands(exported) < 0.3, "what the bundle says comes before nothing"
-    assert stands(AcceptanceCache(["pair", "split"], tmp_path / "new", exported=AcceptanceModel().to_json())) < 0.2, (
+    assert accept_prob(exported) < 0.3, "what the bundle says comes before nothing"
+    assert accept_prob(AcceptanceCache(["pair", "split"], tmp_path / "new", exported=AcceptanceModel().to_json())) < 0.2, (
         "and after what was seen here"
     )
-    assert stands(AcceptanceCache(["another pair"], tmp_path / "new", exported={"seen": "x"})) > 0.8
+    assert accept_prob(AcceptanceCache(["another pair"], tmp_path / "new", exported={"seen": "x"})) > 0.8
     path = tmp_path / "new" / "drafts.json"
     written = json.loads(path.read_text())
     (key,) = written
@@ -190,7 +190,7 @@ def test_drafts_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
         {**good, "first": [float("nan")] * 13},
     ):
         path.write_text(json.dumps({key: damage}))
-        assert stands(AcceptanceCache(["pair", "split"], tmp_path / "new")) > 0.8
+        assert accept_prob(AcceptanceCache(["pair", "split"], tmp_path / "new")) > 0.8
 
 
 @pytest.mark.parametrize("curve", ["linear", "repacked"])
@@ -231,13 +231,13 @@ def test_a_sure_drafter_is_followed_further_than_an_unsure_one() -> None:
 
 def test_confidence_counts_for_what_it_proved_to_be() -> None:
     model = AcceptanceModel()
-    sure, unsure = model.kind(0.97, 0), model.kind(0.25, 0)
-    assert model.forecast(1).stands[sure] > 0.9
+    sure, unsure = model.bin_of(0.97, 0), model.bin_of(0.25, 0)
+    assert model.forecast(1).accept_prob[sure] > 0.9
     for _ in range(60):
         model.observe([sure], 1, 0)
         model.observe([unsure], 1, 1)
-    assert model.forecast(1).stands[sure] < 0.2
-    assert model.forecast(1).stands[unsure] > 0.8
+    assert model.forecast(1).accept_prob[sure] < 0.2
+    assert model.forecast(1).accept_prob[unsure] > 0.8
 
 
 def test_where_drafts_are_useless_it_only_listens_and_within_its_budget() -> None:
@@ -263,9 +263,9 @@ def test_where_drafts_are_useless_it_only_listens_and_within_its_budget() -> Non
     st.booleans(),
     st.booleans(),
 )
-def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, happenings, stepwise, any_prefix) -> None:
+def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, outcomes, stepwise, any_prefix) -> None:
     policy = Profit(ExactCosts(verify, step), AcceptanceModel() if stepwise else PositionModel(), longest=longest, stepwise=stepwise)
-    for confidence, stands in happenings:
+    for confidence, right in outcomes:
         plan = policy.plan(any_prefix=any_prefix)
         assert 0 <= plan.draft_length <= longest
         drafted = 0
@@ -280,7 +280,7 @@ def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, hap
         assert 0 <= verified <= drafted
         assert verified == drafted or any_prefix
         assert verified + 1 <= verified + 1 + padding <= longest + 1
-        policy.observe(RoundResult(verified, verified if stands else 0, stands if plan.shadow else None))
+        policy.observe(RoundResult(verified, verified if right else 0, right if plan.shadow else None))
         assert policy.last is not None
 
 
