@@ -1,4 +1,4 @@
-"""Named settings for kinds of work. The ranges are the published recommendations for MTP drafts; none is measured on your machine."""
+"""Presets: named settings for kinds of work. Their ranges are published recommendations for MTP drafts, not measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edge_runtime.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """`config` is what it says; `four_bit_target` is whether it is meant for a target of 4 bits, which an export then makes."""
+    """A named configuration; `four_bit_target` is whether it is for a 4-bit target, which edge-export then makes."""
 
     config: SpeculativeConfig
     four_bit_target: bool = False
@@ -29,13 +29,13 @@ PRESETS = {
 
 
 def preset_of(name: str) -> Preset:
-    """Returns the preset of that name. Raises ConfigError if there is none."""
+    """Returns the preset with this name. Raises ConfigError if there is none."""
     if name not in PRESETS:
-        raise ConfigError(f"preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
+        raise ConfigError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def expanded(config: SpeculativeConfig) -> SpeculativeConfig:
-    """Returns the configuration with the preset that it names under it."""
+    """Returns the configuration over the preset that it names, if any."""
     name = config.tuning.preset
     return config if name is None else config.over(PRESETS[name].config)

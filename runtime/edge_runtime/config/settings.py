@@ -1,4 +1,4 @@
-"""What a session runs with: the layers of configuration laid over each other, completed by defaults and held against the bundle."""
+"""The settings of a session: the layers of configuration resolved, completed by defaults and checked against the bundle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WINDOW_TOKENS = 50
 class Settings:
     """Every setting with its value. `drafter` and `max_candidates` None: the faster kind, the head's own number.
 
-    `longest_draft` bounds any draft; `start`, `shortest`, `longest` are draft lengths of the policy; `window` is in drafted tokens;
+    `longest_draft` bounds any draft; `start`, `shortest` and `longest` are draft lengths of the policy; `window` is in drafted tokens;
     `memory_limit` in bytes, None for no limit.
     """
 
@@ -50,7 +50,7 @@ class Settings:
     chunk_size: int
 
     def new_policy(self) -> DraftLengthPolicy:
-        """Returns a policy for one request. Where profit cannot be had for want of costs, a fixed length takes its place."""
+        """Returns a policy for one request. `profit` becomes a fixed length here, since it needs measured costs (`Session.profit`)."""
         name = "fixed" if self.policy == "profit" else self.policy
         start = self.start if name == "fixed" else max(self.start, 1)
         return draft_length_policy(
@@ -69,7 +69,7 @@ class Settings:
 
 
 def defaults(runtime: RuntimeSettings) -> SpeculativeConfig:
-    """The lowest layer: the manifest's recommendation and the project's own defaults. Raises ConfigError if the manifest's cannot be."""
+    """Returns the lowest layer: the manifest's recommendation and the defaults. Raises ConfigError if the former is out of range."""
     first = runtime.draft_length
     return SpeculativeConfig(
         drafter=DrafterConfig(),
@@ -99,9 +99,9 @@ def load_settings(
     context: int | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> Settings:
-    """Lays `context` over `config` (or the file of that name), that over the preset, that over the bundle's config.yaml, if it has one.
+    """Resolves the layers: `context` over `config` (or the file of that name), over the preset, over the bundle's config.yaml.
 
-    `notify` hears that a preset is meant for another target. Raises ConfigError and BundleError.
+    `notify` gets a sentence if a preset is meant for another target. Raises ConfigError and BundleError.
     """
     layers = [SpeculativeConfig(cache=CacheConfig(max_context_length=context))]
     if config is not None:
@@ -118,40 +118,41 @@ def load_settings(
 
 
 def resolve_settings(layers: Iterable[SpeculativeConfig], bundle: Bundle) -> Settings:
-    """Lays `layers`, the highest first, over the bundle's own recommendation.
+    """Resolves `layers`, the highest first, over the bundle's recommendation and the defaults.
 
-    Raises ConfigError if they speak of other files than the bundle's, BundleError if the bundle's recommendation is out of range.
+    Raises ConfigError if they name other models or quantizations than the bundle's, BundleError if the bundle's recommendation is out
+    of range.
     """
     try:
         lowest = defaults(bundle.manifest.runtime)
     except ConfigError as error:
-        raise BundleError(f"{bundle.folder}: the manifest recommends what cannot be ({error}); export it again") from error
+        raise BundleError(f"{bundle.folder}: the manifest recommends invalid settings ({error}); export it again") from error
     config = reduce(lambda upper, lower: upper.over(lower), [*(expanded(layer) for layer in layers), lowest])
     _check_files(config, bundle)
     tuning, sparse, memory = config.tuning, config.drafter.sparse_output, config.cache.memory_limit
-    longest_draft = _said(config.verifier.parallel_batch_size) - 1
+    longest_draft = _required(config.verifier.parallel_batch_size) - 1
     return Settings(
-        context=_said(config.cache.max_context_length),
+        context=_required(config.cache.max_context_length),
         drafter=None if sparse is None else "split" if sparse else "dense",
         max_candidates=config.drafter.max_candidates,
         longest_draft=longest_draft,
-        kv_type=_said(config.cache.kv_type),
+        kv_type=_required(config.cache.kv_type),
         memory_limit=None if memory is None else bytes_of(memory),
-        overflow=_said(config.cache.overflow),
-        policy=_said(tuning.policy),
-        objective=_said(tuning.objective),
-        start=_said(tuning.initial_horizon),
-        shortest=_said(tuning.min_horizon),
-        longest=_said(tuning.max_horizon),
-        threshold=_said(tuning.acceptance_threshold),
-        penalty=_said(tuning.rejection_penalty),
-        window=_said(tuning.monitoring_window),
-        chunk_size=_said(config.streaming.chunk_size),
+        overflow=_required(config.cache.overflow),
+        policy=_required(tuning.policy),
+        objective=_required(tuning.objective),
+        start=_required(tuning.initial_horizon),
+        shortest=_required(tuning.min_horizon),
+        longest=_required(tuning.max_horizon),
+        threshold=_required(tuning.acceptance_threshold),
+        penalty=_required(tuning.rejection_penalty),
+        window=_required(tuning.monitoring_window),
+        chunk_size=_required(config.streaming.chunk_size),
     )
 
 
-def _said(value: T | None) -> T:
-    assert value is not None, "the defaults say everything"
+def _required(value: T | None) -> T:
+    assert value is not None, "the defaults set every key"
     return value
 
 

@@ -1,4 +1,4 @@
-"""The configuration as a YAML file: read as a file from a stranger, written with a comment on every key. The only module that imports yaml."""
+"""The configuration as a YAML file: untrusted when read, written with a comment on every key. The only module that imports yaml."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from edge_runtime.errors import ConfigError
 
 CONFIG_NAME = "config.yaml"
 MAX_CONFIG_BYTES = 64 << 10
-# The block is three deep.
+# The block has three levels.
 _MAX_DEPTH = 8
 _TITLE = (
-    "# How this bundle is run: edit it freely. Remove a key, or write null, to have the default.\n"
-    "# The command line, --config and --preset go over this file. Every key: docs/configuration.md of edge-mtp.\n"
+    "# Run settings of this bundle; edit them freely. Remove a key, or write null, for the default.\n"
+    "# The command line, --config and --preset override this file. Every key: docs/configuration.md of edge-mtp.\n"
 )
 
 
@@ -34,7 +34,7 @@ def read_config(path: Path | str) -> SpeculativeConfig:
 
 
 def read_bundle_config(path: Path) -> SpeculativeConfig:
-    """Reads the file as `read_config` does, but no link: a stranger's bundle must not have another file read, and its words shown."""
+    """Reads the file as `read_config` does, but follows no symbolic link: an untrusted bundle must not get another file read and quoted."""
     return _read(path, read_regular)
 
 
@@ -50,26 +50,26 @@ def _read(path: Path, read: Callable[[Path, int], bytes]) -> SpeculativeConfig:
 
 
 def parse_config(text: str, where: str) -> SpeculativeConfig:
-    """Returns what the text of a configuration says; `where` names it in errors. Raises ConfigError."""
+    """Parses the text of a configuration; `where` names it in errors. Raises ConfigError."""
     data = _load(text, where)
     block = _known(data, {BLOCK}, where, "").get(BLOCK) if data is not None else None
     sections = _known({} if block is None else block, set(SECTIONS), where, BLOCK)
     try:
-        said: dict[str, Any] = {name: _section(SECTIONS[name], values, where) for name, values in sections.items()}
-        return SpeculativeConfig(**said)
+        parsed: dict[str, Any] = {name: _section(SECTIONS[name], values, where) for name, values in sections.items()}
+        return SpeculativeConfig(**parsed)
     except ConfigError as error:
         message = str(error)
         raise ConfigError(message if message.startswith(where) else f"{where}: {message}") from error
 
 
 def config_text(config: SpeculativeConfig) -> str:
-    """Returns the text of a file that says exactly this, with every key and what it means; ASCII, ends in a newline."""
+    """Returns the text of a file with exactly this configuration and a comment on every key; ASCII, ends in a newline."""
     lines = [_TITLE, f"{BLOCK}:\n"]
     for name in SECTIONS:
         section = getattr(config, name)
         lines.append(f"  {name}:\n")
         for each in dataclasses.fields(section):
-            lines.append(f"    # {each.metadata['says']}\n    {each.name}: {_scalar(getattr(section, each.name))}\n")
+            lines.append(f"    # {each.metadata['comment']}\n    {each.name}: {_scalar(getattr(section, each.name))}\n")
     return "".join(lines)
 
 
@@ -79,7 +79,7 @@ def _section(kind: type[Section], values: Any, where: str) -> Section:
 
 
 def _known(data: Any, keys: set[str], where: str, place: str) -> dict[str, Any]:
-    """Returns the mapping `data`, of which every key must be one of `keys`."""
+    """Returns the mapping `data`. Raises ConfigError unless every key is one of `keys`."""
     if not isinstance(data, dict):
         raise ConfigError(
             f"{where}: {place or 'the file'} is {shown(data)}, not keys with values; write {', '.join(sorted(keys))} under it"
@@ -91,7 +91,7 @@ def _known(data: Any, keys: set[str], where: str, place: str) -> dict[str, Any]:
 
 
 def _advice(key: str, keys: set[str], place: str) -> str:
-    """Names the place of a key that stands in the wrong section, or the nearest key of this one."""
+    """Names the right section of a key in the wrong one, or the most similar key of this section."""
     homes = [f"{BLOCK}.{name}" for name, kind in SECTIONS.items() if key in {each.name for each in dataclasses.fields(kind)}]
     if key == BLOCK or key in SECTIONS or homes:
         return f"it belongs under {homes[0] if homes else 'the top of the file' if key == BLOCK else BLOCK}"
@@ -113,12 +113,12 @@ def _load(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not YAML ({' '.join(str(error).split())[:200]}); correct it") from error
     except (ValueError, OverflowError, RecursionError) as error:
-        # A number of thousands of digits, a date that is none.
+        # An integer of thousands of digits, or an impossible date.
         raise ConfigError(f"{where} has a value that cannot be read ({str(error)[:80]}); correct it") from error
 
 
 def _check_events(text: str, where: str) -> None:
-    """Refuses what a configuration has no use for: aliases, which can make a small file huge, tags, and deep nesting."""
+    """Rejects what a configuration does not need: aliases, which can make a small file huge, tags, and deep nesting."""
     depth = 0
     event: Any
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -133,7 +133,7 @@ def _check_events(text: str, where: str) -> None:
 
 
 def _check_repeats(node: Any, where: str) -> None:
-    """Refuses a key that stands twice in a mapping (YAML would silently take the last), and `<<`, which merges mappings."""
+    """Rejects a key that occurs twice in a mapping (YAML would silently use the last one), and `<<`, which merges mappings."""
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
             _check_repeats(child, where)

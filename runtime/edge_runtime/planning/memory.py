@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType, row_bytes
 from edge_runtime.bundle.manifest import Architecture, BundleFile, CacheLayout, Manifest
-from edge_runtime.config.validators import bytes_of, size
+from edge_runtime.config.validators import SIZE, bytes_of
 from edge_runtime.errors import RequestError
 
 # llama.cpp pads contexts and sliding caches to this (src/llama-context.cpp, src/llama-kv-cache-iswa.cpp).
@@ -113,7 +113,7 @@ def smaller_kv_type(manifest: Manifest, request: MemoryRequest, fits: int, *, re
 
 def memory_bytes(limit: str | int) -> int:
     """Returns the bytes of "2GB", "512 MiB" or a number of bytes. Raises ConfigError for anything else."""
-    size("the memory limit", limit)
+    SIZE("the memory limit", limit)
     return bytes_of(limit)
 
 

@@ -141,16 +141,16 @@ def test_a_range_moves_the_lower_layers_start():
         ("tuning: {max_horizn: 3}", "speculative_decoding.tuning.max_horizn is not known; the nearest known key is max_horizon"),
         ("tuningg: {}", "speculative_decoding.tuningg is not known; the nearest known key is tuning"),
         ("tuning: {chunk_size: 3}", "tuning.chunk_size is not known; it belongs under speculative_decoding.streaming"),
-        ("tuning: {max_horizon: 13}", "max_horizon is 13; write a whole number from 1 to 12"),
-        ("tuning: {max_horizon: true}", "max_horizon is true; write a whole number"),
-        ("tuning: {max_horizon: 3.0}", r"max_horizon is 3\.0; write a whole number"),
-        ("tuning: {max_horizon: '3'}", "max_horizon is '3'; write a whole number"),
+        ("tuning: {max_horizon: 13}", "max_horizon is 13; write an integer from 1 to 12"),
+        ("tuning: {max_horizon: true}", "max_horizon is true; write an integer"),
+        ("tuning: {max_horizon: 3.0}", r"max_horizon is 3\.0; write an integer"),
+        ("tuning: {max_horizon: '3'}", "max_horizon is '3'; write an integer"),
         ("tuning: {acceptance_threshold: .nan}", "acceptance_threshold is nan; write a number from 0 to 1"),
         ("tuning: {rejection_penalty: .inf}", "rejection_penalty is inf"),
         ("tuning: {policy: clever}", "policy is 'clever'; choose one of profit, fixed, rolling, stepped"),
         ("tuning: {initial_horizon: 5, max_horizon: 4}", "initial_horizon 5, max_horizon 4; min_horizon <= initial_horizon"),
         ("{tuning: {max_horizon: 6}, verifier: {parallel_batch_size: 4}}", "up to 6 tokens, which need 7 rows, .* is 4; raise it to 7"),
-        ("streaming: {fallback_always_append: false}", "cannot be honoured: the target's own next token ends every round"),
+        ("streaming: {fallback_always_append: false}", "cannot be honoured: every round ends with the target's own token"),
         ("streaming: {commit_on_accept: false}", "cannot be honoured: accepted tokens are final"),
         ("cache: {shared_kv: false}", "cannot be honoured: Gemma 4's drafter has no K/V of its own"),
         ("cache: {shared_kv: 'no'}", "shared_kv is 'no'; write true or false"),
@@ -245,5 +245,5 @@ def test_what_stands_beside_a_preset_goes_over_it():
 
 
 def test_unknown_presets_are_refused():
-    with pytest.raises(ConfigError, match="'fast' is not known; choose one of code, chat, edge, batch"):
+    with pytest.raises(ConfigError, match="'fast' is unknown; choose one of code, chat, edge, batch"):
         preset_of("fast")
