@@ -45,6 +45,7 @@ def idle(browser: Any) -> bool:
 
 
 def test_a_chat_on_the_reference_pair(browser: Any, several: str, exported_pair: Path) -> None:
+    browser.get_log("browser")  # discards the entries of other tests
     browser.get(several)
     until(browser, lambda: browser.find_element(By.ID, "model").text == exported_pair.name)
     for text in ("def add(a, b):", "class Stack:"):
