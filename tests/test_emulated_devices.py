@@ -1,7 +1,7 @@
-"""From a bundle to a report on an emulated phone and an emulated Pi, with their device packages: outputs and drafts are those of this machine.
+"""From a bundle to a report on an emulated phone and Pi with device packages: outputs and drafts equal those of this machine.
 
-Times under emulation mean nothing. Our folder on the devices has the same path here: qemu asks the kernel whether a file may be read by a call
-(faccessat2) that proot 5.1 does not translate. The packages are made with onnxruntime alone; EDGE_MTP_PACKAGES names a folder with whole ones.
+Times under emulation mean nothing. Our folder has the same path on the devices as here: qemu checks files with a system call (faccessat2)
+that proot 5.1 does not translate. The packages hold onnxruntime only; EDGE_MTP_PACKAGES names a folder with complete ones.
 """
 
 from __future__ import annotations

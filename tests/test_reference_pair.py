@@ -93,7 +93,7 @@ def on_all_processors() -> None:
 
 
 def peer_counts(command: list[str]) -> dict[str, str]:
-    """The tool's log thread sometimes ends before its last lines are out (1 run in 80, on a single processor most); then it is run again."""
+    """The log thread of the tool sometimes ends before its last lines are written (1 run in 80); then the tool is run again."""
     for _ in range(10):
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=120, check=True, preexec_fn=on_all_processors

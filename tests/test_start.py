@@ -111,7 +111,10 @@ def test_usage_errors_are_clicks_own():
 
 
 def test_a_working_directory_that_is_gone_is_one_sentence():
-    before = "import os, tempfile; place = tempfile.mkdtemp(); os.chdir(place); os.rmdir(place)\nimport edge_devices.cli as c\nc.profiles = os.getcwd"
+    before = (
+        "import os, tempfile; place = tempfile.mkdtemp(); os.chdir(place); os.rmdir(place)\n"
+        "import edge_devices.cli as c\nc.profiles = os.getcwd"
+    )
     done = start("edge-devices", "profiles", before=before)
     assert (done.returncode, done.stderr) == (1, "Error: the working directory is there no more; change to one that is\n")
 

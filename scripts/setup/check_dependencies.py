@@ -1,7 +1,7 @@
 """Checks the licences of installed packages, and locked versions against published advisories. Used by `make audit`.
 
-The exit code is 1 for a licence that is not allowed and for a known vulnerability. If no advisory service answers, "NOT CHECKED" is printed and
-the exit code is 0; with --require-advisories, as for a release, it is 1.
+The exit code is 1 for a licence that is not allowed and for a known vulnerability. If no advisory service answers, "NOT CHECKED" is printed
+and the exit code is 0; with --require-advisories, as for a release, it is 1.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _UNREACHABLE = re.compile(
 
 
 def is_allowed(licence: str) -> bool:
-    """Returns whether the licences of a package are permitted: all of a list joined by ";", of which each is a name or an SPDX expression."""
+    """Returns whether the licences of a package, joined by ";", are all permitted. Each is a name or an SPDX expression."""
     parts = [part.strip() for part in licence.split(";")]
     return all(part in ALLOWED_NAMES or _is_allowed_expression(part) for part in parts)
 

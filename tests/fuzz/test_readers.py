@@ -1,4 +1,4 @@
-"""A short campaign of scripts/checks/fuzz.py over every reader, and each input that once did harm. The long campaign's figures: docs/security.md."""
+"""A short campaign of scripts/checks/fuzz.py over every reader, and regression inputs. Results of long campaigns: docs/security.md."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class SpeakingTarget(ScriptedTarget):
 
 
 def chat_session(*replies: str | Callable[[int, str], str], context: int = 2048, drafts: bool = False) -> Session:
-    """A session that gives these replies, the last one again and again; `drafts` adds a drafter that is right where an answer has blanks."""
+    """A session that gives these replies, then repeats the last one; `drafts` adds a drafter that is right where an answer has blanks."""
 
     def reply(turn: int, said: str) -> str:
         one: Any = replies[min(turn, len(replies) - 1)]

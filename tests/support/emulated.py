@@ -19,8 +19,9 @@ CPUS = {
     "cortex-a72": ("0xd08", "fp asimd evtstrm crc32 cpuid"),
 }
 _APPLETS = (
-    "ls cat mkdir rm mv cp chmod ln readlink realpath sha256sum md5sum stat df du ps kill sleep date head tail grep sed awk cut wc sort uniq"
-    " find xargs touch env id uname tar dd sync nohup setsid tr basename dirname which mktemp free uptime timeout seq cmp od test true false"
+    "ls cat mkdir rm mv cp chmod ln readlink realpath sha256sum md5sum stat df du ps kill sleep date head tail grep sed awk cut wc"
+    " sort uniq find xargs touch env id uname tar dd sync nohup setsid tr basename dirname which mktemp free uptime timeout"
+    " seq cmp od test true false"
 )
 
 
@@ -117,5 +118,8 @@ def make_userland(root: Path, cache: Path, *, android: bool, cpu: str = "cortex-
 def write_cpuinfo(path: Path, cpu: str, processors: int = 2) -> None:
     """Writes /proc/cpuinfo of an ARM machine; onnxruntime crashes on an x86 one, and the launcher chooses by it."""
     part, features = CPUS[cpu]
-    entry = f"BogoMIPS\t: 108.00\nFeatures\t: {features}\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU part\t: {part}\nCPU revision\t: 1\n\n"
+    entry = (
+        f"BogoMIPS\t: 108.00\nFeatures\t: {features}\nCPU implementer\t: 0x41\nCPU architecture: 8\n"
+        f"CPU part\t: {part}\nCPU revision\t: 1\n\n"
+    )
     path.write_text("".join(f"processor\t: {number}\n{entry}" for number in range(processors)))

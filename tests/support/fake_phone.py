@@ -1,7 +1,7 @@
 """A phone, or a Pi, that is a folder of this machine: /data, /sys, /system and parts of /proc are its own, through proot.
 
-Its shell is mksh with toybox where they are installed, as on Android. With an emulated `cpu`, aarch64 programs run through qemu, while shell
-and tools stay native. What `dumpsys`, `cmd`, `getprop`, `vcgencmd` and `uname` say is what a test wrote into `says`.
+Its shell is mksh with toybox where they are installed, as on Android. With an emulated `cpu`, aarch64 programs run through qemu, while
+shell and tools stay native. What `dumpsys`, `cmd`, `getprop`, `vcgencmd` and `uname` say is what a test wrote into `says`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class FakePhone:
     def _processor(self, cpu: str) -> None:
         """What the kernel says must be what qemu emulates: libraries choose their code by it."""
         part, features = CORES[cpu]
-        block = f"processor\t: {{}}\nFeatures\t: {features}\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x4\nCPU part\t: {part}\nCPU revision\t: 1\n\n"
+        block = (
+            f"processor\t: {{}}\nFeatures\t: {features}\nCPU implementer\t: 0x41\nCPU architecture: 8\n"
+            f"CPU variant\t: 0x4\nCPU part\t: {part}\nCPU revision\t: 1\n\n"
+        )
         (self.root / "proc/cpuinfo").write_text("".join(block.format(n) for n in range(4)))
         for name in ("possible", "present"):
             self.write(f"/sys/devices/system/cpu/{name}", "0-3\n")
@@ -160,7 +163,10 @@ class FakePhone:
         (self.root / "proc/boot_id").write_text(f"{uuid.uuid4()}\n")
 
     def kill_all(self) -> None:
-        """Ends everything that runs on the phone: all that our proots trace, whoever its parent is now; all stop first, so that none sees another's end."""
+        """Kills every process that our proots trace, whatever its parent is now.
+
+        All are stopped first, so that none sees the end of another.
+        """
         traced = _traced({process.pid for process in self._processes})
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for one in traced:

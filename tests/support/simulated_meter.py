@@ -146,7 +146,7 @@ class Device:
         self.curve = np.concatenate([[0.0], np.cumsum(self.watts[:-1] * np.diff(self.times))])
 
     def joules(self, t: np.ndarray) -> np.ndarray:
-        """Energy since the start, the alternation left out (it is even over a cycle and cycles are short against refreshes that average)."""
+        """Energy since the start without the alternation, which cancels over a cycle; cycles are short against refreshes that average."""
         return np.interp(t, self.times, self.curve)
 
     def power(self, t: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ NEEDS = (
 
 
 class SshHost:
-    """`config` is the client's configuration that knows the host as "pi"; `known` its known hosts. `command` runs in place of what is asked."""
+    """`config` is a client configuration with the host as "pi"; `known` holds its known hosts. `command` replaces the requested command."""
 
     def __init__(self, folder: Path, command: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tokenizer files; what the pieces become is compared with llama.cpp's converter in test_gguf_equals_reference.py."""
+"""Reads the tokenizer files of a checkpoint; gguf/test_equals_reference.py compares the pieces with llama.cpp's converter."""
 
 from __future__ import annotations
 

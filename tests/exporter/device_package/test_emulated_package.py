@@ -96,7 +96,7 @@ def phone(tmp_path_factory: pytest.TempPathFactory, packages: Packages, cache: P
 
 
 def seeing(userland: Userland, bundle: Path) -> Userland:
-    """The device with the bundle at the place where it lies here: proot 5.1 answers access(), by which click checks files, of this machine."""
+    """The device with the bundle at the same path as here: proot 5.1 passes access(), with which click checks files, to this machine."""
     return replace(userland, shared={**userland.shared, str(bundle): bundle})
 
 
@@ -179,7 +179,10 @@ def test_llama_drafts_on_a_pi_are_those_of_this_machine(
 
 def test_edge_run_on_a_phone_with_llama(phone: Userland, packages: Packages, exported_pair: Path, probe_memory: None) -> None:
     whole(packages("android-arm64"), "lib/llama-dotprod/libggml-cpu.so")
-    words = f"package/bin/edge-run {exported_pair} --backend llama --drafter dense --draft-length 3 --max-tokens 16 --threads 1 --json 'class Stack:'"
+    words = (
+        f"package/bin/edge-run {exported_pair} --backend llama --drafter dense --draft-length 3 --max-tokens 16 --threads 1 --json "
+        "'class Stack:'"
+    )
     told = said(seeing(phone, exported_pair).run([phone.shell, "-c", words]))
     here = drafts_of(exported_pair, "llama", "dense", TOKENS, ["class Stack:"])[0]
     assert told["stats"]["tokens"] == TOKENS
@@ -191,7 +194,8 @@ def test_static_tools_draft_where_there_is_no_python(phone: Userland, packages: 
     whole(packages("android-arm64"), "tools/llama-speculative-simple")
     files = {file["role"]: file["path"] for file in json.loads((exported_pair / "manifest.json").read_text())["files"]}
     words = (
-        f"package/tools/llama-speculative-simple -m {exported_pair}/{files['target']} -md {exported_pair}/{files['drafter']} --spec-type draft-mtp"
+        f"package/tools/llama-speculative-simple -m {exported_pair}/{files['target']} -md {exported_pair}/{files['drafter']}"
+        " --spec-type draft-mtp"
         " --spec-draft-n-max 3 -p 'class Stack:' -n 16 --temp 0 -t 1 -c 256"
     )
     done = seeing(phone, exported_pair).run([phone.shell, "-c", words])

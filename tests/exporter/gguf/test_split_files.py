@@ -1,4 +1,4 @@
-"""The split drafter's two files: the body keeps the drafter's own blocks, the head holds what its formulas say, and bundles have both or none."""
+"""The two files of the split drafter: the body keeps the drafter's blocks, the head follows its formulas, and bundles have both or none."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def test_a_conversation_remembers():
     second = chat.say("and?")
     assert list(second)[-1] == Text("s")
     assert said(chat, second) == (
-        "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nhi<turn|>\n<|turn>model\nHello é.<turn|>\n<|turn>user\nand?<turn|>\n<|turn>model\n"
+        "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nhi<turn|>\n"
+        "<|turn>model\nHello é.<turn|>\n<|turn>user\nand?<turn|>\n<|turn>model\n"
     )
     assert chat.messages == [
         {"role": "user", "content": "hi"},

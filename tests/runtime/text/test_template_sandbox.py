@@ -54,7 +54,8 @@ HOSTILE = {
     "huge number": "{% set ns = namespace(x=10) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
     "power": "{{ 9 ** 9 ** 9 }}",
     "nested lists": "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-    "nested mappings": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = {'l': ns.x, 'r': ns.x} %}{% endfor %}{{ ns.x | tojson }}",
+    "nested mappings": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = {'l': ns.x, 'r': ns.x} %}{% endfor %}"
+    "{{ ns.x | tojson }}",
     "nested tuples": "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ ns.x == 1 }}",
     "dict()": "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = dict(l=ns.x, r=ns.x) %}{% endfor %}{{ ns.x | string }}",
     "macro recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
@@ -62,7 +63,8 @@ HOSTILE = {
     "recursive loop": "{% for x in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 60 }}{% endfor %}",
     "own text": "{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}",
     "output of a block": "{% set t %}{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}{% endset %}",
-    "replace": "{{ ('a' | replace('', 'a' * 1)) }}{% set ns = namespace(x='aa') %}{% for i in range(40) %}{% set ns.x = ns.x | replace('a', 'aa') %}{% endfor %}",
+    "replace": "{{ ('a' | replace('', 'a' * 1)) }}{% set ns = namespace(x='aa') %}"
+    "{% for i in range(40) %}{% set ns.x = ns.x | replace('a', 'aa') %}{% endfor %}",
     "replace method": "{% set ns = namespace(x='aa') %}{% for i in range(40) %}{% set ns.x = ns.x.replace('a', 'aaaa') %}{% endfor %}",
     "join": "{% set ns = namespace(x='aa') %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] | join(ns.x) %}{% endfor %}",
     "join method": "{% set ns = namespace(x='aa') %}{% for i in range(40) %}{% set ns.x = ns.x.join([ns.x, ns.x]) %}{% endfor %}",

@@ -18,7 +18,8 @@ from edge_runtime.errors import BackendError
 
 COUNT, WIDTH = 11, 512
 NAME = "token_embd.weight"
-# What llama.cpp's quantizations leave a token embedding in. gguf-py cannot make the K types: their blocks are random bytes with sound scales.
+# Types of the token embedding after llama.cpp's quantization. gguf-py cannot write K types: their blocks are random bytes with valid
+# scales.
 TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 SCALES = {"Q4_K": [0, 1], "Q5_K": [0, 1], "Q6_K": [104]}
 

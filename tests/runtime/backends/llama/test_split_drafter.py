@@ -1,4 +1,4 @@
-"""The split drafter on the reference pair: it drafts what the reference assistant's own sparse head drafts, and refuses what it cannot serve."""
+"""The split drafter on the reference pair: it drafts what the reference assistant's sparse head drafts, and rejects unfit files."""
 
 from __future__ import annotations
 
