@@ -19,6 +19,7 @@ from edge_devices.errors import DeviceError
 from edge_devices.machine.bandwidth import read_bandwidth
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.facts import usable_processors
+from edge_devices.machine.memory import byte_text
 from edge_devices.machine.profiles import Profile, profiles
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
@@ -93,7 +94,7 @@ def detect(bandwidth: bool, as_json: bool) -> None:
     click.echo(f"processors this process may use: {machine.usable_processors}")
     for cluster in device.clusters:
         click.echo(f"cluster: {len(cluster.processors)} processors, up to {cluster.max_mhz:.0f} MHz")
-    memory = f"{machine.memory_available / 1e9:.1f} GB" if machine.memory_available is not None else "unknown"
+    memory = byte_text(machine.memory_available) if machine.memory_available is not None else "unknown"
     click.echo(f"memory available: {memory}")
     if speed is not None:
         click.echo(f"memory read: {speed / 1e9:.1f} GB/s, {device.threads} threads")

@@ -1,19 +1,17 @@
-"""What is remembered on a machine between runs, and for which CPU it is true."""
+"""The user's cache folder, and JSON files of entries in it that are measured once per machine."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 from pathlib import Path
 
 from edge_devices.files.atomic_write import atomic_write
 
 CACHE_VARIABLE = "EDGE_MTP_CACHE"
 MAX_CACHE_BYTES = 1 << 20
-# The newest so many entries of a file are kept.
-MAX_REMEMBERED = 200
-_CPU_FIELDS = {"model name", "flags", "Features", "CPU implementer", "CPU variant", "CPU part", "CPU revision"}
+# Entries kept in a file, the newest.
+MAX_ENTRIES = 200
 
 
 def cache_folder() -> Path:
@@ -22,18 +20,8 @@ def cache_folder() -> Path:
     return Path(folder) if folder else Path.home() / ".cache" / "edge-mtp"
 
 
-def cpu_identity() -> list[str]:
-    """Returns what tells one CPU's instruction sets from another's."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return [platform.processor()]
-    pairs = (line.partition(":") for line in lines)
-    return sorted({f"{name.strip()}:{value.strip()}" for name, _, value in pairs if name.strip() in _CPU_FIELDS})
-
-
 def read_entries(path: Path) -> dict[str, object]:
-    """Returns what a file of remembered entries holds, by key; nothing if it is missing or damaged."""
+    """Returns the entries of a cache file by key; none if it is missing or damaged."""
     try:
         if path.stat().st_size > MAX_CACHE_BYTES:
             return {}
@@ -43,10 +31,10 @@ def read_entries(path: Path) -> dict[str, object]:
     return data if isinstance(data, dict) else {}
 
 
-def remember_entry(path: Path, key: str, value: object) -> OSError | None:
-    """Adds an entry as the newest. Returns why it could not be written; then it is only measured again the next time."""
+def cache_put(path: Path, key: str, value: object) -> OSError | None:
+    """Adds an entry as the newest. Returns the error if it cannot be written, which only costs measuring it again."""
     entries = {k: v for k, v in read_entries(path).items() if k != key}
-    kept = dict([*list(entries.items())[-MAX_REMEMBERED + 1 :], (key, value)])
+    kept = dict([*list(entries.items())[-MAX_ENTRIES + 1 :], (key, value)])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, [json.dumps(kept, indent=2).encode()])

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from itertools import accumulate, groupby
 from pathlib import Path
 
-# ggml ends the process where it is asked for more.
+# ggml aborts the process above this.
 MOST_THREADS = 512
 _SYSTEM = Path("/sys/devices/system/cpu")
-# Relative speed as the scheduler knows it (Linux, Documentation/scheduler/sched-capacity.rst); where it is missing, the highest frequency.
+# Relative speed for the scheduler (Linux, Documentation/scheduler/sched-capacity.rst); else the highest frequency.
 _SPEEDS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
-# The same cores differ a little in what they promise (favoured cores of desktop processors); clusters differ by more.
+# Equal cores may differ a little in rated speed (favoured cores of desktop processors); clusters differ by more.
 _SAME = 0.9
 
 
 @cache
 def processor_groups() -> list[list[int]]:
-    """The processors this process may run on, by their numbers, grouped by speed, the fastest first. As it was when first asked."""
-    return clusters(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    """Returns the processors this process may run on, grouped by speed, the fastest first; read once per process."""
+    return clusters(processor_numbers())
+
+
+def processor_numbers() -> Collection[int]:
+    """Returns the numbers of the processors this process may run on now."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def clusters(processors: Iterable[int], root: Path = _SYSTEM) -> list[list[int]]:
-    """Groups processors by speed, the fastest first; one group where they are alike or the system does not tell."""
+    """Groups processors by speed, the fastest first; one group where they are alike or their speed is unknown."""
     speeds = {number: _speed(root / f"cpu{number}") for number in processors}
     ranked = sorted(speeds, key=lambda number: (-(speeds[number] or 0), number))
     if not ranked or None in speeds.values():
@@ -49,19 +54,19 @@ def fastest(count: int, groups: list[list[int]]) -> list[int]:
 
 
 def keep_to_fastest(threads: int, groups: list[list[int]]) -> None:
-    """Where cores differ, keeps this process on the fastest that hold so many threads."""
+    """Where cores differ, restricts this process to the fastest groups with room for `threads` threads."""
     if len(groups) > 1:
         stay_on(fastest(threads, groups))
 
 
 def stay_on(processors: Iterable[int]) -> None:
-    """Keeps all threads of this process on these processors, those made later too; where the system cannot do it, nothing changes."""
+    """Restricts all threads of this process, also later ones, to these processors; does nothing where the system has no affinity."""
     if not hasattr(os, "sched_setaffinity"):
         return
     wanted = set(processors)
     threads = Path("/proc/self/task")
     for thread in [int(path.name) for path in threads.iterdir()] if threads.is_dir() else [0]:
-        with contextlib.suppress(OSError):  # a thread that ended, or a system that reserves processors for others
+        with contextlib.suppress(OSError):  # the thread has ended, or the processors are reserved
             os.sched_setaffinity(thread, wanted)
 
 

@@ -1,13 +1,13 @@
-"""What machine this is, read from the kernel's own files."""
+"""Facts about this machine, read from the kernel's files: processor, features, memory."""
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_devices.machine.cpu_affinity import processor_numbers
 from edge_devices.machine.memory import available_memory_bytes
 
 # /proc/cpuinfo "CPU part" numbers of Arm's and Qualcomm's cores (Arm TRMs; Linux arch/arm64/include/asm/cputype.h).
@@ -19,6 +19,8 @@ ARM_PARTS = {
     ("0x41", "0xd41"): "Cortex-A78",
     ("0x41", "0xd44"): "Cortex-X1",
 }
+
+_CPU_FIELDS = {"model name", "flags", "Features", "CPU implementer", "CPU variant", "CPU part", "CPU revision"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Machine:
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """Reads /proc below `root`; whatever is not there stays empty."""
+    """Reads /proc below `root`; missing values stay empty."""
     try:
         text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -60,7 +62,17 @@ def read_machine(root: Path = Path("/")) -> Machine:
 
 def usable_processors() -> int:
     """Returns how many processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(processor_numbers())
+
+
+def cpu_identity() -> list[str]:
+    """Returns the lines of /proc/cpuinfo that tell one CPU's instruction sets from another's."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return [platform.processor()]
+    pairs = (line.partition(":") for line in lines)
+    return sorted({f"{name.strip()}:{value.strip()}" for name, _, value in pairs if name.strip() in _CPU_FIELDS})
 
 
 def _fields(block: str) -> dict[str, str]:

@@ -1,10 +1,12 @@
-"""How much memory this process took and the machine has left."""
+"""Memory in bytes: what this process took, what is available to it, and how bytes are printed."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+_NO_LIMIT = 1 << 60
 
 
 def peak_memory_bytes() -> int:
@@ -16,25 +18,37 @@ def peak_memory_bytes() -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Returns MemAvailable of /proc/meminfo in bytes (proc(5)), or None where the kernel does not say."""
-    try:
-        return available_memory_bytes_of((root / "proc/meminfo").read_text(encoding="ascii", errors="replace"))
-    except OSError:
-        return None
+    """Returns how many bytes this process may still take; None where the kernel does not report it.
+
+    MemAvailable of /proc/meminfo (proc(5)), or less where the process's control group has a limit (cgroup v2, memory.max).
+    """
+    free = [size for size in (mem_available("\n".join(_lines(root / "proc/meminfo"))), _group_available(root)) if size is not None]
+    return min(free) if free else None
 
 
-def available_memory_bytes_of(meminfo: str) -> int | None:
-    """Returns MemAvailable of the text of /proc/meminfo in bytes, or None where it is not there."""
+def mem_available(meminfo: str) -> int | None:
+    """Returns MemAvailable of the text of /proc/meminfo in bytes, or None if it is missing."""
     for line in meminfo.splitlines():
         name, _, value = line.partition(":")
-        if name == "MemAvailable" and value.split()[:1] and value.split()[0].isdigit():
-            return int(value.split()[0]) * 1024
+        words = value.split()
+        if name == "MemAvailable" and words and words[0].isdigit():
+            return int(words[0]) * 1024
     return None
+
+
+def byte_text(count: int) -> str:
+    """Returns a number of bytes as text: 512 B, 1.5 kB, 1.5 MB, 1.50 GB (decimal units)."""
+    if count < 1000:
+        return f"{count} B"
+    for unit, size in (("kB", 1e3), ("MB", 1e6)):
+        if count < size * 1000:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e9:.2f} GB"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """Bytes of this process that are in memory now; `anonymous` are those that no file holds, so that nobody else can share them."""
+    """Bytes of this process that are in memory now; `anonymous` are those without a file behind them, which are not shared."""
 
     total: int
     anonymous: int
@@ -42,11 +56,26 @@ class Resident:
 
 def resident_bytes(root: Path = Path("/")) -> Resident | None:
     """Returns VmRSS and RssAnon of /proc/self/status (proc(5)), or None where there is none."""
-    try:
-        lines = (root / "proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return None
-    found = {
-        name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines) if name in ("VmRSS", "RssAnon")
-    }
+    pairs = (line.partition(":") for line in _lines(root / "proc/self/status"))
+    found = {name: int(value.split()[0]) * 1024 for name, _, value in pairs if name in ("VmRSS", "RssAnon")}
     return Resident(total=found["VmRSS"], anonymous=found["RssAnon"]) if len(found) == 2 else None
+
+
+def _group_available(root: Path) -> int | None:
+    """Returns the bytes left in the process's own control group. Pages of mapped files can be dropped, so they count as free."""
+    group = next((line[3:] for line in _lines(root / "proc/self/cgroup") if line.startswith("0::/")), None)
+    if group is None:
+        return None
+    folder = root / "sys/fs/cgroup" / group.lstrip("/")
+    most, used = (" ".join(_lines(folder / name)) for name in ("memory.max", "memory.current"))
+    if not most.isdigit() or not used.isdigit() or int(most) >= _NO_LIMIT:
+        return None
+    files = next((line.split()[1] for line in _lines(folder / "memory.stat") if line.startswith("file ")), "0")
+    return max(0, int(most) - int(used) + int(files))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from edge_devices.machine.android import MODERATE, read_phone, thermal_name
+from edge_devices.machine.memory import byte_text
 from edge_devices.machine.power_supply import batteries, external_power
 from edge_devices.machine.system import System
 
@@ -95,7 +96,7 @@ def warnings(state: DeviceState) -> list[str]:
     """Returns what a reader of the figures should know about this state."""
     found = []
     if state.swap_used:
-        found.append(f"{state.swap_used / 1e6:.0f} MB of swap are in use")
+        found.append(f"{byte_text(state.swap_used)} of swap are in use")
     if not state.governors:
         found.append("the frequency governor is not known")
     elif state.governors != ("performance",):
@@ -115,7 +116,7 @@ def disturbances(before: DeviceState, after: DeviceState) -> list[str]:
     if before.frequency_caps != after.frequency_caps:
         found.append("the processor's frequency cap changed")
     if before.swap_used is not None and after.swap_used is not None and after.swap_used > before.swap_used:
-        found.append(f"{(after.swap_used - before.swap_used) / 1e6:.1f} MB were swapped out")
+        found.append(f"{byte_text(after.swap_used - before.swap_used)} were swapped out")
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_devices.errors import MeasurementError
+from edge_devices.machine.memory import byte_text
 from edge_devices.machine.state import DeviceState, disturbances
 from edge_devices.transports.jobs import JobState, JobStatus
 
@@ -105,6 +106,6 @@ def _ending(history: JobHistory, status: JobStatus) -> list[str]:
         when = f" after {last.t:.0f} s or more" if last else ""
         return [f"the device restarted{when}; the results until then are kept"]
     if status.state is JobState.DIED:
-        left = f"; {last.memory / 1e6:.0f} MB of memory were available in the last sample" if last and last.memory is not None else ""
+        left = f"; {byte_text(last.memory)} of memory were available in the last sample" if last and last.memory is not None else ""
         return [f"the run was killed from outside, most likely by the kernel to reclaim memory{left}"]
     return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from edge_devices.machine.android import thermal_name
+from edge_devices.machine.memory import byte_text
 from edge_devices.machine.state import refusals, warnings
 from edge_devices.remote.snapshot import DeviceSnapshot
 
@@ -20,9 +21,7 @@ def preflight_refusals(snapshot: DeviceSnapshot, *, platform: str, at_battery: b
     if wanted and snapshot.architecture and snapshot.architecture not in wanted:
         found.append(f"the package is for {platform}, but the device's processor is {snapshot.architecture}: build a package for it")
     if snapshot.free_bytes is not None and snapshot.free_bytes < MIN_FREE_BYTES:
-        found.append(
-            f"{snapshot.free_bytes / 1e6:.0f} MB are free on the device, {MIN_FREE_BYTES / 1e6:.0f} MB are needed: delete files there"
-        )
+        found.append(f"{byte_text(snapshot.free_bytes)} are free on the device, {byte_text(MIN_FREE_BYTES)} are needed: delete files there")
     if snapshot.frozen and at_battery:
         found.append("the battery service is frozen and reports fixed values: run `dumpsys battery reset` on the device")
     percent = snapshot.state.charge_percent
@@ -41,7 +40,7 @@ def preflight_warnings(snapshot: DeviceSnapshot, *, model_bytes: int, at_battery
     state = snapshot.state
     if snapshot.memory_available is not None and snapshot.memory_available < model_bytes:
         found.append(
-            f"{snapshot.memory_available / 1e6:.0f} MB of memory are available and the model has {model_bytes / 1e6:.0f} MB: "
+            f"{byte_text(snapshot.memory_available)} of memory are available and the model has {byte_text(model_bytes)}: "
             "it will be read from storage repeatedly"
         )
     if state.charger and not at_battery and snapshot.android:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edge_devices.machine.android import read_phone
-from edge_devices.machine.memory import available_memory_bytes_of
+from edge_devices.machine.memory import mem_available
 from edge_devices.machine.state import DeviceState, read_state
 from edge_devices.meters.recorded_system import COMMANDS, FILES, RecordedSystem, Recording
 from edge_devices.transports.base import Transport, shell
@@ -71,7 +71,7 @@ def take_snapshot(transport: Transport) -> DeviceSnapshot:
         android=android,
         state=read_state(system),
         free_bytes=free_bytes(transport, transport.folder),
-        memory_available=available_memory_bytes_of(system.text_or("proc/meminfo")),
+        memory_available=mem_available(system.text_or("proc/meminfo")),
         screen=screen,
         doze={"1": True, "0": False}.get(doze),
         frozen=android and read_phone(system).frozen,

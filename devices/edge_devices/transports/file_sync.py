@@ -19,6 +19,7 @@ from pathlib import Path
 
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.files.hashing import sha256_of
+from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import CommandResult
 from edge_devices.transports.base import Transport, last_line, parse_integer, shell
 
@@ -144,7 +145,7 @@ def _room(transport: Transport, target: str, need: int) -> None:
     free = free_bytes(transport, target)
     if free is not None and need + CHUNK > free:
         raise TransportError(
-            f"{transport.name}: {need / 1e6:.0f} MB are to be sent and {free / 1e6:.0f} MB are free; delete something on the device, or `--clean` it"
+            f"{transport.name}: {byte_text(need)} are to be sent and {byte_text(free)} are free; delete something on the device, or `--clean` it"
         )
 
 

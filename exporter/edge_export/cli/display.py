@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edge_devices.files.typed_json import to_json
+from edge_devices.machine.memory import byte_text
 from edge_runtime.bundle.bundle import Bundle
 
 
@@ -24,9 +25,9 @@ class Amount(ProgressColumn):
         """Returns e.g. "1.2 GB of 3.4 GB, 210.0 MB/s, ETA 11 s"."""
         if not task.fields["counted"]:
             return Text("")
-        parts = [f"{size(int(task.completed))} of {size(int(task.total or 0))}"]
+        parts = [f"{byte_text(int(task.completed))} of {byte_text(int(task.total or 0))}"]
         if not task.finished and task.speed:
-            parts.append(f"{size(int(task.speed))}/s")
+            parts.append(f"{byte_text(int(task.speed))}/s")
         if not task.finished and task.time_remaining is not None:
             parts.append(f"ETA {task.time_remaining:.0f} s")
         return Text(", ".join(parts))
@@ -72,25 +73,15 @@ class Display:
             self._bars.update(self._task, total=max(task.completed, 1), completed=max(task.completed, 1))
 
 
-def size(count: int) -> str:
-    """Formats a number of bytes, e.g. 1.5 MB."""
-    value, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
 def summary(bundle: Bundle) -> Table:
     """A table of the bundle's files with their sizes."""
     table = Table(title=f"{bundle.folder}: Gemma 4 {bundle.manifest.architecture.family}", title_justify="left")
     for column, justify in (("file", "left"), ("role", "left"), ("quantization", "left"), ("size", "right")):
         table.add_column(column, justify="right" if justify == "right" else "left", overflow="fold")
     for entry in bundle.manifest.files:
-        table.add_row(entry.path, entry.role, entry.quantization or "", size(entry.bytes))
+        table.add_row(entry.path, entry.role, entry.quantization or "", byte_text(entry.bytes))
     table.add_section()
-    table.add_row("total", "", "", size(sum(entry.bytes for entry in bundle.manifest.files)))
+    table.add_row("total", "", "", byte_text(sum(entry.bytes for entry in bundle.manifest.files)))
     return table
 
 

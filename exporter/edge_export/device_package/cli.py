@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_devices.command_line import option_group
+from edge_devices.machine.memory import byte_text
 from edge_export.device_package.build import BACKENDS, PackageRequest, make_package
 from edge_export.device_package.inventory import Inventory
 from edge_export.device_package.platforms import PLATFORMS
@@ -78,7 +79,7 @@ def package_table(folder: Path, inventory: Inventory) -> Table:
     table.add_column("part")
     table.add_column("size", justify="right")
     for part, size in sorted(inventory.sizes.items(), key=lambda item: -item[1]):
-        table.add_row(part, f"{size / 1e6:.1f} MB")
+        table.add_row(part, byte_text(size))
     table.add_section()
-    table.add_row("together", f"{inventory.bytes / 1e6:.1f} MB")
+    table.add_row("together", byte_text(inventory.bytes))
     return table

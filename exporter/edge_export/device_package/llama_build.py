@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -14,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edge_devices.files.hashing import sha256_of
+from edge_devices.machine.facts import usable_processors
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import SITE, Platform, Processors
 from edge_export.device_package.subprocesses import found, run
@@ -140,7 +140,7 @@ def _built(toolchain: Toolchain, platform: Platform, processors: Processors, *, 
         ],
         _ADVICE,
     )
-    workers = str(len(os.sched_getaffinity(0)))
+    workers = str(usable_processors())
     run([toolchain.cmake, "--build", build, "--parallel", workers, "--target", *targets], _ADVICE)
     done.write_text(recipe)
     return build

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from edge_devices.files.hashing import sha256_of
 from edge_devices.files.limited_read import FileTooLarge, read_at_most
-from edge_devices.files.user_cache import cache_folder, read_entries, remember_entry
+from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_runtime.errors import BundleError
 
 # fast: see above; full: every byte, every time; none: only that the files are there, with the right sizes.
@@ -50,7 +50,7 @@ def is_intact(path: Path, sha256: str, mode: CheckMode) -> bool:
         return False
     now = time.time_ns()
     if _identity(path) == before and max(before["changed_ns"], before["modified_ns"]) < now - _SETTLED_NS:
-        remember_entry(memory, key, {**before, "samples": samples_of(path)})
+        cache_put(memory, key, {**before, "samples": samples_of(path)})
     return True
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from edge_devices.files.user_cache import cache_folder, read_entries, remember_entry
+from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_runtime.drafting.acceptance_model import EXPORTED_WEIGHT, AcceptanceModel
 
 CACHE_NAME = "drafts.json"
@@ -34,4 +34,4 @@ class AcceptanceCache:
     def save(self) -> None:
         """Remembers what was learned since; where that cannot be written, the next use learns anew."""
         if "model" in self.__dict__ and self.model.observed:
-            remember_entry(self._path, self._key, self.model.to_json())
+            cache_put(self._path, self._key, self.model.to_json())

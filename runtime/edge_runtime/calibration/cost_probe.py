@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_devices.files.user_cache import read_entries, remember_entry
+from edge_devices.files.user_cache import cache_put, read_entries
 from edge_runtime.drafting.cost_model import LEAST_SECONDS, MAX_ROWS, MeasuredCosts, extrapolated
 from edge_runtime.interfaces import Drafter, Target
 
@@ -93,7 +93,7 @@ def cached_costs(path: Path, key: str) -> MeasuredCosts | None:
 
 def cache_costs(path: Path, key: str, costs: MeasuredCosts) -> None:
     """Keeps costs for the next time; where that cannot be written they are measured again, which takes two seconds."""
-    remember_entry(path, key, costs.to_json())
+    cache_put(path, key, costs.to_json())
 
 
 def steady(rounds: Sequence[Sequence[float]]) -> list[float]:

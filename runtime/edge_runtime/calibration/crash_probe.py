@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +16,8 @@ from pathlib import Path
 
 import click
 
-from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cpu_identity, read_entries, remember_entry
+from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_put, read_entries
+from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_runtime.backends.llama.library import library_version, system_info
 from edge_runtime.calibration.child_process import ask_child
 from edge_runtime.errors import BackendError, EdgeRuntimeError
@@ -87,7 +87,7 @@ def probe_load_options(
         answer = ProbeAnswer(use_extra_bufts=False, from_cache=False, reason=reason)
         notify(f"{reason[0].upper()}{reason[1:]}, so it is off and prompts are slower; {workaround(library_version())}")
     kept = {"quantizations": list(quantizations), "use_extra_bufts": answer.use_extra_bufts}
-    error = remember_entry(cache, key, kept)
+    error = cache_put(cache, key, kept)
     if error is not None:
         notify(f"The probe's answer could not be kept in {cache} ({error}); set {CACHE_VARIABLE} to a folder that can be written.")
     return answer
@@ -143,7 +143,7 @@ def decode_few_rows(target_path: Path, drafter_path: Path | None, use_extra_buft
     from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.open import open_pair
 
-    options = LlamaOptions(context=_CONTEXT, threads=min(4, os.cpu_count() or 1), batch=64, use_extra_bufts=use_extra_bufts)
+    options = LlamaOptions(context=_CONTEXT, threads=min(4, usable_processors()), batch=64, use_extra_bufts=use_extra_bufts)
     target, drafter = open_pair(target_path, drafter_path, options)
     with target:
         first = max(target.vocabulary.bos, 0)

@@ -7,8 +7,9 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edge_devices.files.user_cache import cache_folder, cpu_identity, read_entries, remember_entry
+from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
+from edge_devices.machine.facts import cpu_identity
 from edge_runtime.calibration.cost_probe import CACHE_NAME, cache_costs, cached_costs, measure_costs
 from edge_runtime.calibration.thread_probe import CACHE_NAME as THREADS_NAME
 from edge_runtime.calibration.thread_probe import ThreadCounts, ThreadTimes, candidates, measure_threads
@@ -81,6 +82,6 @@ def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], N
             notify("First use of this bundle on this machine: finding out how many threads each phase runs fastest on.")
         now = measure_threads(pair.target, pair.drafter, use, tries, pair.token)
         known = now if known is None else known.combined(now)
-        remember_entry(path, key, known.to_json())
+        cache_put(path, key, known.to_json())
     use(known.best())
     return known.best()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.live import EnergyWatch
-from edge_devices.files.user_cache import cache_folder, read_entries, remember_entry
+from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_runtime.calibration.cost_probe import TEXT
@@ -39,7 +39,7 @@ class PowerProbe:
             return power_of(read_entries(path).get(own), str(path))
         except ConfigError:
             power = self._measure(target, drafter, token, most_rows)
-        remember_entry(path, own, power.to_json())
+        cache_put(path, own, power.to_json())
         return power
 
     def _measure(self, target: Target, drafter: Drafter | None, token: int, most_rows: int) -> PhasePower:

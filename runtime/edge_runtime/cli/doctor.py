@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edge_devices.command_line import one_sentence_errors
+from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
 from edge_devices.meters.base import State
 from edge_runtime.calibration.crash_probe import workaround
@@ -69,7 +70,7 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
     """Yields subject, state (ok, missing, broken, denied, or empty for plain information) and finding."""
     device = diagnosis.device
     machine = device.machine
-    memory = f", {machine.memory_available / 1e9:.1f} GB available" if machine.memory_available is not None else ""
+    memory = f", {byte_text(machine.memory_available)} available" if machine.memory_available is not None else ""
     yield "edge-mtp", "ok", f"{diagnosis.version}, Python {diagnosis.python}, {diagnosis.executable}"
     yield (
         "machine",
@@ -154,9 +155,5 @@ def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:
 
 
 def _cache_rows(diagnosis: Diagnosis) -> Iterator[Row]:
-    files = [f"{Path(file.path).name}: {file.entries} entries ({_size(file.bytes)})" for file in diagnosis.cache_files]
+    files = [f"{Path(file.path).name}: {file.entries} entries ({byte_text(file.bytes)})" for file in diagnosis.cache_files]
     yield "cache", "", f"{diagnosis.cache} (${diagnosis.cache_variable}): {'; '.join(files) or 'empty'}"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"

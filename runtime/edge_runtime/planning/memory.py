@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from edge_devices.machine.memory import byte_text
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType, row_bytes
 from edge_runtime.bundle.manifest import Architecture, BundleFile, CacheLayout, Manifest
 from edge_runtime.config.validators import SIZE, bytes_of
@@ -128,14 +129,14 @@ def check_memory(
     plan = memory_plan(manifest, request)
     if limit is not None:
         if plan.total > limit:
-            raise RequestError(_refusal(manifest, request, plan.total, limit, f"the limit is {_size(limit)}", reserved_only=False))
+            raise RequestError(_refusal(manifest, request, plan.total, limit, f"the limit is {byte_text(limit)}", reserved_only=False))
     elif available is not None:
         if plan.reserved > available:
-            where = f"{_size(available)} are available"
+            where = f"{byte_text(available)} are available"
             raise RequestError(_refusal(manifest, request, plan.reserved, available, where, reserved_only=True))
         if plan.total > available:
             notify(
-                f"The bundle takes {_size(plan.total)}, but {_size(available)} are available: weights will be read from disk again and again."
+                f"The bundle takes {byte_text(plan.total)}, but {byte_text(available)} are available: weights will be read from disk again and again."
             )
     return plan
 
@@ -201,8 +202,6 @@ def _refusal(manifest: Manifest, request: MemoryRequest, needed: int, fits: int,
     changes += [f"KV type {kv_type}"] if kv_type is not None else []
     advice = f"ask for {' or '.join(changes)}" if changes else "no context is small enough: use a smaller bundle, or give it more memory"
     several = f" for each of {request.sequences} sequences" if request.sequences > 1 else ""
-    return f"a context of {request.context}{several} with KV type {request.kv_type} needs {_size(needed)} of memory, but {where}; {advice}"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 10**9 else f"{count / 1e6:.1f} MB"
+    return (
+        f"a context of {request.context}{several} with KV type {request.kv_type} needs {byte_text(needed)} of memory, but {where}; {advice}"
+    )

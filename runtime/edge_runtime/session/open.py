@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from edge_devices.machine.cpu_affinity import processor_groups
+from edge_devices.machine.memory import available_memory_bytes
 from edge_runtime.backends.selection import choose_backend
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.kv_types import KvType, check_kv_type
@@ -21,7 +22,6 @@ from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
 from edge_runtime.planning.memory import MemoryRequest, check_memory, memory_bytes
-from edge_runtime.planning.memory_check import available_memory
 from edge_runtime.session.batch import Sessions, SingleSequence
 from edge_runtime.session.load_options import LoadKeywords, LoadOptions
 from edge_runtime.session.monitor import Monitor, MonitorOptions
@@ -221,7 +221,7 @@ class _PairLoader:
             repack=True,
         )
         most = settings.memory_limit if limit is None else memory_bytes(limit)
-        check_memory(self.bundle.manifest, request, most, available_memory() if most is None else None, self.options.notify)
+        check_memory(self.bundle.manifest, request, most, available_memory_bytes() if most is None else None, self.options.notify)
 
     def _check_onnx(self) -> None:
         """Raises RequestError for options that ONNX graphs do not have: their K/V type and their head's candidates are fixed at export."""

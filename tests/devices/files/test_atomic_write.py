@@ -16,7 +16,7 @@ import pytest
 from edge_devices.errors import EdgeError
 from edge_devices.files.atomic_write import atomic_write, write_text
 from edge_devices.files.temp_files import locked, stale_of, temporary_of
-from edge_devices.files.user_cache import read_entries, remember_entry
+from edge_devices.files.user_cache import cache_put, read_entries
 from edge_runtime.bench.measure.record_file import RecordFile
 
 
@@ -108,7 +108,7 @@ atomic_write(Path({str(tmp_path / "costs.json")!r}), parts())
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == -9
     assert len(list(tmp_path.iterdir())) == 1
-    assert remember_entry(tmp_path / "costs.json", "key", 5) is None
+    assert cache_put(tmp_path / "costs.json", "key", 5) is None
     assert read_entries(tmp_path / "costs.json") == {"key": 5}
     assert [found.name for found in tmp_path.iterdir()] == ["costs.json"]
 

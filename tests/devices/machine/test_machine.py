@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from edge_devices.cli import main
 from edge_devices.machine.facts import read_machine
-from edge_devices.machine.memory import available_memory_bytes, peak_memory_bytes, resident_bytes
+from edge_devices.machine.memory import available_memory_bytes, byte_text, peak_memory_bytes, resident_bytes
 
 PI_5 = """processor\t: 0
 BogoMIPS\t: 108.00
@@ -98,3 +98,27 @@ def test_resident_memory_grows_with_what_this_process_writes():
 
 def test_resident_memory_without_proc_is_not_known(tmp_path):
     assert resident_bytes(tmp_path) is None
+
+
+def test_available_memory_heeds_the_control_group(tmp_path: Path) -> None:
+    assert available_memory_bytes(tmp_path) is None
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert available_memory_bytes(tmp_path) == 8000 * 1024
+    group = tmp_path / "sys/fs/cgroup/box"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("700000\n")
+    assert available_memory_bytes(tmp_path) == 8000 * 1024
+    (group / "memory.max").write_text("1000000\n")
+    (group / "memory.stat").write_text("anon 500000\nfile 200000\n")
+    assert available_memory_bytes(tmp_path) == 500000
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_500_000, "1.5 MB"), (1_234_000_000, "1.23 GB"), (5 * 10**12, "5000.00 GB")],
+)
+def test_bytes_as_text(count: int, text: str) -> None:
+    assert byte_text(count) == text

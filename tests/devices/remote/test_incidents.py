@@ -157,7 +157,7 @@ def test_ends_are_named() -> None:
     empty = replace(CALM, charge_percent=2)
     assert "the battery ran empty: 2 % in the last sample" in find_incidents(history_of(CALM, empty), restarted)[0]
     assert "the device restarted" in find_incidents(history_of(CALM, replace(empty, charger="AC")), restarted)[-1]
-    assert "to reclaim memory; 10 MB of memory" in find_incidents(history_of(CALM), died)[0]
+    assert "to reclaim memory; 10.0 MB of memory" in find_incidents(history_of(CALM), died)[0]
     assert "restarted" in find_incidents(JobHistory(samples=(), ended=False), restarted)[0]
 
 

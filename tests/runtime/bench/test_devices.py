@@ -92,7 +92,7 @@ def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bund
         "none",
     ]
     again = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path / "results", "--run", "second")
-    assert "0 files, 0.0 MB sent" in again.stderr
+    assert "0 files, 0 B sent" in again.stderr
 
 
 def test_several_phones_are_compared(desk: Desk, daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from edge_devices.files.user_cache import CACHE_VARIABLE, remember_entry
+from edge_devices.files.user_cache import CACHE_VARIABLE, cache_put
 from edge_devices.machine.system import System
 from edge_devices.meters.recorded_system import RecordedSystem, read_recording
 from edge_runtime.calibration import crash_probe as probe
@@ -147,8 +147,8 @@ def test_probes_of_this_machine_are_shown(monkeypatch, cache):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     for quantizations, answer in ((["Q4_0", "Q8_0"], True), (["Q4_K_M", "Q8_0"], False)):
         kept = {"quantizations": quantizations, "use_extra_bufts": answer}
-        assert remember_entry(probe.cache_path(), probe.machine_key(quantizations), kept) is None
-    remember_entry(probe.cache_path(), "of another machine", {"quantizations": ["F16"], "use_extra_bufts": True})
+        assert cache_put(probe.cache_path(), probe.machine_key(quantizations), kept) is None
+    cache_put(probe.cache_path(), "of another machine", {"quantizations": ["F16"], "use_extra_bufts": True})
     text = screen(diagnosis(monkeypatch, llama=ask_backend("llama")))
     assert "tested with Q4_0+Q8_0: works with all kernels; tested with Q4_K_M+Q8_0: works only without weight repacking" in text
     assert "F16:" not in text

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_devices.files.user_cache import MAX_REMEMBERED
+from edge_devices.files.user_cache import MAX_ENTRIES
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.calibration.cost_probe import cache_costs, cached_costs, measure_costs, overhead_and_step, steady
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
@@ -408,7 +408,7 @@ def test_costs_are_remembered_and_damage_is_not_believed(tmp_path) -> None:
     cache_costs(path, "b", MeasuredCosts(verify=FLAT, step=0.1))
     assert cached_costs(path, "a") == costs
     assert cached_costs(path, "c") is None
-    for i in range(MAX_REMEMBERED + 5):
+    for i in range(MAX_ENTRIES + 5):
         cache_costs(path, f"n{i}", costs)
     assert cached_costs(path, "a") is None, "the oldest are forgotten"
     for damage in ("", "[]", '{"a": {"verify_seconds": [1], "draft_step_seconds": 1}}', '{"a": {"verify_seconds": 3}}', "{" * 5000):

@@ -24,7 +24,6 @@ from edge_runtime.planning.memory import (
     memory_plan,
     smaller_kv_type,
 )
-from edge_runtime.planning.memory_check import available_memory
 from edge_runtime.session.open import open_session
 from scripted import MANIFEST
 
@@ -145,22 +144,6 @@ def test_mapped_weights_count_against_a_limit_but_not_against_the_machine(export
         check_memory(manifest, request(), None, plan.reserved - 1)
     with pytest.raises(RequestError, match="the limit is"):
         check_memory(manifest, request(), plan.total - 1, None)
-
-
-def test_available_memory_heeds_the_control_group(tmp_path: Path) -> None:
-    assert available_memory(tmp_path) is None
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
-    assert available_memory(tmp_path) == 8000 * 1024
-    group = tmp_path / "sys/fs/cgroup/box"
-    group.mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
-    (group / "memory.max").write_text("max\n")
-    (group / "memory.current").write_text("700000\n")
-    assert available_memory(tmp_path) == 8000 * 1024
-    (group / "memory.max").write_text("1000000\n")
-    (group / "memory.stat").write_text("anon 500000\nfile 200000\n")
-    assert available_memory(tmp_path) == 500000
 
 
 def test_nothing_is_opened_beyond_the_limit(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from edge_devices.files.temp_files import clear_stale, temporary_of
-from edge_devices.files.user_cache import CACHE_VARIABLE, cpu_identity
+from edge_devices.files.user_cache import CACHE_VARIABLE
+from edge_devices.machine.facts import cpu_identity
 from edge_runtime.errors import BackendError
 
 RECORD_NAME = "record.json"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from edge_devices.errors import LinkError
 from edge_devices.files.user_cache import CACHE_VARIABLE
+from edge_devices.machine.memory import byte_text
 from edge_devices.meters.base import Scope
 from edge_devices.meters.search import find_meters
 from edge_devices.remote.incidents import JobHistory, find_incidents, read_job_history
@@ -73,7 +74,7 @@ def deploy(transport: Transport, request: RemoteRequest, log: Log) -> tuple[str,
     for what, source in (("package", request.package.folder), (f"bundles/{request.bundle.resolve().name}", request.bundle)):
         report = _percent(log, what)
         pushed = push_tree(transport, source, posixpath.join(folder, what), report)
-        log(f"{what}: {pushed.sent} files, {pushed.bytes / 1e6:.1f} MB sent; {pushed.unchanged} unchanged")
+        log(f"{what}: {pushed.sent} files, {byte_text(pushed.bytes)} sent; {pushed.unchanged} unchanged")
     return folder, snapshot, warnings
 
 
@@ -161,7 +162,7 @@ def _percent(log: Log, what: str) -> Callable[[int, int], None]:
         percent = 100 * done // total if total else 100
         if percent >= reported + 10:
             reported = percent
-            log(f"{what}: {percent} % of {total / 1e6:.1f} MB")
+            log(f"{what}: {percent} % of {byte_text(total)}")
 
     return report
 
