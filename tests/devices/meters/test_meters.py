@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -13,32 +12,19 @@ from edge_devices import cli
 from edge_devices.cli import main
 from edge_devices.energy.text import meter_lines
 from edge_devices.energy.virtual_meters import EstimateMeter
-from edge_devices.errors import DeviceError, MeterError
+from edge_devices.errors import MeterError
 from edge_devices.machine.power_supply import parse_uevent
-from edge_devices.machine.state import disturbances, read_state, refusals
-from edge_devices.machine.system import CommandResult, System, run_command
+from edge_devices.machine.system import System
 from edge_devices.meters.android.battery import current_unit, parse_dumpsys, volts_of
 from edge_devices.meters.android.power_rails import parse_rails
 from edge_devices.meters.apple import package_watts, parse_powermetrics
 from edge_devices.meters.base import Kind, Scope, State, usable
 from edge_devices.meters.counter_wrap import Unwrapped
 from edge_devices.meters.linux.raspberry_pi import parse_pmic
-from edge_devices.meters.recorded_system import RecordedSystem, Recording, read_recording, record, write_recording
+from edge_devices.meters.recorded_system import RecordedSystem, Recording, read_recording
 from edge_devices.meters.search import choose_meter, find_meters
+from recordings import FIXTURES, recorded
 from simulated_session import SimulatedMachine
-
-FIXTURES = Path(__file__).parent / "fixtures"
-
-
-def recorded(name: str, **changes: str) -> RecordedSystem:
-    """A fixture's machine, with some files changed (`__` stands for the path's last slash)."""
-    recording = read_recording(FIXTURES / f"{name}.json")
-    files = dict(recording.files)
-    for file, text in changes.items():
-        matches = [p for p in files if p.endswith(file.replace("__", "/"))]
-        assert matches, file
-        files.update(dict.fromkeys(matches, text))
-    return RecordedSystem(dataclasses.replace(recording, files=files), clock=lambda: 1.0, sleep=lambda _: None)
 
 
 def findings(name: str, **changes: str):
@@ -336,101 +322,3 @@ def test_listing_says_why():
     )
     assert "--meter external" in text
     assert "no energy meter" not in "\n".join(meter_lines(find_meters(recorded("rapl-laptop"))))
-
-
-def test_recordings_round_trip_and_hold_nothing_private(tmp_path):
-    for name in ("sys/class/power_supply/BAT0", "proc"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "sys/class/power_supply/BAT0/uevent").write_text("POWER_SUPPLY_TYPE=Battery\nPOWER_SUPPLY_SERIAL_NUMBER=1234\n")
-    (tmp_path / "proc/cpuinfo").write_text("model name: x\nSerial\t\t: 10000000abcdef\n")
-    path = write_recording(tmp_path / "out", record(System(root=tmp_path)))
-    assert "1234" not in path.read_text()
-    assert "abcdef" not in path.read_text()
-    assert read_recording(path).files["sys/class/power_supply/BAT0/uevent"] == "POWER_SUPPLY_TYPE=Battery"
-    assert [p.name for p in path.parent.iterdir()] == ["recording.json"]
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in FIXTURES.glob("*.json")))
-def test_what_probe_records_on_a_device_replays_as_that_device(name, tmp_path):
-    """The files of each fixture as a tree of real files, recorded by the command's own code, then read in the device's place."""
-    fixture = read_recording(FIXTURES / f"{name}.json")
-
-    class Device(System):
-        def text(self, path: str) -> str:
-            if path in fixture.denied:
-                raise PermissionError(13, "Permission denied", path)
-            return super().text(path)
-
-    for path in (*fixture.files, *fixture.denied):
-        (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / path).write_text(fixture.files.get(path, "never read"))
-    device = Device(root=tmp_path / "root", platform=fixture.platform, run=recorded(name).run, clock=lambda: 1.0, sleep=lambda _: None)
-    again = RecordedSystem(read_recording(write_recording(tmp_path / "out", record(device))), clock=lambda: 1.0, sleep=lambda _: None)
-
-    def seen(system):
-        return [(f.name, f.state, f.reason, f.meter.read() if f.meter else None) for f in find_meters(system)]
-
-    assert seen(again) == seen(device)
-    assert read_state(again) == read_state(device)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"schema": 2}', '{"schema": 1, "platform": "linux", "files": [], "denied": [], "commands": []}']
-)
-def test_damaged_recordings_are_refused(tmp_path, text):
-    path = tmp_path / "recording.json"
-    path.write_text(text)
-    with pytest.raises(DeviceError, match=r"recording\.json"):
-        read_recording(path)
-
-
-def test_powerstats_are_cut_to_their_channels():
-    def run(arguments, *_):
-        return CommandResult(
-            code=0, output=b"ChannelId: 3, ChannelName: A, x\nsome.private.app: 4\n" if "powerstats" in arguments else b"ok"
-        )
-
-    (found,) = [v for k, v in record_android(run).items() if "powerstats" in k]
-    assert found == (0, "ChannelId: 3, ChannelName: A, x")
-
-
-def record_android(run):
-    class Phone(RecordedSystem):
-        pass
-
-    phone = Phone(Recording(files={"system/build.prop": ""}))
-    object.__setattr__(phone, "run", run)
-    return record(phone).commands
-
-
-def test_probe_command(tmp_path):
-    result = CliRunner().invoke(main, ["probe", "--record", str(tmp_path / "device")])
-    assert result.exit_code == 0, result.output
-    assert read_recording(tmp_path / "device" / "recording.json").platform
-    (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(main, ["probe", "--record", str(tmp_path / "file" / "device")])
-    assert result.exit_code == 1
-    assert "cannot be written" in result.output
-
-
-def test_commands_never_raise():
-    assert run_command(["no-such-command-at-all"]).code == 127
-    assert run_command(["sleep", "5"], seconds=0.05).code == 124
-    assert run_command(["cat"], b"given").text == "given"
-
-
-def test_state_of_a_throttled_board():
-    before, after = read_state(recorded("raspberry-pi-5")), read_state(recorded("raspberry-pi-5-denied"))
-    assert before.throttled == 0
-    assert disturbances(before, after) == ["the board throttled (get_throttled 0x50005)"]
-    assert refusals(before, at_battery=False) == []
-    assert "throttled now" in refusals(after, at_battery=False)[0].sentence
-
-
-def test_state_of_a_battery():
-    state = read_state(recorded("battery-legion-go"))
-    assert (state.charge_percent, state.charger) == (58, None)
-    assert refusals(dataclasses.replace(state, charge_percent=97), at_battery=True)
-    assert not refusals(dataclasses.replace(state, charge_percent=97), at_battery=False)
-    assert disturbances(state, dataclasses.replace(state, charger="ACAD", swap_used=None))
-    assert disturbances(dataclasses.replace(state, swap_used=0), dataclasses.replace(state, swap_used=4096))
