@@ -13,7 +13,7 @@ TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 24
-# Within float32, as which GGUF and ONNX keep numbers.
+# Within float32, the type of numbers in GGUF and ONNX.
 MAX_NUMBER = 1e30
 
 
@@ -85,7 +85,7 @@ class TextArchitecture:
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantArchitecture(TextArchitecture):
-    """A drafter: a decoder whose layers own no K/V. `target_hidden_size` is the width of the hidden rows it is fed."""
+    """A drafter: a decoder whose layers own no K/V. `target_hidden_size` is the width of its input's hidden rows."""
 
     target_hidden_size: int
     ordered_embeddings: bool
@@ -137,7 +137,7 @@ class _Reader:
 
 
 def parse_architecture(config: dict[str, Any], path: Path) -> TextArchitecture:
-    """Reads a parsed config.json (`path` is for messages): published form or transformers' per_layer_config form.
+    """Reads a parsed config.json (`path` is for messages), in the published format or with transformers' per_layer_config.
 
     Returns an AssistantArchitecture for assistants. Raises CheckpointError for other model types and for values out of range.
     """
@@ -218,7 +218,7 @@ def _layer_types(text: _Reader) -> tuple[str, ...]:
 
 
 def _full_layers(text: _Reader, layer_types: tuple[str, ...], k_eq_v: bool) -> tuple[int, int | None]:
-    """Head dimension and K/V heads (None: as sliding layers) of full layers, from either form of the config."""
+    """Head dimension and K/V heads (None: as sliding layers) of full layers, from either config format."""
     if text.config.get("per_layer_config") is None:
         head_dim = text.integer("global_head_dim", default=512)
         named = text.config.get("num_global_key_value_heads") is not None

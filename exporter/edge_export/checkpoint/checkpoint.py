@@ -22,7 +22,7 @@ MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
 class Checkpoint:
     """An opened checkpoint. `tensors` are those of the text model under their text-only names (model.layers.0....), in file order.
 
-    `left_out` says in words what the checkpoint holds that a GGUF of it does not carry.
+    `left_out` names groups of tensors that are not exported.
     """
 
     folder: Path
@@ -131,7 +131,7 @@ def _text_tensors(stored: dict[str, StoredTensor], model_type: str) -> tuple[dic
 
 
 def _text_name(name: str, model_type: str) -> str | None:
-    """The tensor's name in a text-only checkpoint; None if it is not part of what is exported."""
+    """The tensor's name in a text-only checkpoint; None if it is not exported."""
     if name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and model_type in ASSISTANT_TYPES):
         return None
     if model_type not in MULTIMODAL_TYPES or name == "lm_head.weight":
@@ -153,17 +153,19 @@ def _groups(tensors: dict[str, StoredTensor]) -> tuple[str, ...]:
 def _check_tensors(folder: Path, tensors: dict[str, StoredTensor], needed: Shapes, allowed: Shapes) -> None:
     for name, shape in needed.items():
         if name not in tensors:
-            raise CheckpointError(f"{folder} lacks the tensor {name!r} {list(shape)} that its config asks for; download all its shards")
+            raise CheckpointError(f"{folder} lacks the tensor {name!r} {list(shape)} that its config requires; download all its shards")
     for name, tensor in tensors.items():
         wanted = needed.get(name, allowed.get(name))
         if name.startswith("masked_embedding.") and wanted is None:
             continue
         if wanted is None:
-            raise CheckpointError(f"{tensor.path}: {tensor.name!r} is no tensor of the model in its config; use an unmodified checkpoint")
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.name!r} is not a tensor of the model in its config; use an unmodified checkpoint"
+            )
         if tensor.shape != wanted:
             raise CheckpointError(
-                f"{tensor.path}: {tensor.name!r} has shape {list(tensor.shape)}, its config asks for {list(wanted)};"
-                " config.json and weights do not belong together"
+                f"{tensor.path}: {tensor.name!r} has shape {list(tensor.shape)}, its config requires {list(wanted)};"
+                " config.json and the weights belong to different models"
             )
         types = ("I64", "I32") if name == TOKEN_ORDERING else tuple(SOURCE_TYPE)
         if tensor.dtype not in types:

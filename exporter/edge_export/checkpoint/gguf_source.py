@@ -1,4 +1,4 @@
-"""An existing GGUF seen as the checkpoint it was made from: its architecture out of its keys, so that pairs are checked and planned alike.
+"""Reads an existing GGUF as a Checkpoint: its architecture comes from its keys, so that all pairs are checked and planned alike.
 
 Key names: llama.cpp, gguf-py/gguf/constants.py; what they mean for Gemma 4: conversion/gemma.py and src/models/gemma4*.cpp.
 """
@@ -41,12 +41,12 @@ FILE_TYPES = {
     32: "bf16",
 }
 _F32 = 0
-# Larger factors stop a rotary pair from turning (proportional RoPE).
+# Larger factors mark pairs that are not rotated (proportional RoPE).
 _TURNS_BELOW = 1e20
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Reads keys and tensor infos. Raises CheckpointError if it is no GGUF file of a known version, or is truncated or corrupt."""
+    """Reads keys and tensor infos. Raises CheckpointError if it is not a GGUF file of a known version, or is truncated or corrupt."""
     try:
         return gguf_header.read_gguf_header(path)
     except gguf_header.GgufError as error:
@@ -91,7 +91,7 @@ def open_gguf(path: Path) -> tuple[Checkpoint, GgufHeader]:
 
 
 def quantization_of(header: GgufHeader) -> str:
-    """Returns the quantization's name as `general.file_type` has it, "mixed" if it has none that is known."""
+    """Returns the name of the quantization in `general.file_type`; "mixed" if it is unknown."""
     return FILE_TYPES.get(header.keys.get("general.file_type", -1), "mixed")
 
 
@@ -151,7 +151,7 @@ def _fields(keys: _Keys, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
 
 
 def _rotary_share(keys: _Keys, factors: TensorInfo | None, head_dim: int) -> float:
-    """Which share of a full layer's head turns: the frequency factors [head_dim / 2] that are not huge."""
+    """The rotated fraction of a full layer's head: the share of frequency factors [head_dim / 2] that are not huge."""
     if factors is None or factors.type != _F32 or factors.shape != (head_dim // 2,):
         raise CheckpointError(f"{keys.path} has no float32 tensor rope_freqs.weight [{head_dim // 2}]; convert the checkpoint again")
     with keys.path.open("rb") as file:

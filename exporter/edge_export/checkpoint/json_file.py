@@ -1,4 +1,4 @@
-"""JSON objects from files that may be hostile: size checked before reading, shape checked after."""
+"""Reads JSON objects from untrusted files: the size is checked before reading, the type after."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_JSON_BYTES = 256 << 20
 
 
 def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Returns the JSON object in `path`. Raises CheckpointError if it is missing, larger than `most_bytes`, or no JSON object."""
+    """Returns the JSON object in `path`. Raises CheckpointError if it is missing, larger than `most_bytes`, or not a JSON object."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; download the checkpoint again, with all its files")
     try:
@@ -23,7 +23,7 @@ def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, 
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}); download the checkpoint again") from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(data).__name__}, not an object; download the checkpoint again")
+        raise CheckpointError(f"{path} contains a JSON {type(data).__name__}, not an object; download the checkpoint again")
     return data
 
 

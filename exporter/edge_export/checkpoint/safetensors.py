@@ -1,4 +1,4 @@
-"""A reader of safetensors checkpoints that trusts no header and never holds more than one piece of one tensor.
+"""Reads safetensors checkpoints: headers are untrusted, and no more than one piece of one tensor is in memory.
 
 Format: 8 bytes of little-endian header length, a JSON header, then the data (github.com/huggingface/safetensors, README).
 """
@@ -23,7 +23,7 @@ MAX_HEADER_BYTES = 100_000_000
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _LONGEST_NAME = 200
-# No tensor has more; the product of hostile sizes would take minutes.
+# No real tensor has more dimensions; the product of hostile sizes would take minutes.
 _MOST_DIMENSIONS = 8
 _LARGEST_SIZE = 1 << 40
 _LARGEST_OFFSET = 1 << 60
@@ -46,7 +46,7 @@ ITEM_BYTES = {
     "F8_E4M3": 1,
     "F8_E5M2": 1,
 }
-# What this package can read; bfloat16 comes as its bits.
+# Supported dtypes; bfloat16 is read as its bits.
 READABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 FloatType = Literal["f32", "f16", "bf16"]
 FLOAT_BYTES: dict[FloatType, int] = {"f32": 4, "f16": 2, "bf16": 2}
@@ -55,7 +55,7 @@ SOURCE_TYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies: `bytes` bytes of `dtype` (safetensors' name) from `offset` in `path`."""
+    """The place of a tensor: `bytes` bytes of `dtype` (safetensors' name) from `offset` in `path`."""
 
     name: str
     path: Path
@@ -98,10 +98,12 @@ def _weight_map(index_path: Path) -> dict[str, str]:
 
 
 def _shard_path(folder: Path, shard: str) -> Path:
-    # Links are followed: the Hub's cache stores every shard as one.
+    # Symbolic links are followed: the Hub's cache stores every shard as one.
     sound = Path(shard).name == shard and "\\" not in shard and shard.isprintable() and len(shard) <= _LONGEST_NAME
     if not sound or not shard.endswith(".safetensors"):
-        raise CheckpointError(f"{folder / INDEX_NAME} names the shard {shard[:80]!r}, not a safetensors file of this folder; do not use it")
+        raise CheckpointError(
+            f"{folder / INDEX_NAME} names the shard {shard[:80]!r}, not a safetensors file of this folder; download the checkpoint again"
+        )
     path = folder / shard
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, though {INDEX_NAME} names it; download this file")
@@ -114,14 +116,14 @@ def read_header(path: Path) -> list[StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{path} is no safetensors file or is cut short ({size} bytes, header {length}); download it again")
+            raise CheckpointError(f"{path} is not a safetensors file or is truncated ({size} bytes, header {length}); download it again")
         text = file.read(length)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a header that is not sound JSON ({error}); download it again") from error
+        raise CheckpointError(f"{path} has a header that is not valid JSON ({error}); download it again") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} has a header that is no JSON object; download it again")
+        raise CheckpointError(f"{path} has a header that is not a JSON object; download it again")
     start = 8 + length
     entries = sorted((name, entry) for name, entry in header.items() if name != "__metadata__")
     return [_stored(path, name, entry, start, size) for name, entry in entries]
@@ -143,7 +145,7 @@ def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> StoredT
         raise CheckpointError(f"{path}: tensor {name!r} has shape {brief(shape)} and offsets {brief(offsets)}; download the file again")
     begin, end = offsets
     if begin > end or start + end > size:
-        raise CheckpointError(f"{path} is cut short: {name!r} ends at byte {start + end}, the file has {size}; download this file again")
+        raise CheckpointError(f"{path} is truncated: {name!r} ends at byte {start + end}, the file has {size}; download this file again")
     if end - begin != prod(shape) * ITEM_BYTES[dtype]:
         raise CheckpointError(f"{path}: tensor {name!r} has {end - begin} bytes, not those of {dtype} {shape}; download the file again")
     return StoredTensor(name=name, path=path, dtype=dtype, shape=tuple(shape), offset=start + begin, bytes=end - begin)

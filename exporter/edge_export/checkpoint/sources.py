@@ -1,4 +1,4 @@
-"""From what the user names (a folder, a hub id, a GGUF) to an opened, checked pair. The only module that imports huggingface_hub."""
+"""Opens and checks a pair that the user names as folders, hub ids or GGUFs. The only module that imports huggingface_hub."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from edge_export.errors import CheckpointError
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, string_array
 from edge_runtime.bundle.manifest import Source, SourceFile
 
-# What an export reads of a hub repository.
+# Files that an export reads of a hub repository.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")
-# Beside the weights, what of a checkpoint folder ends up in the bundle.
+# Files of a checkpoint folder, besides the weights, that determine the bundle.
 _SIDE_FILES = (
     "config.json",
     "generation_config.json",
@@ -62,7 +62,7 @@ class ResolvedSource:
 
     @property
     def stored_type(self) -> FloatType:
-        """The type most of a checkpoint's weights have, in which nothing is lost."""
+        """The float type of most of a checkpoint's weights, which keeps them exactly."""
         sizes: dict[str, int] = {}
         for tensor in self.checkpoint.tensors.values():
             if tensor.dtype in SOURCE_TYPE:
@@ -113,30 +113,31 @@ def source_files(source: ResolvedSource) -> list[Path]:
 
 
 def hub_folder(repository: str) -> Path:
-    """Downloads what an export needs of a hub repository and returns its folder; what was downloaded before is taken from the cache.
+    """Downloads the files that an export needs of a hub repository, unless they are in the cache; returns their folder.
 
-    Raises CheckpointError if huggingface_hub is missing, the hub cannot be reached, or the repository is not there or gated.
+    Raises CheckpointError if huggingface_hub is missing, the hub cannot be reached, or the repository does not exist or is gated.
     """
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError as error:
         raise CheckpointError(
-            f"{repository} is no folder here, and huggingface_hub, which would fetch it, is not installed; pip install 'edge-mtp[export]'"
+            f"{repository} is not a local folder, and huggingface_hub, which would fetch it, is not installed;"
+            " pip install 'edge-mtp[export]'"
         ) from error
     try:
         return Path(snapshot_download(repository, allow_patterns=list(PATTERNS)))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{repository} is no folder here and could not be fetched from the Hugging Face hub ({reason});"
+            f"{repository} is not a local folder and could not be fetched from the Hugging Face hub ({reason});"
             " give a local folder, or check the name, the network, and your access to the repository"
         ) from error
 
 
 def _open(role: str, origin: str) -> ResolvedSource:
     path = Path(origin)
-    with contextlib.suppress(RuntimeError):  # ~name of nobody is a name like others
+    with contextlib.suppress(RuntimeError):  # ~name of an unknown user is an ordinary path
         path = path.expanduser()
     if path.is_file():
         checkpoint, header = open_gguf(path)
@@ -181,7 +182,7 @@ def _gguf_pieces(source: ResolvedSource) -> LongArray:
         assert source.tokenizer is not None
         return string_array(source.tokenizer.pieces)
     found = source.gguf.keys["tokenizer.ggml.tokens"]
-    assert isinstance(found, LongArray)  # open_gguf refuses a file without
+    assert isinstance(found, LongArray)  # open_gguf rejects a file without
     return found
 
 

@@ -1,4 +1,4 @@
-"""Which tensors a Gemma 4 text model has, and their shapes, as transformers' modeling_gemma4.py builds them."""
+"""The tensors of a Gemma 4 text model and their shapes, as transformers' modeling_gemma4.py builds them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKEN_ORDERING = f"{SPARSE_HEAD}.token_ordering"
 
 
 def needed_shapes(model: TextArchitecture) -> Shapes:
-    """Names and shapes [out, in] of the tensors that must be there."""
+    """Names and shapes [out, in] of the required tensors."""
     shapes: Shapes = {"model.embed_tokens.weight": (model.vocab_size, model.hidden_size), "model.norm.weight": (model.hidden_size,)}
     if not model.tied:
         shapes["lm_head.weight"] = (model.vocab_size, model.hidden_size)
@@ -33,7 +33,7 @@ def needed_shapes(model: TextArchitecture) -> Shapes:
 
 
 def allowed_shapes(model: TextArchitecture) -> Shapes:
-    """Names and shapes of tensors that may be there: a copy of the tied head, and K/V weights of layers that share them."""
+    """Names and shapes of the optional tensors: a copy of the tied head, and K/V weights of layers that share them."""
     if isinstance(model, AssistantArchitecture):
         return {}
     shapes: Shapes = {"lm_head.weight": (model.vocab_size, model.hidden_size)}

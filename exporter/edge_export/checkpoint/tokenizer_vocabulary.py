@@ -1,6 +1,6 @@
 """tokenizer.json and its neighbours -> the vocabulary llama.cpp's converter writes for Gemma 4. No tokenizer library is run.
 
-What is special and what counts as what follows transformers' loading of tokenizer_config.json and gguf-py's SpecialVocab.
+Special tokens are found as by transformers' loading of tokenizer_config.json and gguf-py's SpecialVocab.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from edge_export.checkpoint.json_file import read_json_object, read_optional_jso
 from edge_export.errors import CheckpointError
 
 TOKENIZER_NAME = "tokenizer.json"
-# The runtime reads no longer one.
+# The runtime's own limit.
 MAX_TEMPLATE_BYTES = 1 << 20
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 SCORE = -1000.0
 SPECIAL_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-# Pieces a chat parser must see in the output text.
+# Pieces that must appear in the output text, for chat parsers.
 VISIBLE = frozenset(
     ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'],
 )
@@ -115,7 +115,7 @@ def _content(entry: Any) -> str | None:
 
 
 def _special_pieces(folder: Path, settings: dict[str, Any]) -> set[str]:
-    """The pieces transformers 5 holds to be special: named tokens, model-specific `*_token` entries and extra special tokens."""
+    """The pieces that are special to transformers 5: named tokens, model-specific `*_token` entries and extra special tokens."""
     entries = dict(settings)
     if "added_tokens_decoder" not in settings:
         entries |= read_optional_json_object(folder / "special_tokens_map.json")

@@ -1,4 +1,4 @@
-"""Making a package: every part into a folder that appears whole or not at all."""
+"""Builds a package: puts every part into a folder that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edge_export.output.atomic_folder import check_output, partial_folder
 from edge_export.output.replaceable_folder import FolderKind
 
 BACKENDS = ("llama", "onnx")
-# Many other folders have a package.json: only ours says which platform and backends it is for.
+# Many other folders have a package.json; only ours has a platform and backends.
 PACKAGE = FolderKind(
     name="package",
     list_name=PACKAGE_NAME,
@@ -31,7 +31,10 @@ PACKAGE = FolderKind(
 
 @dataclass(frozen=True, kw_only=True)
 class PackageRequest:
-    """What to make: `platform` is a key of PLATFORMS, `backends` are some of BACKENDS, `tools` adds llama.cpp's own, which need no Python."""
+    """What to build: `platform` is a key of PLATFORMS, `backends` are some of BACKENDS.
+
+    `tools` adds llama.cpp's own tools, which need no Python.
+    """
 
     platform: str
     output: Path
@@ -41,7 +44,7 @@ class PackageRequest:
 
 
 def make_package(request: PackageRequest, step: Callable[[str], None]) -> Inventory:
-    """Makes the folder and returns what is in it; `step` is told what is being done. Raises ExportError; then nothing is left."""
+    """Builds the folder and returns its inventory; `step` gets a title for each step. Raises ExportError; then no file is left."""
     platform = PLATFORMS[request.platform]
     check_output(request.output, request.force, PACKAGE)
     cache = cache_folder() / "packages"

@@ -39,7 +39,10 @@ package_options = option_group(
 
 
 def package_request(values: dict[str, Any], output: Path | None, force: bool) -> PackageRequest | None:
-    """Takes the options' values out of all the command's; None if no package is asked for. Raises a usage error for options that do not fit."""
+    """Removes the group's values from the command's; returns the request, or None without --package.
+
+    Raises a usage error for options that exclude each other.
+    """
     platform, backends, tools = (values.pop(name) for name in ("package", "backends", "with_llama_tools"))
     if platform is None:
         if backends or tools:
@@ -49,7 +52,7 @@ def package_request(values: dict[str, Any], output: Path | None, force: bool) ->
     for parameter in context.command.params:
         name = str(parameter.name)
         if name not in _OWN and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--package makes no bundle, so {parameter.opts[0]} has no place there; leave it out")
+            raise click.UsageError(f"--package writes no bundle, so {parameter.opts[0]} has no effect; leave it out")
     if output is None:
         raise click.UsageError("Missing option '-o' / '--output'.")
     there = BACKENDS if PLATFORMS[platform].processors else ("onnx",)
@@ -60,7 +63,7 @@ def package_request(values: dict[str, Any], output: Path | None, force: bool) ->
 
 
 def run_package(request: PackageRequest, as_json: bool) -> None:
-    """Makes the package and prints its sizes. Raises ExportError."""
+    """Builds the package and prints its sizes. Raises ExportError."""
     console = Console(stderr=True)
     with console.status("preparing") as status:
         inventory = make_package(request, lambda text: status.update(text))
@@ -74,12 +77,12 @@ def run_package(request: PackageRequest, as_json: bool) -> None:
 
 
 def package_table(folder: Path, inventory: Inventory) -> Table:
-    """The table at the end: each part of the package with its size."""
+    """A table of the package's parts with their sizes."""
     table = Table(title=f"{folder}: {inventory.platform}, {len(inventory.files)} files", title_justify="left")
     table.add_column("part")
     table.add_column("size", justify="right")
     for part, size in sorted(inventory.sizes.items(), key=lambda item: -item[1]):
         table.add_row(part, byte_text(size))
     table.add_section()
-    table.add_row("together", byte_text(inventory.bytes))
+    table.add_row("total", byte_text(inventory.bytes))
     return table

@@ -19,7 +19,7 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 RELEASE = "bookworm"
 _ADVICE = "check the network and Debian's servers, then try again"
 _NEED_APT = "packages are made on Debian or a relative of it (apt install apt dpkg)"
-# Which libraries of each package are taken; none means that only its texts are.
+# The libraries to take from each package; none: only its licence texts.
 _LIBRARIES = {
     "libc6": "libc.so.6 libm.so.6 libpthread.so.0 libdl.so.2 librt.so.1 libutil.so.1 libresolv.so.2 libnss_dns.so.2 libnss_files.so.2",
     "libgcc-s1": "libgcc_s.so.1",
@@ -35,9 +35,9 @@ _LIBRARIES = {
     "libsqlite3-0": "libsqlite3.so.0",
 }
 _PYTHON_PACKAGES = (f"libpython{PYTHON}-minimal", f"libpython{PYTHON}-stdlib", f"python{PYTHON}-minimal")
-# Texts of the licences that the others only name.
+# Texts of the licences that other packages only name.
 _LICENCE_PACKAGE = "base-files"
-# Of the standard library: what needs libraries that are not here, tests, and what belongs to a Python that packages are installed into.
+# Left out of the standard library: modules whose libraries are missing here, tests, and tools for installing packages.
 _LEFT_OUT = re.compile(
     r"(test|lib2to3|idlelib|ensurepip|venv|turtledemo|pydoc_data|__pycache__)/|EXTERNALLY-MANAGED$|sitecustomize\.py$|turtle\.py$"
     r"|lib-dynload/(_curses|_curses_panel|readline|_dbm|_crypt|nis|ossaudiodev|_test\w*|_xxtestfuzz|xxlimited\w*|_ctypes_test)\."
@@ -45,7 +45,7 @@ _LEFT_OUT = re.compile(
 
 
 def add_python(folder: Path, platform: Platform, cache: Path, scratch: Path) -> list[Component]:
-    """Puts Python, its standard library and the C library into `folder`. `cache` keeps what apt downloaded; `scratch` is emptied by others.
+    """Puts Python, its standard library and the C library into `folder`. `cache` keeps apt's downloads; the caller removes `scratch`.
 
     Raises PackageError if apt or Debian's keyring is missing, or the download fails.
     """
@@ -67,13 +67,13 @@ def add_python(folder: Path, platform: Platform, cache: Path, scratch: Path) -> 
 def fetch_archives(names: Sequence[str], architecture: str, cache: Path) -> dict[str, Path]:
     """Downloads Debian's packages for an architecture ("arm64") into `cache`, and returns the archive of each.
 
-    apt keeps its lists there, so that it asks only for what is new. Raises PackageError if apt or Debian's keyring is missing, or the
+    apt keeps its lists there, so that it fetches only changes. Raises PackageError if apt or Debian's keyring is missing, or the
     download fails.
     """
     for program in ("apt-get", "dpkg-deb"):
         found(program, _NEED_APT)
     if not KEYRING.is_file():
-        raise PackageError(f"{KEYRING} is missing, by which Debian's packages are checked; apt install debian-archive-keyring")
+        raise PackageError(f"{KEYRING} is missing, which verifies Debian's packages; apt install debian-archive-keyring")
     home = cache / f"debian-{RELEASE}-{architecture}"
     for path in (home / "state/lists/partial", home / "cache/archives/partial"):
         path.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def fetch_archives(names: Sequence[str], architecture: str, cache: Path) -> dict
     )
     environment = {"APT_CONFIG": str(home / "apt.conf"), "LC_ALL": "C"}
     run(["apt-get", "-qq", "--error-on=any", "update"], _ADVICE, environment=environment)
-    # apt checks hashes of what it downloads, but takes a file that is there already for good: each time, a new place.
+    # apt checks hashes of downloads, but not of files that exist already: so each time a new folder.
     archives = Path(tempfile.mkdtemp(prefix="archives-", dir=home))
     try:
         run(["apt-get", "-qq", "download", *names], _ADVICE, folder=archives, environment=environment)
@@ -108,7 +108,7 @@ def _kept(downloaded: dict[str, Path], names: Sequence[str], place: Path) -> dic
 def _component(folder: Path, name: str, archive: Path, unpacked: Path) -> Component:
     version = archive.stem.split("_")[1].replace("%3a", ":")
     texts = unpacked / "usr/share/doc" / name / "copyright"
-    if not texts.is_file():  # a link to the package that holds the text of all made from one source
+    if not texts.is_file():  # a symbolic link to the package with the text for all packages of one source
         texts = unpacked.parent / "gcc-12-base/usr/share/doc/gcc-12-base/copyright"
     return Component(
         name=name,
@@ -125,7 +125,7 @@ def _library(unpacked: Path, platform: Platform, name: str) -> Path:
         path = unpacked / place / name
         if path.exists():
             return path
-    raise PackageError(f"Debian's {unpacked.name} has no {name}; this version of edge-mtp knows {RELEASE}'s packages, update it")
+    raise PackageError(f"Debian's {unpacked.name} has no {name}; this version of edge-mtp supports {RELEASE}'s packages, update it")
 
 
 def _take(source: Path, destination: Path, *, executable: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a package holds: files with hashes, components with licences. `package.json` is where others learn it."""
+"""The content of a package, written as package.json: files with hashes, components with licences."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Inventory:
 
     @property
     def bytes(self) -> int:
-        """All files together."""
+        """Size of all files."""
         return sum(file.bytes for file in self.files)
 
 
@@ -90,7 +90,7 @@ def take_inventory(folder: Path, platform: str, version: str, backends: tuple[st
 
 
 def _part(path: str) -> str:
-    """The part of the package that a file is counted with: a Python package, or what its folder is."""
+    """The part of the package to which a file belongs: a Python package, or its top folder."""
     words = path.split("/")
     if words[:3] == ["lib", "python3", "dist-packages"]:
         name = words[3].partition(".")[0].partition("-")[0]

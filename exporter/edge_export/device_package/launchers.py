@@ -1,4 +1,4 @@
-"""The commands of a package: shell scripts that any POSIX shell runs, Android's too."""
+"""The commands of a package: shell scripts for any POSIX shell, including Android's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edge_export.device_package.platforms import PYTHON, SITE, Platform
 
-# The folder is found from the script's own place, links followed, so that it may lie anywhere.
+# The folder is found from the script's own path, with symbolic links followed, so that it may be anywhere.
 _HERE = """\
 self=$0
 [ -L "$self" ] && self=$(readlink -f -- "$self")
@@ -23,7 +23,7 @@ HOMES# To its children, too, Python is this script: without its loader it would 
 exec "$here/lib/LOADER" --inhibit-cache --library-path "LIBRARIES$here/lib" \\
     --argv0 "$here/bin/edge-python" "$here/bin/pythonVERSION" -s "$@"
 """
-# A phone's shell user has no home to write to and no /tmp.
+# A phone's shell user has no writable home and no /tmp.
 _ANDROID_HOMES = """\
 if [ -z "$HOME" ] || [ ! -w "$HOME" ]; then export HOME="$here/home"; mkdir -p "$HOME"; fi
 if [ -z "$TMPDIR" ] || [ ! -w "$TMPDIR" ]; then export TMPDIR="$here/tmp"; mkdir -p "$TMPDIR"; fi
@@ -36,7 +36,7 @@ HEREexec "SHELL" "$here/bin/edge-python" -c 'from edge_devices.entry_points impo
 
 
 def write_launchers(folder: Path, platform: Platform, backends: Sequence[str]) -> None:
-    """Writes bin/edge-python and the commands that begin with it."""
+    """Writes bin/edge-python and the commands that use it."""
     llama = "llama" in backends
     texts = {"edge-python": _PYTHON}
     for name in _COMMANDS:
@@ -57,7 +57,7 @@ def write_launchers(folder: Path, platform: Platform, backends: Sequence[str]) -
 
 
 def _choice(platform: Platform) -> str:
-    """Sets $cpu to the newest build of llama.cpp's CPU library that the processor runs, by what the kernel says of it."""
+    """Sets $cpu to the newest build of llama.cpp's CPU library that the processor can run, by the features in /proc/cpuinfo."""
     lines = [
         "flags=",
         f'while read -r key _ rest; do case $key in {platform.cpuinfo_key}) flags=" $rest "; break ;; esac; done </proc/cpuinfo',

@@ -1,4 +1,4 @@
-"""llama.cpp for the device, cross-compiled by zig's C compiler from llama-cpp-python's source archive; kept for the next package."""
+"""llama.cpp for the device, cross-compiled by zig's C compiler from llama-cpp-python's source archive. Builds are cached."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edge_export.device_package.platforms import SITE, Platform, Processors
 from edge_export.device_package.subprocesses import found, run
 from edge_export.errors import PackageError
 
-# Only this version's MTP interface is known to the runtime (see the extra [llama]).
+# The runtime supports the MTP interface of this version only (see the extra [llama]).
 VERSION = "0.3.36"
 TOOLS = ("llama-speculative-simple", "llama-bench")
 # The oldest C library that the compiled libraries run on; the package's own, 2.36, is newer.
@@ -37,7 +37,7 @@ _SWITCHES = (
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_APP=OFF",
     "-DLLAMA_BUILD_UI=OFF",
-    # A version in a library's name would need links, which do not survive a copy to a phone.
+    # Versions in library names would need symbolic links, which do not survive a copy to a phone.
     "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
     "-DCMAKE_SKIP_RPATH=ON",
 )
@@ -48,7 +48,7 @@ _LEFT_OUT = re.compile(r"/(tests|server|docs)/|\.pyi$")
 
 @dataclass(frozen=True, kw_only=True)
 class Toolchain:
-    """zig, cmake and ninja, and where builds are kept."""
+    """zig, cmake and ninja, and the folder of cached builds."""
 
     zig: Path
     cmake: str
@@ -66,7 +66,7 @@ def open_toolchain(cache: Path) -> Toolchain:
     """Finds the compilers, and fetches the source archive once. Raises PackageError naming what is missing."""
     spec = find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
-        raise PackageError(f"ziglang is missing, which compiles llama.cpp for the device; {_NEED_TOOLS}")
+        raise PackageError(f"ziglang, which compiles llama.cpp for the device, is missing; {_NEED_TOOLS}")
     cmake, ninja = found("cmake", _NEED_TOOLS), found("ninja", _NEED_TOOLS)
     zig = Path(spec.submodule_search_locations[0]) / "zig"
     home = cache / f"llama-cpp-python-{VERSION}-zig-{_zig_version()}"
@@ -105,7 +105,7 @@ def add_tools(folder: Path, platform: Platform, toolchain: Toolchain, step: Call
 
 
 def _built(toolchain: Toolchain, platform: Platform, processors: Processors, *, static: bool, targets: tuple[str, ...]) -> Path:
-    """The folder of a build; one that was interrupted goes on where it stopped."""
+    """The folder of a build; an interrupted build is continued."""
     kind = "static" if static else "shared"
     build = toolchain.home / f"{platform.machine}-{processors.name}-{kind}"
     triple = f"{platform.machine}-linux-{'musl' if static else f'gnu.{_GLIBC}'}"
@@ -147,7 +147,7 @@ def _built(toolchain: Toolchain, platform: Platform, processors: Processors, *, 
 
 
 def _wrappers(toolchain: Toolchain, build: Path, flags: str) -> Iterator[str]:
-    """Scripts that cmake takes for a compiler and its companions, and the switches that name them."""
+    """Scripts that act as cmake's compiler and binary tools, and the switches that name them."""
     build.mkdir(parents=True, exist_ok=True)
     named = {"cc": ("C_COMPILER", flags), "c++": ("CXX_COMPILER", flags), "ar": ("AR", ""), "ranlib": ("RANLIB", "")}
     for program, (variable, options) in named.items():
@@ -182,7 +182,7 @@ def _sources(home: Path) -> Path:
     partial = home / "unpacking"
     shutil.rmtree(partial, ignore_errors=True)
     with tarfile.open(home / f"{sources.name}.tar.gz") as archive:
-        # Python before 3.11.4 (Debian 12's) has no filters; pip has checked the archive against the index's hash.
+        # Python before 3.11.4 (Debian 12's) has no filters; pip checked the archive against the index's hash.
         archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
         archive.extractall(partial)
     (partial / sources.name).rename(sources)
@@ -194,7 +194,7 @@ def _zig_version() -> str:
     try:
         return version("ziglang")
     except PackageNotFoundError as error:
-        raise PackageError(f"ziglang is missing, which compiles llama.cpp for the device; {_NEED_TOOLS}") from error
+        raise PackageError(f"ziglang, which compiles llama.cpp for the device, is missing; {_NEED_TOOLS}") from error
 
 
 def _component(folder: Path, toolchain: Toolchain, name: str) -> Component:

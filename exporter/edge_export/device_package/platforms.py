@@ -1,18 +1,18 @@
-"""What differs between the platforms a package is made for."""
+"""The platforms that a package can be built for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PYTHON = "3.11"
-SITE = "lib/python3/dist-packages"  # where Debian's Python looks for packages, seen from its prefix
+SITE = "lib/python3/dist-packages"  # Debian's folder of Python packages, relative to the prefix
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processors:
-    """Processors that one build of llama.cpp's CPU library is for.
+    """The processors of one build of llama.cpp's CPU library.
 
-    `features` must all be in /proc/cpuinfo for it to be taken; `model` is the same for zig.
+    The build is used if all `features` are in /proc/cpuinfo; `model` is zig's name for the same features.
     """
 
     name: str
@@ -22,9 +22,9 @@ class Processors:
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """`processors` go from the newest to those that need nothing; `cpuinfo_key` is the line of /proc/cpuinfo with the features.
+    """`processors` go from the newest to those without required features; `cpuinfo_key` is the line of /proc/cpuinfo with the features.
 
-    Without any, llama.cpp is not built for the platform. `tools` is the member that llama.cpp's static tools are built for.
+    Without processors, llama.cpp is not built for the platform. `tools` is the member that llama.cpp's static tools are built for.
     """
 
     name: str
@@ -50,7 +50,7 @@ _ARM_PROCESSORS = (
 
 
 def _tags(machine: str) -> tuple[str, ...]:
-    """Of the manylinux tags those whose C library is no newer than the package's own, Debian 12's 2.36."""
+    """The manylinux tags whose C library is no newer than the package's own, Debian 12's 2.36."""
     return (*(f"manylinux_2_{minor}_{machine}" for minor in (34, 31, 28, 27, 26, 24, 17)), f"manylinux2014_{machine}")
 
 

@@ -1,4 +1,4 @@
-"""The two light packages of this project, as they are imported here, and what tells their version."""
+"""The packages edge_runtime and edge_devices as they are imported here, and the metadata with their version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_own_code(folder: Path) -> Component:
     found = version(DISTRIBUTION)
     about = folder / SITE / f"{DISTRIBUTION.replace('-', '_')}-{found}.dist-info"
     about.mkdir()
-    # Commands ask for the version by the distribution's name; its other metadata speaks of the exporter.
+    # Commands read the version from the distribution's metadata; the rest of it describes the exporter.
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {found}\n", encoding="utf-8")
     text = keep_licence(folder, f"{DISTRIBUTION}/LICENSE", own_licence())
     return Component(name=DISTRIBUTION, version=found, source="this program", licence="Apache-2.0", texts=(text,))

@@ -1,4 +1,4 @@
-"""Running the programs that fetch and build."""
+"""Runs the programs that fetch and build."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from edge_export.errors import PackageError
 
 def found(program: str, advice: str) -> str:
     """Returns the path of a program. Raises PackageError, ending in `advice`, if it is not installed."""
-    # What pip installed lies beside Python, which need not be in PATH.
+    # pip installs programs beside Python, whose folder need not be in PATH.
     path = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
     if path is None:
-        raise PackageError(f"{program} is missing, which making the package needs; {advice}")
+        raise PackageError(f"{program}, which building the package needs, is missing; {advice}")
     return path
 
 
@@ -42,13 +42,13 @@ def run(command: Sequence[str | Path], advice: str, *, folder: Path | None = Non
 
 
 def _short(command: Sequence[str | Path]) -> str:
-    """The program, and the first word that is no option: enough to know which step it was."""
+    """The program and its first argument that is not an option, which identify the step."""
     words = [str(word) for word in command[1:] if not str(word).startswith("-") and "/" not in str(word)]
     return " ".join([Path(command[0]).name, *words[:2]])
 
 
 def _reason(*outputs: str) -> str:
-    """The first line that says it is an error, or the last line there is."""
+    """The first line that contains an error, or the last line."""
     for text in outputs:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if line.lower().startswith(("error", "e:", "fatal")) or " error: " in line]

@@ -19,21 +19,21 @@ from edge_export.errors import PackageError
 
 DISTRIBUTION = "edge-mtp"
 _ADVICE = "check the network, and that pip is installed (python -m ensurepip)"
-# What our requirements need in their turn; pip would add what only their tools use, such as a hub client for tokenizers.
+# Dependencies of our requirements; pip would add packages that only their tools use, such as a hub client for tokenizers.
 _THEIR_NEEDS = {"core": ("markdown-it-py", "mdurl", "pygments", "markupsafe"), "llama": ("diskcache", "typing_extensions"), "onnx": ()}
-# Of wheels: tests, types, headers, compilers and tools for making models.
+# Left out of wheels: tests, types, headers, compilers and tools for building models.
 _LEFT_OUT = re.compile(
     r"(^|/)tests?/|\.pyi$|\.(h|c|a|pxd|pyx|f90)$|(^|/)__pycache__/"
     r"|^numpy/(f2py|distutils|_pyinstaller|typing/tests)/|^onnxruntime/(transformers|quantization|tools|datasets|backend)/|^[\w.+-]+\.data/"
 )
 _LICENCE_NAME = re.compile(r"(^|/)(licen[cs]e|copying|notice|authors|thirdpartynotices)[^/]*$", re.IGNORECASE)
-# The wheel holds no text of its licence.
+# The wheel has no licence text.
 _WITHOUT_TEXT = {"tokenizers": "Apache-2.0"}
 MAX_WHEEL_BYTES = 2 << 30
 
 
 def add_wheels(folder: Path, platform: Platform, backends: tuple[str, ...], scratch: Path) -> list[Component]:
-    """Unpacks the wheels that the backends need into the package. Raises PackageError if one cannot be had."""
+    """Unpacks the wheels that the backends need into the package. Raises PackageError if one is not available."""
     wanted = [line for part in ("core", *backends) for line in (*_own_requirements(part), *_THEIR_NEEDS[part])]
     wheels = scratch / "wheels"
     tags = [word for tag in platform.wheel_tags for word in ("--platform", tag)]
@@ -86,7 +86,7 @@ def _add_wheel(folder: Path, wheel: Path) -> Component:
             if _LICENCE_NAME.search(member) and not member.endswith(".py"):
                 texts.append(keep_licence(folder, f"{name}/{PurePosixPath(member).name}", archive.read(member)))
             if _LEFT_OUT.search(member) or member.endswith(".dist-info/RECORD"):
-                continue  # RECORD would name what was left out
+                continue  # RECORD would list files that are left out
             path = site / member
             path.parent.mkdir(parents=True, exist_ok=True)
             with archive.open(member) as source, path.open("wb") as destination:
@@ -104,13 +104,13 @@ def _add_wheel(folder: Path, wheel: Path) -> Component:
 
 
 def _members(archive: zipfile.ZipFile, wheel: Path) -> Iterator[str]:
-    """The files of a wheel. Raises PackageError for a name that leads out of its folder, or for more than a wheel ever holds."""
+    """The files of a wheel. Raises PackageError for a path outside its folder, or if the wheel is too large."""
     if sum(info.file_size for info in archive.infolist()) > MAX_WHEEL_BYTES:
         raise PackageError(f"{wheel.name} unpacks to more than {MAX_WHEEL_BYTES} bytes; check the package index")
     for info in archive.infolist():
         path = PurePosixPath(info.filename)
         if path.is_absolute() or ".." in path.parts or "\\" in info.filename:
-            raise PackageError(f"{wheel.name} holds {info.filename!r}, which leads out of the package; check the package index")
+            raise PackageError(f"{wheel.name} holds {info.filename!r}, which is outside the package; check the package index")
         if not info.is_dir():
             yield info.filename
 
@@ -118,12 +118,12 @@ def _members(archive: zipfile.ZipFile, wheel: Path) -> Iterator[str]:
 def _metadata_name(archive: zipfile.ZipFile) -> str:
     names = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith(".dist-info/METADATA")]
     if not names:
-        raise PackageError(f"{Path(str(archive.filename)).name} is no wheel: it has no METADATA; check the package index")
+        raise PackageError(f"{Path(str(archive.filename)).name} is not a wheel: it has no METADATA; check the package index")
     return names[0]
 
 
 def _licence(about: email.message.Message) -> str:
-    """The licence by the wheel's own words: an expression, a classifier, or a short text."""
+    """The licence in the wheel's metadata: an expression, a classifier, or a short text."""
     if about["License-Expression"]:
         return str(about["License-Expression"])
     classified = [str(line).rsplit(" :: ", 1)[-1] for line in about.get_all("Classifier") or [] if str(line).startswith("License ::")]
@@ -132,7 +132,7 @@ def _licence(about: email.message.Message) -> str:
 
 
 def own_licence() -> bytes:
-    """The text of Apache-2.0, under which this package is."""
+    """The text of this package's licence, Apache-2.0."""
     for file in files(DISTRIBUTION) or []:
         if file.name == "LICENSE":
             return Path(str(file.locate())).read_bytes()

@@ -92,12 +92,12 @@ def _drafter_entries(name: str, model: TextArchitecture) -> list[Entry]:
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
-    """Returns generation_config.json; empty if there is none. Raises CheckpointError if it is damaged or larger than such a file is."""
+    """Returns generation_config.json; empty if there is none. Raises CheckpointError if it is damaged or too large."""
     return read_optional_json_object(folder / GENERATION_NAME, _MAX_GENERATION_BYTES)
 
 
 def _suppressed(checkpoint: Checkpoint) -> list[Entry]:
-    """Token ids never to be sampled; the converter writes them for unified targets only."""
+    """Token ids that are never sampled; the converter writes them for unified targets only."""
     if checkpoint.model_type not in ("gemma4_unified", "gemma4_unified_text"):
         return []
     tokens = read_generation(checkpoint.folder).get("suppress_tokens") or []

@@ -1,6 +1,6 @@
-"""README.md's front matter and a model's name, read under limits before gguf's heuristics see them. The only module here that imports yaml.
+"""README.md's front matter and a model's name, read under limits for gguf's heuristics. The only module here that imports yaml.
 
-gguf would read these files itself, whole and with every alias expanded, so that a small hostile one took all memory.
+gguf itself would read these files completely and expand every alias, so that a small hostile file could use all memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from edge_export.gguf.metadata import GENERATION_NAME
 CARD_NAME = "README.md"
 MAX_FRONT_MATTER = 256 << 10
 _FENCE = "---"
-# Results of evaluations lie some eight deep.
+# Evaluation results are nested about eight deep.
 _MAX_DEPTH = 32
 # gguf's split of a name into words takes time that grows with the square of its length.
 _LONGEST_NAME = 4096
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml publishes no types
-    """A SafeLoader that refuses aliases, by which a small file becomes a huge one, and deep nesting."""
+    """A SafeLoader that rejects aliases, which can make a small file huge, and deep nesting."""
 
     depth = 0
 
@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml publishes no types
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"line {self.peek_event().start_mark.line + 2}: aliases (*) are not allowed")
         if self.depth == _MAX_DEPTH:
-            raise yaml.YAMLError(f"line {self.peek_event().start_mark.line + 2}: it is nested more than {_MAX_DEPTH} deep")
+            raise yaml.YAMLError(f"line {self.peek_event().start_mark.line + 2}: nested more than {_MAX_DEPTH} deep")
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml publishes no types
 
 @contextlib.contextmanager
 def unfit_values(folder: Path) -> Iterator[None]:
-    """What gguf raises for values that no key can hold becomes a CheckpointError: its heuristics pass any value on."""
+    """Turns what gguf raises for values that fit no key into a CheckpointError; its heuristics do not check values."""
     try:
         yield
     except (struct.error, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
@@ -61,13 +61,13 @@ def read_card(folder: Path) -> dict[str, Any]:
     try:
         data = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError) as error:
-        # Beside what is no YAML: numbers of thousands of digits, dates that are none, tags that do not fit their value.
+        # Not only invalid YAML: also numbers of thousands of digits, impossible dates, tags that do not fit their value.
         raise CheckpointError(f"{path} has front matter that cannot be read ({' '.join(str(error).split())[:200]}); correct it") from error
     return data if isinstance(data, dict) else {}
 
 
 def _front_matter(path: Path) -> str:
-    """The lines between the first two fences. No more of the file is read than they may have."""
+    """The lines between the first two fences. Reads no more than their limit."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_FRONT_MATTER)
@@ -86,7 +86,7 @@ def _front_matter(path: Path) -> str:
 
 
 def name_or_path(config: dict[str, Any], folder: Path) -> Any:
-    """Returns what config.json says of where the model came from, None if nothing. Raises CheckpointError for what no name can be."""
+    """Returns `_name_or_path` of config.json, None if it has none. Raises CheckpointError if it is not a name."""
     name = config.get("_name_or_path")
     if name is not None and not (isinstance(name, str) and len(name) <= _LONGEST_NAME):
         raise CheckpointError(f"{folder / 'config.json'}: _name_or_path is not a name of at most {_LONGEST_NAME} characters; correct it")

@@ -1,8 +1,8 @@
-"""The split drafter's body: the four blocks of a finished drafter GGUF, with their very bytes, in a file llama.cpp still takes for a drafter.
+"""The split drafter's body: the four blocks of an exported drafter GGUF, byte for byte, in a file that llama.cpp loads as a drafter.
 
-In place of the pre-projection there is a selector, which passes the first values of the embedding input to the first block: the target's
-own embedding, which llama.cpp adds for every token (src/models/gemma4-assistant.cpp), meets zeros. In place of the vocabulary there is
-an identity, so that the logits are the last block's normed output; the post-projection, which nobody reads then, is zeros.
+The pre-projection is replaced by a selector, which passes the first values of the embedding input to the first block: the target's own
+embedding, which llama.cpp adds for every token (src/models/gemma4-assistant.cpp), is multiplied by zeros. The vocabulary is replaced by
+an identity, so that the logits are the last block's normed output. The post-projection is not used then, and is zeros.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _REPLACED = ("token_embd.weight", _PRE, _POST)
 
 
 def write_body(drafter: Checkpoint, finished: Path, path: Path, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Writes `path` from `finished`, the drafter's GGUF as it goes into the bundle; `progress` gets the bytes written since its last call.
+    """Writes `path` from `finished`, the bundle's drafter GGUF; `progress` gets the bytes written since its last call.
 
-    Raises ExportError if `finished` does not hold what the checkpoint promises.
+    Raises ExportError if `finished` lacks a tensor of the checkpoint.
     """
     header = read_gguf_header(finished)
     model = drafter.assistant
@@ -39,8 +39,8 @@ def write_body(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
     missing = set(_REPLACED) - set(types)
     if missing:
         raise ExportError(f"{finished} lacks {', '.join(sorted(missing))}; export it again")
-    # float16, whose products with ones are exact, for the output: llama.cpp rounds what it multiplies to the weights' type. Beside
-    # quantized blocks, which round all they are given, the input may be rounded like that too, and has a quarter of the bytes to read.
+    # The output is float16, whose products with ones are exact: llama.cpp rounds activations to the weights' type. Quantized blocks
+    # round their input anyway, so before them the selector may be quantized too, to a quarter of the bytes.
     tensors = [
         raw_tensor("token_embd.weight", np.eye(hidden, dtype=np.float32), "f16"),
         raw_tensor(_PRE, np.eye(hidden, 2 * target, k=target, dtype=np.float32), _small(types[_PRE])),
@@ -54,7 +54,7 @@ def write_body(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
 
 
 def _small(replaced: int) -> Literal["f16", "q4_0"]:
-    """The type that stands for a matrix of the type `replaced`: q4_0, which holds ones and zeros exactly, where that is quantized."""
+    """The type for the replacement of a matrix: q4_0, which stores ones and zeros exactly, if the matrix was quantized."""
     return "f16" if replaced in _UNQUANTIZED else "q4_0"
 
 
@@ -66,7 +66,7 @@ def _copied(source: Path, tensor: TensorInfo) -> RawTensor:
             while left:
                 piece = file.read(min(left, _PIECE_BYTES))
                 if not piece:
-                    raise ExportError(f"{source} became shorter while it was read; export it again")
+                    raise ExportError(f"{source} became shorter while it was read; export the pair again")
                 left -= len(piece)
                 yield piece
 

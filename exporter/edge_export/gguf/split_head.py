@@ -1,8 +1,8 @@
 """The split drafter's head file: what the host computes while llama.cpp runs the four blocks alone. See docs/bundle.md.
 
-Everything before and after the blocks is linear, so it may leave the model: z = W_x x + W_h h goes in, and the centroid head
-(transformers, Gemma4AssistantMaskedEmbedder) works on what comes out. Output rows are the finished drafter's very bytes in cluster
-order, each cluster in one piece.
+Everything before and after the blocks is linear, so the host can compute it: z = W_x x + W_h h is the input, and the centroid head
+(transformers, Gemma4AssistantMaskedEmbedder) is applied to the output. Output rows have the bytes of the exported drafter, in cluster
+order, each cluster contiguous.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MOST = float(np.finfo(np.float16).max)
 
 
 def can_split(target_hidden_size: int, drafter: Checkpoint) -> bool:
-    """Whether this drafter gives a split one: it has a centroid head, and its rows fit into the target-wide input that carries them."""
+    """Whether this drafter can be split: it has a centroid head, and its rows fit into the input, which is as wide as the target's."""
     return drafter.assistant.ordered_embeddings and drafter.assistant.hidden_size < target_hidden_size
 
 
 def head_bytes(drafter: Checkpoint, row_bytes: int) -> int:
-    """Returns how many bytes write_head writes where a row of the finished drafter has `row_bytes`, to within a few thousand."""
+    """Returns the size of the head file to within a few kB; `row_bytes` is the size of an output row of the exported drafter."""
     model = drafter.assistant
     hidden = model.hidden_size
     matrices = hidden * (model.centroids + 2 * model.target_hidden_size + hidden)
@@ -44,16 +44,16 @@ def head_bytes(drafter: Checkpoint, row_bytes: int) -> int:
 
 
 def write_head(drafter: Checkpoint, finished: Path, path: Path, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Writes `path` from the checkpoint and `finished`, the drafter's GGUF as it goes into the bundle.
+    """Writes `path` from the checkpoint and `finished`, the bundle's drafter GGUF.
 
-    `progress` gets the bytes written since its last call. Raises CheckpointError if the token order is no permutation, the sizes do not
+    `progress` gets the bytes written since its last call. Raises CheckpointError if the token order is not a permutation, the sizes do not
     divide, or a value is beyond float16; ExportError if `finished` has no output rows.
     """
     ordering, model, stored = token_order(drafter), drafter.assistant, drafter.tensors
     clusters = ordering.reshape(model.centroids, -1)
     pre, post = _matrix(stored["pre_projection.weight"]), _matrix(stored["post_projection.weight"])
     halves = pre[:, : model.target_hidden_size], pre[:, model.target_hidden_size :]
-    # In float64, so that the product is the number nearest to the two steps it replaces.
+    # In float64, as the product replaces two steps.
     feedback = halves[1].astype(np.float64) @ post.astype(np.float64)
     tensors = [
         _clustered(output_rows(finished), finished, clusters),
@@ -68,7 +68,7 @@ def write_head(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
 
 
 def output_rows(finished: Path) -> TensorInfo:
-    """The finished drafter's output rows. Raises ExportError if it has none."""
+    """The exported drafter's output rows. Raises ExportError if it has none."""
     for tensor in read_gguf_header(finished).tensors:
         if tensor.name == _ROWS:
             return tensor
@@ -81,7 +81,7 @@ def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) ->
     centroids, per_centroid = ordering.shape
 
     def pieces() -> Iterator[Any]:
-        # Mapped, because rows are wanted in another order than they lie: the page cache holds what memory has room for.
+        # Mapped, as rows are read in another order than they are stored; the page cache holds as many as fit into memory.
         table = np.memmap(finished, np.uint8, "r", rows.offset, (count, rows.bytes // count))
         for first in range(0, centroids, _CENTROIDS_PER_PIECE):
             yield np.ascontiguousarray(table[ordering[first : first + _CENTROIDS_PER_PIECE].reshape(-1)]).data.cast("B")
@@ -90,14 +90,14 @@ def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) ->
 
 
 def _half(name: str, values: NDArray[Any], drafter: Checkpoint) -> RawTensor:
-    """A matrix as float16, which holds bfloat16's digits: only numbers below 2^-14 lose some."""
+    """A matrix as float16, which is exact for bfloat16 values of at least 2^-14."""
     if not np.abs(values).max() <= _MOST:
         raise CheckpointError(f"{drafter.folder}: {name} holds values beyond float16's {_MOST:.0f}; download the checkpoint again")
     return raw_tensor(name, values, "f16")
 
 
 def token_order(drafter: Checkpoint) -> NDArray[np.int32]:
-    """Returns the tokens [vocabulary] in cluster order. Raises CheckpointError if that is no permutation, or the sizes do not divide."""
+    """Returns the tokens [vocabulary] in cluster order. Raises CheckpointError if it is not a permutation, or the sizes do not divide."""
     model, stored = drafter.assistant, drafter.tensors[TOKEN_ORDERING]
     _check_sizes(drafter, model)
     order = np.concatenate([np.array(piece) for piece in read_chunks(stored)])
@@ -109,7 +109,7 @@ def token_order(drafter: Checkpoint) -> NDArray[np.int32]:
 def _check_sizes(drafter: Checkpoint, model: AssistantArchitecture) -> None:
     if model.vocab_size % model.centroids or model.top_centroids > model.centroids:
         sizes = f"{model.vocab_size} tokens, {model.centroids} centroids and the best {model.top_centroids} of them"
-        raise CheckpointError(f"{drafter.folder}: {sizes} do not fit together; use an unmodified config")
+        raise CheckpointError(f"{drafter.folder}: {sizes} do not match; use an unmodified config")
 
 
 def _matrix(stored: StoredTensor) -> NDArray[np.float32]:

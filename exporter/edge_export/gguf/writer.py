@@ -32,7 +32,7 @@ FILE_TYPES = {
     "f16": gguf.LlamaFileType.MOSTLY_F16,
     "bf16": gguf.LlamaFileType.MOSTLY_BF16,
 }
-# Fields of gguf.Metadata that bear another name in generation_config.json.
+# Fields of gguf.Metadata and their names in generation_config.json.
 _GENERATION_KEYS = {
     "sampling_sequence": "sequence",
     "sampling_top_k": "top_k",
@@ -48,13 +48,13 @@ _GENERATION_KEYS = {
     "sampling_mirostat_eta": "mirostat_eta",
 }
 ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
-# A frequency factor this large stops a rotary pair from turning: full layers rotate only the first pairs (proportional RoPE).
+# A frequency factor this large stops the rotation of a pair: full layers rotate only the first pairs (proportional RoPE).
 UNROTATED = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:
-    """A tensor of a checkpoint on its way into a file: its GGUF name, shape (rows first), type, and where its values come from."""
+    """A tensor of a checkpoint to be written: its GGUF name, shape (rows first), type, and where its values come from."""
 
     name: str
     shape: tuple[int, ...]
@@ -157,7 +157,7 @@ def _padded(size: int) -> int:
 
 
 def _pad(file: BinaryIO, size: int) -> int:
-    """Pads what is `size` bytes long to the alignment; returns how many bytes that took."""
+    """Pads data of `size` bytes to the alignment; returns the number of padding bytes."""
     return file.write(bytes(_padded(size) - size))
 
 
@@ -172,7 +172,7 @@ def _planned(checkpoint: Checkpoint, weight_type: FloatType) -> Iterator[Planned
 
 
 def rope_factors(model: TextArchitecture) -> NDArray[np.float32]:
-    """Frequency factors [full_head_dim / 2] of full layers: 1 for pairs that turn, UNROTATED for the rest."""
+    """Frequency factors [full_head_dim / 2] of full layers: 1 for rotated pairs, UNROTATED for the rest."""
     pairs = model.full_head_dim // 2
     factors = np.full(pairs, UNROTATED, dtype=np.float32)
     factors[: int(model.full_head_dim * model.full_rotary_share / 2)] = 1.0
@@ -192,7 +192,7 @@ def _header(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: Vocabula
 
 
 def _header_bytes(writer: Any) -> bytes:
-    """The header, keys and tensor infos that a GGUFWriter would write; it opens no file where one is set already."""
+    """Returns the header, keys and tensor infos of a GGUFWriter. Sets its file, so that it opens none."""
     file = io.BytesIO()
     writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
     writer.write_header_to_file()
@@ -202,9 +202,9 @@ def _header_bytes(writer: Any) -> bytes:
 
 
 def add_general(writer: Any, folder: Path, config: dict[str, Any]) -> None:
-    """Adds the general.* keys, as llama.cpp's converter writes them for a sound checkpoint; `config` is its config.json.
+    """Adds the general.* keys, as llama.cpp's converter writes them; `config` is its config.json.
 
-    Raises CheckpointError for a file beyond the limits; values that no key can hold show while the header is written (`unfit_values`).
+    Raises CheckpointError for a file beyond the limits; values that fit no key are found only when the header is written (`unfit_values`).
     """
     total, shared, expert, experts = writer.get_total_parameter_count()
     named = {"_name_or_path": name_or_path(config, folder)}
@@ -213,7 +213,7 @@ def add_general(writer: Any, folder: Path, config: dict[str, Any]) -> None:
     for field, key in _GENERATION_KEYS.items():
         setattr(metadata, field, generation.get(key))
     if metadata.sampling_penalty_repeat is None:
-        # gguf 0.19 does not know this spelling yet; llama.cpp's own copy of it does.
+        # llama.cpp's own copy of gguf reads this spelling, gguf 0.19 does not.
         metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
     metadata.name = metadata.name if metadata.name is not None else folder.name
     if metadata.size_label is None and total > 0:

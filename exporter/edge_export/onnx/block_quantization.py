@@ -1,4 +1,4 @@
-"""Matrices in 4 or 8 bits, as ONNX Runtime's MatMulNBits and GatherBlockQuantized take them.
+"""Matrices in 4 or 8 bits, in the layout of ONNX Runtime's MatMulNBits and GatherBlockQuantized.
 
 Layout (onnxruntime, docs/ContribOperators.md, com.microsoft.MatMulNBits): each row of [N, K] is cut into blocks of K, the last one
 filled up; two 4-bit levels share a byte, the first in the low half; zero points are packed the same way, each row on its own.
@@ -17,9 +17,9 @@ from edge_export.onnx.block_search import Levels, round_to_nearest, search
 
 Method = Literal["rtn", "search"]
 BITS, BLOCKS, METHODS = (4, 8), (32, 64, 128), get_args(Method)
-# Weights per piece of work: what stays in a core's cache with all its intermediates is several times faster.
+# Weights per piece of work: a piece that stays in a core's cache with all its intermediates is several times faster.
 _PIECE = 1 << 16
-# Channels that the calibration text never used still count a little, or nothing would hold their weights.
+# Least importance: channels that the calibration text never used must keep sensible weights too.
 _LEAST_IMPORTANCE = 1e-6
 
 
@@ -45,7 +45,7 @@ class PackedMatrix:
     """A quantized matrix [N, K]; `columns` is K.
 
     packed uint8 [N, blocks, block * bits / 8], scales float32 [N, blocks], zero_points uint8 [N, ceil(blocks * bits / 8)] or None, which
-    means 2^(bits - 1) everywhere, as it does to MatMulNBits.
+    means 2^(bits - 1) everywhere, as for MatMulNBits.
     """
 
     packed: NDArray[np.uint8]
@@ -62,7 +62,7 @@ def quantize_matrix(weight: NDArray[np.float32], spec: WeightSpec, importance: N
     Raises ExportError if a weight is not finite, or an importance is negative, not finite, or not one per column.
     """
     if weight.ndim != 2 or not weight.size:
-        raise ExportError(f"a weight of shape {list(weight.shape)} is no matrix; quantize matrices of rows and columns only")
+        raise ExportError(f"a weight of shape {list(weight.shape)} is not a matrix; quantize matrices of rows and columns only")
     rows, columns = weight.shape
     blocks = -(-columns // spec.block)
     step = max(1, _PIECE // (blocks * spec.block))
@@ -83,7 +83,7 @@ def quantize_matrix(weight: NDArray[np.float32], spec: WeightSpec, importance: N
 
 
 def dequantize(matrix: PackedMatrix) -> NDArray[np.float32]:
-    """Returns the weights [N, K] that the packed ones stand for."""
+    """Returns the weights [N, K] as float32."""
     bits, (rows, blocks) = matrix.spec.bits, matrix.scales.shape
     zeros: NDArray[np.float32] | np.float32 = np.float32(1 << (bits - 1))
     if matrix.zero_points is not None:
@@ -119,7 +119,7 @@ def _quantized(piece: NDArray[np.float32], spec: WeightSpec, counts: NDArray[np.
 
 
 def _block_importance(importance: NDArray[np.float32] | None, columns: int, block: int) -> NDArray[np.float32]:
-    """Importance of one row's blocks [block, blocks], 1 on average in each; what only fills up the last block counts nothing."""
+    """Importance of one row's blocks [block, blocks], 1 on average in each; the padding of the last block has importance 0."""
     flat = np.zeros(-(-columns // block) * block)
     flat[:columns] = 1.0
     used = (flat > 0).reshape(-1, block)

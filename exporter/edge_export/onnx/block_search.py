@@ -1,6 +1,6 @@
 """Finds the scale and zero point of every block of weights: round to nearest, and a search that loses less.
 
-Blocks only: it knows no file and no packing. A weight is scale * (level - zero), levels are integers from 0 to 2^bits - 1. Blocks are
+Works on blocks alone, without files or packing. A weight is scale * (level - zero), levels are integers from 0 to 2^bits - 1. Blocks are
 columns here, [block, blocks]: sums over a block then run along memory, which is several times faster than short rows.
 """
 
@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-# Tried ranges, as parts of the block's own: cutting the largest weights off often costs less than coarser steps for all others.
+# Ranges to try, as fractions of the block's own: clipping the largest weights often costs less than coarser steps for all others.
 _PARTS = (0.96, 0.92, 0.88, 0.84, 0.8, 0.75)
-# The other way round, a symmetric block's farthest weight gets the highest level instead of the lowest.
+# Mirrored, a symmetric block's farthest weight gets the highest level instead of the lowest.
 _TURNED_PARTS = (1.0, 0.92, 0.84)
 # In an asymmetric block only the upper or only the lower end is cut off.
 _ONE_END_PARTS = (0.85, 0.7)
-# With 256 levels nothing is gained by cutting off much.
+# With 256 levels, clipping much gains nothing.
 _PARTS_8_BITS = (0.995, 0.985)
 # After the best range is known: levels for the scale, then the scale for the levels, in turn.
 _REFINEMENTS = 2
@@ -62,7 +62,7 @@ def search(weights: Floats, importance: Floats, bits: int, symmetric: bool) -> L
         best = np.where(better, gain, best)
     for _ in range(_REFINEMENTS):
         scales = fit.scales(scales, zeros)[0]
-    # The levels stored are those nearest under the final scale, in the weights' own unit: the last word is the error itself.
+    # The stored levels are the nearest under the final scale, in the weights' own unit, so the error is measured on them.
     found = _rounded(weights, (scales * largest).astype(np.float32), zeros, bits)
     plain = round_to_nearest(weights, bits, symmetric)
     keep = _error(weights, importance, plain) <= _error(weights, importance, found)

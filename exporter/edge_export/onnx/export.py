@@ -1,4 +1,4 @@
-"""The ONNX half of an export: graphs, their external data, and what the manifest says of them. See docs/bundle.md."""
+"""The ONNX half of an export: graphs, their external data, and their facts for the manifest. See docs/bundle.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from edge_export.parity.reference import ReferenceRequest
 from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
 
-# Rows a sliding buffer has beyond those it must keep: the longest forward, and how rarely rows are moved to its front.
+# Spare rows of a sliding buffer: they hold the longest forward, and the more there are, the more rarely rows move to the front.
 SPARE_ROWS = 256
 # llama.cpp ends a generation at these too (src/llama-vocab.cpp).
 _END_PIECES = ("<eos>", "<turn|>", "<|tool_response>")
@@ -105,7 +105,7 @@ def onnx_pair(target: ResolvedSource, files: OnnxFiles) -> OnnxPair:
 def compare(
     target: ResolvedSource, drafter: ResolvedSource, files: OnnxFiles, request: OnnxRequest, *, folder: Path, threads: int
 ) -> dict[str, Any]:
-    """Compares written graphs with the reference. Of other than float32 weights, float32 graphs are written, compared and removed too.
+    """Compares written graphs with the reference. If their weights are not float32, float32 graphs are written, compared and removed too.
 
     Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
     """
@@ -140,7 +140,7 @@ def compare(
 
 
 def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int) -> ReferenceRequest:
-    """What the graphs of a pair are compared with."""
+    """Returns what transformers has to run to compare the graphs of a pair."""
     model = target.checkpoint.architecture
     assert target.tokenizer is not None
     return ReferenceRequest(
@@ -155,8 +155,8 @@ def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int
 
 
 def onnx_facts(target: ResolvedSource, contrib_ops: set[str]) -> OnnxGraphs:
-    """What the manifest says of a pair's graphs."""
-    assert target.tokenizer is not None  # a checkpoint without one is refused when it is opened
+    """Returns the manifest's facts of a pair's graphs."""
+    assert target.tokenizer is not None  # resolve_pair rejects a checkpoint without one
     model, vocabulary = target.checkpoint.architecture, target.tokenizer
     ends = {vocabulary.pieces.index(piece) for piece in _END_PIECES if piece in vocabulary.pieces}
     if "eos" in vocabulary.special_ids:
@@ -174,7 +174,7 @@ def onnx_facts(target: ResolvedSource, contrib_ops: set[str]) -> OnnxGraphs:
 
 
 def _rotations(model: TextArchitecture) -> tuple[Rotation, ...]:
-    """Full layers turn the first pairs only (transformers, modeling_rope_utils.py, proportional)."""
+    """Full layers rotate the first pairs only (transformers, modeling_rope_utils.py, proportional)."""
     full = model.full_head_dim
     rotated = int(model.full_rotary_share * full // 2)
     found = [Rotation(kind="full", base=model.full_rope_base, head_dim=full, rotated_pairs=rotated)]

@@ -33,7 +33,7 @@ _INT8_ACTIVATIONS = 4
 
 
 class Graph:
-    """A graph being built. Values are their names. A subgraph sees the values of the graph it lies in, and its weights lie there."""
+    """A graph being built. Values are strings: their names. A subgraph can use the values of its outer graph, which holds its weights."""
 
     opset, ir_version = OPSET, IR_VERSION
 
@@ -50,7 +50,7 @@ class Graph:
         self._count = 0
 
     def subgraph(self, name: str) -> Graph:
-        """Begins the body of a Loop or a branch of an If."""
+        """Returns a new graph for the body of a Loop or a branch of an If."""
         return Graph(name, self)
 
     def input(self, name: str, kind: str, shape: Shape) -> str:
@@ -135,17 +135,17 @@ class Graph:
         )
 
     def equal_parts(self, value: str, parts: int, each: int) -> list[str]:
-        """Cuts the last axis, `parts` times `each`, into parts. No sizes are read, so that they may be as many as there are layers."""
+        """Splits the last axis of `parts` times `each` values into parts, by constant sizes."""
         del each
         return self.ops("Split", [value], parts, axis=-1, num_outputs=parts)
 
     def fresh(self, stem: str) -> str:
-        """A name that is not taken in the model."""
+        """Returns a name that the model does not use yet."""
         self._root._count += 1
         return f"{stem}_{self._root._count}"
 
     def save(self, path: Path) -> None:
-        """Writes the model and has onnx's checker read it. Raises ExportError if that objects."""
+        """Writes the model and runs onnx's checker on it. Raises ExportError if the checker rejects it."""
         opsets = [helper.make_opsetid("", self.opset)] + [helper.make_opsetid(CONTRIB, 1)] * bool(self.contrib_ops or self.opset == OPSET)
         model = helper.make_model(self._proto(), opset_imports=opsets, ir_version=self.ir_version, producer_name="edge-mtp")
         path.write_bytes(model.SerializeToString())
@@ -153,11 +153,11 @@ class Graph:
             onnx.checker.check_model(str(path))
         except onnx.checker.ValidationError as error:
             raise ExportError(
-                f"{path.name} is not sound ONNX ({str(error).splitlines()[0]}); report this with the checkpoint's config"
+                f"{path.name} is not valid ONNX ({str(error).splitlines()[0]}); report this with the checkpoint's config"
             ) from error
 
     def _constant(self, array: NDArray[Any]) -> str:
-        """Equal constants are one, and lie in the outermost graph."""
+        """Stores equal constants once, in the outermost graph."""
         key = (array.dtype.str, array.shape, array.tobytes())
         root = self._root
         if key not in root._constants:
@@ -167,7 +167,7 @@ class Graph:
 
     def _float(self, matrix: Matrix) -> str:
         weight = self.weight(matrix.values)
-        # The cast of a constant is done once, when the model is loaded.
+        # A constant is cast once, when the model is loaded.
         return self.op("Cast", weight, to=TensorProto.FLOAT) if matrix.format.kind == "f16" else weight
 
     def _scaling(self, matrix: Matrix) -> list[str]:

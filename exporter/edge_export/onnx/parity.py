@@ -1,6 +1,6 @@
-"""Do the ONNX graphs compute what the checkpoint computes? As `parity`, with the runtime's onnxruntime backend.
+"""Compares ONNX graphs, run by the runtime's onnxruntime backend, with the reference, as `edge_export.parity.gguf` does for GGUF.
 
-The reference's assistant runs as it is here: with its sparse head, if it has one, and its own attention window.
+Here the reference's assistant runs unchanged: with its sparse head, if it has one, and its own attention window.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.errors import EdgeRuntimeError
 
 _RANGE = "range."
-# Both sides compute in float32; what is left is the order of summation. On the reference pair the logits are within 1e-4.
+# Both compute in float32 and differ only in the order of summation. On the reference pair the logits are within 1e-4.
 LIMITS = Limits(max_abs_difference=0.01, mean_kl=1e-4, greedy_agreement=0.99, draft_agreement=0.99)
-# Mean KL of quantized graphs in nats, as parity.QUANTIZED_KL_LIMITS.
+# Mean KL of quantized graphs in nats, as parity.gguf.QUANTIZED_KL_LIMITS.
 QUANTIZED_KL_LIMITS: dict[OnnxWeights, float] = {"f32": LIMITS.mean_kl, "f16": 0.02, "int8": 0.1, "int4": 1.0}
 
 
@@ -104,7 +104,7 @@ def _judged(request: OnnxParityRequest, length: int, plain: Divergence, final: D
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxPair:
-    """Written graphs, by role, and what a reader must know of them."""
+    """Written graphs, by role, and the facts needed to run them."""
 
     files: dict[str, Path]
     layout: CacheLayout
@@ -116,7 +116,10 @@ class OnnxPair:
 
 
 def measure_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
-    """Runs watched static graphs over the test text; per matrix the least and greatest value in and out, [4]. Raises ParityError."""
+    """Runs static graphs that output their ranges over the test text; returns per matrix the least and greatest input and output, [4].
+
+    Raises ParityError.
+    """
     try:
         return _seen_ranges(pair)
     except EdgeRuntimeError as error:

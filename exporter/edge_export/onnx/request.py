@@ -1,4 +1,4 @@
-"""What may be asked of an ONNX export. Imports nothing heavy."""
+"""The options of an ONNX export, and the record of its files. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
 
 OnnxWeights = Literal["f32", "f16", "int8", "int4"]
 ONNX_WEIGHTS: tuple[OnnxWeights, ...] = get_args(OnnxWeights)
-# How K/V rows are kept.
+# Type of K/V rows.
 KvKind = Literal["f32", "f16", "int8"]
 KV_KINDS: tuple[KvKind, ...] = get_args(KvKind)
 Block = Literal[32, 64, 128]
 BLOCKS: tuple[Block, ...] = get_args(Block)
-# "static" is any runtime that wants fixed shapes; the others are that too, with weights in the form this execution provider takes.
+# "static": fixed shapes for any runtime; the others add the weight format that this execution provider needs.
 Device = Literal["static", "openvino-npu", "qnn"]
 DEVICES: tuple[Device, ...] = get_args(Device)
-# What a device's weights are where nothing else is asked for. QNN's compiler fails on whole numbers beside per-layer embeddings.
+# Default weights of a device. QNN's compiler fails on integer weights beside per-layer embeddings.
 DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qnn": {"target": "f16", "drafter": "f16"}}
-# Blocks where none are asked for: what costs least time; what shapes that stay fixed were tried with.
+# Default blocks: the fastest for dynamic shapes, and the size that was tested with fixed shapes.
 _BLOCK, _STATIC_BLOCK = 128, 32
 # Bytes per weight, with a float32 scale for each block of 32.
 _BYTES: dict[OnnxWeights, float] = {"f32": 4.0, "f16": 2.0, "int8": 1.125, "int4": 0.625}
@@ -32,13 +32,13 @@ _BYTES: dict[OnnxWeights, float] = {"f32": 4.0, "f16": 2.0, "int8": 1.125, "int4
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxRequest:
-    """How the two models' weights are stored; `block` is that of int8 and int4. `embedding` None: as the target's other weights.
+    """How the two models' weights are stored; `block` applies to int8 and int4. `embedding` None: as the target's other weights.
 
-    `block` None: 128; in graphs of open shapes int4 is then *mixed*, with smaller blocks or 8 bits for the few weights whose rounding
-    costs most (`onnx_forms`).
+    `block` None: 128; in graphs of dynamic shapes int4 is then *mixed*, with smaller blocks or 8 bits for the few weights whose rounding
+    costs most (see weight_formats).
 
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
-    `kv` is how K/V rows are kept. With a `device` the graphs have fixed shapes and plain operators (docs/npu.md).
+    `kv` is the type of K/V rows. With a `device` the graphs have fixed shapes and plain operators (docs/npu.md).
     """
 
     target: OnnxWeights = "int4"
@@ -50,7 +50,7 @@ class OnnxRequest:
 
     @property
     def block_size(self) -> int:
-        """How many weights share a scale, for all that is not mixed."""
+        """How many weights share a scale, where weights are not mixed."""
         return self.block or (_BLOCK if self.device is None else _STATIC_BLOCK)
 
     def mixed(self, weights: OnnxWeights) -> bool:
@@ -75,10 +75,10 @@ def table_bytes(model: TextArchitecture, weights: OnnxWeights) -> int:
 
 
 def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource) -> None:
-    """Raises ExportError if there is no ONNX form of this pair."""
+    """Raises ExportError if the pair cannot be exported to ONNX."""
     for source in (target, drafter):
         if source.gguf is not None:
-            raise ExportError(f"{source.origin} is a GGUF; ONNX graphs are made from a checkpoint folder or hub id, give that")
+            raise ExportError(f"{source.origin} is a GGUF; ONNX graphs are made from a checkpoint, give its folder or hub id")
 
 
 @dataclass(frozen=True, kw_only=True)

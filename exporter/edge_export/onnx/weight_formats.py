@@ -1,7 +1,7 @@
-"""Which form each of a pair's matrices is stored in, for graphs of open shapes.
+"""The weight format of each of a pair's matrices, for graphs of dynamic shapes.
 
-int4 is mixed unless a block is asked for: most weights are in blocks of 128, which a processor multiplies with quickest, and what that loses is won
-back where it takes few bytes. Figures: docs/onnx.md, made by scripts/benchmarks/bench_quantizers.py.
+int4 is mixed unless a block is asked for: most weights are in blocks of 128, the fastest to multiply with. The few weights that lose most
+by it are stored more exactly. Figures: docs/onnx.md, from scripts/benchmarks/bench_quantizers.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.request import OnnxRequest, OnnxWeights
 from edge_export.onnx.weights import WeightFormat
 
-# The token embedding, which is the head too, loses more than any other matrix.
+# The token embedding, which is also the head, loses more than any other matrix.
 _MIXED_TABLE_BLOCK = 64
 
 
 def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
-    """The form of a model's layers."""
+    """The format of a model's layers."""
     if weights == "f32" or weights == "f16":
         return WeightFormat(kind=weights)
     block = request.block_size
@@ -26,7 +26,7 @@ def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
 
 
 def table_format(request: OnnxRequest) -> WeightFormat:
-    """The form of the target's token embedding."""
+    """The format of the target's token embedding."""
     weights = request.embedding or request.target
     if request.mixed(weights):
         return WeightFormat(kind="blocks", spec=WeightSpec(bits=4, block=_MIXED_TABLE_BLOCK))
@@ -34,7 +34,7 @@ def table_format(request: OnnxRequest) -> WeightFormat:
 
 
 def head_format(request: OnnxRequest) -> WeightFormat:
-    """The drafter's output rows have 8 bits at least: they are few, and a wrong row is a wrong draft."""
+    """The format of the drafter's output rows, at least 8 bits: they are few, and a wrong row is a wrong draft."""
     return weight_format("int8" if request.drafter == "int4" else request.drafter, request)
 
 

@@ -27,9 +27,9 @@ _PIECE_WEIGHTS = 2 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """How matrices are stored: as "f32", as "f16", or in blocks of whole numbers by `spec`.
+    """How matrices are stored: as "f32", as "f16", or in blocks of integers by `spec`.
 
-    `sensitive` is the form of a layer's few weights whose rounding costs most, where that is another.
+    `sensitive` is the format of a layer's few weights whose rounding costs most, if it differs.
     """
 
     kind: Literal["f32", "f16", "blocks"]
@@ -37,7 +37,7 @@ class WeightFormat:
     sensitive: WeightFormat | None = None
 
     def for_columns(self, columns: int) -> WeightFormat:
-        """The form of a matrix with so many columns: float32 where they make no whole blocks."""
+        """The format of a matrix with this many columns: float32 if blocks do not divide them."""
         if self.spec is None or columns % self.spec.block == 0:
             return self
         if columns % 32 == 0:
@@ -62,7 +62,9 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A stored matrix [rows, columns]. In blocks: `values` uint8 [rows, columns/block, block*bits/8] with `scales` [rows, columns/block]."""
+    """A stored matrix [rows, columns]. In blocks: `values` uint8 [rows, columns/block, block*bits/8] with `scales`
+    [rows, columns/block].
+    """
 
     rows: int
     columns: int
@@ -138,7 +140,7 @@ class WeightFile:
         return self._blocks(pieces, rows, columns, format)
 
     def matrix_in(self, tensor: StoredTensor, name: str, index: int, format: WeightFormat) -> Matrix:
-        """Stores one matrix [rows, columns] out of a tensor that holds several: that number `index` of the tensor `name`."""
+        """Stores one matrix [rows, columns] of a tensor that holds several: number `index` of the tensor `name`."""
         rows, columns = tensor.shape
         pieces = row_pieces(read_float_chunks(tensor, "f32"), columns)
         return self.matrix_of(pieces, name, rows, columns, format, index)
@@ -146,7 +148,7 @@ class WeightFile:
     def matrix_of(
         self, pieces: Iterable[NDArray[np.float32]], name: str, rows: int, columns: int, format: WeightFormat, index: int = 0
     ) -> Matrix:
-        """Stores a matrix that comes as float32 pieces of whole rows, those of the tensor `name` in some order."""
+        """Stores a matrix given in float32 pieces of complete rows, the rows of the tensor `name` in any order."""
         format = format.for_columns(columns)
         if format.kind != "blocks":
             kind = np.float16 if format.kind == "f16" else np.float32
@@ -176,7 +178,7 @@ class WeightFile:
             at[0] += self._write(scales, at[0], packed.scales)
             at[1] += self._write(values, at[1], packed.packed)
             if packed.zero_points is not None:
-                # Whether a method moves zero is known once it was asked.
+                # Only a quantized piece tells whether the method uses zero points.
                 zero_points = zero_points or self._reserve("u8", (rows, -(-blocks * spec.bits // 8)))
                 at[2] += self._write(zero_points, at[2], packed.zero_points)
         return Matrix(rows=rows, columns=columns, format=format, values=values, scales=scales, zero_points=zero_points)
@@ -201,7 +203,7 @@ class WeightFile:
 
 
 def row_pieces(chunks: Iterable[NDArray[np.float32]], columns: int) -> Iterator[NDArray[np.float32]]:
-    """Cuts flat chunks, which end anywhere, into pieces of whole rows [n, columns]."""
+    """Regroups flat chunks, which end anywhere, into pieces of complete rows [n, columns]."""
     rows = max(1, _PIECE_WEIGHTS // columns)
     left = np.empty(0, np.float32)
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""What `--force` may replace: a folder that an export made and in which nobody put anything since."""
+"""What `--force` may replace: a folder that an export wrote and to which no file was added since."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from edge_runtime.bundle.signature import SIGNATURE_NAME
 from edge_runtime.config.yaml_file import CONFIG_NAME
 
 _MAX_LIST_BYTES = 64 << 20
-# What Python compiled lies there, beside its source.
+# Python's compiled files, beside their source.
 _COMPILED = "__pycache__/*.pyc"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderKind:
-    """A kind of folder: `list_name` is the file that lists the others, `is_ours` tells from its content whether we wrote it.
+    """A kind of folder: `list_name` is the file that lists the others, `is_ours` decides by its content whether an export wrote it.
 
-    `unlisted` are files of ours that the list leaves out.
+    `unlisted` are files of an export that are not in the list.
     """
 
     name: str
@@ -41,7 +41,7 @@ BUNDLE = FolderKind(
 
 
 def check_replaceable(folder: Path, kind: FolderKind) -> None:
-    """Raises ExportError unless `folder` is empty, or one of this kind that holds nothing but what its list names."""
+    """Raises ExportError unless `folder` is empty, or one of this kind that contains only the files in its list."""
     if folder.is_symlink() or not folder.is_dir():
         raise _refusal(folder, kind)
     try:
@@ -56,7 +56,8 @@ def check_replaceable(folder: Path, kind: FolderKind) -> None:
     for path in found:
         if path not in ours and not Path(path).match(_COMPILED):
             raise ExportError(
-                f"{folder / path} is no file of the {kind.name} {folder}, which --force would remove with it; move it away or choose another name"
+                f"{folder / path} is no file of the {kind.name} {folder}, which --force would remove with it;"
+                " move it away or choose another name"
             )
 
 
@@ -68,7 +69,7 @@ def check_outside(output: Path, sources: list[Path]) -> None:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Yields all but folders, as paths from `folder` with slashes. Raises OSError."""
+    """Yields all files and links below `folder`, as relative paths with slashes. Raises OSError."""
 
     def fail(error: OSError) -> None:
         raise error

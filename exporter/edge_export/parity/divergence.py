@@ -1,4 +1,4 @@
-"""How far two sets of logits are apart. Arrays only: it knows no model."""
+"""Differences between two sets of logits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def divergence(reference: Rows, export: Rows) -> Divergence:
 
 
 def agrees(reference: Rows, token: int) -> bool:
-    """Whether `token` is the greedy choice of the reference's logits [vocabulary], or all but (TIE)."""
+    """Whether `token` is the greedy choice of the reference's logits [vocabulary], or within TIE of it."""
     return bool(reference.max() - reference[token] <= TIE * reference.std())
 
 

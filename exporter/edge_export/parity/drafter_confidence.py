@@ -1,4 +1,4 @@
-"""What the drafter's confidence is worth, measured at export along text that the target writes itself: where a runtime begins to learn."""
+"""The accuracy of the drafter's confidence, measured at export on text that the target generates: a runtime's first estimate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
 from edge_runtime.interfaces import Drafter, Target
 
-# Tokens that are written, and tokens of each draft. A few hundred drafts are seen, which takes as long as about 25 forwards of 5 rows.
+# Tokens to generate, and tokens of each draft. A few hundred drafts take as long as about 25 forwards of 5 rows.
 WRITTEN, DRAFT_LENGTH = 96, 4
 ROOM = WRITTEN + DRAFT_LENGTH + 1
 
@@ -38,7 +38,7 @@ class _Learner:
 def drafter_confidence(target: Target, drafter: Drafter | None, last: int) -> dict[str, Any] | None:
     """Returns the counts of an `AcceptanceModel` after WRITTEN tokens that follow the cache's and `last`, greedily.
 
-    None where there is no room for them, or the drafter says nothing of its confidence.
+    None if there is no room for them, or if the drafter reports no confidence.
     """
     if drafter is None or not drafter.stepwise or target.context - target.length < ROOM:
         return None

@@ -32,20 +32,20 @@ from edge_export.parity.reference import (
 from edge_runtime.errors import EdgeRuntimeError
 
 # llama.cpp multiplies with activations rounded to the weights' type and keeps K/V in float16, transformers does not. Logits are capped
-# at +-30; a wrong tensor moves them by whole units and KL by tenths of a nat, rounding by the amounts below.
+# at +-30; a wrong tensor moves them by whole units and KL by tenths of a nat, rounding by less than the limits below.
 UNQUANTIZED_LIMITS = {
     "f32": Limits(max_abs_difference=0.25, mean_kl=0.002, greedy_agreement=0.95, draft_agreement=0.95),
     "f16": Limits(max_abs_difference=0.5, mean_kl=0.005, greedy_agreement=0.95, draft_agreement=0.95),
     "bf16": Limits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9),
 }
 # Mean KL of the quantized file: several times what such files of real models show (0.01 at q8_0, 0.1 at 4 bits), since a small model
-# suffers more; a broken file is at whole nats. Greedy agreement is recorded, not judged: near-ties on odd text flip easily.
+# loses more; a broken file has whole nats. Greedy agreement is recorded, not judged: near-ties on unusual text flip easily.
 QUANTIZED_KL_LIMITS = {"f16": 0.02, "bf16": 0.05, "q8_0": 0.1, "q6_k": 0.2, "q5_k_m": 0.4, "q4_k_m": 0.7, "q4_0": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRequest(ReferenceRequest):
-    """What is compared with it. `exported_*` are the bundle's files, `unquantized_*` what they were quantized from (or the same).
+    """The files to compare. `exported_*` are the bundle's files, `unquantized_*` what they were quantized from (or the same).
 
     `weight_types` are those of the unquantized target and drafter.
     """
@@ -121,7 +121,7 @@ def _export_rows(
     tokens: list[int],
     notify: Callable[[str], None],
 ) -> Rowset:
-    """Runs files in llama.cpp."""
+    """Runs one pair of files in llama.cpp. Raises EdgeRuntimeError, ParityError."""
     from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.open import open_pair
     from edge_runtime.calibration.crash_probe import probe_load_options

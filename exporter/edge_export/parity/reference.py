@@ -1,6 +1,6 @@
 """The reference that an export is compared with: transformers in float32, run on the checkpoint itself.
 
-With calibration, the only module that imports torch and transformers.
+With quantization/calibration.py the only module that imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from edge_export.parity.divergence import Rows, agrees
 from edge_export.parity.drafter_confidence import drafter_confidence
 from edge_runtime.interfaces import Drafter, Target
 
-# transformers 5.19 brought the assistant; 5.23.0 refuses to build it ("cache-producing layer types").
+# transformers 5.19 added the assistant; 5.23.0 cannot build it ("cache-producing layer types").
 FIRST_TRANSFORMERS, END_TRANSFORMERS = (5, 19), (5, 23)
 SEED = 20260101
-# Rows whose logits are compared; before them as many tokens as the sliding window has rows, so that its edge is passed.
+# Rows whose logits are compared. Before them are as many tokens as the sliding window has rows, so that its edge is tested.
 ROWS = 64
 MIN_CONTEXT = ROWS + 16
 MAX_WINDOW = 1024
 # Rows per forward of the export; a draft starts after each, so there are ROWS / ROWS_PER_FORWARD contexts of drafts.
 ROWS_PER_FORWARD = 8
 DRAFT_LENGTH = 3
-# Beside the float32 weights: activations, the export's own pages, towers that transformers loads along.
+# Besides the float32 weights: activations, the pages of the export, towers of other modalities that transformers loads too.
 MEMORY_MARGIN = 1.2
 TEXT = """The reader opens the file once, looks at the first bytes and decides what it is dealing with. If the size does not fit what the
 header promises, it says so and stops: a wrong answer that looks right costs more than no answer at all.
@@ -44,13 +44,13 @@ def running_mean(values, width):
     return means
 """
 _REFUSED = "the bundle is refused (--no-verify skips this check)"
-# Weights that the text model does without: other modalities, tied heads, the sparse head.
+# Weights that the text model does not use: other modalities, tied heads, the sparse head.
 _NOT_COMPARED = re.compile(r"vision|audio|lm_head|masked_embedding")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What still counts as the same function: largest logit difference, mean KL in nats, shares of equal greedy tokens and drafts."""
+    """Limits of equality: largest logit difference, mean KL in nats, shares of equal greedy tokens and drafts."""
 
     max_abs_difference: float
     mean_kl: float
@@ -75,7 +75,7 @@ class ReferenceRequest:
 class Rowset:
     """What one implementation gave: logits [ROWS, vocabulary], and `drafts[i]` of DRAFT_LENGTH tokens at context `contexts[i]`.
 
-    `confidence` is what its drafter's is worth (`drafter_confidence`).
+    `confidence` is the accuracy of its drafter's confidence (`drafter_confidence`).
     """
 
     logits: Rows
@@ -87,7 +87,7 @@ class Rowset:
 def why_not(parameters: int, library: str = "llama-cpp-python", extra: str = "llama") -> str | None:
     """Returns the reason why parity cannot be measured here, or None if it can. Imports nothing heavy.
 
-    `library` is the one that runs the export, and `extra` what installs it.
+    `library` runs the export, `extra` installs it.
     """
     reason = why_no_reference(parameters)
     if reason is None and installed(library) is None:
@@ -117,7 +117,7 @@ def demand(what: str, value: float, *, most: float = float("inf"), least: float 
 
 
 def installed(package: str) -> str | None:
-    """Returns the version of a package, None if it is not there."""
+    """Returns the version of a package, None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -138,7 +138,7 @@ def parity_tokens(request: ReferenceRequest) -> list[int]:
 
 
 def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int]) -> Rowset:
-    """Runs an opened export over the tokens; the last one is never decoded: it only begins the last draft."""
+    """Runs a loaded export over the tokens. The last token is not decoded: it only starts the last draft."""
     first = len(tokens) - 1 - ROWS
     target.prefill(tokens[:first])
     logits: list[Rows] = []
@@ -167,7 +167,7 @@ def check_tokenizer(request: ReferenceRequest, found: list[int], whose: str) -> 
 def reference_rows(request: ReferenceRequest, tokens: list[int], rowsets: list[Rowset], *, as_llama: bool) -> tuple[Rows, list[float]]:
     """Returns the reference's logits [ROWS, vocabulary], and for each row set the share of its drafts that the assistant agrees with.
 
-    `as_llama` has the assistant do what llama.cpp does, which runs the dense head and sees two rows less of the window.
+    `as_llama` makes the assistant compute what llama.cpp computes: the dense head, and two rows less of the window.
     """
     import torch
 
@@ -191,9 +191,9 @@ def reference_rows(request: ReferenceRequest, tokens: list[int], rowsets: list[R
 
 @dataclass(frozen=True)
 class ReferenceRows:
-    """What the assistant reads: the embedding, hidden rows [1, T, hidden], K/V [1, heads, T, head_dim] by layer type.
+    """Inputs of the assistant: the embedding, hidden rows [1, T, hidden], K/V [1, heads, T, head_dim] by layer type.
 
-    `seen` is how many rows its sliding layers are shown; those that are beyond its own window it masks itself.
+    `seen` is the number of rows given to its sliding layers; the assistant masks those beyond its own window.
     """
 
     embed: Any
@@ -202,13 +202,16 @@ class ReferenceRows:
     seen: int
 
     def before(self, position: int) -> dict[str, tuple[Any, Any]]:
-        """The K/V rows that a query at `position` is shown: all before it, `seen` of them on sliding layers."""
+        """The K/V rows for a query at `position`: all before it, `seen` of them on sliding layers."""
         first = {"sliding_attention": max(0, position - self.seen)}
         return {kind: tuple(rows[:, :, first.get(kind, 0) : position] for rows in pair) for kind, pair in self.shared.items()}
 
 
 def _agreement(assistant: Any, rows: ReferenceRows, tokens: list[int], rowset: Rowset) -> float:
-    """Unrolls the assistant at constant position along the export's drafts: every step is judged, whatever the step before gave."""
+    """Unrolls the assistant at constant position along the export's drafts.
+
+    Every step is compared, whether or not the step before agreed.
+    """
     import torch
 
     agreed = 0

@@ -1,6 +1,6 @@
-"""Measures importance: runs a pair in transformers on a text and sums the squares of what every matrix is multiplied with.
+"""Measures importance: runs a pair in transformers on a text and sums the squares of every matrix's inputs.
 
-Beside parity the only module that imports torch and transformers, and like parity it does so late.
+With parity/reference.py the only module that imports torch and transformers, and only when it runs them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from edge_export.quantization.importance import ChannelSums
 from edge_runtime.bundle.manifest import ImportanceSource
 
 MAX_TEXT_BYTES = 64 << 20
-# Tokens per forward (llama-imatrix takes as many), and how many forwards of a long text, evenly spread over it, are enough.
+# Tokens per forward (as llama-imatrix), and the most forwards of a long text, evenly spread over it.
 CHUNK = 512
 MAX_CHUNKS = 64
-# A draft starts after every so many tokens of a chunk.
+# Tokens of a chunk from one draft to the next.
 DRAFT_EVERY = 32
 _HEAD = "token_embd.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """What runs on which text. Without a drafter folder only the target is measured; window and context are the target's, in tokens."""
+    """The pair and the text. Without a drafter folder only the target is measured; window and context are the target's, in tokens."""
 
     target_folder: Path
     drafter_folder: Path | None
@@ -59,7 +59,7 @@ class Calibration:
 
 
 def read_text(path: Path) -> tuple[str, ImportanceSource]:
-    """Returns the calibration text and what to say of it. Raises ExportError if it is not text, empty, or far too long."""
+    """Returns the calibration text and its entry for the manifest. Raises ExportError if it is not text, empty, or far too long."""
     try:
         data = read_at_most(path, MAX_TEXT_BYTES)
     except OSError as error:
@@ -103,12 +103,12 @@ def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lam
 
 
 def _share(total: int, index: int, parts: int) -> int:
-    """What the part with this index adds, so that all parts together are `total`."""
+    """The size of the part with this index; all parts add up to `total`."""
     return total * (index + 1) // parts - total * index // parts
 
 
 def _chunks(request: CalibrationRequest, text: str) -> list[list[int]]:
-    """The text's tokens in pieces of one length, each after the tokenizer's own beginning."""
+    """The text's tokens in pieces of equal length, each after the tokenizer's start tokens."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / TOKENIZER_NAME))
@@ -128,7 +128,7 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
     target, drafter = load_reference(request.target_folder), None
     if request.drafter_folder is not None:
         drafter = load_reference(request.drafter_folder)
-        # Its dense head stands for the sparse one: both multiply the same row.
+        # The dense head has the same input row as the sparse one.
         drafter.config.use_ordered_embeddings = False
     sums = _Sums(), _Sums()
     with _listening(target, sums[0]), _listening(drafter, sums[1]):
@@ -137,7 +137,7 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
                 input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=1
             )
             rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), request.window - 1)
-            # The head saw one row only: all logits of a chunk would be hundreds of megabytes.
+            # The head ran on one row only: all logits of a chunk would be hundreds of megabytes.
             sums[0].add(_HEAD if _tied(target) else "output.weight", rows.hidden)
             if drafter is not None:
                 _draft(drafter, rows, tokens)
@@ -183,7 +183,7 @@ class _Sums:
 
 @contextmanager
 def _listening(model: Any, sums: _Sums) -> Iterator[None]:
-    """Lets `sums` hear the inputs of every matrix that a GGUF of the model quantizes; a tied head's rows count for the embedding."""
+    """Hooks `sums` to the inputs of every matrix that a GGUF of the model quantizes; a tied head's rows count for the embedding."""
     import torch
 
     hooks = []
@@ -191,7 +191,7 @@ def _listening(model: Any, sums: _Sums) -> Iterator[None]:
         if isinstance(module, torch.nn.Linear):
             short = gguf_name(text_name(f"{name}.weight"))
             if name == "lm_head":
-                # A drafter's head sees every row that counts, a target's does not (see _run).
+                # A drafter's head runs on every row that counts, a target's does not (see _run).
                 short = _HEAD if _tied(model) and hasattr(model, "pre_projection") else None
             if short is not None and not stays_float32(short, 2):
                 hooks.append(module.register_forward_pre_hook(partial(_hear, sums, short)))
@@ -210,7 +210,7 @@ def _hear(sums: _Sums, name: str, _module: Any, inputs: tuple[Any, ...]) -> None
 
 
 def _hear_experts(sums: _Sums, names: tuple[str, ...], module: Any, inputs: tuple[Any, ...]) -> None:
-    """Experts are one module with 3-D weights, so what reaches their second matrix is computed here once more."""
+    """Experts are one module with 3-D weights, so the inputs of their second matrix are computed here again."""
     from torch.nn.functional import linear
 
     rows, chosen = inputs[0], inputs[1]

@@ -1,4 +1,4 @@
-"""llama.cpp's importance matrix files: reads both of their formats, trusting neither, and writes the newer.
+"""llama.cpp's importance matrix files: reads both of their formats, with checks, and writes the newer.
 
 Source of the facts: llama.cpp, common/imatrix-loader.cpp and tools/imatrix/imatrix.cpp. The newer is a GGUF with two float32 tensors per
 matrix, NAME.in_sum2 (squares of the inputs, summed) and NAME.counts (over how many rows, for all experts or each). The older is
@@ -31,7 +31,7 @@ _Entries = dict[str, ChannelSums]
 
 
 def read_imatrix(path: Path) -> tuple[_Entries, ImportanceSource]:
-    """Returns the sums by GGUF tensor name, and what to say of the file. Raises ExportError if it is not one, or is damaged."""
+    """Returns the sums by GGUF tensor name, and the file's entry for the manifest. Raises ExportError if it is not one, or is damaged."""
     try:
         data = read_at_most(path, MAX_BYTES)
     except OSError as error:
@@ -43,7 +43,7 @@ def read_imatrix(path: Path) -> tuple[_Entries, ImportanceSource]:
 
 def write_imatrix(path: Path, entries: _Entries, dataset: str, tokens: int, chunk: int) -> None:
     """Writes the newer format, which llama-imatrix and llama-quantize read too; `chunk` is the tokens per piece of text."""
-    # Late, since only a writer needs gguf.
+    # Imported here, as only writing needs gguf.
     from edge_export.gguf.writer import RawTensor, write_raw_gguf
 
     def made(name: str, values: NDArray[np.float64], rows: int) -> RawTensor:
@@ -95,7 +95,7 @@ def _read_older(path: Path, data: bytes) -> _Entries:
     for _ in range(reader.number("entries", len(data) // 16)):
         length = reader.number("letters of a name", _MAX_NAME)
         name = bytes(reader.take(length)).decode("utf-8", "replace")
-        # Files from before this number was kept say 0.
+        # Older files have 0 here.
         calls = reader.number("calls", (1 << 31) - 1, least=0)
         values = np.frombuffer(reader.take(4 * reader.number("values", len(data) // 4)), "<f4").astype(np.float64)
         if name in entries:
@@ -105,7 +105,7 @@ def _read_older(path: Path, data: bytes) -> _Entries:
 
 
 class _Older:
-    """Takes pieces off the older format, never past its end; what follows the entries is a remark and not read."""
+    """Reads fields of the older format, never past its end; data after the entries is ignored."""
 
     def __init__(self, path: Path, data: bytes) -> None:
         self._path, self._data, self._at = path, memoryview(data), 0

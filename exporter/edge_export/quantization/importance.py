@@ -1,7 +1,7 @@
-"""How much each input channel of a model's matrices matters: the mean square of what it is multiplied with on some text.
+"""Importance of each input channel of a model's matrices: the mean square of the channel's values on some text.
 
-The square of a quantization error in column j of a matrix is multiplied by the square of input j (llama.cpp's importance matrix says
-the same). Names are GGUF's, so that files of llama.cpp and our own calibration mean the same tensors.
+The square of a quantization error in column j of a matrix is multiplied by the square of input j, as in llama.cpp's importance matrix.
+Tensors have their GGUF names, in files of llama.cpp and in our own calibration.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from edge_export.errors import ExportError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_runtime.bundle.manifest import ImportanceSource
 
-# Channels the text never used still count a little, or nothing would hold their weights.
+# Least importance: channels that the text never used must keep sensible weights too.
 LEAST = 1e-6
 _NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSums:
-    """Squares of a matrix's inputs, summed over `counts` rows: sums float64, all experts' channels in a row; counts of each, or one for all."""
+    """Squares of a matrix's inputs, summed over `counts` rows.
+
+    `sums` float64: the channels of all experts one after another; `counts`: one for each expert, or one for all.
+    """
 
     sums: NDArray[np.float64]
     counts: NDArray[np.float64]
@@ -46,10 +49,10 @@ class Importance:
 
 
 def fitted(entries: Mapping[str, ChannelSums], checkpoint: Checkpoint, source: ImportanceSource) -> Importance:
-    """Brings what a file or a calibration holds into the shape of the checkpoint's tensors.
+    """Brings the entries of a file or a calibration into the shape of the checkpoint's tensors.
 
-    Raises ExportError, naming the tensor, if it holds one that the model has not, of another size, or values that are no mean squares,
-    or if it lacks a matrix of the model's blocks.
+    Raises ExportError, naming the tensor, for one that the model does not have, of another size, or with values that are not mean
+    squares, or if a matrix of the model's blocks is missing.
     """
     tensors = {gguf_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     values: dict[str, NDArray[np.float32]] = {}
@@ -57,7 +60,7 @@ def fitted(entries: Mapping[str, ChannelSums], checkpoint: Checkpoint, source: I
         tensor = tensors.get(name)
         if tensor is None or len(tensor.shape) < 2:
             raise ExportError(
-                f"{source.name} has importance for {name}, which {checkpoint.folder} does not have; give the one of this model"
+                f"{source.name} has importance for {name}, which {checkpoint.folder} does not have; give the file of this model"
             )
         values[name] = _means(name, entry, tensor, source)
     lacking = [name for name in _block_matrices(checkpoint) if name not in values]
@@ -65,7 +68,7 @@ def fitted(entries: Mapping[str, ChannelSums], checkpoint: Checkpoint, source: I
         more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
         raise ExportError(
             f"{source.name} has no importance for {', '.join(lacking[:_NAMED])}{more} of {checkpoint.folder};"
-            " give the one of this very model, made from text that uses all of it"
+            " give the file of exactly this model, made from text that uses all of it"
         )
     return Importance(source=source, values=values)
 
@@ -83,7 +86,7 @@ def _block_matrices(checkpoint: Checkpoint) -> list[str]:
 
 
 def _unused(name: str, model: TextArchitecture) -> bool:
-    """Whether it is a K or V matrix of a layer that reads another's rows."""
+    """Whether it is a K or V matrix of a layer that shares another's rows."""
     _, layer, matrix = name.split(".", 2)
     return int(layer) >= model.owning_layers and matrix in ("attn_k.weight", "attn_v.weight")
 
@@ -100,7 +103,7 @@ def _means(name: str, entry: ChannelSums, tensor: StoredTensor, source: Importan
     counts = np.broadcast_to(entry.counts.reshape(-1, 1), (matrices, 1))
     means = entry.sums.reshape(matrices, width) / np.maximum(counts, 1)
     floor = LEAST * means.mean(axis=1, keepdims=True)
-    # An expert that no token came to, or that only zeros came to, has no unequal channels.
+    # The channels of an expert without input, or with only zeros, are all alike.
     with np.errstate(over="ignore"):
         result = np.where((counts > 0) & (floor > np.finfo(np.float32).tiny), np.maximum(means, floor), 1.0).astype(np.float32)
     if not np.isfinite(result).all():

@@ -1,4 +1,4 @@
-"""Where an export's importance comes from: a file of llama.cpp's, or a calibration text that the pair is run on."""
+"""The sources of an export's importance: imatrix files of llama.cpp, or a calibration text on which the pair is run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ImportanceSources:
 def importance_of_pair(
     sources: ImportanceSources, models: Mapping[str, ResolvedSource], roles: Collection[str], threads: int, progress: Callable[[int], None]
 ) -> dict[str, Importance]:
-    """Returns the importance by role, of the roles in `roles` only: those whose quantization takes account of it.
+    """Returns the importance by role, of the roles in `roles` only: those whose quantization uses it.
 
-    `models` are target and drafter; `progress` gets the bytes of calibration text done. Raises ExportError if nothing would use what was
-    given, or if it does not fit.
+    `models` are target and drafter; `progress` gets the bytes of calibration text done. Raises ExportError if no quantization
+    uses it, or if it does not fit the model.
     """
     files = {"target": sources.imatrix, "drafter": sources.drafter_imatrix}
     for role in [role for role, path in files.items() if path is not None and role not in roles]:
@@ -66,7 +66,7 @@ def _calibrated(
     threads: int,
     progress: Callable[[int], None],
 ) -> dict[str, Importance]:
-    # Late: nothing but a calibration needs torch.
+    # Imported here, as only a calibration needs torch.
     from edge_export.quantization.calibration import CalibrationRequest, calibrate
 
     target, drafter = models["target"], models["drafter"]

@@ -1,7 +1,7 @@
-"""Quantization by llama.cpp itself, in a child process: the only module of the exporter that imports llama-cpp-python.
+"""Quantization by llama.cpp itself, in a child process. The only module of the exporter that imports llama-cpp-python.
 
-llama.cpp ends the process on a failed assertion, so the call runs in a child, where that becomes an ExportError like any other.
-The child is this very module: `python -m edge_export.quantization.llama_quantize SOURCE DESTINATION FTYPE THREADS [IMPORTANCE]`.
+llama.cpp ends the process on a failed assertion, so it runs in a child, whose death becomes an ExportError.
+The child is this module: `python -m edge_export.quantization.llama_quantize SOURCE DESTINATION FTYPE THREADS [IMPORTANCE]`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from edge_export.quantization.importance import Importance
 
 # enum llama_ftype in llama.cpp's include/llama.h
 _FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
-# Types in which llama.cpp chooses scales by importance; it rounds to q8_0 whatever the importance says.
+# Types in which llama.cpp chooses scales by importance; it ignores importance for q8_0.
 IMPORTANCE_TYPES = ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
 # Written by our own converter, without llama.cpp.
 DIRECT: dict[str, FloatType] = {"f16": "f16", "bf16": "bf16"}
 QUANTIZATIONS = ("q4_0", "q4_k_m", "q5_k_m", "q6_k", "q8_0", "f16", "bf16")
-# Bits per weight of a whole file, for progress and the space check: what the mix of types comes to, with a tied embedding at q6_K.
+# Bits per weight of a whole file, for progress and the space check: the average over the mix of types, with a tied embedding at q6_K.
 _BITS = {"q4_0": 5.2, "q4_k_m": 5.5, "q5_k_m": 6.0, "q6_k": 6.7, "q8_0": 8.6, "f16": 16.1, "bf16": 16.1}
-# llama.cpp's own default is 8 GiB of rows at once; an export is to stay below its largest tensor + 500 MB.
+# llama.cpp's own default is 8 GiB of rows at once; an export must stay below its largest tensor + 500 MB.
 MAX_BUFFER_BYTES = 192 << 20
 _POLL_SECONDS = 0.2
 # enum ggml_log_level in ggml/include/ggml.h
@@ -61,8 +61,8 @@ def quantize_gguf(
 ) -> None:
     """Writes `source` (an unquantized GGUF) to `destination`; `progress` gets the bytes written since its last call.
 
-    With `importance` llama.cpp chooses scales that keep the important channels (matrices without one are quantized as ever).
-    Raises ExportError with llama.cpp's own words if it fails or dies; `destination` may then be there in part.
+    With `importance` llama.cpp chooses scales that keep the important channels (matrices without importance are quantized as usual).
+    Raises ExportError with llama.cpp's own message if it fails or dies; `destination` may then be incomplete.
     """
     check_quantization(quantization)
     if quantization not in _FILE_TYPES:
@@ -76,10 +76,10 @@ def quantize_gguf(
         str(_FILE_TYPES[quantization]),
         str(threads),
     ]
-    # The child imports what this process imports, also when the packages are not installed; no debugger is to be started on an abort.
+    # The child has this process's import path, as the packages may not be installed; an abort must not start a debugger.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GGML_NO_BACKTRACE": "1"}
     if not destination.parent.is_dir():
-        raise ExportError(f"llama.cpp could not quantize {source.name}: there is no folder {destination.parent}; make it first")
+        raise ExportError(f"llama.cpp could not quantize {source.name}: {destination.parent} does not exist; create it first")
     with tempfile.TemporaryDirectory(dir=destination.parent) as folder, tempfile.TemporaryFile() as log:
         if importance is not None:
             command.append(str(Path(folder) / "importance.npz"))
@@ -121,7 +121,7 @@ def _reason(code: int, log: IO[bytes]) -> str:
     lines = [line.strip() for line in log.read(1 << 20).decode("utf-8", "replace").splitlines() if line.strip()]
     words = next((line for line in lines if "GGML_ASSERT" in line), lines[0] if lines else "")
     died = f" (it died by signal {-code})" if code < 0 else ""
-    return f"{died}: {words[:500]}" if words else died or f" (exit code {code}, nothing said)"
+    return f"{died}: {words[:500]}" if words else died or f" (exit code {code}, no message)"
 
 
 def _quantize_here(source: str, destination: str, file_type: int, threads: int, importance: str | None = None) -> int:
@@ -156,7 +156,7 @@ def _quantize_here(source: str, destination: str, file_type: int, threads: int, 
 
 
 def _die_with_parent() -> None:
-    """Where the system can: an export that is killed leaves no quantization running (prctl(2), PR_SET_PDEATHSIG)."""
+    """On Linux, a killed export leaves no quantization running (prctl(2), PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         import ctypes
 
@@ -164,7 +164,7 @@ def _die_with_parent() -> None:
 
 
 def _imatrix(api: Any, arrays: dict[str, NDArray[np.float32]]) -> Any:
-    """Importance as llama.cpp wants it: an array of structures, the last without a name. It points into `arrays`, which must outlive it."""
+    """Importance for llama.cpp: an array of structures, the last without a name. It points into `arrays`, which must outlive it."""
     import ctypes
 
     matrix = (api.llama_model_imatrix_data * (len(arrays) + 1))()

@@ -52,14 +52,14 @@ HEADER_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "dimensions": (lambda h: h[EMBEDDING].update(shape=[1] * 7 + [32, 64]), "has shape"),
     "product": (lambda h: h[EMBEDDING].update(shape=[10**3999] * 2000), "has shape"),
     "digits": (lambda h: h[EMBEDDING].update(data_offsets=[0, 10**4300 - 1]), "has shape"),
-    "past end": (lambda h: h[EMBEDDING].update(data_offsets=[0, 1 << 50]), "cut short"),
-    "backwards": (lambda h: h[EMBEDDING].update(data_offsets=[64, 0]), "cut short"),
+    "past end": (lambda h: h[EMBEDDING].update(data_offsets=[0, 1 << 50]), "truncated"),
+    "backwards": (lambda h: h[EMBEDDING].update(data_offsets=[64, 0]), "truncated"),
     "size": (lambda h: h[EMBEDDING].update(data_offsets=[0, 8]), "has 8 bytes"),
     "no entry": (lambda h: h.update({EMBEDDING: 3}), "unknown dtype"),
     "missing": (lambda h: h.pop("model.layers.3.layer_scalar"), r"lacks the tensor 'model.layers.3.layer_scalar' \[1\]"),
-    "misshapen": (lambda h: h["model.norm.weight"].update(shape=[8, 8]), r"shape \[8, 8\], its config asks for \[64\]"),
+    "misshapen": (lambda h: h["model.norm.weight"].update(shape=[8, 8]), r"shape \[8, 8\], its config requires \[64\]"),
     "integers": (lambda h: h["model.norm.weight"].update(dtype="I32"), "is I32, not F32 or F16 or BF16"),
-    "unknown": (lambda h: h.update({"model.layers.0.extra.weight": h["model.norm.weight"]}), "is no tensor of the model"),
+    "unknown": (lambda h: h.update({"model.layers.0.extra.weight": h["model.norm.weight"]}), "is not a tensor of the model"),
 }
 
 
@@ -96,7 +96,7 @@ def test_missing_and_truncated_shards(copy: Folders) -> None:
     shard = folder / "model-00004-of-00009.safetensors"
     data = shard.read_bytes()
     shard.write_bytes(data[:-10])
-    with pytest.raises(CheckpointError, match=r"model-00004-of-00009\.safetensors is cut short"):
+    with pytest.raises(CheckpointError, match=r"model-00004-of-00009\.safetensors is truncated"):
         open_checkpoint(folder)
     shard.unlink()
     with pytest.raises(CheckpointError, match=r"model-00004-of-00009\.safetensors is missing"):
@@ -151,7 +151,7 @@ def rope(theta: float) -> dict[str, Any]:
         *((True, {"rope_parameters": rope(value)}, "rope_theta is") for value in NO_NUMBERS),
         (True, {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         (True, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
-        (True, {"hidden_size": 32}, "config asks for"),
+        (True, {"hidden_size": 32}, "config requires"),
         (True, {"per_layer_config": {"0": {"head_dim": 32}}}, "not overrides of the full-attention layers 3, 7"),
         (True, {"per_layer_config": {"3": {"head_dim": 32}, "7": {"head_dim": 64}}}, "not the same for all"),
         (True, {"per_layer_config": {"3": {"num_key_value_heads": []}, "7": {"num_key_value_heads": []}}}, "num_key_value_heads is"),

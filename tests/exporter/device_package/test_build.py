@@ -130,7 +130,7 @@ def test_wheel_is_unpacked_without_tests_and_with_its_licence(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["../outside.py", "/outside.py", "thing/../../outside.py"])
 def test_wheel_that_leads_out_of_the_package_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match="leads out of the package"):
+    with pytest.raises(PackageError, match="is outside the package"):
         wheels._add_wheel(tmp_path / "p", wheel(tmp_path, {"thing-1.0.dist-info/METADATA": ABOUT, name: ""}))
     assert not (tmp_path / "outside.py").exists()
 
@@ -190,7 +190,7 @@ def test_missing_apt_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
     monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
     status, output = run_command("--package", "linux-arm64", "--backend", "onnx", "-o", str(tmp_path / "package"))
     assert status == 1
-    assert "apt-get is missing, which making the package needs" in output
+    assert "apt-get, which building the package needs, is missing" in output
     assert [path.name for path in tmp_path.iterdir()] in ([], ["cache"])
 
 

@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for value in (-1, np.inf, np.nan):
         with pytest.raises(ExportError, match="negative or not finite"):
             quantize_matrix(weight, spec, np.full(64, value, np.float32))
-    with pytest.raises(ExportError, match=r"shape \[64\] is no matrix"):
+    with pytest.raises(ExportError, match=r"shape \[64\] is not a matrix"):
         quantize_matrix(weight[0], spec)
     with pytest.raises(ExportError, match="3 bits in blocks of 48 by 'rtn' is no weight format; bits are 4 or 8, blocks 32 or 64 or 128"):
         WeightSpec(bits=3, block=48, method="rtn")

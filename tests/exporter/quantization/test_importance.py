@@ -84,7 +84,7 @@ def test_shared_layers_need_no_keys_and_values(member_folder: Folders) -> None:
     fitted(sums, checkpoint, SOURCE)
     del sums["blk.0.attn_k.weight"]
     with pytest.raises(
-        ExportError, match=r"some.dat has no importance for blk.0.attn_k.weight of .*e2b-text; give the one of this very model"
+        ExportError, match=r"some.dat has no importance for blk.0.attn_k.weight of .*e2b-text; give the file of exactly this model"
     ):
         fitted(sums, checkpoint, SOURCE)
 

@@ -1,11 +1,11 @@
-"""Attention of the open-shaped graphs, in two forms.
+"""Attention of graphs with dynamic shapes, in two variants.
 
 On *buffers*: com.microsoft GroupQueryAttention with one buffer per owning layer, bound as past and as present, so that rows are written in
 place. Layers without K/V of their own give it no new rows and the owner's buffer.
 
-On *rows*: plain products with exactly the rows that are seen, for one K/V head: in the target on full layers, in the drafter on all.
-All query heads are rows of one product, so that keys are read once; GroupQueryAttention reads them once for each head, which long contexts
-pay for. The target gives the new rows, and the host binds the place behind the others for them.
+On *rows*: plain products with exactly the visible rows, for one K/V head: in the target on full layers, in the drafter on all.
+All query heads are rows of one product, so that keys are read once; GroupQueryAttention reads them once for each head, which is slow at
+long contexts. The target outputs the new rows, and the host binds the memory behind the existing rows for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = {SLIDING: "sliding", FULL: "full"}
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """What attention of one kind of layer takes besides Q, K and V: the rows' count in its buffers, and the table of rotations.
+    """Inputs of attention of one kind of layer besides Q, K and V: the number of rows in its buffers, and the table of rotations.
 
     `last_row` int32 [1] is the index of the newest row, `rows` int32 [] how many there are, `cosine` and `sine` [context, head_dim/2].
     Both counts are empty for attention on rows.
@@ -51,7 +51,7 @@ class CacheNames:
 
 
 def reads_rows(target: TextArchitecture, layer: int, *, drafter: bool = False) -> bool:
-    """Whether attention to this layer of the target is on rows: one head's rows lie in one piece, those of several do not."""
+    """Whether attention to this layer of the target is on rows: only the rows of a single K/V head are contiguous."""
     return (drafter or not target.is_sliding(layer)) and target.kv_heads_of(layer) == 1
 
 
@@ -60,7 +60,7 @@ def declare_attention(
 ) -> dict[str, AttentionInputs]:
     """Declares `position_ids` and, per kind of layer there is, the inputs of its attention; the counts are those of `counted` kinds.
 
-    These attend to buffers, where float16 rows are computed with in float16, rotations too.
+    Layers of these kinds attend to buffers; with float16 rows, they compute in float16, rotations too.
     """
     graph.input("position_ids", "i64", (1, positions))
     declared = {}
@@ -82,7 +82,7 @@ def declare_attention(
 def declare_caches(
     graph: Graph, target: TextArchitecture, layers: Iterable[int], kv: KvFormat, *, drafter: bool = False
 ) -> dict[int, CacheNames]:
-    """Declares the buffers of owning layers of the target, or their rows, which are float32 from here on whatever they are kept in."""
+    """Declares the buffers of owning layers of the target, or their rows, which are converted to float32."""
     declared = {}
     for layer in layers:
         on_rows = reads_rows(target, layer, drafter=drafter)
@@ -104,7 +104,7 @@ def cache_shape(model: TextArchitecture, layer: int, rows: str | None) -> tuple[
 
 
 class Attention:
-    """Emits attention of one model's layers. Queries, keys and values come normed: [1, T, heads x head_dim], [1, T, kv_heads x head_dim]."""
+    """Emits attention of one model's layers. Takes normed queries [1, T, heads x head_dim], keys and values [1, T, kv_heads x head_dim]."""
 
     def __init__(self, graph: Graph, model: TextArchitecture, inputs: dict[str, AttentionInputs], kv: KvFormat) -> None:
         self._graph = graph
@@ -113,14 +113,14 @@ class Attention:
         self._kv = kv
         self._made: dict[str, str] = {}
         self._own: dict[str, CacheNames] = {}
-        # Buffers under the names that layers give them which only read them; see on_buffers.
+        # The names of buffers in layers that only read them; see on_buffers.
         self.again: dict[str, int] = {}
 
     def on_buffers(
         self, query: str, new: tuple[str, str] | None, layer: int, cache: CacheNames, present: CacheNames | None, window: int
     ) -> str:
-        """Attention to the buffers of the layer `cache.owner`, into which `new` keys and values are written first, if there are any;
-        they are called `present` then."""
+        """Attention to the buffers of the layer `cache.owner`. `new` keys and values, if any, are written into them first; the buffers
+        are then named `present`."""
         graph, model, kv = self._graph, self._model, self._kv
         inputs, kv_heads = self._inputs[model.layer_types[layer]], model.kv_heads_of(layer)
         key, value = new or (graph.floats(np.empty((1, 0, kv_heads * model.head_dim_of(layer)), np.float32)),) * 2
@@ -135,7 +135,7 @@ class Attention:
             shape = (1, kv_heads, 1, model.head_dim_of(layer))
             scales = ["", "", *(graph.weight(stored.shaped(*shape)) for stored in kv.scales[cache.owner])]
             if not outputs:
-                # The kernel asks for them, also where nothing is written.
+                # The kernel requires them, even where nothing is written.
                 outputs = [f"present_{word}.{cache.owner}@{layer}" for word in ("key", "value")]
                 self.again |= dict.fromkeys(outputs, cache.owner)
         graph.ops(
@@ -153,7 +153,7 @@ class Attention:
         return graph.op("Cast", attended, to=1) if kv.kind == "f16" else attended
 
     def keep(self, new: tuple[str, str], layer: int, present: CacheNames) -> None:
-        """Gives a layer's own keys and values away as the new rows `present`."""
+        """Outputs a layer's own keys and values as the new rows `present`."""
         named = self._kv.kind == "f32"
         rows = (
             self.turned(new[0], layer, 1, present.key if named else None),
@@ -178,7 +178,7 @@ class Attention:
         return self._graph.op("Reshape", value, self._graph.integers([1, 1, -1, self._model.head_dim_of(layer)]), name=name)
 
     def on_rows(self, query: str, layer: int, past: CacheNames, new: CacheNames | None) -> str:
-        """Attention to the rows of `past` and, up to each query's own place, to those of `new`."""
+        """Attention to the rows of `past`, and to those of `new` up to each query's own position."""
         graph, model = self._graph, self._model
         turned = self.turned(query, layer, model.heads)
         scores = graph.op("FusedMatMul", turned, past.key, domain=CONTRIB, transB=1)
@@ -193,7 +193,7 @@ class Attention:
         return graph.op("Reshape", attended, graph.integers([1, -1, model.heads * model.head_dim_of(layer)]))
 
     def _causal(self) -> str:
-        """What is added to the scores [1, 1, T x heads, T] of a forward's own rows."""
+        """The causal mask to add to the scores [1, 1, T x heads, T] of a forward's own rows."""
         if "causal" not in self._made:
             graph, heads = self._graph, self._model.heads
             queries = graph.op("Reshape", "position_ids", graph.integers([-1, 1, 1]))

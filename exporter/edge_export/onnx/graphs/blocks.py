@@ -16,10 +16,10 @@ from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWeights:
-    """Everything a layer multiplies with, stored.
+    """A layer's stored weights.
 
-    `key_value` is whether it has K and V of its own; their rows are below those of Q in `projection`. V, or K that is V too, may be
-    the `value` beside it.
+    `key_value`: it has K and V of its own, whose rows are below those of Q in `projection`. V, or a K that is also V, may be stored
+    apart, as `value`.
     """
 
     norms: dict[str, Stored]
@@ -88,8 +88,8 @@ class Blocks:
     ) -> str:
         """One decoder layer over value [1, T, hidden_size], which attends to `cache`.
 
-        A layer with K/V of its own adds them and calls them, or the buffers with them, `present`. On rows `present` are a forward's own
-        rows also for layers that share them.
+        A layer with K/V of its own adds them; they, or the buffers with them, are named `present`. On rows, `present` names a forward's
+        own rows also for layers that share them.
         """
         graph = self._graph
 
@@ -135,7 +135,7 @@ class Blocks:
         return parts[0], (key, self._head_norm(parts[-1], graph.floats([1.0] * head_dim), kv_heads, head_dim))
 
     def window_of(self, layer: int) -> int:
-        """How many keys a query of this layer sees, its own among them; -1 for all."""
+        """How many keys a query of this layer attends to, its own included; -1 for all."""
         return self._model.window if self._model.is_sliding(layer) else -1
 
     def _head_norm(self, value: str, weight: str, heads: int, head_dim: int) -> str:
@@ -164,12 +164,12 @@ class Blocks:
 class DrafterBlocks(Blocks):
     """A drafter's layers: every one reads the target's rows, up to `window` + 1 of them on sliding layers.
 
-    The query stands behind the newest row, and transformers admits distances up to `window`
+    The query's position is behind the newest row, and transformers allows distances up to `window`
     (masking_utils.py, sliding_window_bidirectional_overlay).
     """
 
     def window_of(self, layer: int) -> int:
-        """How many of the target's rows a query of this layer sees."""
+        """How many of the target's rows a query of this layer attends to."""
         return self._model.window + 1 if self._model.is_sliding(layer) else -1
 
 

@@ -1,7 +1,7 @@
-"""The drafter as one ONNX graph: a Loop over draft steps with a run-time length, and an early end where it is unsure of itself.
+"""The drafter as one ONNX graph: a Loop over draft steps of dynamic length, which ends early where its confidence is low.
 
 A step: embedding of the newest token and a hidden row in, four or so layers on the target's K/V rows, a head, the next hidden row out.
-All steps stand at the position of the first (transformers, Gemma4AssistantForCausalLM and its candidate generator).
+All steps have the position of the first (transformers, Gemma4AssistantForCausalLM and its candidate generator).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _step(
 
 
 def _probability(graph: Graph, scores: str, least: str) -> str:
-    """The likeliest token's share among the scored ones, computed where a least probability is asked for, else 1."""
+    """The probability of the likeliest token among the scored ones, if a least probability is asked for; else 1."""
     asked = graph.op("Greater", least, graph.floats(0))
     share, one = graph.subgraph("share"), graph.subgraph("certain")
     top = share.op("ReduceMax", scores, keepdims=1)
@@ -127,7 +127,7 @@ def _probability(graph: Graph, scores: str, least: str) -> str:
 
 
 def _if_wanted(graph: Graph, values: str | None, kind: str) -> str:
-    """`values` [n] where `with_scores` says that somebody reads them, else an empty array."""
+    """`values` [n] if `with_scores` is true, else an empty array."""
     none = graph.floats([]) if kind == "f32" else graph.integers([])
     if values is None:
         return graph.op("Identity", none)

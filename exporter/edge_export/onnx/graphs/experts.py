@@ -1,7 +1,7 @@
 """Mixture of experts (26B-A4B) as ONNX nodes. Math: transformers, Gemma4TextRouter and Gemma4TextExperts.
 
-onnxruntime's MoE and QMoE operators gate by SiLU and cannot compute Gemma's GELU gate. So every expert is a branch of its own that runs
-only where a token chose it; its weights are constants of the graph, packed and multiplied like all others.
+onnxruntime's MoE and QMoE operators use a SiLU gate and cannot compute Gemma's GELU gate. So every expert is a branch of its own that runs
+only if a token is routed to it; its weights are constants of the graph, packed and multiplied like all others.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def add_experts(
     chosen = graph.op("Greater", graph.op("ReduceMax", shares, graph.integers([0]), keepdims=0), graph.floats(0))
     each = graph.ops("Split", [graph.op("Cast", chosen, to=7)], model.experts, axis=0, num_outputs=model.experts)
     parts = [_expert(graph, expert, each[expert], shares, inputs, weights.experts[expert], gated) for expert in range(model.experts)]
-    # Parts come expert by expert, and so do the places of the shares that are not zero, once experts are rows.
+    # Parts come expert by expert, in the order of the nonzero shares when experts are rows.
     places = graph.op("NonZero", graph.op("Transpose", shares, perm=[1, 0]))
     tokens = graph.op("Transpose", graph.op("Slice", places, *map(graph.integers, ([1], [2], [0]))), perm=[1, 0])
     nothing = graph.op("Mul", inputs, graph.floats(0))
@@ -83,7 +83,7 @@ def add_experts(
 
 
 def _shares(graph: Graph, model: TextArchitecture, weights: ExpertWeights, normed: str) -> str:
-    """How much of each expert each token takes, [T, experts]; zero for all but the best `experts_used`."""
+    """The weight of each expert for each token [T, experts]; zero for all but the best `experts_used`."""
     likely = graph.op("Softmax", graph.linear(normed, weights.router), axis=-1)
     best, experts = graph.ops("TopK", [likely, graph.integers([model.experts_used])], 2, axis=-1)
     together = graph.op("ReduceSum", best, graph.integers([-1]), keepdims=1)
@@ -100,7 +100,7 @@ def _expert(
     weights: tuple[Matrix, Matrix],
     gated: Callable[[Graph, str, Matrix, Matrix], str],
 ) -> str:
-    """The rows of one expert's tokens, times their shares; none if nobody chose it."""
+    """The rows of one expert's tokens, times their shares; empty if no token is routed to it."""
     used, unused = graph.subgraph("used"), graph.subgraph("unused")
     column = used.op("Gather", shares, used.integers([expert]), axis=1)
     rows = used.op("Squeeze", used.op("Slice", used.op("NonZero", column), *map(used.integers, ([0], [1], [0]))), used.integers([0]))

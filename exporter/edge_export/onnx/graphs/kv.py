@@ -1,4 +1,4 @@
-"""The types K/V rows are kept in: float32, float16, or int8 with one scale for each channel of each head, fixed when the graphs are made."""
+"""The types of K/V rows: float32, float16, or int8 with one scale for each channel of each head, fixed in the export."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from edge_runtime.bundle.manifest import CacheBuffer, Rotation
 
 _TYPES: dict[KvKind, ValueType] = {"f32": "f32", "f16": "f16", "int8": "i8"}
 _LEVELS = 127
-# Other text reaches further than the text that scales are measured on.
+# Other text has larger values than the text on which scales are measured.
 _HEADROOM = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvFormat:
-    """How rows are kept. `scales`, of int8 only, are those of each owning layer's keys and values, float32 [kv_heads x head_dim]."""
+    """How rows are stored. `scales`, of int8 only, are those of each owning layer's keys and values, float32 [kv_heads x head_dim]."""
 
     kind: KvKind
     scales: Mapping[int, tuple[Stored, Stored]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class KvFormat:
         return _TYPES[self.kind]
 
     def widened(self, graph: Graph, rows: str, layer: int, part: int) -> str:
-        """Float32 of kept rows [1, 1, n, head_dim] of an owning layer; `part` is 0 for keys, 1 for values."""
+        """Converts stored rows [1, 1, n, head_dim] of an owning layer to float32; `part` is 0 for keys, 1 for values."""
         if self.kind == "f32":
             return rows
         if self.kind == "f16":
@@ -45,7 +45,7 @@ class KvFormat:
         return graph.op("DequantizeLinear", rows, graph.weight(self.scales[layer][part]), axis=3)
 
     def kept(self, graph: Graph, rows: str, layer: int, part: int, name: str) -> str:
-        """Names `rows` [1, 1, n, head_dim], float32, as they are kept in a smaller type; returns them as they will be read, float32 again."""
+        """Outputs float32 `rows` [1, 1, n, head_dim] in the stored type under `name`; returns them as they will be read, as float32."""
         if self.kind == "f16":
             graph.op("Cast", rows, name=name, to=10)
         else:
@@ -57,7 +57,7 @@ FLOAT_ROWS = KvFormat(kind="f32")
 
 
 def store_kv(kind: KvKind, checkpoint: Checkpoint, weights: WeightFile) -> KvFormat:
-    """Returns the form of the rows; scales of int8 are the largest that norms allow, until `fit_scales` knows better."""
+    """Returns the rows' format; scales of int8 are the largest that norms allow, until `fit_scales` replaces them."""
     model = checkpoint.architecture
     if kind != "int8":
         return KvFormat(kind=kind)
@@ -74,7 +74,7 @@ def store_kv(kind: KvKind, checkpoint: Checkpoint, weights: WeightFile) -> KvFor
 def fit_scales(
     kv: KvFormat, data: Path, buffers: Sequence[CacheBuffer], rotations: Sequence[Rotation], seen: Mapping[str, NDArray[Any]]
 ) -> None:
-    """Puts the scales that `seen` needs into the data file: `seen` are rows int8 [kv_heads, n, head_dim] by buffer, kept with the first scales."""
+    """Writes fitted scales into the data file: `seen` are rows int8 [kv_heads, n, head_dim] by buffer, stored with the first scales."""
     turned = {rotation.kind: rotation.rotated_pairs for rotation in rotations}
     with data.open("r+b") as file:
         for buffer in buffers:
@@ -84,14 +84,14 @@ def fit_scales(
                 old = np.frombuffer(file.read(stored.length), np.float32).reshape(buffer.kv_heads, 1, buffer.head_dim)
                 rows = seen[name].astype(np.float32) * old
                 most = _amplitudes(rows, turned[buffer.kind]) if part == 0 else np.abs(rows).max(axis=1)
-                # Never below a level of the first scales, in whose steps it was seen.
+                # Never below one level of the first scales, the resolution of `seen`.
                 scales = np.maximum(most * _HEADROOM, old[:, 0]) / _LEVELS
                 file.seek(stored.offset)
                 file.write(scales.astype("<f4").tobytes())
 
 
 def _amplitudes(keys: NDArray[np.float32], pairs: int) -> NDArray[np.float32]:
-    """How far each channel of turned keys [kv_heads, n, head_dim] can go at any position: [kv_heads, head_dim]."""
+    """The largest absolute value of each channel of rotated keys [kv_heads, n, head_dim] at any position: [kv_heads, head_dim]."""
     half = keys.shape[2] // 2
     first, second = keys[:, :, :pairs], keys[:, :, half : half + pairs]
     lengths = np.sqrt(first**2 + second**2).max(axis=1)

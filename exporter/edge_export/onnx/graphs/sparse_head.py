@@ -1,7 +1,7 @@
 """The sparse head of a drafter's graph: only the tokens of the best centroids are scored (transformers, Gemma4AssistantMaskedEmbedder).
 
-A centroid's output rows lie in one piece. In whole numbers they lie transposed, [hidden_size, tokens of a centroid], which is the right
-operand of MatMulInteger as it is: what is gathered is multiplied with, and never widened to float32 first.
+A centroid's output rows are contiguous. As integers they are stored transposed, [hidden_size, tokens of a centroid], which is the right
+operand of MatMulInteger unchanged: gathered weights are multiplied with, and never converted to float32 first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from edge_export.onnx.weights import WeightFile, WeightFormat
 
 # Emits a head over a hidden row [1, 1, hidden_size]: scores float32 [n] and the tokens int64 [n] they belong to, None for all tokens.
 Head = Callable[[Graph, str], tuple[str, str | None]]
-# Emits the scores [n] of a hidden row over the clusters [k] that are named.
+# Emits the scores [n] of a hidden row over the selected clusters [k].
 _Scores = Callable[[Graph, str, str], str]
 
 
 def sparse_head(checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat) -> Head:
-    """Stores centroids and output rows; those in blocks of whole numbers get 8 bits, and the output rows one scale for each row."""
+    """Stores centroids and output rows; block-quantized ones get 8 bits, and the output rows one scale for each row."""
     model = checkpoint.assistant
     order = token_order(checkpoint)
     tokens = weights.array(order.astype("<i4").reshape(model.centroids, -1), "i32")
@@ -59,10 +59,11 @@ def _float_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np
 
 
 def _rounded_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np.int32]) -> _Scores:
-    """Products of the row with rounded output rows. The row goes in as two of 8 bits, itself and what rounding left of it.
+    """Products of the row with rounded output rows. The row is split into two rows of 8 bits: its rounded values, and the remainder.
 
-    One alone would leave few levels to most channels where a few are large. A rounded row is scale * (level - zero). The sums of a row of weights, which `zero` is multiplied with, are stored beside its scale:
-    without zero points MatMulInteger takes a kernel for a single row.
+    One row alone would leave few levels to most channels where a few are large. A rounded row is scale * (level - zero). The sum of a row
+    of weights, which `zero` is multiplied with, is stored beside its scale: without zero points MatMulInteger uses its kernel for a
+    single row.
     """
     model = checkpoint.assistant
     per_centroid, hidden = model.vocab_size // model.centroids, model.hidden_size
@@ -89,7 +90,7 @@ def _rounded_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[
 
 
 def _product(graph: Graph, value: str, near: str, of_rows: str, of_zero: str) -> tuple[str, str]:
-    """The product of a row rounded to 8 bits with the weights, and what rounding left of the row."""
+    """The product of a row rounded to 8 bits with the weights, and the remainder of the row."""
     levels, scale, zero = graph.ops("DynamicQuantizeLinear", [value], 3)
     products = graph.op("Cast", graph.op("MatMulInteger", levels, near), to=1)
     taken = graph.op("Mul", of_zero, graph.op("Cast", zero, to=1))

@@ -1,4 +1,4 @@
-"""The target as two ONNX graphs: the layers, which give hidden rows, and the head, which gives logits where somebody reads them."""
+"""The target as two ONNX graphs: the layers, which output hidden rows, and the head, which computes logits of the rows that need them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from edge_export.onnx.weights import Matrix, WeightFile, WeightFormat
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFormats:
-    """How the target's matrices are stored, and its K/V rows; `embedding` is that of the token embedding, which is the head's too where
-    they are tied."""
+    """How the target's matrices and K/V rows are stored; `embedding` is the format of the token embedding and of the head."""
 
     layers: WeightFormat
     embedding: WeightFormat
@@ -98,7 +97,7 @@ def _head(model: TextArchitecture, weights: Matrix) -> Graph:
     if model.logit_softcap is None:
         logits = graph.linear(hidden, weights)
     else:
-        # The hidden row is divided, which is short, in place of the logits.
+        # The short hidden row is divided instead of the logits.
         cap = graph.floats(model.logit_softcap)
         logits = graph.op("Mul", graph.op("Tanh", graph.linear(graph.op("Div", hidden, cap), weights)), cap)
     graph.output(graph.op("Identity", logits, name="logits"), "f32", (1, "tokens", model.vocab_size))

@@ -1,7 +1,7 @@
-"""Gemma 4's decoder block in plain operators of opset 21 with fixed shapes, as NPUs take it. Math: as in onnx_blocks.
+"""Gemma 4's decoder block in plain operators of opset 21 with fixed shapes, as NPUs need it. Math: as in onnx/graphs/blocks.py.
 
-Attention reads a buffer of past rows and the rows it makes itself, and gives the latter away: the host writes those that count into the
-buffer, so rolling back costs nothing. What a query sees, a mask from the host says, so a sliding buffer may be a ring.
+Attention reads a buffer of past rows and the new rows, and outputs the new rows: the host writes the accepted ones into the buffer, so
+rolling back costs nothing. A mask from the host selects the rows that a query attends to, so a sliding buffer may be a ring.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, RuntimeSettings, StaticGraphs
 
 PREFILL_ROWS = 64
-# The recommended draft and the token before it.
+# The default draft and the token before it.
 VERIFY_ROWS = RuntimeSettings().draft_length + 1
 _ROWS = {"target_prefill": PREFILL_ROWS, "target": VERIFY_ROWS, "target_row": 1}
 _TABLES = {"embedding": "model.embed_tokens.weight", "per_layer_embedding": "model.embed_tokens_per_layer.weight"}
@@ -51,7 +51,7 @@ def write_static(
     check_onnx_sources(target, drafter)
     first, model = target.checkpoint, target.checkpoint.architecture
     if model.experts:
-        raise ExportError(f"{target.origin} picks its experts while it runs, which graphs of fixed shapes cannot; leave --device out")
+        raise ExportError(f"{target.origin} is a mixture of experts, which graphs of fixed shapes cannot route; leave --device out")
     if request.device == "qnn" and "int4" in (request.target, request.drafter, request.embedding):
         raise ExportError("QNN computes wrong products with int4 weights of one scale per channel; take f16 or int8 for --device qnn")
     if request.device == "qnn" and model.per_layer_size and "int8" in (request.target, request.embedding):
@@ -160,7 +160,7 @@ def _part(role: str, path: Path, kind: str, request: OnnxRequest) -> BundlePart:
 
 
 def _write_tables(checkpoint: Checkpoint, request: OnnxRequest, folder: Path, progress: Callable[[int], None]) -> list[BundlePart]:
-    """Writes the embeddings as NumPy arrays, whose rows a host maps and looks up."""
+    """Writes the embeddings as NumPy arrays, in which the host looks rows up."""
     word = "f32" if (request.embedding or request.target) == "f32" else "f16"
     kind = np.float32 if word == "f32" else np.float16
     parts: list[BundlePart] = []
@@ -179,7 +179,7 @@ def _write_tables(checkpoint: Checkpoint, request: OnnxRequest, folder: Path, pr
 
 
 def _buffers(model: TextArchitecture, layout: CacheLayout) -> tuple[CacheBuffer, ...]:
-    """Sliding buffers are rings: the window the drafter sees, what may be rolled back, and a verify."""
+    """Sliding buffers are rings of the drafter's window, the rows that may be rolled back, and a verify."""
     rows = {SLIDING: model.window + 1 + layout.rewind_slack + MAX_DRAFT_LENGTH + 1, FULL: layout.full.capacity}
     return tuple(
         CacheBuffer(

@@ -1,4 +1,4 @@
-"""Target and drafter as graphs of fixed shapes. The host looks embeddings up, says by masks who sees what, and keeps the K/V rows."""
+"""Target and drafter as graphs of fixed shapes. The host looks embeddings up, computes the masks, and stores the K/V rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StaticTarget:
 
 
 def store_target(checkpoint: Checkpoint, weights: PlainWeightFile, formats: TargetFormats) -> StaticTarget:
-    """Writes the target's weights but for its embeddings, which the host reads."""
+    """Writes the target's weights except its embeddings, which the host reads."""
     model = checkpoint.architecture
     per_layer = None
     if model.per_layer_size:
@@ -49,7 +49,7 @@ def store_target(checkpoint: Checkpoint, weights: PlainWeightFile, formats: Targ
 
 
 def write_target_graph(target: StaticTarget, shape: Shape, graph: PlainGraph, path: Path, *, logits: bool) -> None:
-    """Writes a graph of `shape.rows` rows; outputs `hidden` [1, rows, hidden_size], the new K/V rows, and `logits` if they are wanted."""
+    """Writes a graph of `shape.rows` rows; outputs `hidden` [1, rows, hidden_size], the new K/V rows, and `logits` if asked for."""
     model, rows = target.model, shape.rows
     embedded = graph.input("embedded", "f32", (1, rows, model.hidden_size))
     blocks = StaticBlocks(graph, model, shape, declare_static(graph, model, shape, rows))
@@ -147,7 +147,7 @@ def _dense_head(checkpoint: Checkpoint, weights: PlainWeightFile, format: Weight
 
 
 def _sparse_head(checkpoint: Checkpoint, weights: PlainWeightFile, format: WeightFormat) -> Callable[[Graph, str], None]:
-    """The tokens of the best centroids are candidates; a centroid's output rows lie in one piece, rounded to float16 at most."""
+    """The tokens of the best centroids are candidates; a centroid's output rows are contiguous, in float16 or float32."""
     model = checkpoint.assistant
     order, each = token_order(checkpoint), model.vocab_size // model.centroids
     count = model.top_centroids * each

@@ -1,7 +1,7 @@
-"""Weights of static graphs: matrices lie transposed, [columns, rows], so that plain MatMul multiplies with them as they are.
+"""Weights of static graphs: matrices are stored transposed, [columns, rows], as plain MatMul needs them.
 
-In whole numbers they are what DequantizeLinear of opset 21 reads: signed and symmetric, with a scale for each block of a column, or for
-each column. 4-bit levels lie two in a byte, the first in the low half (ONNX, onnx.in.proto, INT4).
+As integers they have the format of DequantizeLinear of opset 21: signed and symmetric, with a scale for each block of a column, or for
+each column. Two 4-bit levels share a byte, the first in the low half (ONNX, onnx.in.proto, INT4).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Range:
 
     @property
     def scale(self) -> np.float32:
-        """The step of 16 bits over this range, widened by half for what the text did not show; zero is in it."""
+        """The step of 16 bits over this range, widened by half for other text; the range includes zero."""
         return np.float32(max(1.5 * (max(self.greatest, 0.0) - min(self.least, 0.0)) / 65535, 1e-9))
 
     @property
@@ -47,8 +47,8 @@ class Range:
 class PlainGraph(Graph):
     """A graph of operators of ONNX opset 21 alone.
 
-    With `watched`, a graph to calibrate with: it gives for each matrix the ranges of its input and output, in `range.` and its name [4].
-    With `ranges` by matrix, inputs and outputs of matrices in whole numbers are rounded to 16 bits.
+    With `watched`, a graph for calibration: it outputs the ranges of each matrix's input and output as `range.NAME` [4].
+    With `ranges` by matrix, inputs and outputs of integer matrices are rounded to 16 bits.
     """
 
     opset, ir_version = 21, 10
@@ -70,7 +70,7 @@ class PlainGraph(Graph):
         return self._rounded(self.op("MatMul", self._rounded(value, before), self._dense(matrix)), after)
 
     def equal_parts(self, value: str, parts: int, each: int) -> list[str]:
-        """The same with sizes, as NPU compilers were seen to take it."""
+        """The same with explicit sizes, which NPU compilers accept."""
         return self.ops("Split", [value, self.integers([each] * parts)], parts, axis=-1)
 
     def _rounded(self, value: str, seen: Range) -> str:
@@ -92,10 +92,10 @@ class PlainGraph(Graph):
 
 
 class PlainWeightFile(WeightFile):
-    """External data whose matrices lie transposed. `rows_matrix` stores one as it is."""
+    """External data whose matrices are stored transposed, except by `rows_matrix`."""
 
     def rows_matrix(self, pieces: Iterable[NDArray[np.float32]], rows: int, columns: int, format: WeightFormat) -> Stored:
-        """Stores float rows that a graph gathers: float32 if `form` is that, else float16."""
+        """Stores float rows that a graph gathers: float32 if `format` is that, else float16."""
         kind: ValueType = "f32" if format.kind == "f32" else "f16"
         stored = self._reserve(kind, (rows, columns))
         written = 0
@@ -136,7 +136,7 @@ class PlainWeightFile(WeightFile):
         return Matrix(rows=rows, columns=columns, format=format, values=values, scales=scales)
 
     def _mapped(self, stored: Stored, kind: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        """The place of a tensor in the file as an array: columns are written as rows come, which may be far apart."""
+        """A tensor's bytes in the file, mapped as an array: its columns are written in pieces that may be far apart."""
         self._file.truncate(self._end)
         self._file.flush()
         return np.memmap(self.path, kind, "r+", stored.offset, shape)
@@ -154,7 +154,7 @@ def _quantized(
 
 
 def _whole_rows(chunks: Iterable[NDArray[Any]], columns: int) -> Iterator[NDArray[Any]]:
-    """Flat chunks, which end anywhere, or rows, as whole rows [n, columns]."""
+    """Joins flat chunks, which end anywhere, or rows to pieces of complete rows [n, columns]."""
     left: NDArray[Any] | None = None
     for chunk in chunks:
         flat = chunk.reshape(-1)
@@ -165,7 +165,7 @@ def _whole_rows(chunks: Iterable[NDArray[Any]], columns: int) -> Iterator[NDArra
 
 
 def _even_rows(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
-    """The same rows in pieces of an even number of them; the matrices in one have even numbers of rows, but the pieces may not."""
+    """The same rows in pieces of an even number of rows; each matrix has an even number, but its pieces may not."""
     left: _Piece | None = None
     for piece, importance in pieces:
         if left is not None:
