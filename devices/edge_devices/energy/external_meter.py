@@ -22,8 +22,8 @@ VOLTS = {"v": 1.0, "voltage": 1.0, "voltagev": 1.0, "volts": 1.0, "voltagemv": 1
 AMPERES = {"a": 1.0, "current": 1.0, "currenta": 1.0, "amps": 1.0, "amperes": 1.0, "currentma": 1e-3, "currentua": 1e-6}
 WATTS = {"w": 1.0, "power": 1.0, "powerw": 1.0, "watts": 1.0, "powermw": 1e-3}
 JOULES = {"j": 1.0, "energy": 1.0, "energyj": 1.0, "energyws": 1.0, "joules": 1.0, "energywh": 3600.0, "energymwh": 3.6}
-MOST_ROWS = 10_000_000
-LONGEST_LINE = 4096
+MAX_ROWS = 10_000_000
+MAX_LINE_CHARS = 4096
 
 
 def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
@@ -43,8 +43,8 @@ def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
         )
     samples: list[Sample] = []
     for number, row in enumerate(rows, start=2):
-        if number > MOST_ROWS:
-            raise MeterError(f"{path} has more than {MOST_ROWS} rows; cut out the part that was measured")
+        if number > MAX_ROWS:
+            raise MeterError(f"{path} has more than {MAX_ROWS} rows; cut out the part that was measured")
         figures = [_figure(path, number, row, column) for column in (time, *factors)]
         samples.append(Sample(max(figures[0], samples[-1].time_s if samples else -math.inf), math.prod(figures[1:])))
     if len(samples) < 2:
@@ -67,7 +67,7 @@ def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
 def _rows(path: Path) -> Iterator[list[str]]:
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
-            for line in lines_at_most(file, LONGEST_LINE, 2 * MOST_ROWS):
+            for line in lines_at_most(file, MAX_LINE_CHARS, 2 * MAX_ROWS):
                 text = line.strip()
                 if text and not text.startswith("#"):
                     separator = next((s for s in (";", ",", "\t") if s in text), None)
@@ -97,8 +97,8 @@ def _resolution(samples: Sequence[Sample]) -> float:
 
 
 Span = tuple[float, float]
-LEAST_FIT = 0.5  # share of the power's variance that the steps must explain
-RIVAL_SHARE = 0.9
+MIN_FIT = 0.5  # share of the power's variance that the steps must explain
+MAX_RIVAL_SHARE = 0.9
 
 
 def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
@@ -112,18 +112,18 @@ def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
     between = [(a[1], b[0]) for a, b in pairwise(loads)]
     margin = min(end - start for start, end in between)
     rests = [(loads[0][0] - margin, loads[0][0]), *between, (loads[-1][1], loads[-1][1] + margin)]
-    curves = _Curves(trace)
+    curves = _Integrals(trace)
     width = min(end - start for start, end in [*loads, *rests])
     coarse = max(width / 8, (search[1] - search[0]) / 200_000)
     tried = [search[0] + i * coarse for i in range(int((search[1] - search[0]) / coarse) + 1)]
     scored = [(curves.fit(loads, rests, offset), offset) for offset in tried]
     fit, best = max(scored)
-    if fit < LEAST_FIT:
+    if fit < MIN_FIT:
         raise MeasurementError(
             f"no load step shows in the meter's recording (fit {fit:.2f} of 1); make the steps longer or the load heavier"
         )
     rival = max((s for s, offset in scored if abs(offset - best) > width), default=0.0)
-    if rival > RIVAL_SHARE * fit:
+    if rival > MAX_RIVAL_SHARE * fit:
         raise MeasurementError("the load steps fit the meter's recording at two places; make steps and rests of different lengths")
     step = coarse
     while step > 1e-3:
@@ -137,7 +137,7 @@ def shifted(trace: Trace, offset_s: float) -> Trace:
     return Trace.of(trace.facts, (Sample(t + offset_s, v) for t, v in zip(trace.times, trace.values, strict=True)))
 
 
-class _Curves:
+class _Integrals:
     """Integrals of power and of its square up to each reading; power is constant in between."""
 
     def __init__(self, trace: Trace) -> None:
@@ -172,7 +172,7 @@ class _Curves:
         return curve[i - 1] + share * (curve[i] - curve[i - 1])
 
 
-LONGEST_EXTRA_S = 6 * 3600.0
+MAX_RECORDING_S = 6 * 3600.0
 
 
 def with_external_meter(log: RunLog, table: Trace) -> RunLog:
@@ -184,13 +184,13 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
     if not steps:
         raise MeasurementError("the log holds neither load steps nor runs to align the external meter's clock with")
     span = table.times[-1] - table.times[0]
-    if span > LONGEST_EXTRA_S:
-        raise MeasurementError(f"the external recording lasts {span:.0f} s; cut it to the run, at most {LONGEST_EXTRA_S:.0f} s")
+    if span > MAX_RECORDING_S:
+        raise MeasurementError(f"the external recording lasts {span:.0f} s; cut it to the run, at most {MAX_RECORDING_S:.0f} s")
     # The first step lies somewhere inside the recording.
     search = (steps[0][0] - table.times[-1], steps[0][0] - table.times[0])
     trace = shifted(table, clock_offset(table, steps, search=search))
     changes = change_times(trace)
     gaps = sorted(b - a for a, b in pairwise(changes))
     refresh_s = gaps[len(gaps) // 2] if gaps else table.facts.refresh_s
-    seen = Characteristics(refresh_s=max(refresh_s, 1e-6), longest_gap_s=max(gaps, default=refresh_s), lag_s=0.0, zero_rate=0.0, read_s=0.0)
-    return replace(log, facts=trace.facts, trace=trace, characteristics=seen, faults=[])
+    characteristics = Characteristics(refresh_s=max(refresh_s, 1e-6), longest_gap_s=max(gaps, default=refresh_s), lag_s=0.0, zero_rate=0.0, read_s=0.0)
+    return replace(log, facts=trace.facts, trace=trace, characteristics=characteristics, faults=[])

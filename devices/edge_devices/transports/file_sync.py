@@ -1,4 +1,4 @@
-"""Folders to and from a device: only what differs is sent, everything is verified by sha256, and what broke off is resumed.
+"""Folders to and from a device: only files that differ are sent, all are verified by sha256, and interrupted transfers resume.
 
 The device needs sh, find, sha256sum, tar, cat, mv, rm, mkdir, chmod and wc: toybox and coreutils both have them.
 Small files travel together in a tar; large ones in chunks that are appended to FILE.partial, so a broken link costs one chunk.
@@ -23,24 +23,24 @@ from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import CommandResult
 from edge_devices.transports.base import Transport, last_line, parse_integer, shell
 
-CHUNK = 32 << 20
-LARGE = 4 << 20
+CHUNK_BYTES = 32 << 20
+LARGE_BYTES = 4 << 20
 HASHING_SECONDS = 3600.0
 ATTEMPTS, PAUSE_SECONDS = 3, 2.0
 PARTIAL, INCOMING = ".partial", ".incoming"
-# Hashes a chunk on the device before it is appended: an append that was cut short is seen by its length.
+# The chunk's hash is checked on the device before it is appended; an interrupted append is detected by the file's length.
 HASH = 'sha256sum < "$1" | cut -c1-64'
-# -o: a tar run by root would else give the files to the owner that the archive names. No archive any more: an earlier attempt did it.
+# -o: without it, a tar run by root would set the owner that the archive names. A missing archive was unpacked by an earlier attempt.
 UNPACK = 'cd "$1" && { test ! -e "$2" || { tar -xof "$2" && rm -f "$2"; }; }'
 APPEND = 'test "$(sha256sum < "$1" | cut -c1-64)" = "$3" || exit 9; cat "$1" >> "$2" && rm "$1"'
 LISTING = 'cd "$1" 2>/dev/null || exit 0; find . -type f -exec sha256sum {} +'
 
-Said = Callable[[int, int], None]
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalFile:
-    """A file to send: its path below the folder, with slashes."""
+    """A local file to send. `path`: relative to the folder, with slashes."""
 
     path: str
     source: Path
@@ -49,13 +49,13 @@ class LocalFile:
 
     @property
     def executable(self) -> bool:
-        """Whether it is a program here, and must be one there."""
+        """Whether the file is executable, here and therefore on the device."""
         return os.access(self.source, os.X_OK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """What a push did: files and bytes sent, files that were there already, files that were on the device only and were removed."""
+    """The result of a push: files and bytes sent, files that were up to date, and files removed since they were on the device only."""
 
     sent: int
     bytes: int
@@ -63,41 +63,41 @@ class Pushed:
     removed: int
 
 
-def push_tree(transport: Transport, folder: Path, target: str, said: Said = lambda _done, _total: None) -> Pushed:
-    """Makes `target` on the device equal to `folder`; `said(done, total)` hears bytes. A link that breaks is tried again, then raised as LinkError."""
+def push_tree(transport: Transport, folder: Path, target: str, progress: Progress = lambda _done, _total: None) -> Pushed:
+    """Makes `target` on the device equal to `folder`; calls `progress(done, total)` with bytes. A broken link is retried 3 times."""
     files = local_files(folder)
     shell(transport, 'mkdir -p "$1"', target)
-    there = device_files(transport, target)
-    changed = [file for file in files if there.get(file.path) != file.sha256]
+    present = device_files(transport, target)
+    changed = [file for file in files if present.get(file.path) != file.sha256]
     wanted = {file.path for file in files} | {file.path + PARTIAL for file in files}
-    stale = sorted(there.keys() - wanted)
-    _room(transport, target, sum(f.bytes for f in changed))
+    stale = sorted(present.keys() - wanted)
+    _require_space(transport, target, sum(f.bytes for f in changed))
     _remove(transport, target, stale)
     _make_folders(transport, target, changed)
     total, done = sum(f.bytes for f in changed), 0
-    small = [file for file in changed if file.bytes < LARGE]
+    small = [file for file in changed if file.bytes < LARGE_BYTES]
     for group in _groups(small):
         _push_small(transport, group, target)
         done += sum(f.bytes for f in group)
-        said(done, total)
+        progress(done, total)
     for file in changed:
-        if file.bytes >= LARGE:
-            _push_large(transport, file, target, lambda sent, before=done: said(before + sent, total))  # type: ignore[misc]
+        if file.bytes >= LARGE_BYTES:
+            _push_large(transport, file, target, lambda sent, before=done: progress(before + sent, total))  # type: ignore[misc]
             done += file.bytes
     _verify(transport, target, files)
     return Pushed(sent=len(changed), bytes=total, unchanged=len(files) - len(changed), removed=len(stale))
 
 
-def push_file(transport: Transport, source: Path, target: str, said: Callable[[int], None] = lambda _sent: None) -> None:
-    """Sends one file of any size, in chunks, resuming what an earlier attempt left. Verified; raises LinkError, TransportError."""
+def push_file(transport: Transport, source: Path, target: str, progress: Callable[[int], None] = lambda _sent: None) -> None:
+    """Sends one file in chunks, resuming an earlier attempt, and verifies it. Raises LinkError or TransportError."""
     file = LocalFile(path=posixpath.basename(target), source=source, bytes=source.stat().st_size, sha256=sha256_of(source))
     folder = posixpath.dirname(target)
     shell(transport, 'mkdir -p "$1"', folder)
-    _push_large(transport, file, folder, said)
+    _push_large(transport, file, folder, progress)
 
 
 def pull_file(transport: Transport, source: str, target: Path) -> None:
-    """Fetches a file whole or not at all, verified by sha256. Raises TransportError when it is not there or arrives damaged."""
+    """Fetches a file atomically, verified by sha256. Raises TransportError if it does not exist or arrives damaged."""
     partial = target.with_name(target.name + PARTIAL)
     try:
         for _ in range(ATTEMPTS):
@@ -112,16 +112,16 @@ def pull_file(transport: Transport, source: str, target: Path) -> None:
 
 
 def local_files(folder: Path) -> list[LocalFile]:
-    """Returns the files below a folder with their hashes, sorted. Raises TransportError for names that no listing can carry."""
+    """Returns the files below a folder with their hashes, sorted. Raises TransportError for names that a listing cannot represent."""
     if not folder.is_dir():
-        raise TransportError(f"{folder} is no folder; give one to send")
+        raise TransportError(f"{folder} is not a folder; give a folder to send")
     found = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or path.name.endswith(PARTIAL):
             continue
         if re.search(r"[\x00-\x1f\\]", name):
-            raise TransportError(f"{name!r} has a control character or a backslash in its name; rename it before it is sent")
+            raise TransportError(f"{name!r} has a control character or a backslash in its name; rename it")
         found.append(LocalFile(path=name, source=path, bytes=path.stat().st_size, sha256=sha256_of(path)))
     return found
 
@@ -134,23 +134,25 @@ def device_files(transport: Transport, folder: str) -> dict[str, str]:
 
 
 def free_bytes(transport: Transport, folder: str) -> int | None:
-    """Returns the bytes left on the file system that holds a folder of the device, or will hold it; None where df does not tell."""
-    script = 'd="$1"; while ! test -d "$d"; do n="$(dirname "$d")"; test "$n" = "$d" && break; d="$n"; done; df -kP "$d" 2>/dev/null || df -k "$d"'
+    """Returns the free bytes of the file system that holds a folder of the device, existing or not; None where df reports none."""
+    nearest = 'd="$1"; while ! test -d "$d"; do n="$(dirname "$d")"; test "$n" = "$d" && break; d="$n"; done; '
+    script = nearest + 'df -kP "$d" 2>/dev/null || df -k "$d"'
     lines = shell(transport, script, folder).splitlines()
     numbers = re.findall(r"\s([0-9]{1,18})(?=\s)", lines[-1]) if len(lines) > 1 else []
     return int(numbers[2]) * 1024 if len(numbers) > 2 else None
 
 
-def _room(transport: Transport, target: str, need: int) -> None:
+def _require_space(transport: Transport, target: str, need: int) -> None:
     free = free_bytes(transport, target)
-    if free is not None and need + CHUNK > free:
+    if free is not None and need + CHUNK_BYTES > free:
         raise TransportError(
-            f"{transport.name}: {byte_text(need)} are to be sent and {byte_text(free)} are free; delete something on the device, or `--clean` it"
+            f"{transport.name}: {byte_text(need)} are to be sent and {byte_text(free)} are free; "
+            "delete files on the device, or `--clean` it"
         )
 
 
 def _remove(transport: Transport, target: str, paths: list[str]) -> None:
-    for start in range(0, len(paths), 200):  # a command line has an end
+    for start in range(0, len(paths), 200):  # the length of a command line is limited
         shell(transport, 'cd "$1" && shift && rm -f -- "$@"', target, *paths[start : start + 200])
 
 
@@ -163,7 +165,7 @@ def _make_folders(transport: Transport, target: str, files: list[LocalFile]) -> 
 def _groups(files: list[LocalFile]) -> Iterator[list[LocalFile]]:
     group: list[LocalFile] = []
     for file in files:
-        if group and sum(f.bytes for f in group) + file.bytes > CHUNK:
+        if group and sum(f.bytes for f in group) + file.bytes > CHUNK_BYTES:
             yield group
             group = []
         group.append(file)
@@ -181,14 +183,14 @@ def _push_small(transport: Transport, files: list[LocalFile], target: str) -> No
                 with file.source.open("rb") as data:
                     tar.addfile(entry, data)
         incoming = posixpath.join(target, INCOMING + ".tar")
-        _again(lambda: transport.put(pack, incoming))
-        _again(lambda: shell(transport, UNPACK, target, INCOMING + ".tar", seconds=HASHING_SECONDS))
+        _retry(lambda: transport.put(pack, incoming))
+        _retry(lambda: shell(transport, UNPACK, target, INCOMING + ".tar", seconds=HASHING_SECONDS))
 
 
-def _push_large(transport: Transport, file: LocalFile, folder: str, said: Callable[[int], None]) -> None:
+def _push_large(transport: Transport, file: LocalFile, folder: str, progress: Callable[[int], None]) -> None:
     target = posixpath.join(folder, file.path)
     partial, incoming = target + PARTIAL, posixpath.join(folder, INCOMING)
-    _again(lambda: _push_chunks(transport, file, partial, incoming, said))
+    _retry(lambda: _push_chunks(transport, file, partial, incoming, progress))
     script = 'test -e "$1" || : > "$1"; chmod "$3" "$1" && mv "$1" "$2"'
     shell(transport, script, partial, target, "755" if file.executable else "644")
     if shell(transport, HASH, target, seconds=HASHING_SECONDS).strip() != file.sha256:
@@ -196,19 +198,19 @@ def _push_large(transport: Transport, file: LocalFile, folder: str, said: Callab
         raise TransportError(f"{transport.name}: {target} arrived damaged and was removed; send it again")
 
 
-def _push_chunks(transport: Transport, file: LocalFile, partial: str, incoming: str, said: Callable[[int], None]) -> None:
-    """Appends chunk after chunk from where the device's part ends; after a broken link it may be called again."""
+def _push_chunks(transport: Transport, file: LocalFile, partial: str, incoming: str, progress: Callable[[int], None]) -> None:
+    """Appends chunks from where the device's part ends; may be called again after a broken link."""
     sent = _resume_at(transport, file, partial)
     with tempfile.TemporaryDirectory() as scratch, file.source.open("rb") as data:
         chunk = Path(scratch) / "chunk"
         while sent < file.bytes:
             data.seek(sent)
-            chunk.write_bytes(data.read(CHUNK))
+            chunk.write_bytes(data.read(CHUNK_BYTES))
             transport.put(chunk, incoming)
             done = transport.run(["sh", "-c", APPEND, "sh", incoming, partial, sha256_of(chunk)], seconds=HASHING_SECONDS)
             _raise_for(transport, done, partial)
             sent += chunk.stat().st_size
-            said(sent)
+            progress(sent)
 
 
 def _raise_for(transport: Transport, done: CommandResult, partial: str) -> None:
@@ -220,19 +222,19 @@ def _raise_for(transport: Transport, done: CommandResult, partial: str) -> None:
 
 
 def _resume_at(transport: Transport, file: LocalFile, partial: str) -> int:
-    """Returns how much of a file is there already, right to the byte; what is wrong is removed."""
-    said = shell(transport, 'test -f "$1" && wc -c < "$1" || echo 0', partial).strip()
-    there = parse_integer(said) or 0
-    if there:
+    """Returns the bytes of a file that are on the device already, verified by hash; a wrong part is removed."""
+    size = shell(transport, 'test -f "$1" && wc -c < "$1" || echo 0', partial).strip()
+    present = parse_integer(size) or 0
+    if present:
         digest = shell(transport, HASH, partial, seconds=HASHING_SECONDS).strip()
-        if there > file.bytes or digest != sha256_of(file.source, there):
+        if present > file.bytes or digest != sha256_of(file.source, present):
             shell(transport, 'rm -f "$1"', partial)
             return 0
-    return there
+    return present
 
 
-def _again(attempt: Callable[[], object]) -> None:
-    """Tries until the link holds, a few times."""
+def _retry(attempt: Callable[[], object]) -> None:
+    """Calls `attempt` until the link holds, three times at most."""
     for _ in range(ATTEMPTS - 1):
         with suppress(LinkError):
             attempt()
@@ -242,7 +244,7 @@ def _again(attempt: Callable[[], object]) -> None:
 
 
 def _verify(transport: Transport, target: str, files: list[LocalFile]) -> None:
-    there = device_files(transport, target)
-    wrong = [file.path for file in files if there.get(file.path) != file.sha256]
+    present = device_files(transport, target)
+    wrong = [file.path for file in files if present.get(file.path) != file.sha256]
     if wrong:
         raise TransportError(f"{transport.name}: {len(wrong)} files arrived damaged, {wrong[0]} among them; send again")

@@ -1,4 +1,4 @@
-"""Commands that go on without us: started on the device in a session of their own, they survive unplugging, adb restarts and our own end.
+"""Detached jobs: commands in a session of their own on the device, which survive unplugging, adb restarts and the end of this program.
 
 A job is a folder on the device: `boot` (the kernel's boot id), `pid`, `log` (both outputs), `exit` (the code, written last).
 """
@@ -25,7 +25,7 @@ session=setsid; command -v setsid > /dev/null || session=
 $session nohup sh -c 'echo $$ > pid; "$@"; echo $? > exit.new; mv exit.new exit' sh "$@" < /dev/null > log 2>&1 &
 left=100; while ! test -s pid; do left=$((left - 1)); test $left -gt 0 || exit 1; sleep 0.05; done
 """
-LOOK = f"""
+POLL = f"""
 cd "$1" 2>/dev/null || {{ echo absent=1; exit 0; }}
 echo "then=$(cat boot 2>/dev/null)"; echo "now=$(cat {BOOT_ID} 2>/dev/null)"
 kill -0 "$(cat pid 2>/dev/null)" 2>/dev/null && echo alive=1
@@ -34,12 +34,12 @@ for f in "$2" "$2.partial"; do test -f "$f" && echo "lines=$(wc -l < "$f")" && b
 echo log=; tail -n 5 log 2>/dev/null
 exit 0
 """
-# The job is the leader of its session, so its number is that of the whole group.
+# The job leads its session, so its process id is also that of the process group.
 STOP = 'cd "$1" && p="$(cat pid)" && { kill -TERM -- "-$p" || kill -TERM "$p"; } 2>/dev/null; exit 0'
 
 
 class JobState(StrEnum):
-    """What became of a job. `DIED`: it is gone without an exit code, as when the kernel needed its memory; `RESTARTED`: the device was."""
+    """The state of a job. `DIED`: ended without an exit code, as after an out-of-memory kill; `RESTARTED`: the device restarted."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -50,7 +50,7 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """One look at a job. `records`: lines in its result file so far; `log`: its last words."""
+    """The status of a job. `records`: lines in its result file so far; `log`: the last lines of its output."""
 
     state: JobState
     exit_code: int | None = None
@@ -59,43 +59,45 @@ class JobStatus:
 
 
 def start_job(transport: Transport, job: str, command: Sequence[str]) -> None:
-    """Starts a command in the new folder `job` and returns at once. Raises TransportError when there is such a job already."""
+    """Starts a command in the new folder `job` and returns at once. Raises TransportError if the folder exists."""
     done = transport.run(["sh", "-c", START, "sh", job, *command])
     if done.code == EXISTS:
-        raise TransportError(f"{transport.name}: {job} is there already; give the run another name, or collect it first")
+        raise TransportError(f"{transport.name}: {job} already exists; give the run another name, or collect it first")
     if done.code != 0:
-        raise TransportError(f"{transport.name}: {job} could not be started; see that the device has room and its folder may be written to")
+        raise TransportError(
+            f"{transport.name}: {job} could not be started; check that the device has free space and that its folder is writable"
+        )
 
 
 def poll_job(transport: Transport, job: str, results: str) -> JobStatus:
-    """Looks at a job; `results` is the file in its folder whose lines are counted, also while it is named *.partial."""
-    head, _, log = shell(transport, LOOK, job, results).partition("log=\n")
-    said = dict(line.partition("=")[::2] for line in head.splitlines())
-    code = parse_integer(said.get("exit", ""))
+    """Returns the status of a job. `results`: the file in its folder whose lines are counted, also while it is named *.partial."""
+    head, _, log = shell(transport, POLL, job, results).partition("log=\n")
+    fields = dict(line.partition("=")[::2] for line in head.splitlines())
+    code = parse_integer(fields.get("exit", ""))
     return JobStatus(
-        state=_state(said, code), exit_code=code, records=parse_integer(said.get("lines", "").strip()) or 0, log=tuple(log.splitlines())
+        state=_state(fields, code), exit_code=code, records=parse_integer(fields.get("lines", "").strip()) or 0, log=tuple(log.splitlines())
     )
 
 
-def _state(said: dict[str, str], code: int | None) -> JobState:
-    if "absent" in said:
+def _state(fields: dict[str, str], code: int | None) -> JobState:
+    if "absent" in fields:
         return JobState.ABSENT
     if code is not None:
         return JobState.FINISHED
-    if said.get("then") != said.get("now"):
+    if fields.get("then") != fields.get("now"):
         return JobState.RESTARTED
-    return JobState.RUNNING if "alive" in said else JobState.DIED
+    return JobState.RUNNING if "alive" in fields else JobState.DIED
 
 
 def stop_job(transport: Transport, job: str) -> None:
-    """Asks a job and all its children to end."""
+    """Sends SIGTERM to a job and all its children."""
     shell(transport, STOP, job)
 
 
 def remove(transport: Transport, path: str) -> None:
-    """Removes a file or folder below the transport's own folder, or that itself. Raises TransportError for any other."""
+    """Removes a file or folder below the transport's folder, or the folder itself. Raises TransportError for other paths."""
     inside = posixpath.normpath(path)
     own = posixpath.normpath(transport.folder)
     if inside != own and not inside.startswith(own + "/"):
-        raise TransportError(f"{transport.name}: {path} is not below {transport.folder} and is not removed")
+        raise TransportError(f"{transport.name}: {path} is outside {transport.folder} and is not removed")
     shell(transport, 'rm -rf -- "$1"', inside, seconds=600)

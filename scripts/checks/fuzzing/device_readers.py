@@ -65,8 +65,8 @@ class _Answers:
         self._code, _, self._output = said.partition(b"\n")
 
     def run(self, arguments: Sequence[str], *, seconds: float = 0.0) -> CommandResult:  # noqa: ARG002
-        sealed = frame_command(arguments)
-        done = sealed.open(self._output + sealed.mark + self._code + b"\n", "")
+        framed = frame_command(arguments)
+        done = framed.parse(self._output + framed.mark + self._code + b"\n", "")
         if done is None:
             raise DeviceError("the link broke; plug it in again")
         return done

@@ -31,7 +31,7 @@ def off_the_desk(desk: Desk, daemon: FakeAdbd) -> None:
 
 
 def test_a_serial_that_is_not_there(desk: Desk) -> None:
-    with pytest.raises(LinkError, match="is not there; plug it in"):
+    with pytest.raises(LinkError, match="not found; connect it"):
         AdbTransport("127.0.0.1:1").run(["true"])
 
 
@@ -52,7 +52,7 @@ def test_an_unauthorised_phone(desk: Desk) -> None:
 def test_a_phone_that_is_offline(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
     daemon.faults.silent = True
     daemon.unplug()
-    with pytest.raises(LinkError, match=r"is offline|is not there|the link broke"):
+    with pytest.raises(LinkError, match=r"is offline|not found|the link broke"):
         phone.run(["true"])
     off_the_desk(desk, daemon)
 
@@ -73,13 +73,13 @@ def test_exit_codes_survive_an_adb_that_loses_them(desk: Desk) -> None:
 def test_a_link_that_breaks_in_a_push_costs_a_chunk(
     desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree, "CHUNK", 1 << 20)
+    monkeypatch.setattr(tree, "CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(tree, "ATTEMPTS", 1)
     source = tmp_path / "model.gguf"
     source.write_bytes(bytes(range(256)) * 16_000)
     target = f"{prepare_folder(phone)}/model.gguf"
     daemon.faults.drop_after = [(5 << 20) // 2]
-    with pytest.raises(LinkError, match="what is on the device stays"):
+    with pytest.raises(LinkError, match="files on the device are kept"):
         tree.push_file(phone, source, target)
     desk.connect(daemon)
     left = tree.device_files(phone, prepare_folder(phone))

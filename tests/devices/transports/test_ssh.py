@@ -44,7 +44,7 @@ def test_a_host_that_does_not_answer(host: SshHost, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=id", "", " "])
 def test_a_host_that_would_be_an_option(name: str) -> None:
-    with pytest.raises(TransportError, match="is no host"):
+    with pytest.raises(TransportError, match="is not a host"):
         SshTransport(name)
 
 

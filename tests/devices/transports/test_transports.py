@@ -71,14 +71,14 @@ def test_exit_codes_and_both_outputs_arrive(transport: Transport) -> None:
 @given(arguments=ARGUMENTS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_sealed_command_brings_any_argument_through_a_real_shell(arguments: list[str], separate: bool) -> None:
-    sealed = frame_command(
+    framed = frame_command(
         ["sh", "-c", 'for a in "$@"; do printf "%s\\0" "$a"; done; echo oops >&2; exit 5', "sh", *arguments], separate=separate
     )
-    done = subprocess.run(["sh", "-c", sealed.line], capture_output=True, check=False)
-    answer = sealed.open(done.stdout, done.stderr.decode())
+    done = subprocess.run(["sh", "-c", framed.line], capture_output=True, check=False)
+    answer = framed.parse(done.stdout, done.stderr.decode())
     assert answer is not None
     assert (answer.code, answer.output.decode(), answer.errors.strip()) == (5, "".join(f"{a}\0" for a in arguments), "oops")
-    assert sealed.open(done.stdout[: len(answer.output)], "") is None  # cut off: no code is made up
+    assert framed.parse(done.stdout[: len(answer.output)], "") is None  # cut off: no code is made up
 
 
 def test_what_no_command_line_can_carry_is_refused() -> None:
@@ -115,7 +115,7 @@ def test_a_folder_arrives_whole_and_only_changes_are_sent(transport: Transport, 
 
 
 def test_large_files_go_in_chunks_and_resume(transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "CHUNK", 1 << 20)
+    monkeypatch.setattr(tree, "CHUNK_BYTES", 1 << 20)
     source = tmp_path / "big it's.bin"
     source.write_bytes(bytes(range(256)) * 14_000)
     target = f"{prepare_folder(transport)}/models/big it's.bin"

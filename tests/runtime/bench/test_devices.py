@@ -302,7 +302,7 @@ def test_a_full_phone_is_told_before_anything_runs(daemon: FakeAdbd, package: Pa
         (("--adb", "X", "--package", "PACKAGE", "--stop"), "--stop needs the name"),
         (("--adb", "X", "--package", "NOWHERE"), "is not a device package"),
         (("--adb", "X", "--package", "PACKAGE", "--lengths", "x"), "draft lengths"),
-        (("--ssh", "-oProxyCommand=id", "--package", "PACKAGE"), "is no host"),
+        (("--ssh", "-oProxyCommand=id", "--package", "PACKAGE"), "is not a host"),
     ],
 )
 def test_what_cannot_be_asked_of_a_device(arguments: tuple[str, ...], words: str, package: Path, bundle: Path, tmp_path: Path) -> None:
