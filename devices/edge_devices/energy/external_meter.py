@@ -192,5 +192,7 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
     changes = change_times(trace)
     gaps = sorted(b - a for a, b in pairwise(changes))
     refresh_s = gaps[len(gaps) // 2] if gaps else table.facts.refresh_s
-    characteristics = Characteristics(refresh_s=max(refresh_s, 1e-6), longest_gap_s=max(gaps, default=refresh_s), lag_s=0.0, zero_rate=0.0, read_s=0.0)
+    characteristics = Characteristics(
+        refresh_s=max(refresh_s, 1e-6), longest_gap_s=max(gaps, default=refresh_s), lag_s=0.0, zero_rate=0.0, read_s=0.0
+    )
     return replace(log, facts=trace.facts, trace=trace, characteristics=characteristics, faults=[])
