@@ -58,13 +58,13 @@ class Bundle:
 
 
 def open_bundle(folder: Path | str, *, check: CheckMode = "fast", public_key: Path | None = None) -> Bundle:
-    """Reads and checks a bundle: schema version, shape, paths inside the folder, sizes, contents (see `integrity`), and who signed it if a
-    `public_key` (PEM, Ed25519) is given.
+    """Reads and checks a bundle: schema version, structure, paths inside the folder, sizes, contents (see `integrity`), and the signature
+    if a `public_key` (PEM, Ed25519) is given.
 
-    Raises BundleError with one sentence that says what is wrong and what to do, and RequestError for a key without a check.
+    Raises BundleError with what is wrong and what to do, and RequestError for a key together with check none.
     """
     if public_key is not None and check == "none":
-        raise RequestError("a key has nothing to say about files that are not compared; leave out check none, or the key")
+        raise RequestError("a public key cannot vouch for files that are not checked; leave out check none, or the key")
     folder = Path(folder)
     manifest = _read_manifest(folder, public_key)
     _check_layout(folder, manifest.cache_layout, manifest.architecture)
@@ -88,7 +88,7 @@ def _read_manifest(folder: Path, public_key: Path | None) -> Manifest:
         raise BundleError(f"{path} has no schema_version; it is not an edge-mtp manifest")
     if version != SCHEMA_VERSION:
         advice = "upgrade edge-mtp" if version > SCHEMA_VERSION else "export the bundle again"
-        raise BundleError(f"{path} has schema version {str(version)[:20]}, this reader knows {SCHEMA_VERSION}; {advice}")
+        raise BundleError(f"{path} has schema version {str(version)[:20]}, this reader supports {SCHEMA_VERSION}; {advice}")
     if not has_own_hash(raw):
         raise BundleError(f"{path} does not have the sha256 at its own end; copy the bundle again or export it again")
     try:
@@ -105,7 +105,7 @@ def _manifest_bytes(folder: Path, path: Path) -> bytes:
     try:
         return read_regular(path, MAX_MANIFEST_BYTES)
     except FileTooLarge as error:
-        raise BundleError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, as no manifest has; export the bundle again") from error
+        raise BundleError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, the most for a manifest; export the bundle again") from error
     except OSError as error:
         raise BundleError(f"{path} cannot be read ({error.strerror or error}); check the disk, or copy the bundle again") from error
 
@@ -123,7 +123,7 @@ def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture)
 
 
 def _check_list(folder: Path, files: tuple[BundleFile, ...]) -> None:
-    """Refuses a list that would have the same file checked thousands of times, or leave open which one a role means."""
+    """Raises BundleError for a list that would check one file thousands of times, or has a role twice."""
     if len(files) > _MOST_FILES:
         raise BundleError(f"{folder}: the manifest lists {len(files)} files, more than {_MOST_FILES}; do not use this bundle")
     named: set[object] = set()

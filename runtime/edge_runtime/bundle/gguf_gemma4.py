@@ -14,14 +14,14 @@ from typing import Any
 from edge_runtime.bundle.gguf_header import VOCABULARY_KEY, GgufError, GgufHeader, LongArray, read_gguf_header
 from edge_runtime.errors import BackendError
 
-# What edge-export writes: other tokenizers, like other architectures, are code of llama.cpp that a bundle never needs.
+# The tokenizers that edge-export writes; other tokenizers and architectures are code of llama.cpp that a bundle never needs.
 TOKENIZERS = ("gemma4", "none")
 # ggml's number of the type.
 FLOAT32 = 0
 TARGET, DRAFTER = "gemma4", "gemma4-assistant"
 _WIDTH, _INT32 = 1 << 20, (1 << 31) - 1
-# Least and most. LLAMA_MAX_LAYERS is 512, LLAMA_MAX_EXPERTS 1024. llama.cpp makes room for as many tokens as a file without a tokenizer
-# claims, and for a drafter's whole window; Gemma 4 has a quarter of these tokens, and windows of 512 and 1024.
+# (least, most). LLAMA_MAX_LAYERS is 512, LLAMA_MAX_EXPERTS 1024. llama.cpp allocates for as many tokens as a file without a tokenizer
+# claims, and for a drafter's complete window; Gemma 4 has a quarter of these tokens, and windows of 512 and 1024.
 _INTEGERS = {
     "block_count": (1, 512),
     "context_length": (1, _INT32),
@@ -50,7 +50,7 @@ _REALS = {
     "rope.freq_base_swa": (1.0, 1e12),
     "final_logit_softcapping": (1e-3, 1e9),
 }
-# llama.cpp puts something in their place if they are missing; its converter always writes them.
+# llama.cpp substitutes a default if they are missing; its converter always writes them.
 _NEEDED = (
     "block_count",
     "attention.key_length",
@@ -75,8 +75,9 @@ def check_gguf(path: Path) -> GgufHeader:
 
 
 def check_model(path: Path, architecture: str) -> GgufHeader:
-    """Returns the header of a model. Raises BackendError as `check_gguf` does, for another architecture, or if the header says what
-    llama.cpp would end the process for."""
+    """Returns the header of a model. Raises BackendError as `check_gguf` does, for another architecture, and for values for which
+    llama.cpp would end the process.
+    """
     header = check_gguf(path)
     if header.architecture != architecture:
         raise BackendError(
@@ -97,7 +98,7 @@ def _check_tokenizer(header: GgufHeader) -> None:
         raise BackendError(f"{header.path} has the tokenizer {kind!r:.40}, not {' or '.join(TOKENIZERS)}; export the bundle again")
     tokens = header.keys.get(VOCABULARY_KEY)
     if isinstance(tokens, LongArray) and tokens.doubles:
-        raise BackendError(f"{header.path}: {tokens.doubles} of its {tokens.length} tokens stand there twice; export the bundle again")
+        raise BackendError(f"{header.path}: {tokens.doubles} of its {tokens.length} tokens occur twice; export the bundle again")
 
 
 def check_gemma4(header: GgufHeader) -> None:
@@ -123,7 +124,7 @@ def check_gemma4(header: GgufHeader) -> None:
 
 
 def rows_read(drafter: GgufHeader, target: GgufHeader) -> tuple[list[tuple[bool, int, int]], list[tuple[bool, int, int]]]:
-    """Returns for each layer of a drafter whether it slides, and the K/V heads and their width: as it reads them, and as they are.
+    """Returns (is sliding, K/V heads, their width) for each layer of a drafter: as the drafter expects them, and as the target has them.
 
     Its sliding layers read the rows of the target's last layer but one, its full layers those of the last (create_memory).
     """
@@ -140,7 +141,7 @@ def _rows(header: GgufHeader) -> list[tuple[bool, int, int]]:
 
 
 def _check_sharing(keys: _Keys, layers: int, architecture: str) -> None:
-    """Layers that have no K/V rows read those of the last sliding and of the last full layer that have."""
+    """Checks the sharing: layers without K/V rows read those of the last sliding and the last full layer that have rows."""
     pattern = keys.value("attention.sliding_window_pattern", [])
     if not isinstance(pattern, list) or len(pattern) != layers or True not in pattern or not {type(kind) for kind in pattern} <= {bool}:
         raise keys.wrong("attention.sliding_window_pattern", f"a list of {layers} booleans, some of them true")
@@ -153,19 +154,19 @@ def _check_sharing(keys: _Keys, layers: int, architecture: str) -> None:
 
 
 def _check_rotation(keys: _Keys) -> None:
-    """Of a key's values an even number is rotated, in sliding layers as many as in others unless they say so; a value is as long."""
+    """Checks the rotation: an even number of a key's values is rotated, by default as many in sliding layers; values match keys."""
     turned = None
     for kind in ("", "_swa"):
         length = keys.value(f"attention.key_length{kind}")
         if keys.value(f"attention.value_length{kind}") != length:
             raise keys.wrong(f"attention.value_length{kind}", f"the {length} of a key")
         turned = keys.value(f"rope.dimension_count{kind}", length if turned is None else turned)
-        if not _is_integer(turned, 2, length) or turned % 2:  # none would turn for ever
+        if not _is_integer(turned, 2, length) or turned % 2:  # llama.cpp loops for ever at 0
             raise keys.wrong(f"rope.dimension_count{kind}", f"an even number from 2 to the {length} values of a key", turned)
 
 
 class _Keys:
-    """The keys of the file's architecture, by what follows its name."""
+    """The keys of the file's architecture, by their name without its prefix."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
@@ -180,7 +181,7 @@ class _Keys:
         )
 
     def integer(self, name: str, least: int, most: int) -> int:
-        """Returns 0 for a key that is not there."""
+        """Returns the value of a key, 0 if it is missing. Raises BackendError if it is out of range."""
         value = self.value(name)
         if value is None:
             return 0
@@ -194,7 +195,7 @@ class _Keys:
             raise self.wrong(name, f"a number from {least:g} to {most:g}")
 
     def of_each_layer(self, name: str, layers: int, least: int, most: int) -> Sequence[int]:
-        """One for all, or a list of one for each; `least` of it if there is none."""
+        """Returns one value per layer, of a key that has one for all or a list; `least` if the key is missing."""
         value = self.value(name, least)
         values = value if isinstance(value, list) else [value] * layers
         if len(values) != layers or not all(_is_integer(one, least, most) for one in values):

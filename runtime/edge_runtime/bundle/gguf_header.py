@@ -1,7 +1,7 @@
-"""Reads what a GGUF file says about itself, and believes none of it before it was checked against the file's own size.
+"""Reads the header of a GGUF file. Every length is checked against the file's size before it is used.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensor data is never read. Imports nothing heavy, so that both the exporter
-and the runtime, before it gives a file to C code, can use it.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensor data is never read. Imports nothing heavy, because both the
+exporter and the runtime (before it passes a file to C code) use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_KEYS, _MAX_TENSORS, _MAX_STRINGS = 1 << 10, 1 << 13, 1 << 22
 # The longest strings known are chat templates; a name may have 65535 bytes (docs/gguf.md).
 _MAX_STRING_BYTES, _MAX_NAME_BYTES = 1 << 20, (1 << 16) - 1
 VOCABULARY_KEY = "tokenizer.ggml.tokens"
-# One for each layer. Longer arrays, and all arrays of strings (the vocabulary, its scores and merges), are kept as a length and a hash.
+# One value per layer. Longer arrays, and all arrays of strings (vocabulary, scores, merges), are kept as a length and a hash.
 _MAX_KEPT = 512
 _PIECE_BYTES = 1 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -71,9 +71,9 @@ class GgufError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class LongArray:
-    """An array that is not kept: its length and the sha256 of its bytes in the file.
+    """An array of which only the length and the sha256 of its bytes are kept.
 
-    `doubles` of a file's vocabulary: how many of its texts stand there before, as llama.cpp reads them.
+    `doubles` of a vocabulary is the number of its texts that repeat an earlier one, as llama.cpp reads them.
     """
 
     length: int
@@ -83,7 +83,7 @@ class LongArray:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """One tensor: dimensions as GGUF orders them (rows' length first), ggml type number, bytes and where they begin in the file."""
+    """One tensor: dimensions as GGUF orders them (rows' length first), ggml type number, its bytes and their offset in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -102,13 +102,13 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """`general.architecture`, or "" if the file does not say."""
+        """`general.architecture`, or "" if the key is missing."""
         value = self.keys.get("general.architecture")
         return value if isinstance(value, str) else ""
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Reads keys and tensor infos; every length is checked against the file's size before memory is taken for it.
+    """Reads keys and tensor infos; every length is checked against the file's size before memory is allocated.
 
     Raises GgufError if it is no GGUF file of a known version, or is truncated or corrupt.
     """
@@ -120,7 +120,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 def string_array(texts: Iterable[str]) -> LongArray:
-    """Returns what reading these strings from a file as one array would give."""
+    """Returns the LongArray of these strings, equal to the one read from a file."""
     digest, length = hashlib.sha256(), 0
     for text in texts:
         digest.update(_counted(text.encode()))
@@ -129,7 +129,7 @@ def string_array(texts: Iterable[str]) -> LongArray:
 
 
 def _shown(name: str) -> str:
-    """A name as a message quotes it: on one line, and not endless."""
+    """Returns a name as a message quotes it: on one line, at most 80 characters of it."""
     return repr(name[:80])
 
 
@@ -138,18 +138,18 @@ def _counted(text: bytes) -> bytes:
 
 
 class _Texts:
-    """Tells how many texts of a vocabulary are the same, in 8 bytes for each."""
+    """Counts repeated texts of a vocabulary, with 8 bytes of memory for each text."""
 
     def __init__(self) -> None:
         self._hashes = array("q")
 
     def add(self, text: bytes) -> None:
-        """Takes the next text, which ends for llama.cpp at a NUL and has a name if it is empty (src/llama-vocab.cpp)."""
-        # 64 bits with a secret of the process: 262144 different texts look like a double once in 5e8 times, doubles always do.
+        """Adds a text. For llama.cpp it ends at a NUL, and an empty one gets a name (src/llama-vocab.cpp)."""
+        # 64-bit hashes with a secret of the process: 262144 different texts collide once in 5e8 times; repeated texts always do.
         self._hashes.append(hash(text.partition(b"\0")[0] or b"[EMPTY_%d]" % len(self._hashes)))
 
     def doubles(self) -> int:
-        """How many texts had come before."""
+        """Returns how many texts repeat an earlier one."""
         return len(self._hashes) - len(np.unique(np.frombuffer(self._hashes, np.int64)))
 
 
@@ -162,14 +162,14 @@ class _Reader:
         self._size = path.stat().st_size
 
     def header(self) -> GgufHeader:
-        """Reads all that comes before the tensor data."""
+        """Reads everything before the tensor data."""
         if self._take(4) != _MAGIC:
             raise GgufError(
                 f"{self._path} is not a GGUF file: it does not begin with {_MAGIC.decode()}; give a GGUF or a checkpoint folder"
             )
         version = self._number("I")
         if version not in _VERSIONS:
-            raise GgufError(f"{self._path} has GGUF version {version}, known are {_VERSIONS[0]} and {_VERSIONS[-1]}; convert it again")
+            raise GgufError(f"{self._path} has GGUF version {version}, supported are {_VERSIONS[0]} and {_VERSIONS[-1]}; convert it again")
         tensor_count, key_count = self._number("Q"), self._number("Q")
         if tensor_count > _MAX_TENSORS or key_count > _MAX_KEYS:
             raise self._corrupt(f"it claims {tensor_count} tensors and {key_count} keys")
@@ -188,11 +188,11 @@ class _Reader:
                 end = info.offset + info.bytes
                 raise GgufError(f"{self._path} is truncated: {_shown(info.name)} ends at byte {end} of {self._size}; fetch the file again")
         if len({info.name for info in tensors}) != len(tensors):
-            raise self._corrupt("a tensor name comes twice")
+            raise self._corrupt("a tensor name occurs twice")
         return GgufHeader(path=self._path, keys=keys, tensors=tensors)
 
     def _tensor(self, alignment: int) -> TensorInfo:
-        """Reads one tensor info; its offset still counts from the beginning of the tensor data."""
+        """Reads one tensor info; its offset is relative to the beginning of the tensor data."""
         name, dimensions = self._string(_MAX_NAME_BYTES), self._number("I")
         if not 1 <= dimensions <= 4:
             raise self._corrupt(f"tensor {_shown(name)} has {dimensions} dimensions")
@@ -251,7 +251,7 @@ class _Reader:
                 passed, at = passed + 1, end
             digest.update(memoryview(piece)[:at])
             self._file.seek(start + at)
-            if not passed:  # longer than a piece, or more than there is
+            if not passed:  # longer than a piece, or past the end of the file
                 text = self._take(self._number("Q", most=_MAX_STRING_BYTES))
                 digest.update(_counted(text))
                 if texts is not None:
@@ -271,7 +271,7 @@ class _Reader:
 
     def _room(self, count: int) -> None:
         if count > self._size - self._file.tell():
-            raise GgufError(f"{self._path} is truncated or corrupt: its header goes on past the end of the file; fetch it again")
+            raise GgufError(f"{self._path} is truncated or corrupt: its header ends after the end of the file; fetch it again")
 
     def _take(self, count: int) -> bytes:
         self._room(count)

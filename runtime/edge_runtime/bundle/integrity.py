@@ -1,8 +1,7 @@
-"""Are a bundle's files still those of its manifest? All of their sha256, or a quick look at files that passed that once on this machine.
+"""Checks that files have the sha256 of the manifest: over all bytes, or by samples of files that passed the full check on this machine.
 
-The quick look believes no file it has not hashed whole before: it compares what the system says of the file (size, times of change, inode)
-and a hash of samples with what was remembered then, as git and rsync do. A byte that a disk changes by itself between the samples is found
-by the full check only.
+The fast check trusts no file that was not hashed completely before. It compares the file's metadata (size, times of change, inode) and a
+hash of samples with the cached ones, as git and rsync do. Bytes that change on disk between the samples are found by the full check only.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from edge_devices.files.limited_read import FileTooLarge, read_at_most
 from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_runtime.errors import BundleError
 
-# fast: see above; full: every byte, every time; none: only that the files are there, with the right sizes.
+# fast: see above; full: every byte, every time; none: only that the files exist and have the right sizes.
 CheckMode = Literal["fast", "full", "none"]
 CHECK_MODES: tuple[CheckMode, ...] = get_args(CheckMode)
 CACHE_NAME = "checked.json"
 SAMPLES, SAMPLE_BYTES = 64, 16 << 10
-# A file changed so shortly ago could change again within the same tick of its times.
+# A file that changed this recently could change again without a change of its time stamps.
 _SETTLED_NS = 2_000_000_000
 
 
@@ -38,7 +37,7 @@ def read_part(path: Path, most: int, kind: str) -> bytes:
 
 
 def is_intact(path: Path, sha256: str, mode: CheckMode) -> bool:
-    """Whether the file has this sha256, by the given kind of check. Raises OSError if it cannot be read."""
+    """Whether the file has this sha256, by this kind of check. Raises OSError if it cannot be read."""
     if mode == "none":
         return True
     memory = cache_folder() / CACHE_NAME
@@ -55,7 +54,7 @@ def is_intact(path: Path, sha256: str, mode: CheckMode) -> bool:
 
 
 def samples_of(path: Path) -> str:
-    """Returns the hex sha256 of SAMPLES pieces spread evenly over the file, the first and the last bytes among them."""
+    """Returns the hex sha256 of SAMPLES pieces spread evenly over the file, including its first and last bytes."""
     digest, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:
         for number in range(SAMPLES):

@@ -1,4 +1,4 @@
-"""The types a KV cache can have, and what a row of each takes. Knows no backend."""
+"""The types of K/V rows and their sizes, for every backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edge_runtime.errors import RequestError
 KvType = Literal["f16", "q8_0", "q4_0"]
 KV_TYPES: tuple[KvType, ...] = get_args(KvType)
 DEFAULT_KV_TYPE: KvType = "f16"
-# ggml's quantized types keep this many values of a head together with a float16 scale (ggml/src/ggml-common.h).
+# ggml's quantized types store this many values of a head with one float16 scale (ggml/src/ggml-common.h).
 BLOCK = 32
 _BLOCK_BYTES: dict[KvType, int] = {"f16": 2 * BLOCK, "q8_0": 2 + BLOCK, "q4_0": 2 + BLOCK // 2}
 
@@ -28,7 +28,8 @@ def check_kv_type(layout: CacheLayout, kv_type: str) -> KvType:
         for name, cache in (("sliding", layout.sliding), ("full", layout.full)):
             if known != "f16" and cache is not None and cache.head_dim % BLOCK:
                 raise RequestError(
-                    f"KV type {known} stores {BLOCK} values together, which the {name} heads' {cache.head_dim} are no multiple of; choose f16"
+                    f"KV type {known} stores {BLOCK} values together, but the {name} heads have {cache.head_dim}, not a multiple;"
+                    " choose f16"
                 )
         return known
     raise RequestError(f"KV type {kv_type!r} is unknown; choose one of {', '.join(KV_TYPES)}")

@@ -1,4 +1,4 @@
-"""manifest.json: what it holds, as dataclasses. Layout and every field: docs/bundle.md."""
+"""manifest.json as dataclasses. Layout and every field: docs/bundle.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BundleFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """One file of a source checkpoint, as it was when the bundle was made."""
+    """One file of a source checkpoint, as it was at export."""
 
     name: str
     bytes: int
@@ -38,7 +38,7 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a model came from."""
+    """The origin of a model."""
 
     origin: str
     model_type: str
@@ -47,9 +47,9 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSource:
-    """What a model's quantization was weighted by: `kind` is imatrix (a file of llama.cpp's format) or calibration (a text).
+    """The importance source of a quantization: `kind` is imatrix (a file of llama.cpp's format) or calibration (a text).
 
-    `tokens` is how many tokens of the text were run, None for a file.
+    `tokens` is the number of tokens of the text that were run, None for a file.
     """
 
     kind: str
@@ -77,11 +77,11 @@ class LayerCache:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheBuffer:
-    """The two buffers of an owner layer in the ONNX graphs: `key` and `value` are their input names, [1, kv_heads, rows, head_dim] of `dtype`.
+    """The two buffers of an owner layer in the ONNX graphs: inputs named `key` and `value`, [1, kv_heads, rows, head_dim] of `dtype`.
 
-    `kind` is "sliding" or "full"; `rows` is how many rows the bundle's context takes, those of a sliding layer with room to move in.
-    `read` says what the target's graph is given: the whole "buffer", or only the "rows" that are there; `drafter_read` the same of the
-    drafter's (docs/bundle.md).
+    `kind` is "sliding" or "full"; `rows` is the number of rows at the bundle's context, for a sliding layer with spare room. `read` is
+    what the target's graph gets: the whole "buffer", or only the existing "rows"; `drafter_read` is the same for the drafter's graph
+    (docs/bundle.md).
     """
 
     layer: int
@@ -98,11 +98,11 @@ class CacheBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """Who owns which K/V rows, and who reads them.
+    """Which layers own K/V rows, and which layers read them.
 
     `layer_owners[i]` is the target layer whose rows target layer i attends to (itself unless its K/V is shared).
     `drafter_sources[i]` is the target layer whose rows drafter layer i attends to; the drafter owns none.
-    `rewind_slack` is how many rows can be rolled back, at least the longest draft. `buffers` are the ONNX graphs', if there are any.
+    `rewind_slack` is how many rows can be rolled back, at least the longest draft. `buffers` are those of the ONNX graphs, if any.
     """
 
     sliding: LayerCache | None
@@ -125,9 +125,10 @@ class Rotation:
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxGraphs:
-    """What a reader of the ONNX graphs must know beside them: operator sets, contrib operators of onnxruntime, and the tokens that
-    begin and end a text (`bos_token`, `eos_token` None: there is none). `control_tokens` have no text of their own.
-    `context` is the longest the target was made for, in tokens."""
+    """Facts that a reader of the ONNX graphs needs: operator sets, contrib operators of onnxruntime, and the tokens that begin and end a
+    text (None: there is none). `control_tokens` have no text of their own. `context` is the longest that the target supports, in
+    tokens.
+    """
 
     opset: int
     contrib_ops: tuple[str, ...]
@@ -141,9 +142,9 @@ class OnnxGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class StaticGraphs:
-    """What a reader of graphs of fixed shapes must know besides: rows per forward, and the factors of looked-up embeddings.
+    """Further facts that a reader of graphs of fixed shapes needs: rows per forward, and the factors of looked-up embeddings.
 
-    `device` is the profile they were made for; `per_layer_scale` is None where there are no per-layer embeddings.
+    `device` is the profile that they were exported for; `per_layer_scale` is None where there are no per-layer embeddings.
     """
 
     device: str
@@ -155,10 +156,10 @@ class StaticGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Facts of the pair that a reader may want before it opens a model.
+    """Facts of the pair that a reader may need before it loads a model.
 
-    `feed_forward_size` is the width of the widest feed-forward block, `per_layer_size` that of a layer's own embedding (0: none); older
-    bundles do not say.
+    `feed_forward_size` is the width of the widest feed-forward block, `per_layer_size` that of a per-layer embedding (0: none); older
+    bundles do not have them.
     """
 
     family: str
@@ -178,7 +179,7 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeSettings:
-    """Settings the exporter recommends; the command line may override them."""
+    """Settings that the exporter recommends; the configuration and the command line override them."""
 
     draft_length: int = 3
     context: int = 4096
@@ -203,9 +204,9 @@ class Manifest:
     static: StaticGraphs | None = None
 
     def to_json(self) -> str:
-        """The exact text of manifest.json, with its hash, ending in a newline."""
+        """Returns the exact text of manifest.json, with its hash, ending in a newline."""
         data = to_json(self)
-        # What only some bundles have is left out of the others.
+        # Optional parts are left out.
         if not self.importance:
             del data["importance"]
         if self.onnx is None:

@@ -20,7 +20,7 @@ _BLANK = "0" * 64
 _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
 _END_BYTES = len(f'"{_KEY}": "{_BLANK}"\n}}\n')
 LARGEST = 1 << 53
-# Ids, and counts of what there need not be any; every other number is at least 1, or above 0 where it may be broken.
+# Ids, and counts that may be zero; every other integer is at least 1, every other number above 0.
 FROM_ZERO = frozenset(
     {
         "bytes",
@@ -40,9 +40,9 @@ FROM_ZERO = frozenset(
 
 
 def with_hash(data: Mapping[str, Any]) -> str:
-    """Returns the text of manifest.json that says this; a hash that is among the data is replaced."""
-    said = {key: value for key, value in data.items() if key != _KEY}
-    text = json.dumps({**said, _KEY: _BLANK}, indent=2) + "\n"
+    """Returns the text of manifest.json with this data; a hash among the data is replaced."""
+    content = {key: value for key, value in data.items() if key != _KEY}
+    text = json.dumps({**content, _KEY: _BLANK}, indent=2) + "\n"
     before = text[: len(text) - _END_BYTES]
     return before + text[len(before) :].replace(_BLANK, hashlib.sha256(text.encode()).hexdigest())
 
@@ -58,7 +58,7 @@ def has_own_hash(raw: bytes) -> bool:
 
 
 def check_numbers(value: Any, where: str, name: str = "") -> None:
-    """Raises StructureError with the place of the first such number in `value` and all it holds; free-form objects are not looked into."""
+    """Raises StructureError for the first number in `value`, or nested in it, that is out of range; free-form objects are skipped."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             check_numbers(getattr(value, field.name), f"{where}.{field.name}", field.name)

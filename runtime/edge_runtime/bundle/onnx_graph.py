@@ -1,6 +1,6 @@
-"""Looks through an ONNX file before onnxruntime opens it: sound protobuf, known operators that end, weights inside the files it may read.
+"""Checks an ONNX file before onnxruntime opens it: valid protobuf, known operators that terminate, weights in the files of the bundle.
 
-Only what names files, code or sizes is looked at; field numbers: onnx/onnx.proto. No library is needed.
+Only fields that name files, code or sizes are read; field numbers: onnx/onnx.proto. Needs no library.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from edge_devices.files.protobuf_wire import WireError, fields_of, varints
 from edge_runtime.bundle.integrity import read_part
 from edge_runtime.errors import BundleError
 
-# Weights lie in a file beside the graph, so that a graph itself is small: 58 kB for 8 layers; some 8 MB and 900,000 fields for
+# Weights are in a file beside the graph, so the graph itself is small: 58 kB for 8 layers; some 8 MB and 900,000 fields for
 # 128 experts in each of 30 layers.
 MAX_GRAPH_BYTES = 16 << 20
 _MAX_FIELDS = 2_000_000
 # No node, tensor or attribute has more, and a graph has no more inputs.
 _MAX_PARTS = 4096
-# The operators the exporter writes, and no others: further ones name files (EPContext), code (custom operators), or take any time or
-# memory from a few bytes (Scan, ConstantOfShape, Range).
+# The operators that the exporter writes. Others may name files (EPContext) or code (custom operators), or take any time or memory for a
+# few bytes (Scan, ConstantOfShape, Range).
 CONTRIB = "com.microsoft"
 CONTRIB_OPS = frozenset(["FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "RotaryEmbedding"])
 ONNX_OPS = frozenset(
@@ -70,9 +70,9 @@ ONNX_OPS = frozenset(
         "Where",
     ]
 )
-# A drafter's Loop goes round as often as the runtime says, in this input.
+# The input with the number of iterations of a drafter's Loop, which the runtime sets.
 LOOP_INPUT = "draft_length"
-# What a causal mask is repeated for: heads.
+# Most repetitions by Expand: a causal mask is repeated for each head.
 _MAX_REPEATS = 1024
 _ONNX_DOMAINS = ("", "ai.onnx")
 _MAX_DEPTH, _MAX_DIMENSIONS = 16, 16
@@ -104,7 +104,7 @@ _BITS = {
     24: 8,
 }
 _LARGEST = 1 << 62
-# The fields the exporter writes; what others hold (functions, sparse tensors, text about the file) has no reader here.
+# The fields that the exporter writes; others (functions, sparse tensors, descriptions) are refused.
 _KNOWN = {
     "model": {1, 2, 7, 8},
     "graph": {1, 2, 5, 11, 12},
@@ -113,7 +113,7 @@ _KNOWN = {
     "tensor": {1, 2, 8, 9, 13, 14},
     "input": {1, 2},
 }
-# Which of them hold which messages.
+# The fields that hold messages, by kind.
 _CHILDREN = {
     "model": {7: "graph"},
     "graph": {1: "node", 5: "tensor", 11: "input"},
@@ -126,7 +126,7 @@ Fields = list[Field]
 
 
 def check_onnx(path: Path, names: Set[str] | None = None) -> None:
-    """Raises BundleError unless the graph at `path` is sound and takes weights only from files beside it, of `names` if they are given."""
+    """Raises BundleError unless the graph at `path` is valid and has weights only in files of its folder (those of `names` if given)."""
     data = read_part(path, MAX_GRAPH_BYTES, "graph")
     try:
         _Graph(path, names).check(memoryview(data))
@@ -147,7 +147,7 @@ class _Graph:
         self._sizes: dict[str, int] = {}
         self._fields_left = _MAX_FIELDS
         self._inputs: set[str] = set()
-        # Initializers by name, and the product of the whole numbers in them.
+        # Initializers by name, and the product of the integers in them.
         self._products: dict[str, int] = {}
         self._repeats: list[str] = []
         self._loops: list[str] = []
@@ -162,7 +162,7 @@ class _Graph:
                 raise _UnsoundError(f"an Expand by {name[:80]!r}, which is no constant shape of at most {_MAX_REPEATS} elements")
         for name in self._loops:
             if name != LOOP_INPUT or name not in self._inputs or name in self._products:
-                raise _UnsoundError(f"a Loop goes round {name[:80]!r} times, which is not the input {LOOP_INPUT!r}")
+                raise _UnsoundError(f"a Loop repeats {name[:80]!r} times, which is not the input {LOOP_INPUT!r}")
 
     def _walk(self, kind: str, message: memoryview, depth: int) -> None:
         """Checks a message of this kind and all below it; `depth` counts the graphs around it."""

@@ -1,7 +1,7 @@
-"""Who made a bundle: an Ed25519 signature over its manifest, which holds the sha256 of every other file but config.yaml.
+"""The signature of a bundle: Ed25519 over its manifest, which holds the sha256 of every other file except config.yaml.
 
-`cryptography` rather than sigstore's model-signing: the manifest already hashes all files, a key on disk is all there is, and no identity
-service is asked. The key files and the signature are what openssl reads and writes too. The only module of the runtime that imports it.
+`cryptography` is used rather than sigstore's model-signing, because the manifest already hashes all files and no identity service is
+needed. openssl reads and writes the same key and signature files. The only module of the runtime that imports cryptography.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ def check_signature(folder: Path, manifest: bytes, public_key: Path) -> None:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
     except ImportError as error:
-        raise BackendError(f"signatures are checked with cryptography, which is not installed ({error}); {INSTALL}") from error
+        raise BackendError(f"checking signatures needs cryptography, which is not installed ({error}); {INSTALL}") from error
     try:
         key = load_pem_public_key(_read_key(public_key))
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise BundleError(f"{public_key} is no public key in PEM; make one with: openssl pkey -in KEY -pubout -out {public_key}") from error
+        raise BundleError(
+            f"{public_key} is not a public key in PEM format; make one with: openssl pkey -in KEY -pubout -out {public_key}"
+        ) from error
     if not isinstance(key, Ed25519PublicKey):
-        raise BundleError(f"{public_key} is no Ed25519 key; make a pair with: openssl genpkey -algorithm ed25519 -out KEY")
+        raise BundleError(f"{public_key} is not an Ed25519 key; make a pair with: openssl genpkey -algorithm ed25519 -out KEY")
     path = folder / SIGNATURE_NAME
     try:
         key.verify(_decoded(_read_signature(path)), manifest)
@@ -42,7 +44,7 @@ def check_signature(folder: Path, manifest: bytes, public_key: Path) -> None:
 
 
 def _read_key(path: Path) -> bytes:
-    """Reads the user's own file, which may be a link or a pipe, but no more of it than a key has."""
+    """Reads at most _MAX_KEY_BYTES of the user's key file, which may be a symbolic link or a pipe."""
     try:
         with path.open("rb") as file:
             return file.read(_MAX_KEY_BYTES)

@@ -1,6 +1,7 @@
-"""What of a tokenizer.json the tokenizers library gets to see, and what of it is run on prompts: the parts that Gemma's tokenizers have.
+"""Checks a tokenizer.json before the tokenizers library parses it, and its components before they run on prompts.
 
-Others take any time (regular expressions), grow a prompt without bound, or have the library panic.
+Only the components of Gemma's tokenizers are allowed: others take unlimited time (regular expressions), grow a prompt without limit, or
+make the library panic.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ _KINDS = {
 }
 _LISTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors", "decoder": "decoders"}
 _ALL_KINDS = frozenset(kind.encode() for kinds in _KINDS.values() for kind in kinds) | {b"Sequence"}
-# A key of this name has a text for a value only in a part; in a vocabulary it is a piece and has a number.
+# A key of this name has a text as its value only in a component; in a vocabulary it is a token and its value a number.
 _KIND = re.compile(rb'"type"\s*:\s*"([^"]*)"')
 _MAX_PARTS, _MAX_PART_BYTES = 8, 1 << 16
-# By how much a prompt may grow: a space becomes the three bytes of U+2581.
+# Most growth of a prompt: a space becomes the three bytes of U+2581.
 _MAX_GROWTH = 8
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """The file's bytes. Raises BundleError if it is too long, or a kind of part is said in it that Gemma's tokenizers do not have."""
+    """Returns the file's bytes. Raises BundleError if it is too large, or names a component that Gemma's tokenizers do not have."""
     data = read_part(path, MAX_TOKENIZER_BYTES, "tokenizer")
     for found in _KIND.finditer(data):
         if found.group(1) not in _ALL_KINDS:
@@ -42,7 +43,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def check_parts(tokenizer: Any, path: Path) -> None:
-    """Raises BundleError unless all parts of an opened tokenizer are such as Gemma's have, and bounded."""
+    """Raises BundleError unless all components of a loaded tokenizer are those of Gemma's tokenizers, and within limits."""
     if type(tokenizer.model).__name__ not in _KINDS["model"]:
         raise _foreign(path, type(tokenizer.model).__name__)
     for place in _LISTS:
@@ -65,7 +66,7 @@ def _check_part(place: str, state: bytes, path: Path) -> None:
             growth *= _growth(part, path)
     if len(parts) > _MAX_PARTS or growth > _MAX_GROWTH:
         raise BundleError(
-            f"{path}: the tokenizer's {place} has {len(parts)} parts and makes a text up to {growth:.3g} times as long, "
+            f"{path}: the tokenizer's {place} has {len(parts)} components and makes a text up to {growth:.3g} times as long, "
             f"at most {_MAX_PARTS} and {_MAX_GROWTH} are run; take the tokenizer.json of the checkpoint"
         )
 
@@ -79,7 +80,7 @@ def _flat(part: dict[str, Any], inner: str) -> Iterator[dict[str, Any]]:
 
 
 def _growth(part: dict[str, Any], path: Path) -> float:
-    """How much longer a part makes a text at most. A pattern must be text: a regular expression can take any time."""
+    """Returns the largest factor by which a component lengthens a text. A pattern must be text: a regular expression may take any time."""
     pattern = part["pattern"].get("String")
     if not pattern:
         raise _foreign(path, f"{part['type']} by a regular expression or by nothing")
@@ -87,4 +88,6 @@ def _growth(part: dict[str, Any], path: Path) -> float:
 
 
 def _foreign(path: Path, kind: str) -> BundleError:
-    return BundleError(f"{path} has the part {kind!r}, which Gemma's tokenizers do not have; take the tokenizer.json of the checkpoint")
+    return BundleError(
+        f"{path} has the component {kind!r}, which Gemma's tokenizers do not have; take the tokenizer.json of the checkpoint"
+    )

@@ -180,14 +180,14 @@ KEY = struct.pack("<Q", 1) + b"k"
         (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "claims"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "claims"),
         (HEADER + struct.pack("<Q", 1 << 16), "a string claims"),
-        (HEADER + struct.pack("<Q", 60_000), "goes on past the end"),
+        (HEADER + struct.pack("<Q", 60_000), "ends after the end"),
         (HEADER + KEY + struct.pack("<IQ", 8, (1 << 20) + 1), "a string claims"),
         (b"GGUF" + struct.pack("<IQQ", 3, 8193, 0), "claims 8193 tensors"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1025), "claims 0 tensors and 1025 keys"),
         (HEADER + KEY + struct.pack("<IIQ", 9, 8, (1 << 22) + 1), "claims 4194305 strings"),
         (HEADER + KEY + struct.pack("<I", 77), "unknown type 77"),
-        (HEADER + KEY + struct.pack("<IIQ", 9, 8, 1 << 22), "goes on past the end"),
-        (HEADER + KEY + struct.pack("<IIQ", 9, 10, 1 << 60), "goes on past the end"),
+        (HEADER + KEY + struct.pack("<IIQ", 9, 8, 1 << 22), "ends after the end"),
+        (HEADER + KEY + struct.pack("<IIQ", 9, 10, 1 << 60), "ends after the end"),
         (HEADER + KEY + struct.pack("<IIQ", 9, 9, 1), "unknown type 9"),
     ],
 )
@@ -217,7 +217,7 @@ def info(name: bytes, *shape: int, kind: int = 0, offset: int = 0) -> bytes:
         ([info(b"t", 8, kind=2)], "of type 2"),
         ([info(b"t", 8, kind=99)], "unknown type 99"),
         ([info(b"t", 1, 1, 1, 1, 1)], "5 dimensions"),
-        ([info(b"t", 8), info(b"t", 8)], "comes twice"),
+        ([info(b"t", 8), info(b"t", 8)], "occurs twice"),
     ],
 )
 def test_hostile_tensor_infos(infos: list[bytes], sentence: str, tmp_path: Path) -> None:

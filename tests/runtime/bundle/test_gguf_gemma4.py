@@ -92,7 +92,7 @@ def test_code_of_llama_cpp_that_no_bundle_needs_is_not_reached(tmp_path: Path) -
 )
 def test_tokens_that_stand_twice_are_refused(tokens: tuple[bytes, ...], doubles: int, tmp_path: Path) -> None:
     path = written(tmp_path, tokens=tokens)
-    with pytest.raises(BackendError, match=f"{doubles} of its {len(tokens)} tokens stand there twice") if doubles else nullcontext():
+    with pytest.raises(BackendError, match=f"{doubles} of its {len(tokens)} tokens occur twice") if doubles else nullcontext():
         check_model(path, "gemma4")
 
 

@@ -92,7 +92,7 @@ def test_parts_that_gemma_does_not_have_are_refused(changes: dict[str, Any], ope
 
 
 def test_a_part_that_has_the_library_panic_never_reaches_it(opened: Open, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(BundleError, match="the part 'Precompiled'"):
+    with pytest.raises(BundleError, match="the component 'Precompiled'"):
         opened(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
     assert capfd.readouterr().err == ""
 
@@ -101,7 +101,7 @@ def test_an_escaped_name_is_found_in_the_opened_tokenizer(tmp_path: Path) -> Non
     path = tmp_path / "tokenizer.json"
     text = json.dumps(SOUND | {"normalizer": {"type": "NFC"}}).replace('"type": "NFC"', '"\\u0074ype": "NFC"')
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(BundleError, match="the part 'NFC'"):
+    with pytest.raises(BundleError, match="the component 'NFC'"):
         TokenizerVocabulary(path, GRAPHS, 4096)
 
 

@@ -69,7 +69,7 @@ def test_a_row_takes_what_ggml_gives_it() -> None:
 def test_heads_that_blocks_do_not_divide_are_refused() -> None:
     layout = replace(MEMBER.cache_layout, sliding=replace(SLIDING, head_dim=80))
     assert check_kv_type(layout, "f16") == "f16"
-    with pytest.raises(RequestError, match="q8_0 stores 32 values together, which the sliding heads' 80 are no multiple of; choose f16"):
+    with pytest.raises(RequestError, match="q8_0 stores 32 values together, but the sliding heads have 80, not a multiple; choose f16"):
         check_kv_type(layout, "q8_0")
     with pytest.raises(RequestError, match="KV type 'q5_1' is unknown; choose one of f16, q8_0, q4_0"):
         check_kv_type(layout, "q5_1")
