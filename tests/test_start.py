@@ -116,7 +116,7 @@ def test_a_working_directory_that_is_gone_is_one_sentence():
         "import edge_devices.cli as c\nc.profiles = os.getcwd"
     )
     done = start("edge-devices", "profiles", before=before)
-    assert (done.returncode, done.stderr) == (1, "Error: the working directory is there no more; change to one that is\n")
+    assert (done.returncode, done.stderr) == (1, "Error: the working directory no longer exists; change to one that does\n")
 
 
 def test_too_little_memory_is_one_sentence():

@@ -1,4 +1,4 @@
-"""`edge-devices`: what this machine is, and what of its energy can be measured."""
+"""`edge-devices`: facts about this machine, its energy meters, and energy reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from edge_devices.meters.base import Meter
 from edge_devices.meters.recorded_system import Recording, record, write_recording
 from edge_devices.meters.search import find_meters
 
-# Of all the flags a kernel prints, those that matrix kernels are chosen by.
+# The CPU flags by which matrix kernels are chosen.
 SPEED_FEATURES = {
     "avx",
     "avx2",
@@ -72,10 +72,10 @@ Examples:
 @click.group(cls=Commands, epilog=EXAMPLES)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
-    """Look at the device this runs on.
+    """Describe this device and its energy meters, and read energy logs.
 
-    What a model will do on a device is `edge-run BUNDLE --plan --profile NAME`, of checkpoints `edge-export TARGET DRAFTER --plan`: this command
-    knows devices, no models. Pages with plots of an energy log: `edge-bench --report LOG --html PAGE`.
+    To predict a model's speed on a device: `edge-run BUNDLE --plan --profile NAME`, or before an export `edge-export TARGET DRAFTER --plan`.
+    For plots of an energy log: `edge-bench --report LOG --html PAGE`.
     """
 
 
@@ -98,15 +98,17 @@ def detect(bandwidth: bool, as_json: bool) -> None:
     click.echo(f"memory available: {memory}")
     if speed is not None:
         click.echo(f"memory read: {speed / 1e9:.1f} GB/s, {device.threads} threads")
-    told = [f for f in machine.features if f in SPEED_FEATURES]
-    click.echo(f"instructions that kernels use: {' '.join(told) or 'none known'} (--json has all {len(machine.features)} flags)")
+    kernel_flags = [f for f in machine.features if f in SPEED_FEATURES]
+    click.echo(f"instructions that kernels use: {' '.join(kernel_flags) or 'none known'} (--json has all {len(machine.features)} flags)")
     click.echo(f"profile: {device.profile.name} ({device.profile.title}), because {device.why}")
     click.echo(f"recommended: {device.profile.quantization}, {device.threads} threads")
-    click.echo(f"meters of such devices: {', '.join(device.profile.meters) or 'none known'}; edge-devices meters says what works here")
+    click.echo(
+        f"meters of such devices: {', '.join(device.profile.meters) or 'none known'}; edge-devices meters lists those that work here"
+    )
 
 
 @main.command(name="profiles")
-@click.option("--json", "as_json", is_flag=True, help="Print all that the profiles hold as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the profiles in full as one JSON object.")
 def list_profiles(as_json: bool) -> None:
     """List the device profiles, for --plan --profile NAME."""
     if as_json:
@@ -118,10 +120,10 @@ def list_profiles(as_json: bool) -> None:
 
 
 def memory_text(found: Profile) -> str:
-    """Returns what a profile says of memory speed."""
+    """Returns a profile's memory speed as text."""
     if found.effective_gb_per_s is not None:
-        return "memory {:g} to {:g} GB/s, as others measured".format(*found.effective_gb_per_s)
-    return f"memory {found.peak_gb_per_s:.3g} GB/s at most" if found.peak_gb_per_s else "memory differs from machine to machine"
+        return "memory {:g} to {:g} GB/s, measured by others".format(*found.effective_gb_per_s)
+    return f"memory {found.peak_gb_per_s:.3g} GB/s at most" if found.peak_gb_per_s else "memory speed not known"
 
 
 @main.command()
@@ -145,7 +147,7 @@ def meters(measure: bool, as_json: bool) -> None:
 
 
 def measured_meter(system: System, meter: Meter) -> Characteristics | str:
-    """Returns what a meter does here, or why that could not be measured."""
+    """Returns a meter's measured characteristics, or why they could not be measured."""
     try:
         return characterise_meter(system, meter, lambda: BusyLoad(usable_processors()))
     except DeviceError as error:
@@ -154,13 +156,13 @@ def measured_meter(system: System, meter: Meter) -> Characteristics | str:
 
 @main.command()
 @click.option(
-    "--record", "folder", type=click.Path(path_type=Path, file_okay=False), help="Write what was captured to FOLDER/recording.json."
+    "--record", "folder", type=click.Path(path_type=Path, file_okay=False), help="Write the captured files to FOLDER/recording.json."
 )
 def probe(folder: Path | None) -> None:
     """Capture the power files of this machine, to send with a report about a device we do not own.
 
-    Captured are files about power, clocks and temperatures below /sys and /proc, and the answers of the commands that meters use. Serial
-    numbers are left out; nothing about you, your files, your programs or your networks is read. Look at the file before you send it.
+    It captures files about power, clocks and temperatures below /sys and /proc, and the output of the commands that meters use. Serial
+    numbers are left out; nothing about you, your files, your programs or your networks is read. Check the file before you send it.
     """
     recording = record(System())
     if folder is not None:
@@ -170,7 +172,7 @@ def probe(folder: Path | None) -> None:
 
 
 def captured_lines(recording: Recording) -> list[str]:
-    """Returns what a recording holds, a line each."""
+    """Returns the contents of a recording, one line each."""
     lines = [f"file      /{path}" for path in recording.files]
     lines += [f"denied    /{path}" for path in recording.denied]
     lines += [f"command   {command} (exit code {code})" for command, (code, _) in recording.commands.items()]
@@ -180,7 +182,7 @@ def captured_lines(recording: Recording) -> list[str]:
 
 @main.command()
 @click.argument("log", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--baseline", help="The variant that the others are compared with, repeat by repeat.")
+@click.option("--baseline", help="Variant to compare the others with, repeat by repeat.")
 @click.option(
     "--external",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -188,7 +190,7 @@ def captured_lines(recording: Recording) -> list[str]:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def energy(log: Path, baseline: str | None, external: Path | None, as_json: bool) -> None:
-    """Compute joules per token again from the raw record of a run; needs no device."""
+    """Compute joules per token from the raw log of a run; needs no device."""
     measured = read_log(log)
     if external is not None:
         measured = with_external_meter(measured, import_csv(external))

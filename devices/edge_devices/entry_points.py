@@ -1,6 +1,6 @@
-"""Where the four commands begin. What holds for all of them from the first moment on: how Ctrl-C ends them, and an output that is full.
+"""The entry points of the four commands: Ctrl-C and an output that cannot be written end each of them without a traceback.
 
-The commands' own modules are named here, not imported: that takes a good part of a second, in which Ctrl-C must not end in a traceback.
+The commands' modules are imported only inside `run`: the import takes a good part of a second, and Ctrl-C may come during it.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def edge_export() -> NoReturn:
 
 
 class Output(io.FileIO):
-    """Standard output that remembers its fault: none of the libraries that write to it says which file an error is of."""
+    """Standard output that keeps its write error: the OSError that reaches `run` does not name the file."""
 
-    fault: OSError | None = None
+    error: OSError | None = None
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Writes, and remembers."""
+        """Writes, and keeps an error."""
         try:
             return super().write(data)
         except OSError as error:
-            self.fault = error
+            self.error = error
             raise
 
 
 def run(module: str, name: str) -> NoReturn:
     """Runs the command `main` of a module and ends the process with its exit code."""
-    output = _watched_output()
+    output = _replace_output()
     try:
         code = _call(module, name)
         if sys.stdout is not None:
@@ -63,17 +63,17 @@ def run(module: str, name: str) -> NoReturn:
         print("stopped", file=sys.stderr)
         code = STOPPED
     except OSError:
-        if output is not None and output.fault is not None:
-            code = _after_fault(output.fault)
-        elif _is_nowhere():
-            code = _say("the working directory is there no more; change to one that is")
+        if output is not None and output.error is not None:
+            code = _output_failed(output.error)
+        elif _folder_is_gone():
+            code = _print_error("the working directory no longer exists; change to one that does")
         else:
             raise
     sys.exit(code)
 
 
-def _watched_output() -> Output | None:
-    """Puts an `Output` under sys.stdout; None where that is closed, or no file (a console of Windows)."""
+def _replace_output() -> Output | None:
+    """Puts an `Output` under sys.stdout; returns None where stdout is closed or no file (a Windows console)."""
     old = sys.stdout
     if not isinstance(old, io.TextIOWrapper) or type(getattr(old.buffer, "raw", old.buffer)) is not io.FileIO:
         return None
@@ -91,27 +91,27 @@ def _call(module: str, name: str) -> int:
     import click
 
     try:
-        answer: Any = import_module(module).main(prog_name=name, standalone_mode=False)
+        code: Any = import_module(module).main(prog_name=name, standalone_mode=False)
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except click.Abort as error:  # what click makes of Ctrl-C
+    except click.Abort as error:  # click turns Ctrl-C into this
         raise KeyboardInterrupt from error
     except SystemExit as end:
-        # The output is not written yet: where it cannot be, that is for `run` to say, not for the interpreter's last moments.
+        # The output is still buffered: `run` flushes it, so that an error is reported there and not while the interpreter shuts down.
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return answer if isinstance(answer, int) else 0
+    return code if isinstance(code, int) else 0
 
 
-def _after_fault(fault: OSError) -> int:
-    """Returns the exit code, once it is said what was wrong."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where goes what is not written yet
-    if isinstance(fault, BrokenPipeError):  # a reader that has seen enough is no fault
+def _output_failed(error: OSError) -> int:
+    """Prints what went wrong, unless the reader closed the pipe. Returns the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is still buffered
+    if isinstance(error, BrokenPipeError):
         return 1
-    return _say(f"standard output cannot be written ({fault.strerror})")
+    return _print_error(f"standard output cannot be written ({error.strerror})")
 
 
-def _is_nowhere() -> bool:
+def _folder_is_gone() -> bool:
     from pathlib import Path
 
     try:
@@ -121,6 +121,7 @@ def _is_nowhere() -> bool:
     return False
 
 
-def _say(sentence: str) -> int:
+def _print_error(sentence: str) -> int:
+    """Returns the exit code."""
     print(f"Error: {sentence}", file=sys.stderr)
     return 1

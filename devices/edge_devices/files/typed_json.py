@@ -1,4 +1,4 @@
-"""JSON to frozen dataclasses and back, checked at the door. Knows no bundle: only dataclasses, scalars, lists and dicts."""
+"""JSON to frozen dataclasses and back, with types checked. Supports dataclasses, scalars, lists and dicts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import typing
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# Seeds have up to 64 bits; larger numbers overflow what they are computed with.
+# Seeds have up to 64 bits; larger integers overflow in later arithmetic.
 _LARGEST = 1 << 64
 
 
 class StructureError(ValueError):
-    """A value does not have the shape its dataclass asks for; the message names the place."""
+    """A value does not have the type of its dataclass field; the message has its path."""
 
 
 def to_json(value: Any) -> Any:
@@ -30,7 +30,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(cls: type[T], data: Any, where: str) -> T:
-    """Builds `cls` from parsed JSON. Unknown keys are ignored (a newer minor writer may add some); missing ones are not.
+    """Builds `cls` from parsed JSON. Unknown keys are ignored (a newer minor version may add some); missing ones are errors.
 
     Raises StructureError with the path of the first value that does not fit.
     """
@@ -82,7 +82,7 @@ def _scalar(hint: Any, data: Any, where: str) -> Any:
 
 
 def _check_range(data: Any, where: str) -> None:
-    """Refuses numbers nothing can be computed with, also those inside of free-form values; those may be deeper than Python recurses."""
+    """Raises StructureError for infinite, NaN or huge numbers, also inside free-form values. Iterative, since those may nest deeply."""
     waiting = [data]
     while waiting:
         value = waiting.pop()

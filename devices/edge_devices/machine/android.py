@@ -1,4 +1,4 @@
-"""What Android's own services say of battery and heat, to the shell user too: most builds keep the files below /sys from it.
+"""Battery and heat from Android's services, which also answer the shell user; most builds deny that user the files below /sys.
 
 Facts: `dumpsys battery` (BatteryService) and `dumpsys thermalservice` (PowerManager.THERMAL_STATUS_*) of AOSP.
 """
@@ -19,7 +19,7 @@ FROZEN = "UPDATES STOPPED"
 
 @dataclass(frozen=True, kw_only=True)
 class PhoneState:
-    """None where the services do not say; `frozen`: somebody ran `dumpsys battery unplug` or `set`, and the figures are made up."""
+    """None where a value is unknown. `frozen`: `dumpsys battery unplug` or `set` was run, so the figures are not measured."""
 
     charger: str | None = None
     charge_percent: int | None = None
@@ -34,7 +34,7 @@ def thermal_name(status: int | None) -> str:
 
 
 def read_phone(system: System) -> PhoneState:
-    """Asks both services; never raises."""
+    """Returns what both services report; never raises."""
     thermal = re.search(r"Thermal Status: (\d)\b", system.run(["dumpsys", "thermalservice"]).text)
     status = int(thermal[1]) if thermal else None
     try:
@@ -52,10 +52,10 @@ def read_phone(system: System) -> PhoneState:
 
 
 def parse_dumpsys(text: str) -> dict[str, str]:
-    """Reads the battery service's own section of `dumpsys battery`; a maker's section before it and event logs after it are left out."""
+    """Reads the battery service's own section of `dumpsys battery`, without a maker's section before it and event logs after it."""
     _, found, section = text.partition(SECTION)
     if not found:
-        raise MeterError(f"`dumpsys battery` has no section {SECTION!r}; this is no Android this meter knows")
+        raise MeterError(f"`dumpsys battery` has no section {SECTION!r}; this version of Android is not supported")
     if FROZEN in section:
         raise FrozenBatteryError(f"the battery service is frozen ({FROZEN}) and returns made-up values; run `dumpsys battery reset` first")
     fields: dict[str, str] = {}

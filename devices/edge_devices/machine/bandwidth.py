@@ -1,4 +1,4 @@
-"""How fast this machine reads memory: the figure that bounds decoding."""
+"""Memory read bandwidth, which bounds the speed of decoding."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collections.abc import Callable
 from typing import Any
 
 BLOCK = 64 << 20  # per thread; larger than the caches of the machines this is for
-# Reads of the block in one round: threads begin some milliseconds apart, which must not count.
+# Reads of the block per round, so that some milliseconds between the threads' starts do not matter.
 PASSES = 3
 ROUNDS = 5
-SPARE = 8  # memory left / what the probe takes, at least
+SPARE = 8  # least ratio of available memory to the probe's buffers
 FILL, ABSENT = 1, 2
 
 
 def read_bandwidth(threads: int, *, memory_available: int | None = None, clock: Callable[[], float] = time.perf_counter) -> float | None:
     """Returns bytes read per second by `threads` at once, the best of 5 rounds (some tenths of a second).
 
-    None where less than 8 times the buffers' memory is left: a probe must not push others out. The C library's memchr reads, looking for a
-    byte that is not there.
+    None where less than 8 times the buffers' memory is available, so that the probe evicts nothing. Reads with the C library's memchr,
+    which searches for a byte that does not occur.
     """
     if memory_available is not None and memory_available < SPARE * BLOCK * threads:
         return None
     blocks = [ctypes.create_string_buffer(BLOCK) for _ in range(threads)]
     for block in blocks:
-        ctypes.memset(block, FILL, BLOCK)  # pages must be there before they are timed
+        ctypes.memset(block, FILL, BLOCK)  # commits the pages before the timing
     search = _memchr()
     return max(PASSES * BLOCK * threads / _round_seconds(search, blocks, clock) for _ in range(ROUNDS))
 
@@ -44,7 +44,7 @@ def _round_seconds(search: Any, blocks: list[ctypes.Array[ctypes.c_char]], clock
     def read(block: ctypes.Array[ctypes.c_char]) -> None:
         start.wait()
         for _ in range(PASSES):
-            search(block, ABSENT, BLOCK)  # a foreign call: the interpreter's lock is free meanwhile
+            search(block, ABSENT, BLOCK)  # ctypes releases the interpreter lock
 
     workers = [threading.Thread(target=read, args=(block,), daemon=True) for block in blocks]
     for worker in workers:

@@ -1,4 +1,4 @@
-"""Which device this is: a profile that fits, filled with what the machine itself says."""
+"""Device detection: the profile that matches this machine, completed with facts read from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edge_devices.machine.facts import Machine, read_machine
 from edge_devices.machine.profiles import Profile, profiles
 from edge_devices.machine.system import System
 
-BIG_SHARE = 0.6  # of the fastest cluster's clock: slower cores hold the others up when work is split evenly
+BIG_SHARE = 0.6  # of the fastest cluster's clock: work is split evenly, so slower cores delay the others
 MOST_PROCESSORS = 4096
 
 
@@ -25,7 +25,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """This machine and the profile that fits it. `why`: by what it was chosen; `threads`: how many to run decoding with."""
+    """This machine and its profile. `why`: what the profile was chosen by; `threads`: how many to decode with."""
 
     machine: Machine
     model: str
@@ -36,14 +36,14 @@ class Device:
     threads: int
 
     def to_json(self) -> dict[str, Any]:
-        """The machine's values at the top, as ever, and the rest beside them."""
+        """Plain values under stable keys: the machine's at the top level, the others beside them."""
         record = asdict(self)
         machine: dict[str, Any] = record.pop("machine")
         return machine | record
 
 
 def detect_device(system: System) -> Device:
-    """Reads the machine and picks a profile, or builds one."""
+    """Returns the device this runs on."""
     machine = read_machine(system.root)
     model = system.text_or("proc/device-tree/model").rstrip("\0") or system.text_or("sys/class/dmi/id/product_name")
     soc = system.run(["getprop", "ro.soc.model"]).text.strip() if system.is_android else ""
@@ -57,7 +57,7 @@ def detect_device(system: System) -> Device:
 
 
 def environment(system: System) -> dict[str, Any]:
-    """Returns what a measurement's record says of the machine it was made on: hardware and kernel, nothing about its user."""
+    """Returns the machine's entry in the record of a measurement: hardware and kernel, nothing about the user."""
     device = detect_device(system)
     return {
         "platform": platform.platform(),
@@ -87,11 +87,11 @@ def pick_profile(machine: Machine, model: str, soc: str) -> tuple[Profile, str]:
     for found in known:
         if set(machine.cores) & set(found.match.cores):
             return found, f"the cores are {machine.cores[0]}"
-    return generic_profile(machine), "no profile fits: built from what the machine says"
+    return generic_profile(machine), "no profile fits, so it was built from facts of the machine"
 
 
 def generic_profile(machine: Machine) -> Profile:
-    """Returns a profile for hardware nobody described: the instructions it has decide between the formats."""
+    """Returns a profile for unknown hardware; the architecture decides the quantization."""
     arm = machine.architecture in ("aarch64", "arm64", "armv8l")
     return Profile(
         name="generic-arm" if arm else "generic",
@@ -104,7 +104,7 @@ def generic_profile(machine: Machine) -> Profile:
 
 
 def read_clusters(system: System) -> tuple[Cluster, ...]:
-    """Returns the clusters of cpufreq, fastest first; none where the kernel does not say."""
+    """Returns the clusters of cpufreq, fastest first; none where the kernel lists none."""
     found = []
     for policy in system.paths("sys/devices/system/cpu/cpufreq/policy*"):
         processors = system.text_or(f"{policy}/related_cpus").split()
@@ -115,7 +115,7 @@ def read_clusters(system: System) -> tuple[Cluster, ...]:
 
 
 def big_processors(clusters: tuple[Cluster, ...], usable: int) -> int:
-    """Returns how many processors keep pace with the fastest ones; all where nothing is known of clusters."""
+    """Returns how many processors run at least at BIG_SHARE of the fastest clock; all if the clusters are unknown."""
     if not clusters:
         return usable
     big = sum(len(c.processors) for c in clusters if c.max_mhz >= BIG_SHARE * clusters[0].max_mhz)
@@ -123,5 +123,5 @@ def big_processors(clusters: tuple[Cluster, ...], usable: int) -> int:
 
 
 def _is_number(text: str) -> bool:
-    """Whether these are decimal digits, and not more of them than any real file holds."""
+    """Returns whether `text` is a decimal number of at most 18 digits."""
     return text.isdecimal() and len(text) <= 18

@@ -1,7 +1,7 @@
-"""The kernel's power_supply class: laptop batteries, and what a phone shows of its own.
+"""The kernel's power_supply class: batteries and chargers of laptops and phones.
 
 Facts: Documentation/ABI/testing/sysfs-class-power of Linux. The ABI says that a negative current discharges, real ACPI batteries say the
-opposite: only `status` tells the direction, the figure is taken without its sign.
+opposite: the direction is taken from `status` alone, the figure without its sign.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Supply:
         return self.fields.get("STATUS", "Unknown")
 
     def number(self, key: str) -> int | None:
-        """Returns a whole number of the fields, None where it is not there."""
+        """Returns an integer field, or None if it is missing."""
         try:
             return int(self.fields[key])
         except (KeyError, ValueError):
@@ -45,7 +45,7 @@ def parse_uevent(text: str) -> dict[str, str]:
 
 
 def batteries(system: System) -> list[Supply]:
-    """Returns the batteries that feed this machine; those of mice and headsets (scope Device) are not among them."""
+    """Returns the batteries that feed this machine, without those of mice and headsets (scope Device)."""
     found = []
     for folder in system.paths(f"{SUPPLIES}/*"):
         fields = read_fields(system, folder)
@@ -55,7 +55,7 @@ def batteries(system: System) -> list[Supply]:
 
 
 def read_fields(system: System, folder: str) -> dict[str, str]:
-    """Reads one supply: its uevent, or its single files where that is kept back; raises PermissionError when all are denied."""
+    """Reads one supply: its uevent, or its single files where that is not readable. Raises PermissionError when all are denied."""
     denied: PermissionError | None = None
     try:
         fields = parse_uevent(system.text(f"{folder}/uevent"))
@@ -76,7 +76,7 @@ def read_fields(system: System, folder: str) -> dict[str, str]:
 
 
 def external_power(system: System) -> str | None:
-    """Returns the name of a charger that is on line, None on battery. USB ports of the machine's own (scope Device) do not count."""
+    """Returns the name of a charger that is on line, None on battery. The machine's own USB ports (scope Device) do not count."""
     for folder in system.paths(f"{SUPPLIES}/*"):
         try:
             fields = read_fields(system, folder)
@@ -88,7 +88,7 @@ def external_power(system: System) -> str | None:
 
 
 def watts_of(supply: Supply) -> float | None:
-    """Returns the power in watts from POWER_NOW (µW) or CURRENT_NOW (µA) × VOLTAGE_NOW (µV); None where neither is there."""
+    """Returns the power in watts from POWER_NOW (µW) or CURRENT_NOW (µA) × VOLTAGE_NOW (µV); None without either."""
     power = supply.number("POWER_NOW")
     if power is not None:
         return abs(power) * 1e-6
@@ -99,11 +99,11 @@ def watts_of(supply: Supply) -> float | None:
 
 
 def require_discharging(system: System, supplies: list[Supply]) -> None:
-    """Raises MeterError unless the machine runs from its batteries alone."""
+    """Raises MeterError unless the machine runs on its batteries alone."""
     charger = external_power(system)
     if charger:
-        raise MeterError(f"{charger} supplies power: a battery's figures mean the load only while unplugged; unplug the charger")
+        raise MeterError(f"{charger} supplies power, and a battery's figures show the load only while unplugged; unplug the charger")
     wrong = [s for s in supplies if s.status in ("Charging", "Full", "Not charging")]
     if wrong or not any(s.status == "Discharging" for s in supplies):
-        said = ", ".join(f"{s.name} is {s.status}" for s in wrong or supplies)
-        raise MeterError(f"{said}; energy is read from a battery that discharges; unplug the charger")
+        statuses = ", ".join(f"{s.name} is {s.status}" for s in wrong or supplies)
+        raise MeterError(f"{statuses}, but only a discharging battery shows the energy used; unplug the charger")

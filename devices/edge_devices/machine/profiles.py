@@ -1,6 +1,6 @@
-"""What is known beforehand of common devices. Priors only: what is read on the machine itself goes before.
+"""Profiles of common devices, as priors: facts read on the machine itself take precedence.
 
-The files beside this one (`profiles/*.toml`) name their sources. None was checked on hardware.
+The files (`profiles/*.toml`) name their sources. None was checked on hardware.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ProfileError(DeviceError):
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """By what a device is known: how its model begins, its chip, patterns in its processor's name, its cores' names."""
+    """What identifies a device: prefixes of its model, its chip, patterns of its processor's name, names of its cores."""
 
     models: tuple[str, ...] = ()
     socs: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One device. Bandwidths in GB/s: `peak` from transfer rate × bus width, `effective` from others' measurements; None where not known.
+    """One device. Bandwidths in GB/s: `peak` from transfer rate × bus width, `effective` from others' measurements; None if unknown.
 
     `threads` None: all big cores. `execution_providers`: the first is the default.
     """
@@ -60,22 +60,22 @@ class Profile:
 
 @cache
 def profiles() -> dict[str, Profile]:
-    """Returns all profiles that come with the package, by name."""
+    """Returns the package's profiles by name."""
     folder = resources.files("edge_devices") / "profiles"
     found = (f for f in folder.iterdir() if f.name.endswith(".toml"))
     return {p.name: p for p in sorted((parse_profile(f.name[:-5], f.read_text(encoding="utf-8")) for f in found), key=lambda p: p.name)}
 
 
 def profile(name: str) -> Profile:
-    """Returns one profile; raises ProfileError when there is none of that name."""
+    """Returns a profile. Raises ProfileError for an unknown name."""
     try:
         return profiles()[name]
     except KeyError:
-        raise ProfileError(f"there is no device profile {name!r}; there are {', '.join(profiles())}") from None
+        raise ProfileError(f"there is no device profile {name!r}; choose from {', '.join(profiles())}") from None
 
 
 def parse_profile(name: str, text: str) -> Profile:
-    """Reads a profile's TOML; raises ProfileError for a key or value that is not understood."""
+    """Reads a profile's TOML; raises ProfileError for an unknown key or an invalid value."""
     try:
         table = tomllib.loads(text)
         match, processor, memory, energy, runtime = (table.pop(k) for k in ("match", "processor", "memory", "energy", "runtime"))
@@ -109,5 +109,5 @@ def parse_profile(name: str, text: str) -> Profile:
 
 def _texts(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
-        raise TypeError(f"{values!r} is no list of texts")
+        raise TypeError(f"{values!r} is not a list of strings")
     return tuple(values)

@@ -1,4 +1,4 @@
-"""The state a machine must be in, and stay in, for its energy figures to mean anything."""
+"""The state of a machine before and after a measurement, and what in it makes energy figures invalid."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from edge_devices.machine.system import System
 
 THROTTLED_NOW, THROTTLED_EVER = 0xF, 0xF0000  # bits 0-3 and 16-19 of `vcgencmd get_throttled`
 CHARGE_LIMITS = (30, 95)  # percent: below, the voltage sags; above, charging circuits interfere
-_MOST_DIGITS = 18  # more than any real file holds
-HOTTEST = 120_000  # thousandths of a degree; some thermal zones are no temperatures at all
+_MOST_DIGITS = 18  # more than any real file has
+HOTTEST = 120_000  # thousandths of a degree; some thermal zones report no temperature
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceState:
-    """One look at the machine; None where it does not say. Frequencies in kHz, temperature in °C, swap in bytes; `thermal_status` is Android's, 0 to 6."""
+    """A snapshot; None where a value is unknown. Frequencies in kHz, temperature in °C, swap in bytes; `thermal_status` is Android's, 0 to 6."""
 
     throttled: int | None = None
     charger: str | None = None
@@ -46,7 +46,7 @@ class DeviceState:
 
 
 def read_state(system: System) -> DeviceState:
-    """Looks at the machine; costs a few file reads, one command on a Raspberry Pi, two on Android (about 0.1 s)."""
+    """Returns the current state; costs a few file reads, one command on a Raspberry Pi, two on Android (about 0.1 s)."""
     phone = read_phone(system) if system.is_android else None
     try:
         supplies, charger = batteries(system), external_power(system)
@@ -93,7 +93,7 @@ def refusals(state: DeviceState, *, at_battery: bool) -> list[Refusal]:
 
 
 def warnings(state: DeviceState) -> list[str]:
-    """Returns what a reader of the figures should know about this state."""
+    """Returns remarks on this state for readers of the figures."""
     found = []
     if state.swap_used:
         found.append(f"{byte_text(state.swap_used)} of swap are in use")
@@ -105,7 +105,7 @@ def warnings(state: DeviceState) -> list[str]:
 
 
 def disturbances(before: DeviceState, after: DeviceState) -> list[str]:
-    """Returns what changed between two looks in a way that makes the run between them worthless."""
+    """Returns the changes between two snapshots that make the run between them invalid."""
     found = []
     if after.throttled is not None and (after.throttled & THROTTLED_NOW or after.throttled & ~(before.throttled or 0) & THROTTLED_EVER):
         found.append(f"the board throttled (get_throttled {after.throttled:#x})")

@@ -1,4 +1,4 @@
-"""The machine as the meters see it: files below a root, commands, a clock. Tests put another one in its place."""
+"""Access to a machine: files below a root, commands, a clock. Tests replace it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LONGEST_TEXT = 1 << 20  # bytes kept of one file or one command's answer; the longest real one, dumpsys, is a few kilobytes
+LONGEST_TEXT = 1 << 20  # bytes kept of a file or a command's output; the longest in practice, dumpsys, has a few kilobytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """What a command answered. `code` is its exit status; 127: there is no such command, 124: it took too long."""
+    """The result of a command. `code` is its exit status; 127: not found, 126: not permitted, 124: timed out."""
 
     code: int
     output: bytes
@@ -28,8 +28,8 @@ class CommandResult:
 
 
 def run_command(arguments: Sequence[str], answer: bytes = b"", seconds: float = 10.0, most: int = LONGEST_TEXT) -> CommandResult:
-    """Runs a command with `answer` on its standard input, and keeps `most` bytes of its output; never raises for what the command does."""
-    environment = os.environ | {"LC_ALL": "C"}  # a decimal comma would be read as another number
+    """Runs a command with `answer` as standard input and keeps `most` bytes of its output. Failures are in the result, not raised."""
+    environment = os.environ | {"LC_ALL": "C"}  # no decimal commas
     try:
         done = subprocess.run(list(arguments), input=answer, capture_output=True, timeout=seconds, env=environment, check=False)
     except subprocess.TimeoutExpired:
@@ -43,7 +43,7 @@ def run_command(arguments: Sequence[str], answer: bytes = b"", seconds: float = 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One machine. `clock` is in seconds and is the one that decoding is timed with, so marks and samples share it."""
+    """One machine. `clock`, in seconds, is also what decoding is timed with, so that marks and samples are comparable."""
 
     root: Path = Path("/")
     run: Callable[..., CommandResult] = run_command
@@ -64,7 +64,7 @@ class System:
             return default
 
     def number(self, path: str) -> int | None:
-        """Returns the whole number a file holds; None where there is no file or no number. PermissionError passes through."""
+        """Returns the integer in a file; None without a file or an integer. Raises PermissionError."""
         try:
             return int(self.text(path))
         except PermissionError:
@@ -73,14 +73,14 @@ class System:
             return None
 
     def paths(self, pattern: str) -> list[str]:
-        """Returns what matches a glob below the root, sorted, relative to it."""
+        """Returns the paths below the root that match a glob, sorted, relative to the root."""
         try:
             return sorted(str(p.relative_to(self.root)) for p in self.root.glob(pattern))
         except OSError:
             return []
 
     def exists(self, path: str) -> bool:
-        """Returns whether a path below the root is there, readable or not."""
+        """Returns whether a path exists below the root, readable or not."""
         try:
             return (self.root / path).exists()
         except OSError:

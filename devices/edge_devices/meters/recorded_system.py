@@ -12,19 +12,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from edge_devices.errors import DeviceError, MeterError
 from edge_devices.files.atomic_write import write_text
+from edge_devices.files.limited_read import FileTooLarge, read_at_most
 from edge_devices.machine.system import CommandResult, System
 from edge_devices.meters.android.power_stats import COMMAND, only_rails, record_trace
 
 SCHEMA = 1
 NAME = "recording.json"
 LARGEST = 16 << 20
-_PIECE = 1 << 16
 FILES = (
     "sys/class/powercap/intel-rapl*/name",
     "sys/class/powercap/intel-rapl*/energy_uj",
@@ -189,12 +188,7 @@ def write_recording(folder: Path, recording: Recording) -> Path:
 def read_recording(path: Path) -> Recording:
     """Reads what `write_recording` wrote; raises DeviceError for anything else."""
     try:
-        with path.open(encoding="utf-8") as file:
-            # In pieces: of a pipe nobody knows the size, and the whole limit asked for at once is memory for the whole limit.
-            text = "".join(islice(iter(lambda: file.read(_PIECE), ""), LARGEST // _PIECE + 1))
-        if len(text) > LARGEST:
-            raise DeviceError(f"{path} has more than {LARGEST} characters; make a recording with `edge-devices probe --record DIR`")
-        fields = json.loads(text)
+        fields = json.loads(read_at_most(path, LARGEST).decode())
         if fields["schema"] != SCHEMA:
             raise DeviceError(f"{path} has schema {fields['schema']}; this reader knows {SCHEMA}")
         return Recording(
@@ -204,6 +198,8 @@ def read_recording(path: Path) -> Recording:
             commands={str(c["command"]): (int(c["code"]), str(c["output"])) for c in fields["commands"]},
             traces={str(k): base64.b64decode(v, validate=True) for k, v in fields.get("traces", {}).items()},
         )
+    except FileTooLarge as error:
+        raise DeviceError(f"{path} has more than {LARGEST} bytes; make a recording with `edge-devices probe --record DIR`") from error
     except OSError as error:
         raise DeviceError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
