@@ -1,6 +1,4 @@
-"""What is known of a pair's drafts: from the export, then from one use on a machine to the next. Counts of how sure the drafter was and
-what stood, no text.
-"""
+"""Cached acceptance counts of a pair, from the export and from earlier uses on this machine. Counts per confidence bin, no text."""
 
 from __future__ import annotations
 
@@ -17,21 +15,21 @@ CACHE_NAME = "drafts.json"
 
 
 class AcceptanceCache:
-    """The memory of one pair and drafter, which all sessions on it share. `facts` tell the pair and drafter from all others."""
+    """The cached counts of one pair and drafter, shared by all sessions on it. `facts` identify the pair and drafter."""
 
     def __init__(self, facts: Sequence[object], folder: Path | None = None, exported: object = None) -> None:
-        """`folder` None is this machine's one; `exported` is what the bundle says, which the first use begins with."""
+        """`folder` None is the cache folder of this machine; `exported` are the counts in the bundle, where the first use begins."""
         self._exported = exported
         self._path = (folder or cache_folder()) / CACHE_NAME
         self._key = hashlib.sha256(json.dumps([*map(str, facts)]).encode()).hexdigest()
 
     @cached_property
     def model(self) -> AcceptanceModel:
-        """What was learned up to now. Of what is missing or damaged nothing is believed."""
-        recalled = AcceptanceModel.from_json(read_entries(self._path).get(self._key))
-        return recalled or AcceptanceModel.from_json(self._exported, EXPORTED_WEIGHT) or AcceptanceModel()
+        """The model of all earlier uses. Missing or damaged counts are not trusted: then the exported ones or the prior count."""
+        cached = AcceptanceModel.from_json(read_entries(self._path).get(self._key))
+        return cached or AcceptanceModel.from_json(self._exported, EXPORTED_WEIGHT) or AcceptanceModel()
 
     def save(self) -> None:
-        """Remembers what was learned since; where that cannot be written, the next use learns anew."""
+        """Caches what was learned; if the file cannot be written, the next use learns again."""
         if "model" in self.__dict__ and self.model.observed:
             cache_put(self._path, self._key, self.model.to_json())

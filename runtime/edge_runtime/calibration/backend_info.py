@@ -1,4 +1,4 @@
-"""What the installed backends say of themselves, asked in a child process: a build that does not suit the processor dies when it is loaded."""
+"""Version and features of the installed backends, from a child process: a build that does not suit the processor dies on loading."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TIMEOUT_SECONDS = 60.0
 def ask_backend(
     kind: BackendKind, child_command: Sequence[str] = CHILD_COMMAND, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> dict[str, Any]:
-    """Returns a backend's version and what it can do, or {"error": a sentence} if it cannot be used. BackendError if no child can be started.
+    """Returns the version and features of a backend, or {"error": a sentence} if it cannot be used.
 
-    llama: `version`, `system_info`, `probes` (`quantizations`, `use_extra_bufts`). onnx: `version`, `execution_providers`, `only_fixed_shapes`
-    (a version that runs graphs of fixed shapes alone).
+    llama: `version`, `system_info`, `probes` (`quantizations`, `use_extra_bufts`). onnx: `version`, `execution_providers`,
+    `only_fixed_shapes` (the version runs only graphs of fixed shapes). Raises BackendError if no child process can be started.
     """
     child = ask_child([*child_command, kind], timeout_seconds)
     if isinstance(child.answer.get("error"), str):
@@ -59,7 +59,7 @@ _ANSWERS: dict[BackendKind, Callable[[], dict[str, Any]]] = {"llama": _llama, "o
 @click.command()
 @click.argument("kind", type=click.Choice(BACKENDS))
 def main(kind: BackendKind) -> None:
-    """Loads one backend's library and prints what it says of itself, or {"error": "..."} with exit code 1."""
+    """Loads the library of one backend and prints its version and features, or {"error": "..."} with exit code 1."""
     try:
         click.echo(json.dumps(_ANSWERS[kind]()))
     except EdgeRuntimeError as error:

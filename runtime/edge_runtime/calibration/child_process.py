@@ -1,4 +1,4 @@
-"""Asks a child process what might kill this one: a library that dies by a signal is an answer too."""
+"""Runs code in a child process that could crash this one; a crash is a result too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ChildReport:
 
 
 def ask_child(command: Sequence[str], timeout_seconds: float) -> ChildReport:
-    """Runs `command` and returns what became of it; one that is killed or hangs has no answer. BackendError if it cannot be started."""
+    """Runs `command` and returns its report, without an answer if it is killed or hangs. Raises BackendError if it cannot start."""
     # Without this, ggml calls a debugger on the dying child to print its stack (ggml/src/ggml.c).
     environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
     try:

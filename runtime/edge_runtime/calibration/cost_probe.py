@@ -1,4 +1,4 @@
-"""Measures what a draft and a verify of n rows cost here, and remembers it for this bundle, machine and thread count."""
+"""Measures the cost of a draft and of a verify of n rows on this machine; reads and writes cached costs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def measure_costs(
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> MeasuredCosts:
-    """Times rounds as they will be, a draft and then a verify, of 1 to `most_rows` rows, all that the target was opened for, after a
-    short text of one `token`; leaves the cache empty.
+    """Times a draft and then a verify, as in real rounds, of 1 to `most_rows` rows after a short text of one `token`.
 
-    Figures of at least MIN_ROUNDS times all of them, however long they take, and of more while `max_seconds` are not over (`steady`).
-    The time before them warms up. Without a drafter, or with one that drafts nothing here, drafting costs as good as nothing.
+    After one pass to warm up, all row counts are measured at least MIN_ROUNDS times, and more often within `max_seconds` (see `steady`).
+    Without a drafter, or with one that drafts nothing here, the cost of drafting is negligible. Leaves the cache empty.
     """
     longest = min(most_rows, target.context - 2, target.rewind_slack)
     _begin_text(target, token, longest)
@@ -44,7 +43,7 @@ def measure_costs(
         if number > MIN_ROUNDS and clock() - begin > max_seconds:
             break
         verified, drafts = [0.0] * longest, [0.0] * longest
-        # There and back again: what the order does to the caches falls on all alike.
+        # Alternating order, so that its effect on the CPU caches is shared by all row counts.
         for rows in range(1, longest + 1) if number % 2 else range(longest, 0, -1):
             if target.length + longest > target.context:
                 _begin_text(target, token, longest)
@@ -60,21 +59,21 @@ def measure_costs(
     target.rollback(0)
     figures = steady(rounds[1:])
     verify = figures[:longest]
-    while len(verify) < MAX_ROWS:  # one request has no room for more, several may have
+    while len(verify) < MAX_ROWS:  # one request has no room for more rows, several requests may have
         verify.append(extrapolated(verify))
     overhead, step = overhead_and_step(drafted, figures[longest:])
     return MeasuredCosts(verify=tuple(verify), step=step, overhead=overhead)
 
 
 def _begin_text(target: Target, token: int, longest: int) -> None:
-    """A text of TEXT tokens, or as many as leave room for a verify, that a draft can follow."""
+    """Fills the cache with TEXT tokens, or as many as leave room for a verify, so that a draft can follow."""
     target.rollback(0)
     target.prefill([token] * max(0, min(TEXT, target.context - longest - 2) - 1))
     target.verify([token])
 
 
 def overhead_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Returns what beginning a draft and each of its tokens takes, from drafts of some lengths: a line through them by least squares."""
+    """Returns the fixed overhead of a draft and the cost per token: a least-squares line through drafts of several lengths."""
     made = [(count, taken) for count, taken in zip(drafted, seconds, strict=True) if count]
     if not made:
         return 0.0, LEAST_SECONDS
@@ -87,19 +86,19 @@ def overhead_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple
 
 
 def cached_costs(path: Path, key: str) -> MeasuredCosts | None:
-    """Returns what `cache_costs` kept under this key; None if there is nothing or the file is damaged."""
+    """Returns the costs that `cache_costs` wrote under this key; None if there are none or the file is damaged."""
     return MeasuredCosts.from_json(read_entries(path).get(key))
 
 
 def cache_costs(path: Path, key: str, costs: MeasuredCosts) -> None:
-    """Keeps costs for the next time; where that cannot be written they are measured again, which takes two seconds."""
+    """Caches costs for the next use; if the file cannot be written, they are measured again, which takes two seconds."""
     cache_put(path, key, costs.to_json())
 
 
 def steady(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Returns what each figure takes, of rounds of the same figures: the median of its share of a round, of the shortest round.
+    """Returns a figure for each column of the rounds: the median of its share of a round, times the shortest round.
 
-    A machine is now faster and now slower, by more than figures differ, but all of a round alike.
+    The speed of a machine varies by more than the figures differ, but it affects all figures of a round alike.
     """
     totals = [sum(taken) for taken in rounds]
     shares = zip(*([one / total for one in taken] for taken, total in zip(rounds, totals, strict=True)), strict=True)

@@ -1,7 +1,7 @@
-"""Finds out in a child process whether llama.cpp survives this machine, before it is loaded into the user's.
+"""Tests in a child process whether llama.cpp crashes on this machine, before it is loaded into the user's process.
 
-A build can die by a signal on the processor it runs on: one made for AMX does on virtual machines that only claim to have it, as soon
-as a batch has a few rows of quantized weights. Without weight repacking (`use_extra_bufts`) it lives. The answer is remembered.
+A build can die of a signal on the processor it runs on: a build for AMX dies on virtual machines that report AMX without having it, as
+soon as a batch has a few rows of quantized weights. Without weight repacking (`use_extra_bufts`) it works. The result is cached.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 120.0
 CHILD_COMMAND = (sys.executable, "-m", "edge_runtime.calibration.crash_probe")
 _ROWS = 8
 _CONTEXT = 256
-# What -DGGML_NATIVE=ON finds on such a machine, less AMX.
+# What -DGGML_NATIVE=ON enables on such a machine, without AMX.
 _WORKAROUND_X86 = (
     "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_BMI2=ON -DGGML_FMA=ON -DGGML_F16C=ON "
     "-DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON"
@@ -37,7 +37,7 @@ _WORKAROUND_OTHER = "-DGGML_NATIVE=OFF"
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeAnswer:
-    """How to load models on this machine. `reason` is a sentence; `from_cache` tells that no child was started this time."""
+    """How to load models on this machine. `reason` is a sentence; `from_cache`: no child process was started this time."""
 
     use_extra_bufts: bool
     from_cache: bool
@@ -46,7 +46,7 @@ class ProbeAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedProbe:
-    """What an earlier probe on this machine found out about files of these quantizations (target's first)."""
+    """The result of an earlier probe on this machine for files of these quantizations (that of the target first)."""
 
     quantizations: tuple[str, ...]
     use_extra_bufts: bool
@@ -61,15 +61,15 @@ def probe_load_options(
     child_command: Sequence[str] = CHILD_COMMAND,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> ProbeAnswer:
-    """Returns the load options that a child process survived with these files, from memory if the same machine was asked before.
+    """Returns the load options with which a child process ran these files, from the cache if the machine is the same.
 
-    `notify` gets one sentence when a probe starts and one when a safer option was chosen. Raises BackendError if the files do not
-    load, or if no option keeps the child alive: the sentence names the signal and the build that cures it.
+    `notify` gets one sentence when a probe starts and one when a safer option was chosen. Raises BackendError if the files do not load,
+    or if the child process dies with every option: the sentence names the signal and a build as a workaround.
     """
     key, cache = machine_key(quantizations), cache_path()
-    remembered = _remembered(read_entries(cache).get(key))
-    if remembered is not None:
-        return ProbeAnswer(use_extra_bufts=remembered.use_extra_bufts, from_cache=True, reason="an earlier probe on this machine said so")
+    cached = _cached(read_entries(cache).get(key))
+    if cached is not None:
+        return ProbeAnswer(use_extra_bufts=cached.use_extra_bufts, from_cache=True, reason="the result of an earlier probe on this machine")
     notify(f"First use with {' and '.join(dict.fromkeys(quantizations))} on this machine: trying llama.cpp in a child process.")
     command = [*child_command, "--target", str(target_path.resolve())]
     if drafter_path is not None:
@@ -81,7 +81,8 @@ def probe_load_options(
         second = _run([*command, "--no-extra-bufts"], timeout_seconds)
         if second is not None:
             raise BackendError(
-                f"llama.cpp does not work on this machine: its child process {death}, without repacking it {second}; {workaround(library_version())}"
+                f"llama.cpp does not work on this machine: its child process {death}, without repacking it {second}; "
+                f"{workaround(library_version())}"
             )
         reason = f"llama.cpp's child process {death} with weight repacking and works without it"
         answer = ProbeAnswer(use_extra_bufts=False, from_cache=False, reason=reason)
@@ -89,29 +90,29 @@ def probe_load_options(
     kept = {"quantizations": list(quantizations), "use_extra_bufts": answer.use_extra_bufts}
     error = cache_put(cache, key, kept)
     if error is not None:
-        notify(f"The probe's answer could not be kept in {cache} ({error}); set {CACHE_VARIABLE} to a folder that can be written.")
+        notify(f"The result of the probe could not be kept in {cache} ({error}); set {CACHE_VARIABLE} to a folder that can be written.")
     return answer
 
 
 def cached_probes() -> list[CachedProbe]:
-    """Returns the answers that hold for this machine and this build of llama.cpp, the newest last; what is damaged is passed over."""
-    found = [(key, _remembered(entry)) for key, entry in read_entries(cache_path()).items()]
+    """Returns the cached results for this machine and this build of llama.cpp, the newest last; skips damaged ones."""
+    found = [(key, _cached(entry)) for key, entry in read_entries(cache_path()).items()]
     return [one for key, one in found if one is not None and key == machine_key(one.quantizations)]
 
 
 def machine_key(quantizations: Sequence[str]) -> str:
-    """Returns the sha256 under which an answer is remembered: processor, library version and build, quantizations of the files."""
+    """Returns the cache key of a result, a sha256 of the processor, the library version and build, and the quantizations."""
     facts = [cpu_identity(), platform.machine(), library_version(), system_info(), list(quantizations)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def cache_path() -> Path:
-    """Returns where answers are remembered: probe.json in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
+    """Returns the path of the cached results: probe.json in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
     return cache_folder() / CACHE_NAME
 
 
-def _remembered(entry: object) -> CachedProbe | None:
-    """Returns what one entry says; None if there is none or it is damaged."""
+def _cached(entry: object) -> CachedProbe | None:
+    """Parses a cache entry; None if there is none or it is damaged."""
     if not isinstance(entry, dict):
         return None
     quantizations, answer = entry.get("quantizations"), entry.get("use_extra_bufts")
@@ -121,7 +122,7 @@ def _remembered(entry: object) -> CachedProbe | None:
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> str | None:
-    """Runs a child. Returns None if it lived, else how it ended; raises BackendError with the child's sentence if it gave one."""
+    """Runs a child process. Returns None if it succeeded, else how it ended; raises BackendError with the sentence of the child, if any."""
     child = ask_child(command, timeout_seconds)
     sentence = child.answer.get("error")
     if isinstance(sentence, str):
@@ -132,14 +133,14 @@ def _run(command: Sequence[str], timeout_seconds: float) -> str | None:
 
 
 def workaround(version: str) -> str:
-    """Returns how to build this version of llama-cpp-python for less than it finds on this machine."""
+    """Returns the workaround: how to build this version of llama-cpp-python without the CPU extensions that crash."""
     flags = _WORKAROUND_X86 if platform.machine().lower() in {"x86_64", "amd64"} else _WORKAROUND_OTHER
     build = f"pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=={version}"
-    return f'to cure it, build it for less than it finds: CMAKE_ARGS="{flags}" {build}'
+    return f'build llama-cpp-python without the CPU extensions that crash here: CMAKE_ARGS="{flags}" {build}'
 
 
 def decode_few_rows(target_path: Path, drafter_path: Path | None, use_extra_bufts: bool) -> None:
-    """What the child does: loads the files, decodes one row, then eight, then one draft step. Raises BackendError or dies."""
+    """Runs in the child: loads the files, decodes one row, then eight, then one draft step. Raises BackendError or dies."""
     from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.open import open_pair
 

@@ -1,4 +1,4 @@
-"""What is measured at a pair's first use on a machine and then remembered: its costs, and the threads its phases run best on."""
+"""Measurements on first use of a pair on a machine, then cached: its costs, and the best number of threads of each phase."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from edge_runtime.drafting.cost_model import CostCurve, Costs
 from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower
 from edge_runtime.interfaces import Drafter, Target
 
-# A machine that was busy when costs were measured must not be believed for ever, so the first uses all measure.
+# A measurement on a busy machine must not be trusted for ever, so each of the first uses measures.
 TIMES = 3
-# Returns the watts of each phase, measured on an opened pair or remembered under a key; leaves the cache empty. It gets the pair, a token to
-# fill texts with, the most rows of a verify, and the key.
+# Returns the watts of each phase, measured on an opened pair or cached under a key; leaves the KV cache empty. Arguments: the pair, a token
+# to fill texts with, the most rows of a verify, and the key.
 PowerSource = Callable[[Target, Drafter | None, int, int, str], PhasePower]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPair:
-    """An opened pair, a token to fill texts with, the most rows of a verify, and `facts`, all that its speed depends on."""
+    """An opened pair, a token to fill texts with, the most rows of a verify, and `facts`, everything its speed depends on."""
 
     target: Target
     drafter: Drafter | None
@@ -37,16 +37,15 @@ class MeasuredPair:
 
     @property
     def key(self) -> str:
-        """What it is remembered by."""
+        """The key of its cached measurements."""
         return hashlib.sha256(json.dumps([cpu_identity(), self.rows, [*map(str, self.facts)]]).encode()).hexdigest()
 
 
 def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None) -> Costs:
-    """Returns the remembered costs of this pair on this machine, or measures them, which takes about two seconds the first TIMES times.
+    """Returns the cached costs of this pair on this machine; on the first TIMES uses measures them, in about two seconds.
 
-    Seconds, or joules if the objective is energy; a power that has to be measured takes longer.
-
-    Called before a request's prompt is in the cache: measuring empties it.
+    Costs are seconds, or joules if the objective is energy; measuring the power takes longer. Measuring empties the KV cache, so call this
+    before the prompt of a request is in it.
     """
     path = cache_folder() / CACHE_NAME
     measured = cached_costs(path, pair.key)
@@ -61,10 +60,9 @@ def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None) -
 
 
 def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Callable[[str], None]) -> ThreadCounts:
-    """Makes the pair run on the remembered numbers of threads, or, the first TIMES times, on those that a measurement of about two
-    seconds finds best.
+    """Sets the cached numbers of threads; on the first TIMES uses measures the best ones, in about two seconds.
 
-    Where cores differ, the process keeps to the fastest from then on. Measuring empties the cache.
+    Where cores differ, the process is pinned to the fastest from then on. Measuring empties the KV cache.
     """
     groups = processor_groups()
     most = sum(map(len, groups))

@@ -1,4 +1,4 @@
-"""Measures the power of each phase in loops of that phase alone, and remembers it. For commands: it reads a meter."""
+"""Measures the power of each phase in loops of that phase alone, and caches it. For commands, since it reads a meter."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.interfaces import Drafter, Target
 
 CACHE_NAME = "power.json"
-ROWS = 4  # of the verify whose power stands for all of several rows
+ROWS = 4  # of the verify whose power is taken for all verifies of several rows
 STEPS = 3  # of a draft
-ROOM = 1.1  # window / the shortest that gives a figure
+ROOM = 1.1  # measuring window / the shortest window that gives a figure
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerProbe:
-    """Calibrates with one meter; `notify` hears how long it takes. Implements `opening.PowerSource`."""
+    """Calibrates with one meter; `notify` gets a sentence with the duration. Implements `first_use.PowerSource`."""
 
     system: System
     meter: Meter
     notify: Callable[[str], None]
 
     def __call__(self, target: Target, drafter: Drafter | None, token: int, most_rows: int, key: str) -> PhasePower:
-        """Returns the watts remembered under `key` for this meter, or measures them; the cache is empty afterwards. RequestError."""
+        """Returns the watts cached under `key` for this meter, or measures them; empties the KV cache. Raises RequestError."""
         facts, path = self.meter.facts, cache_folder() / CACHE_NAME
         own = hashlib.sha256(f"{key} {facts.name} {facts.scope}".encode()).hexdigest()
         try:
@@ -56,7 +56,7 @@ class PowerProbe:
 
         def draft() -> None:
             if drafter is None or not drafter.draft(token, steps):
-                raise RequestError("there is no drafter whose power could be measured; the energy objective weighs drafts")
+                raise RequestError("there is no drafter whose power could be measured; the energy objective needs one")
 
         plain = self._watts(lambda: forward(1), seconds)
         verify = self._watts(lambda: forward(min(ROWS, longest)), seconds)

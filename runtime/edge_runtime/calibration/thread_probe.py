@@ -1,7 +1,7 @@
-"""How many threads, and on machines with fast and slow cores which of them, each phase runs fastest on: measured once, then remembered.
+"""The number of threads that each phase runs fastest on, and on machines with fast and slow cores which cores: measured, then cached.
 
-More threads are not always faster: batches of one row wait for memory, a drafter's steps are shorter than a thread takes to wake up, and
-the slowest core of a team holds up the others.
+More threads are not always faster: batches of one row wait for memory, a draft step is shorter than the wake-up time of a thread, and the
+slowest core of a team delays the others.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from edge_runtime.interfaces import Drafter, Target
 CACHE_NAME = "threads.json"
 MAX_SECONDS = 2.0
 MIN_ROUNDS, MAX_ROUNDS = 2, 9
-# What is timed: a prefill of so many tokens, verifies of these numbers of rows, a draft of so many tokens.
+# Timed work: tokens of the prefill, rows of each verify, tokens of the draft.
 PREFILL, VERIFIES, DRAFTS = 16, (1, 4), 3
-# Fewer threads are taken where more are not faster by this: they leave the rest of the machine alone, and draw less power.
+# More threads are used only if the time falls below this share: fewer leave the machine to other programs and draw less power.
 WORTH = 0.97
 MOST_SECONDS = 3600.0
 Phase = Literal["prefill", "verify", "draft"]
@@ -58,12 +58,12 @@ class ThreadTimes:
     times: int = 1
 
     def best(self) -> ThreadCounts:
-        """Of each phase the fewest threads that are about as fast as the fastest number."""
+        """Returns for each phase the fewest threads that are about as fast as the fastest number."""
         prefill, verify, draft = (_fewest(self.seconds[phase]) for phase in PHASES)
         return ThreadCounts(prefill=prefill, verify=verify, draft=draft)
 
     def combined(self, other: ThreadTimes) -> ThreadTimes:
-        """The smaller of each figure: what kept the machine busy in one measurement was probably not there in another."""
+        """Returns the smaller of each figure: other processes disturb a measurement only now and then."""
         seconds = {
             phase: {n: min(taken, other.seconds[phase].get(n, taken)) for n, taken in self.seconds[phase].items()} for phase in PHASES
         }
@@ -91,7 +91,7 @@ class ThreadTimes:
 
 
 def candidates(groups: Sequence[Sequence[int]]) -> dict[Phase, list[int]]:
-    """Returns the numbers worth trying on processors grouped by speed: whole clusters, half of all and all; for drafts 1, 2 and 4 too."""
+    """Returns the thread counts to try on cores grouped by speed: complete clusters, half of all and all; for drafts also 1, 2 and 4."""
     sums = list(accumulate(map(len, groups)))
     total = sums[-1]
     forwards = sorted({max(1, total // 2), *sums})
@@ -108,9 +108,9 @@ def measure_threads(
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ThreadTimes:
-    """Times each phase with each number of `tries`, in turn; leaves the cache empty. `use` makes the pair run on so many threads.
+    """Times each phase with each number of `tries`, in turn; leaves the cache empty. `use` sets the thread counts of the pair.
 
-    The first round warms up; of the others, at least MIN_ROUNDS, the lower quartile counts: what other processes do only adds time.
+    The first round warms up; of the others, at least MIN_ROUNDS, the lower quartile counts: other processes only add time.
     """
     counts = sorted({n for numbers in tries.values() for n in numbers})
     taken: dict[tuple[Phase, int], list[float]] = {}
@@ -156,5 +156,5 @@ def _fewest(seconds: Mapping[int, float]) -> int:
 
 
 def lower_quartile(taken: Sequence[float]) -> float:
-    """Returns what a quarter of at least one timing stays below: other processes only ever add time."""
+    """Returns the lower quartile of at least one timing: other processes only add time."""
     return statistics.quantiles(taken, n=4, method="inclusive")[0] if len(taken) > 1 else taken[0]

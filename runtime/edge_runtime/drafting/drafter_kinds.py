@@ -28,7 +28,7 @@ def draft_step_seconds(
 ) -> dict[DrafterKind, float]:
     """Returns the median seconds of a draft step of each drafter, from drafts of `steps` tokens after a text of one `token`.
 
-    Drafters are timed in turn, after one round to warm up; MIN_ROUNDS are always done, more only within `max_seconds`. Leaves the cache empty.
+    Drafters are timed in turn, after one round to warm up; MIN_ROUNDS are always done, more within `max_seconds`. Leaves the cache empty.
     """
     target.rollback(0)
     target.prefill([token])

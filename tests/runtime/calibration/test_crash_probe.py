@@ -64,7 +64,7 @@ def test_a_living_child_is_asked_once(machine: Machine) -> None:
     assert machine.children == [f"ran --target {Path('target.gguf').resolve()} --drafter {Path('drafter.gguf').resolve()}"]
 
 
-def test_a_crash_leads_to_safer_options_which_are_remembered(machine: Machine) -> None:
+def test_a_crash_leads_to_safer_options_which_are_cached(machine: Machine) -> None:
     answer = machine.ask(DIES_WITH_REPACKING)
     assert not answer.use_extra_bufts
     assert "died of SIGSEGV" in answer.reason

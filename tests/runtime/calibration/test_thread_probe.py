@@ -127,7 +127,7 @@ def test_fewer_threads_are_taken_where_more_bring_nothing() -> None:
     assert machine.now < 60, "the time is bounded: two rounds after the first that warms up"
 
 
-def test_what_is_remembered_is_checked_and_a_busy_first_time_forgiven() -> None:
+def test_cached_times_are_checked_and_a_busy_first_use_corrected() -> None:
     tries = candidates([[0, 1]])
     busy = ThreadTimes(seconds={phase: {n: float(n) for n in tries[phase]} for phase in PHASES})
     calm = ThreadTimes(seconds={phase: {n: 0.5 / n for n in tries[phase]} for phase in PHASES})

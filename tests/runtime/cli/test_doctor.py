@@ -136,7 +136,7 @@ def test_a_library_that_fails_when_loaded_is_broken(monkeypatch, script, sentenc
     assert row[2].startswith(sentence)
 
 
-def test_a_dead_library_is_cured_by_another_build(monkeypatch):
+def test_a_crashing_library_has_another_build_as_workaround(monkeypatch):
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.3.36")
     found = diagnosis(monkeypatch, llama={"error": "its library died of SIGILL when it was loaded"})
     assert 'CMAKE_ARGS="-DGGML_NATIVE=OFF' in screen(found, width=2000)

@@ -93,7 +93,7 @@ def test_a_session_guards_what_it_chose_itself_and_only_that():
     drafted = [one.drafted for one in own.rounds()]
     assert drafted[:26] == [2] * 25 + [1]
     assert drafted[80] == 0
-    assert [event.kind for event in own.watch.events] == ["shortened", "stopped"]
+    assert [event.kind for event in own.monitor.events] == ["shortened", "stopped"]
     assert own.tokens == plain_greedy([1, 2], 200)
     again = session.generate([1, 2], max_tokens=10)
     assert [one.drafted for one in again.rounds()] == [0] * 10, "what one request learned serves the next"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,8 @@ from edge_runtime.backends.onnx.drafter import OrtDrafter
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx, open_pair
 from edge_runtime.backends.onnx.target import OrtTarget, pair_of
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.manifest_checks import with_hash
-from edge_runtime.config.schema import DrafterConfig, SpeculativeConfig
-from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.errors import RequestError
 from edge_runtime.session.open import open_session
-from edge_runtime.session.session import Session
 
 WINDOW = 128
 Bundles = Callable[[str], Path]
@@ -296,105 +292,12 @@ def test_the_context_can_be_filled_to_its_last_row(onnx_pair: Bundles) -> None:
         assert len(generation.tokens) == 11
 
 
-def test_a_drafter_that_is_not_asked_for_is_not_opened(onnx_pair: Bundles) -> None:
-    with open_session(onnx_pair("f32"), threads=1, drafter="none") as session:
-        assert session.drafter is None
-    with open_session(onnx_pair("f32"), threads=1, drafter="lookup") as session:
-        assert session.generate(random_tokens(14, 8) * 3, max_tokens=10).text()
-    with pytest.raises(BundleError, match="head is split, not dense"):
-        open_session(onnx_pair("f32"), threads=1, drafter="dense")
-
-
 def test_every_node_runs_on_the_cpu_and_the_report_says_so(target: OrtTarget, drafter: OrtDrafter) -> None:
     graphs = {**target.assignments(), "drafter": drafter.assignments()}
     assert len(graphs) == 3
     for providers in graphs.values():
         assert set(providers) == {"CPUExecutionProvider"}
     assert graphs["target-f32.onnx"]["CPUExecutionProvider"]["GroupQueryAttention"] == 6
-
-
-def test_an_unknown_provider_is_refused_with_those_there_are(onnx_pair: Bundles) -> None:
-    with pytest.raises(RequestError, match=r"no execution provider 'abacus'; it has .*cpu"):
-        open_session(onnx_pair("f32"), execution_provider="abacus")
-
-
-@pytest.fixture
-def copied(onnx_pair: Bundles, tmp_path: Path) -> Path:
-    shutil.copytree(onnx_pair("f32"), tmp_path / "bundle")
-    return tmp_path / "bundle"
-
-
-def test_a_damaged_graph_or_data_file_is_a_sentence(copied: Path) -> None:
-    (copied / "target-f32.onnx").write_bytes(b"\x08" * (copied / "target-f32.onnx").stat().st_size)
-    with pytest.raises(BundleError, match=r"target-f32\.onnx is no sound ONNX graph"):
-        open_session(copied, threads=1, check="none")
-
-
-def changed_buffers(folder: Path, **changes: Any) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["cache_layout"]["buffers"][0] |= changes
-    (folder / "manifest.json").write_text(with_hash(manifest))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rows": 140}, "too short for a window of 128"),
-        ({"dtype": "f8"}, "not one this reader knows"),
-        ({"head_dim": 1 << 40}, "not one this reader knows"),
-        ({"kv_heads": 2, "drafter_read": "buffer"}, r"is \[1, 2, .*\], the graph's"),
-        ({"key": "value.0"}, "one pair of ONNX buffers"),
-        ({"layer": 7}, "one pair of ONNX buffers"),
-        ({"read": "backwards"}, "not one this reader knows"),
-        ({"read": "rows"}, "not one this reader knows"),
-    ],
-)
-def test_buffers_that_do_not_fit_are_refused(changes: dict[str, Any], words: str, copied: Path) -> None:
-    changed_buffers(copied, **changes)
-    with pytest.raises(BundleError, match=words):
-        open_session(copied, threads=1)
-
-
-def test_a_bundle_without_graphs_names_the_format_to_export(exported_pair: Path, onnx_pair: Bundles) -> None:
-    with pytest.raises(BundleError, match=r"no onnx target for the onnx backend.*--format onnx"):
-        open_session(exported_pair, backend="onnx")
-    with pytest.raises(BundleError, match="no gguf target for the llama backend"):
-        open_session(onnx_pair("f32"), backend="llama")
-    with pytest.raises(RequestError, match="are onnxruntime's; ask for them with the onnx backend"):
-        open_session(exported_pair, uniform_rows=True)
-
-
-def test_a_session_says_which_backend_it_is(onnx_pair: Bundles) -> None:
-    with open_session(onnx_pair("f32"), threads=1) as session:
-        assert isinstance(session, Session)
-        assert isinstance(session.target, OrtTarget)
-
-
-def test_the_command_runs_graphs_and_checks_itself(onnx_pair: Bundles) -> None:
-    from click.testing import CliRunner
-
-    from edge_runtime.cli.run import main
-
-    arguments = [str(onnx_pair("int4")), "--backend", "onnx", "--threads", "1", "--max-tokens", "30", "--uniform-rows", "--verify-lossless"]
-    result = CliRunner().invoke(main, [*arguments, "--json", PROMPTS[2]])
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
-    assert record["drafter"] == "split"
-    assert record["lossless"]["equal"] is True
-    result = CliRunner().invoke(main, [str(onnx_pair("int4")), "--execution-provider", "abacus", "x"])
-    assert result.exit_code == 1
-    assert "no execution provider 'abacus'" in result.stderr
-
-
-def test_a_type_of_rows_is_the_exports_to_choose(onnx_pair: Bundles) -> None:
-    with pytest.raises(RequestError, match="are what --onnx-kv made them at export, not q8_0; leave kv_type out"):
-        open_session(onnx_pair("f32"), threads=1, kv_type="q8_0")
-
-
-@pytest.mark.parametrize("options", [{"memory_limit": "2GB"}, {"config": SpeculativeConfig(drafter=DrafterConfig(max_candidates=64))}])
-def test_settings_of_llama_alone_are_refused(options: dict[str, Any], onnx_pair: Bundles) -> None:
-    with pytest.raises(RequestError, match="is not for ONNX graphs; leave it out, or take the llama backend"):
-        open_session(onnx_pair("f32"), threads=1, **options)
 
 
 def test_a_host_that_finds_no_candidate_ends_the_draft(target: OrtTarget, drafter: OrtDrafter) -> None:
