@@ -1,4 +1,4 @@
-"""Tiny pairs whose logits do not amplify rounding: what parity is measured on. The plain random ones are chaotic, trained ones are not."""
+"""Tiny pairs whose logits do not amplify rounding, for tests of parity. Plain random pairs do, trained ones do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small head files for the split drafter, written by hand: right by default, wrong as asked for."""
+"""Small head files for the split drafter, written by hand: valid by default, damaged on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS: dict[str, Any] = {"drafter_head.format": 2, "drafter_head.top_centroids": 
 
 
 def head_arrays(seed: int = 0) -> dict[str, Any]:
-    """The tensors of a random head, in the order of the file; rows and matrices are multiples of 1/8, which float16 holds exactly."""
+    """The tensors of a random head, in the order of the file; rows and matrices are multiples of 1/8, which are exact in float16."""
     random = np.random.default_rng(seed)
 
     def halves(*shape: int) -> Any:
@@ -32,12 +32,12 @@ def head_arrays(seed: int = 0) -> dict[str, Any]:
 
 
 def write_head_file(path: Path, arrays: dict[str, Any], keys: dict[str, Any] | None = None, rows: str = "F16") -> Path:
-    """Writes a head file; `keys` are the ones to write in place of KEYS, `rows` the ggml type of the rows."""
+    """Writes a head file; `keys` replace KEYS, `rows` the ggml type of the rows."""
     return write_tensors(path, arrays, KEYS if keys is None else keys, {"rows": rows})
 
 
 def write_tensors(path: Path, arrays: dict[str, Any], keys: dict[str, Any], types: dict[str, str]) -> Path:
-    """Writes a GGUF; `types` names the ggml type of tensors that are to have another than their array's."""
+    """Writes a GGUF; `types` gives the ggml type of tensors whose type differs from their array's."""
     writer = gguf.GGUFWriter(path, "edge-mtp-drafter-head")
     for key, value in keys.items():
         (writer.add_uint32 if isinstance(value, int) else writer.add_string)(key, value)

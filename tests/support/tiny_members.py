@@ -31,7 +31,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What makes one member itself: config overrides, the classes that hold it, and how its files are written."""
+    """One member: config overrides, its classes, and how its files are written."""
 
     text: dict[str, Any]
     assistant: bool = False
@@ -139,7 +139,7 @@ TARGETS = [name for name, member in MEMBERS.items() if not member.assistant]
 
 
 def write_member(name: str, folder: Path, **text_overrides: Any) -> Path:
-    """Writes the named member's checkpoint and tokenizer into `folder` (made if missing) and returns it."""
+    """Writes the named member's checkpoint and tokenizer into `folder` (created if missing) and returns it."""
     member = MEMBERS[name]
     folder.mkdir(parents=True, exist_ok=True)
     model = _model(member, member.text | text_overrides)
@@ -189,7 +189,7 @@ def _model(member: Member, text: dict[str, Any]) -> Any:
 
 
 def _add_towers(folder: Path, name: str) -> None:
-    """Puts a vision tower, an audio tower and an embedder beside the text model; K/V weights of sharing layers too in E2B."""
+    """Adds a vision tower, an audio tower and an embedder to the text model; in E2B also K/V weights of sharing layers."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -211,7 +211,7 @@ def _add_towers(folder: Path, name: str) -> None:
 
 
 def _shared_key_values() -> dict[str, Any]:
-    """K/V weights that layers with shared K/V never use; transformers ignores them when it loads a checkpoint."""
+    """K/V weights of layers with shared K/V, which do not use them; transformers ignores them in a checkpoint."""
     import torch
 
     layer = "model.language_model.layers.7.self_attn."

@@ -83,10 +83,10 @@ def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Call
             _copy(path, llama / relative)
     for processors in platform.processors:
         step(f"llama.cpp for {platform.machine} {processors.name} (minutes the first time, then kept)")
-        whole = processors is platform.processors[-1]
-        built = _built(toolchain, platform, processors, static=False, targets=("llama",) if whole else ("ggml-cpu",))
+        all_libraries = processors is platform.processors[-1]
+        built = _built(toolchain, platform, processors, static=False, targets=("llama",) if all_libraries else ("ggml-cpu",))
         _copy(built / "bin" / _CPU_LIBRARY, folder / f"lib/llama-{processors.name}" / _CPU_LIBRARY)
-        for name in _LIBRARIES if whole else ():
+        for name in _LIBRARIES if all_libraries else ():
             _copy(built / "bin" / name, llama / "lib" / name)
     return _component(folder, toolchain, "llama-cpp-python")
 

@@ -110,7 +110,7 @@ def unpacked_levels(matrix: PackedMatrix) -> NDArray[np.uint8]:
 
 
 def _quantized(piece: NDArray[np.float32], spec: WeightSpec, counts: NDArray[np.float32]) -> Levels:
-    """Quantizes rows of whole blocks; `counts` is their importance, [block, blocks] as block_search has it, or more blocks than these."""
+    """Quantizes rows of complete blocks; `counts` [block, at least as many blocks] is their importance, as for block_search."""
     weights = np.ascontiguousarray(piece.reshape(-1, spec.block).T)
     if spec.method == "rtn":
         return round_to_nearest(weights, spec.bits, spec.symmetric)

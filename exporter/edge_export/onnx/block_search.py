@@ -92,7 +92,7 @@ class _Fit:
 
 
 def _ranges(unit: Floats, scales: Floats, zeros: Floats, bits: int, symmetric: bool) -> Iterator[tuple[Floats, Floats]]:
-    """Yields scales and zeros [blocks] to try; the given ones are those of the whole range."""
+    """Yields scales and zeros [blocks] to try; the given ones are those of the full range."""
     parts = _PARTS if bits == 4 else _PARTS_8_BITS
     top = (1 << bits) - 1
     if symmetric:

@@ -208,7 +208,7 @@ def row_pieces(chunks: Iterable[NDArray[np.float32]], columns: int) -> Iterator[
     left = np.empty(0, np.float32)
     for chunk in chunks:
         left = np.concatenate([left, chunk])
-        whole = len(left) // columns * columns
-        for begin in range(0, whole, rows * columns):
-            yield left[begin : min(begin + rows * columns, whole)].reshape(-1, columns)
-        left = left[whole:]
+        complete = len(left) // columns * columns
+        for begin in range(0, complete, rows * columns):
+            yield left[begin : min(begin + rows * columns, complete)].reshape(-1, columns)
+        left = left[complete:]

@@ -194,10 +194,10 @@ def _listening(model: Any, sums: _Sums) -> Iterator[None]:
                 # A drafter's head runs on every row that counts, a target's does not (see _run).
                 short = _HEAD if _tied(model) and hasattr(model, "pre_projection") else None
             if short is not None and not stays_float32(short, 2):
-                hooks.append(module.register_forward_pre_hook(partial(_hear, sums, short)))
+                hooks.append(module.register_forward_pre_hook(partial(_add_inputs, sums, short)))
         elif name.endswith(".experts") and hasattr(module, "gate_up_proj"):
             names = tuple(gguf_name(text_name(f"{name}.{weight}")) or "" for weight in ("gate_up_proj", "down_proj"))
-            hooks.append(module.register_forward_pre_hook(partial(_hear_experts, sums, names)))
+            hooks.append(module.register_forward_pre_hook(partial(_add_inputs_experts, sums, names)))
     try:
         yield
     finally:
@@ -205,11 +205,11 @@ def _listening(model: Any, sums: _Sums) -> Iterator[None]:
             hook.remove()
 
 
-def _hear(sums: _Sums, name: str, _module: Any, inputs: tuple[Any, ...]) -> None:
+def _add_inputs(sums: _Sums, name: str, _module: Any, inputs: tuple[Any, ...]) -> None:
     sums.add(name, inputs[0])
 
 
-def _hear_experts(sums: _Sums, names: tuple[str, ...], module: Any, inputs: tuple[Any, ...]) -> None:
+def _add_inputs_experts(sums: _Sums, names: tuple[str, ...], module: Any, inputs: tuple[Any, ...]) -> None:
     """Experts are one module with 3-D weights, so the inputs of their second matrix are computed here again."""
     from torch.nn.functional import linear
 

@@ -148,7 +148,8 @@ def test_the_manifest_names_every_buffer_operator_set_and_contrib_operator(expor
             shape = inputs.pop(name)
             assert (shape[1], shape[3]) == (buffer.kv_heads, buffer.head_dim)
     assert not [name for name in inputs if name.startswith(("key.", "value."))]
-    assert {buffer.layer for buffer in layout.buffers} == set(layout.full.owner_layers) | set(layout.sliding.owner_layers)  # type: ignore[union-attr]
+    assert layout.sliding is not None
+    assert {buffer.layer for buffer in layout.buffers} == set(layout.full.owner_layers) | set(layout.sliding.owner_layers)
     read = {value.name for value in graphs[2].graph.input if value.name.startswith("key.")}
     assert read == {f"key.{layer}" for layer in layout.drafter_sources}
 

@@ -131,8 +131,8 @@ def test_int4_for_qnn_is_refused(exported: Callable[..., Bundle]) -> None:
         exported("12b", "int4", "qnn")
 
 
-def test_whole_numbers_beside_per_layer_embeddings_are_refused_for_qnn(exported: Callable[..., Bundle]) -> None:
-    with pytest.raises(ExportError, match=r"fails on whole numbers beside per-layer embeddings.*take f16"):
+def test_integer_weights_beside_per_layer_embeddings_are_refused_for_qnn(exported: Callable[..., Bundle]) -> None:
+    with pytest.raises(ExportError, match=r"fails on integer weights beside per-layer embeddings.*take f16"):
         exported("e2b", "int8", "qnn")
 
 

@@ -1,4 +1,4 @@
-"""A folder that replaces another: whoever looks finds the old one or the new one."""
+"""A folder that replaces another: at every moment, one of both is there."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def test_a_reader_finds_a_bundle_at_every_moment(output: Path) -> None:
     if not atomic_folder.exchange(output, output.parent / "other"):
         pytest.skip("this file system has no exchange")
     atomic_folder.exchange(output, output.parent / "other")
-    missing, looks, done = 0, 0, threading.Event()
+    missing, reads, done = 0, 0, threading.Event()
 
-    def look() -> None:
-        nonlocal missing, looks
+    def read() -> None:
+        nonlocal missing, reads
         while not done.is_set():
-            missing, looks = missing + (not output.exists()), looks + 1
+            missing, reads = missing + (not output.exists()), reads + 1
 
-    reader = threading.Thread(target=look)
+    reader = threading.Thread(target=read)
     reader.start()
     for number in range(REPLACEMENTS):
         replace(output, str(number))
     done.set()
     reader.join()
     assert (output / MARKER).read_text() == manifest(str(REPLACEMENTS - 1))
-    assert looks > 0
+    assert reads > 0
     assert missing == 0
     assert sorted(path.name for path in output.parent.iterdir()) == ["bundle", "other"]
 

@@ -1,4 +1,4 @@
-"""Parity finds what is wrong with an export, and says why when it cannot look."""
+"""Parity detects a wrong export, and gives the reason when it cannot be measured."""
 
 from __future__ import annotations
 

@@ -65,10 +65,10 @@ def request_for(member_folder: Folders, text: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("member", ["e2b", "12b", "26b-a4b"])
-def test_every_matrix_of_both_is_heard(member: str, request_for: Callable[[str], CalibrationRequest]) -> None:
-    request, heard = request_for(member), []
-    made = calibrate(request, heard.append)
-    assert sum(heard) == made.source.bytes == len(TEXT)
+def test_every_matrix_of_both_is_measured(member: str, request_for: Callable[[str], CalibrationRequest]) -> None:
+    request, progress = request_for(member), []
+    made = calibrate(request, progress.append)
+    assert sum(progress) == made.source.bytes == len(TEXT)
     assert made.source.tokens == TOKENS
     target = fitted(made.target, open_checkpoint(request.target_folder), made.source)
     assert request.drafter_folder is not None
@@ -175,13 +175,13 @@ def test_what_a_text_gave_can_be_saved_and_given_back(
     export_pair(export_for(output=tmp_path / "text", importance=ImportanceSources(calibrate=text, save=tmp_path)), Silent())
     files = ImportanceSources(imatrix=tmp_path / SAVED["target"], drafter_imatrix=tmp_path / SAVED["drafter"])
     export_pair(export_for(output=tmp_path / "file", importance=files), Silent())
-    plain, calibrated, weighed = (open_bundle(tmp_path / name) for name in ("plain", "text", "file"))
+    plain, calibrated, from_files = (open_bundle(tmp_path / name) for name in ("plain", "text", "file"))
     for role in ("target", "drafter"):
         assert plain.file(role).sha256 != calibrated.file(role).sha256
-        assert matrix(calibrated.path(role), "blk.0.attn_q.weight") == pytest.approx(matrix(weighed.path(role), "blk.0.attn_q.weight"))
+        assert matrix(calibrated.path(role), "blk.0.attn_q.weight") == pytest.approx(matrix(from_files.path(role), "blk.0.attn_q.weight"))
         assert calibrated.manifest.importance[role].kind == "calibration"
         assert calibrated.manifest.importance[role].tokens == TOKENS
-        assert weighed.manifest.importance[role].name == SAVED[role]
+        assert from_files.manifest.importance[role].name == SAVED[role]
     assert plain.manifest.importance == {}
 
 

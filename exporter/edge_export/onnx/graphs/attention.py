@@ -99,7 +99,7 @@ def counted_kinds(target: TextArchitecture, caches: Mapping[int, CacheNames]) ->
 
 
 def cache_shape(model: TextArchitecture, layer: int, rows: str | None) -> tuple[int | str, ...]:
-    """The shape of `rows` of an owning layer, or of its whole buffers."""
+    """The shape of `rows` of an owning layer, or of its complete buffers."""
     return (1, model.kv_heads_of(layer), rows or f"{_WORDS[model.layer_types[layer]]}_rows", model.head_dim_of(layer))
 
 

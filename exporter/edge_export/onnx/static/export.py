@@ -56,7 +56,7 @@ def write_static(
         raise ExportError("QNN computes wrong products with int4 weights of one scale per channel; take f16 or int8 for --device qnn")
     if request.device == "qnn" and model.per_layer_size and "int8" in (request.target, request.embedding):
         raise ExportError(
-            f"QNN's compiler fails on whole numbers beside per-layer embeddings, which {target.origin} has; take f16 for --onnx-target"
+            f"QNN's compiler fails on integer weights beside per-layer embeddings, which {target.origin} has; take f16 for --onnx-target"
         )
     named = dataclasses.replace(layout, buffers=_buffers(model, layout))
     sizes = {SLIDING if buffer.kind == "sliding" else FULL: buffer.rows for buffer in named.buffers}

@@ -107,7 +107,7 @@ class PlainWeightFile(WeightFile):
         values = self._reserve("f16" if format.kind == "f16" else "f32", (columns, rows))
         columnwise = self._mapped(values, np.dtype(np.float16 if format.kind == "f16" else np.float32), (columns, rows))
         at = 0
-        for piece in _whole_rows(pieces, columns):
+        for piece in _complete_rows(pieces, columns):
             columnwise[:, at : at + len(piece)] = piece.T
             at += len(piece)
             self._progress(piece.nbytes)
@@ -153,15 +153,15 @@ def _quantized(
     return levels.astype(np.int16), scales[:, None]
 
 
-def _whole_rows(chunks: Iterable[NDArray[Any]], columns: int) -> Iterator[NDArray[Any]]:
+def _complete_rows(chunks: Iterable[NDArray[Any]], columns: int) -> Iterator[NDArray[Any]]:
     """Joins flat chunks, which end anywhere, or rows to pieces of complete rows [n, columns]."""
     left: NDArray[Any] | None = None
     for chunk in chunks:
         flat = chunk.reshape(-1)
         left = flat if left is None or not len(left) else np.concatenate([left, flat])
-        whole = len(left) // columns * columns
-        yield left[:whole].reshape(-1, columns)
-        left = left[whole:]
+        complete = len(left) // columns * columns
+        yield left[:complete].reshape(-1, columns)
+        left = left[complete:]
 
 
 def _even_rows(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
