@@ -172,8 +172,8 @@ def run_command(*words: str) -> tuple[int, str]:
     ("words", "reason"),
     [
         (["--package", "linux-arm64"], "Missing option '-o'"),
-        (["--package", "linux-arm64", "-o", "x", "--reference-pair"], "--reference-pair has no place"),
-        (["--package", "linux-arm64", "-o", "x", "target"], "target has no place"),
+        (["--package", "linux-arm64", "-o", "x", "--reference-pair"], "--reference-pair has no effect"),
+        (["--package", "linux-arm64", "-o", "x", "target"], "target has no effect"),
         (["--backend", "onnx", "--reference-pair", "-o", "x"], "--backend and --with-llama-tools are for --package"),
         (["--package", "linux-x64", "-o", "x", "--backend", "llama"], "llama.cpp is not compiled for linux-x64 yet"),
         (["--package", "windows"], "is not one of"),
@@ -203,7 +203,7 @@ def test_missing_keyring_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_missing_zig_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_build, "find_spec", lambda name: None)
-    with pytest.raises(PackageError, match=r"ziglang is missing.*edge-mtp\[package\]"):
+    with pytest.raises(PackageError, match=r"ziglang, .*is missing.*edge-mtp\[package\]"):
         llama_build.open_toolchain(tmp_path)
 
 

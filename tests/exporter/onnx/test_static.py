@@ -187,7 +187,7 @@ def test_qnns_profile_is_float16_unless_asked(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--device", "static"], "need --format onnx or both"),
-        (["--format", "onnx", "--device", "openvino-npu", "--onnx-block", "32"], "groups of its own"),
+        (["--format", "onnx", "--device", "openvino-npu", "--onnx-block", "32"], "has a fixed block size"),
     ],
 )
 def test_options_that_contradict_each_other_are_usage_errors(arguments: list[str], words: str, tmp_path: Path) -> None:
