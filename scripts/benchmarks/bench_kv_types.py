@@ -8,6 +8,7 @@ Acceptance and KL divergence are measured on the same texts for all types. Token
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -51,7 +52,7 @@ def main(
         notify=lambda text: click.echo(text, err=True),
     )
     if json_path:
-        json_path.write_text(json.dumps([cost.to_json() for cost in costs], indent=1) + "\n", encoding="utf-8")
+        json_path.write_text(json.dumps([asdict(cost) for cost in costs], indent=1) + "\n", encoding="utf-8")
     click.echo(kv_cost_table(costs))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edge_runtime.bench.measure.records import SCHEMA, Concurrency, CostCurve, Header, KvTypeCost, Memory, ModelFile, Note, Record, Run
+from edge_runtime.bench.measure.records import SCHEMA, Concurrency, CostRecord, Header, KvTypeCost, Memory, ModelFile, Note, Record, Run
 from edge_runtime.bench.measure.variants import BASELINE, FIXED, LLAMA_CPP, OURS, PLAIN, Variant
 
 PEER_PLAIN = Variant(side=LLAMA_CPP, drafter="none", policy=PLAIN)
@@ -93,7 +93,7 @@ def whole_benchmark(domains: Sequence[str] = ("code", "prose")) -> list[Record]:
                 records.append(run(variant, domain=domain, repeat=repeat, seconds=(1 + repeat / 10) / speed, output=told, **counts))
     records += [run(v, part="contexts", domain=n, seconds=s) for n, s in (("128", 1.0), ("512", 2.0)) for v in (BASELINE, rolling())]
     records += [
-        CostCurve(drafter="dense", length=64, verify_seconds=(0.02, 0.03, 0.025), draft_step_seconds=0.002),
+        CostRecord(drafter="dense", length=64, verify_seconds=(0.02, 0.03, 0.025), draft_step_seconds=0.002),
         Memory(drafter="dense", sequences=1, context=64, peak_bytes=100_000_000),
         Memory(drafter="dense", sequences=2, context=64, peak_bytes=120_000_000),
         Concurrency(

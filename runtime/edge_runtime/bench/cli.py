@@ -1,4 +1,4 @@
-"""`edge-bench`: what drafts bring on this machine. Tables and JSON go to standard output, everything else to standard error."""
+"""`edge-bench`: measures the speed-up by drafting. Tables and JSON go to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from edge_devices.energy.virtual_meters import EXTERNAL, VIRTUAL
 from edge_devices.files.atomic_write import write_text
 from edge_devices.machine.cpu_affinity import MOST_THREADS
 from edge_devices.meters.base import Meter
-from edge_runtime.backends.selection import BACKENDS
 from edge_runtime.bench.devices.command import bench_devices, device_options, wants_devices, write_comparison
 from edge_runtime.bench.devices.results import find_results
 from edge_runtime.bench.measure.benchmark import Benchmark, BenchRequest
@@ -32,8 +31,7 @@ from edge_runtime.bench.measure.variants import CHOOSING_POLICIES, LLAMA_CPP, pa
 from edge_runtime.bench.report.figures import Figures, figures
 from edge_runtime.bench.report.terminal import BenchProgress, note, print_report
 from edge_runtime.bundle.kv_types import KV_TYPES
-from edge_runtime.cli.options import BundlePath, check_options, check_values
-from edge_runtime.config.schema import PRESET_NAMES
+from edge_runtime.cli.options import BundlePath, backend_option, check_options, check_values, config_options
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import OUT_OF_MEMORY, RequestError
 from edge_runtime.session.open import default_threads
@@ -50,25 +48,25 @@ Examples:
   edge-bench my-bundle --runs run.jsonl --energy energy.jsonl
   edge-bench --report run.jsonl --html report.html
   edge-bench --report energy.jsonl --html energy.html      (the log of --energy)
-  edge-bench my-bundle --energy energy.jsonl --meter external    (then, with the meter's table:)
+  edge-bench my-bundle --energy energy.jsonl --meter external    (afterwards, with the meter's table:)
   edge-bench --report energy.jsonl --external usb-meter.csv
   edge-bench my-bundle --package phone-package --adb all --lengths 2,3,4
   edge-bench my-bundle --package pi-package --ssh pi@raspberrypi --html pi.html
   edge-bench --compare bench-results
 """
 STDOUT = "-"
-NOT_ASKED = "energy was not measured; --energy FILE does"
+NO_ENERGY = "energy was not measured; use --energy FILE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Where results go besides the tables; `json_path` "-" is standard output instead of them."""
+    """Where results go besides the tables; `json_path` "-" is standard output, in place of the tables."""
 
     json_path: str | None
     html: Path | None
 
     def write(self, result: Figures) -> None:
-        """Writes all of them."""
+        """Writes the figures to all outputs."""
         if self.html is not None:
             from edge_runtime.bench.report.html import report_page
 
@@ -77,7 +75,7 @@ class Outputs:
             print_report(result)
 
     def write_energy(self, report: Report, log: RunLog) -> None:
-        """Writes all of an energy measurement alone."""
+        """Writes an energy measurement to all outputs."""
         if self.html is not None:
             from edge_runtime.bench.report.html import energy_page
 
@@ -87,7 +85,7 @@ class Outputs:
                 click.echo(line)
 
     def _write_json(self, record: dict[str, Any]) -> bool:
-        """Writes the JSON where it was asked for; returns whether standard output is left for the tables."""
+        """Writes the JSON if requested; returns whether standard output remains for the tables."""
         if self.json_path:
             text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
             if self.json_path == STDOUT:
@@ -98,12 +96,12 @@ class Outputs:
 
 
 def bench_prompts(domains: str, files: Sequence[Path], most: int) -> tuple[Prompt, ...]:
-    """Returns the shipped prompts of the domains and people's own. Raises RequestError if there is none, or two sets of one name."""
+    """Returns the shipped prompts of the domains and the user's own. Raises RequestError for none, or for two sets of one name."""
     prompts = shipped_prompts(parse_names(domains, DOMAINS, "domain"), most)
     for file in files:
         prompts += read_prompts(file, most)
     if not prompts:
-        raise RequestError("there is no prompt to measure with; name --domains or give --prompts")
+        raise RequestError("there is no prompt to measure with; give --domains or --prompts")
     places = [(prompt.domain, prompt.number) for prompt in prompts]
     for domain, number in places:
         if places.count((domain, number)) > 1:
@@ -112,7 +110,7 @@ def bench_prompts(domains: str, files: Sequence[Path], most: int) -> tuple[Promp
 
 
 def peer_folder(against: str | None) -> Path | None:
-    """Reads `llama.cpp=PATH`; a usage error for anything else."""
+    """Parses `llama.cpp=PATH`. Raises a usage error for anything else."""
     if against is None:
         return None
     name, equals, path = against.partition("=")
@@ -122,7 +120,7 @@ def peer_folder(against: str | None) -> Path | None:
 
 
 def measure(request: BenchRequest, runs: Path | None, remark: str = "") -> tuple[list[Record], bool]:
-    """Returns all records, `remark` as the last, and whether it was interrupted, which keeps what was measured."""
+    """Returns all records, with `remark` as the last, and whether it was interrupted; records measured until then are kept."""
     records: list[Record] = []
     with RecordFile(runs) as file, BenchProgress() as progress:
         try:
@@ -135,7 +133,7 @@ def measure(request: BenchRequest, runs: Path | None, remark: str = "") -> tuple
         except KeyboardInterrupt:
             if not records:
                 raise
-            stopped = Note(text="stopped by Ctrl-C before it was through: some figures rest on fewer repeats, or are missing")
+            stopped = Note(text="stopped by Ctrl-C before the end: some figures have fewer repeats, or are missing")
             file.add(stopped)
             return [*records, stopped], True
     return records, False
@@ -146,74 +144,75 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Rep
     with ExitStack() as stack, BenchProgress() as progress:
         benchmark = Benchmark(request, progress)
         recording = "; its recording must run from now until the end" if meter.facts.name == EXTERNAL else ""
-        progress.say(f"energy: {meter.facts.name}; idle, warm-up and repeats take a while{recording}")
+        progress.message(f"energy: {meter.facts.name}; measuring idle, warm-up and repeats{recording}")
         return measure_energy(path, meter, benchmark.energy_workloads(stack), threads=request.threads or default_threads())
 
 
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
 @click.argument("bundle", type=BundlePath(), required=False)
-@click.option("--domains", default=",".join(DOMAINS), help="Shipped prompt sets to run, or none.")
+@click.option("--domains", default=",".join(DOMAINS), help="Shipped prompt sets to use, or none.")
 @click.option(
     "--prompts",
     "files",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="Own prompts: a JSON list of texts, an object of lists by domain, or a text file. Repeatable.",
+    help="Your own prompts: a JSON list of texts, an object of lists by domain, or a text file. Repeatable.",
 )
-@click.option("--per-domain", type=click.IntRange(min=1), default=1, help="Prompts of each set.")
-@click.option("--lengths", default="1-8", help="Fixed draft lengths, such as 3, 1,2,4 or 1-8, or none.")
-@click.option("--policies", default=",".join(CHOOSING_POLICIES), help="Policies that choose the length, or none.")
+@click.option("--per-domain", type=click.IntRange(min=1), default=1, help="Number of prompts per set.")
+@click.option("--lengths", default="1-8", help="Fixed draft lengths to measure, such as 3, 1,2,4 or 1-8, or none.")
+@click.option("--policies", default=",".join(CHOOSING_POLICIES), help="Draft length policies to measure, or none.")
 @click.option(
     "--drafters",
     default=None,
-    help=f"Kinds of drafter, out of {', '.join(k for k in DRAFTER_KINDS if k != 'none')}.  [default: what edge-run takes]",
+    help=f"Drafters to measure: any of {', '.join(k for k in DRAFTER_KINDS if k != 'none')}.  [default: as edge-run chooses]",
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=6, help="Of everything, every other time the other way round.")
-@click.option("--max-tokens", type=click.IntRange(min=2), default=96, help="Tokens per request.")
-@click.option("--warm-up", type=click.IntRange(min=0), default=1, help="Requests of each variant that do not count.")
-@click.option("--contexts", default="128,512,2048,8192", help="Lengths of text in tokens to sweep, as far as --context reaches, or none.")
-@click.option("--concurrency", default="none", help="Numbers of clients at once, such as 1,2,4.")
-@click.option("--kv-types", default="none", help=f"Types of KV cache to compare, out of {', '.join(KV_TYPES)}; f16 comes along.")
-@click.option("--against", metavar="llama.cpp=PATH", help="Run llama.cpp's own binaries of this folder in turn with ours.")
-@click.option("--backend", type=click.Choice(BACKENDS), help="llama.cpp or onnxruntime.  [default: what the bundle has and is installed]")
-@click.option("--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads.  [default: all this process may use]")
-@click.option("--context", type=click.IntRange(min=16), help="Tokens the KV cache holds.  [default: the configuration's]")
-@click.option("--config", type=click.Path(path_type=Path), help="YAML file that goes over --preset and the bundle's own config.yaml.")
-@click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; goes over the bundle's config.yaml.")
+@click.option("--repeats", type=click.IntRange(min=1), default=6, help="Number of repeats; every second one runs in reverse order.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=96, help="Tokens to generate per request.")
+@click.option("--warm-up", type=click.IntRange(min=0), default=1, help="Warm-up requests per variant, which are not counted.")
+@click.option("--contexts", default="128,512,2048,8192", help="Prompt lengths in tokens to sweep, up to --context, or none.")
+@click.option("--concurrency", default="none", help="Numbers of concurrent clients to measure, such as 1,2,4, or none.")
+@click.option(
+    "--kv-types", default="none", help=f"KV cache types to compare: any of {', '.join(KV_TYPES)}, or none. f16 is always included."
+)
+@click.option("--against", metavar="llama.cpp=PATH", help="Also measure llama.cpp's own binaries in this folder, in turn with edge-mtp.")
+@backend_option
+@click.option("--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads.  [default: all that this process may use]")
+@config_options
 @check_options
-@click.option("--runs", type=click.Path(path_type=Path), help="Write every measurement here, one JSON line each, as it is made.")
+@click.option("--runs", type=click.Path(path_type=Path), help="Write each measurement to this file at once, one JSON line each.")
 @click.option(
     "--energy",
     type=click.Path(path_type=Path),
-    help="Measure energy too, by the protocol of docs/energy.md (long), and write its log here; with --report: read it.",
+    help="Also measure energy by the protocol of docs/energy.md (takes long); write its log here. With --report: read this log.",
 )
 @click.option(
     "--meter",
     metavar="NAME",
-    help=f"Energy meter of edge-devices meters, {VIRTUAL}, or external: one whose table is read afterwards with --external.  [default: the first usable one]",
+    help=f"Energy meter to read: a name from edge-devices meters, {VIRTUAL}, or external (see --external)."
+    "  [default: the first usable meter]",
 )
 @click.option(
     "--external",
     type=click.Path(path_type=Path),
     metavar="TABLE",
-    help="With --report of an energy log: the table of a meter in the supply line, in place of the log's readings.",
+    help="With --report of an energy log: use this table of an external meter in place of the log's readings.",
 )
-@click.option("--json", "json_path", help="Write the figures here; - is standard output, instead of tables.")
-@click.option("--html", type=click.Path(path_type=Path), help="Write a page with plots here (needs edge-mtp[report]).")
+@click.option("--json", "json_path", help="Write the figures to this file; - is standard output, in place of the tables.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with plots to this file. Needs edge-mtp[report].")
 @click.option(
-    "--report", type=click.Path(path_type=Path), help="Measure nothing: make the figures of a file of --runs again, or of --energy alone."
+    "--report", type=click.Path(path_type=Path), help="Do not measure: compute the figures of a file from --runs or --energy again."
 )
 @device_options
 @click.version_option(package_name="edge-mtp")
 def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Path | None, report: Path | None, **values: Any) -> None:
-    """Measure plain decoding of BUNDLE against drafting: fixed lengths, policies, kinds of drafter, llama.cpp's own.
+    """Compare plain decoding of BUNDLE with drafting: fixed lengths, policies, drafters, and llama.cpp's own drafting.
 
-    Run it on a machine that does nothing else. Ctrl-C ends it and keeps what was measured.
+    Use an otherwise idle machine. Ctrl-C stops the benchmark and keeps what was measured.
     """
     values |= {"runs": runs, "report": report}
     check_usage(bundle, values)
     outputs, stopped = Outputs(json_path=json_path, html=html), False
-    remark = "stopped; a run on a device goes on there, --run NAME collects it" if wants_devices(values) else "stopped"
+    remark = "stopped; the run continues on the device, and --run NAME collects it" if wants_devices(values) else "stopped"
     with one_sentence_errors(out_of_memory=OUT_OF_MEMORY, stopped=remark):
         if html is not None and not values["compare"]:
             from edge_runtime.bench.report.svg import require_library
@@ -226,25 +225,25 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
         else:
             stopped = measure_all(bench_request(cast(Path, bundle), values), runs, values["energy"], values["meter"], outputs)
     if stopped:
-        note("stopped; the figures are of what was measured until then")
+        note("stopped; the figures cover what was measured until then")
         sys.exit(130)
 
 
 def check_usage(bundle: Path | None, values: dict[str, Any]) -> None:
-    """Raises UsageError for options that exclude each other."""
+    """Raises a usage error for options that exclude each other."""
     report, elsewhere = values["report"], wants_devices(values)
     if values["compare"] and (bundle or report or elsewhere):
-        raise click.UsageError("--compare measures nothing: leave BUNDLE, --report and devices out")
+        raise click.UsageError("--compare does not measure: leave BUNDLE, --report and devices out")
     if not elsewhere and not values["compare"] and (bundle is None) == (report is None):
-        raise click.UsageError("give a BUNDLE to measure, or --report with a file of --runs")
+        raise click.UsageError("give a BUNDLE to measure, or --report with a file from --runs")
     if report is not None and values["runs"] is not None:
-        raise click.UsageError("--report measures nothing, so there is nothing for --runs")
+        raise click.UsageError("--report does not measure, so it cannot write --runs; leave one of them out")
     if values["external"] is not None and report is None:
-        raise click.UsageError("--external is for --report, with the energy log that was written meanwhile; leave it out")
+        raise click.UsageError("--external needs --report with an energy log; add it, or leave --external out")
 
 
 def measure_elsewhere(bundle: Path | None, values: dict[str, Any], outputs: Outputs) -> None:
-    """Measures on other machines, or compares what they measured. Names and numbers are looked at before anything is sent."""
+    """Measures on other machines, or compares their results. Option values are checked before anything is sent."""
     if bundle is not None:
         bench_request(bundle, dict(values))
     results = find_results(values["compare"]) if values["compare"] else bench_devices(bundle, values)
@@ -255,28 +254,28 @@ def measure_elsewhere(bundle: Path | None, values: dict[str, Any], outputs: Outp
 
 
 def report_again(report: Path, energy: Path | None, external: Path | None, outputs: Outputs) -> None:
-    """Makes the figures of records, of an energy log, or of both again. Raises RequestError for files that do not fit each other."""
+    """Computes the figures of records, of an energy log, or of both again. Raises RequestError for files that do not match."""
     if report.exists() and not report.is_file():
-        raise RequestError(f"{report} is no file, or a pipe, which cannot be read twice; give the file that edge-bench --runs wrote")
+        raise RequestError(f"{report} is not a regular file; give a file that edge-bench --runs wrote")
     if is_energy_log(report):
         if energy is not None:
-            raise RequestError(f"{report} is an energy log itself; give --energy beside a file of --runs")
+            raise RequestError(f"{report} is an energy log itself; --energy is for a file from --runs")
         outputs.write_energy(*read_energy(report, external))
         return
     if external is not None and energy is None:
-        raise RequestError(f"{report} is no energy log, which an external meter's table belongs to; add --energy LOG")
+        raise RequestError(f"--external needs an energy log, which {report} is not; add --energy LOG")
     joules, log = read_energy(energy, external) if energy else (None, None)
     outputs.write(figures(read_records(report), joules, log))
 
 
 def measure_all(request: BenchRequest, runs: Path | None, energy: Path | None, meter_name: str | None, outputs: Outputs) -> bool:
-    """Measures, energy last and only if a log for it is named, and writes; returns whether it was interrupted."""
+    """Measures, then measures energy if `energy` is given, and writes the results; returns whether it was interrupted."""
     meter = find_meter(meter_name)
     if energy and meter is None:
         raise RequestError(
-            f"{NO_METER}; leave --energy out, see edge-devices meters, or take --meter {EXTERNAL} if a meter in the supply line writes a table"
+            f"{NO_METER}; leave --energy out, see edge-devices meters, or use --meter {EXTERNAL} with a meter that writes a table"
         )
-    measured, stopped = measure(request, runs, "" if energy else NO_METER if meter is None else NOT_ASKED)
+    measured, stopped = measure(request, runs, "" if energy else NO_METER if meter is None else NO_ENERGY)
     records, joules, log = collect(measured), None, None
     if energy and meter and not stopped:
         try:
@@ -285,15 +284,15 @@ def measure_all(request: BenchRequest, runs: Path | None, energy: Path | None, m
             stopped = True
     outputs.write(figures(records, joules, log if joules else None))
     if log is not None and joules is None:
-        note(f"{energy} waits for the {EXTERNAL} meter's table: edge-bench --report {energy} --external TABLE")
+        note(f"the {EXTERNAL} meter's table is still needed: edge-bench --report {energy} --external TABLE")
     return stopped
 
 
 def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
-    """Makes the request of the command's values. Raises RequestError for names and numbers that cannot be."""
+    """Returns the benchmark request of the command's values. Raises RequestError for invalid names and numbers."""
     drafters, check = values["drafters"], check_values(values)
     if drafters == "none":
-        raise RequestError("there is no drafter to measure; plain decoding alone is --lengths none --policies none")
+        raise RequestError("there is no drafter to measure; for plain decoding alone use --lengths none --policies none")
     kinds = parse_names(drafters, [kind for kind in DRAFTER_KINDS if kind != "none"], "drafter") if drafters else ()
     return BenchRequest(
         bundle=bundle,
@@ -304,7 +303,7 @@ def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
         repeats=values["repeats"],
         tokens=values["max_tokens"],
         warm_up=values["warm_up"],
-        contexts=parse_numbers(values["contexts"], "lengths of text"),
+        contexts=parse_numbers(values["contexts"], "prompt lengths"),
         concurrency=parse_numbers(values["concurrency"], "numbers of clients"),
         kv_types=parse_names(values["kv_types"], KV_TYPES, "KV type"),
         tools=peer_folder(values["against"]),

@@ -75,7 +75,7 @@ def measured(exported_pair: Path, probe_memory: None, tmp_path_factory: pytest.T
 def test_a_real_pair_is_measured_in_all_respects(measured):
     result, folder = measured
     assert result.exit_code == 0, result.output
-    for words in ("All domains", "dense 3", "lookup stepped", "Cost curve", "Several requests at once", "Types of KV cache", "peak, dense"):
+    for words in ("All domains", "dense 3", "lookup stepped", "Cost curve", "Concurrent requests", "Types of KV cache", "peak, dense"):
         assert words in result.stdout
     assert "a text of 4000 tokens is left out" in result.stdout
     records = read_records(folder / "run.jsonl")
@@ -112,7 +112,7 @@ def test_a_report_of_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     result = bench("--report", tmp_path / "pipe")
     assert result.exit_code == 1
-    assert "a pipe, which cannot be read twice" in result.stderr
+    assert "is not a regular file" in result.stderr
 
 
 def test_a_report_becomes_tables_and_a_page(made_up, tmp_path):
@@ -213,7 +213,7 @@ def test_a_failure_says_what_and_keeps_the_records(monkeypatch, tmp_path):
     [
         ([], 2, "give a BUNDLE to measure, or --report"),
         (["bundle", "--report", "x"], 2, "give a BUNDLE to measure, or --report"),
-        (["--report", "x", "--runs", "y"], 2, "nothing for --runs"),
+        (["--report", "x", "--runs", "y"], 2, "cannot write --runs"),
         (["--report", "missing.jsonl"], 1, "missing.jsonl cannot be read"),
         (["bundle", "--against", "vllm=x"], 2, "is not llama.cpp=PATH"),
         (["bundle", "--lengths", "99"], 1, "not all in 1..12"),

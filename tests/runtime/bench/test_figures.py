@@ -71,7 +71,7 @@ def test_rows_say_what_the_records_say():
     assert rows[BASELINE].tokens_per_second == pytest.approx(10 / 1.1)
     two = rows[fixed(2)]
     assert two.speed_up.value == pytest.approx(1.5)
-    assert (two.acceptance_rate, two.acceptance_by_position, two.tokens_per_round) == (0.5, (0.8, 0.2), 2.0)
+    assert (two.acceptance_rate, two.acceptance_by_position, two.mean_acceptance_length) == (0.5, (0.8, 0.2), 2.0)
     assert two.token_p50_seconds == pytest.approx(1.1 / 1.5 / 10)
     assert two.phase_seconds_per_token == pytest.approx({"draft": 0.011 / 1.5, "verify": 0.055 / 1.5, "other": 0.044 / 1.5})
     assert (two.equal, two.compared) == (6, 6)
@@ -188,7 +188,7 @@ def spoiled(**changes):
 def test_lines_that_no_benchmark_wrote_are_refused(tmp_path, line):
     path = tmp_path / "run.jsonl"
     path.write_text(line_of(header()) + line + "\n")
-    with pytest.raises(RequestError, match="line 2 is none of a benchmark"):
+    with pytest.raises(RequestError, match="line 2 is not a valid record"):
         read_records(path)
 
 

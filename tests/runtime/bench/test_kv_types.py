@@ -60,7 +60,7 @@ def test_a_full_temporary_folder_is_a_sentence(exported_pair: Path, tmp_path: Pa
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(RequestError, match=r"takes no 0 MB .*No space left.*TMPDIR"):
+    with pytest.raises(RequestError, match=r"no room for 0 MB .*No space left.*TMPDIR"):
         measure_kv_types(exported_pair, PROMPTS[:1], max_tokens=5, threads=1)
     assert list(tmp_path.iterdir()) == []
 

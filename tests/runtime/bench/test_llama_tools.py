@@ -10,7 +10,7 @@ import pytest
 from bench_records import PEER_PLAIN, fixed
 from edge_runtime.bench.measure.llama_tools import LlamaTools, llama_tools
 from edge_runtime.bench.measure.prompts import PreparedPrompt, prepare, shipped_prompts
-from edge_runtime.bench.measure.runners import OurSide, Place
+from edge_runtime.bench.measure.runners import EdgeRunner, Place
 from edge_runtime.bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.session.open import open_session
@@ -102,7 +102,7 @@ def test_the_real_tools_on_the_reference_pair(exported_pair, probe_memory):
         pytest.skip("needs llama.cpp's tools (EDGE_MTP_LLAMA_CPP_BIN names their folder)")
     with open_session(exported_pair, threads=1, drafter="dense", check="none") as session:
         prompts = prepare(shipped_prompts(["code", "chat"], 1), session)
-        side, ours = llama_tools(session, Path(folder), 1), OurSide(session)
+        side, ours = llama_tools(session, Path(folder), 1), EdgeRunner(session)
         for prompt in prompts:
             run = side.run(fixed(3, LLAMA_CPP), prompt, 32, PLACE)
             mine = ours.run(fixed(3), prompt, 32, PLACE)

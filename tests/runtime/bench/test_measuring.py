@@ -1,4 +1,4 @@
-"""Measuring on scripted sessions: our side, phases, cost curves, several clients, what an energy protocol repeats."""
+"""Measuring on scripted sessions: our runner, phases, cost curves, several clients, what an energy protocol repeats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bench_records import fixed, rolling
 from edge_runtime.bench.measure.concurrency import alone, run_level
 from edge_runtime.bench.measure.energy import LOOP, energy_workloads
 from edge_runtime.bench.measure.prompts import PreparedPrompt
-from edge_runtime.bench.measure.runners import OurSide, Place, digest
+from edge_runtime.bench.measure.runners import EdgeRunner, Place, digest
 from edge_runtime.bench.measure.variants import BASELINE, OURS, Variant
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.session.session import Session, SessionParts
@@ -24,7 +24,7 @@ PROFIT = Variant(side=OURS, drafter="dense", policy="profit")
 
 @pytest.mark.parametrize("variant", [BASELINE, fixed(1), fixed(4), rolling(), STEPPED])
 def test_every_variant_writes_what_plain_decoding_writes(variant):
-    run = OurSide(make_session()).run(variant, PROMPT, 30, PLACE)
+    run = EdgeRunner(make_session()).run(variant, PROMPT, 30, PLACE)
     assert run.output == digest(plain_greedy([1, 2, 3], 30))
     assert (run.tokens, run.prompt_tokens, sum(run.round_tokens)) == (30, 3, 30)
     assert sum(run.round_seconds) == pytest.approx(run.seconds)
@@ -32,26 +32,26 @@ def test_every_variant_writes_what_plain_decoding_writes(variant):
 
 
 def test_policies_and_lengths_draft_as_they_say():
-    side = OurSide(make_session())
+    runner = EdgeRunner(make_session())
     lengths = {}
     for variant in (BASELINE, fixed(2), rolling(), STEPPED):
-        side.session.drafter.lengths.clear()
-        side.run(variant, PROMPT, 40, PLACE)
-        lengths[variant] = side.session.drafter.lengths[:4]
+        runner.session.drafter.lengths.clear()
+        runner.run(variant, PROMPT, 40, PLACE)
+        lengths[variant] = runner.session.drafter.lengths[:4]
     assert lengths == {BASELINE: [], fixed(2): [2, 2, 2, 2], rolling(): [2, 3, 4, 5], STEPPED: [2, 6, 6, 6]}
 
 
 def test_a_policys_safety_net_is_its_own():
-    side = OurSide(make_session(lambda c, _: (next_token(c) + 1) % 17))
+    runner = EdgeRunner(make_session(lambda c, _: (next_token(c) + 1) % 17))
     for _ in range(5):
-        worst = side.run(rolling(), PROMPT, 60, PLACE)
+        worst = runner.run(rolling(), PROMPT, 60, PLACE)
     assert worst.drafted < 60, "the net stopped drafting"
-    assert side.run(STEPPED, PROMPT, 6, PLACE).drafted > 0, "and did not reach another policy"
-    assert side.run(fixed(3), PROMPT, 60, PLACE).drafted > 150, "nor fixed lengths"
+    assert runner.run(STEPPED, PROMPT, 6, PLACE).drafted > 0, "and did not reach another policy"
+    assert runner.run(fixed(3), PROMPT, 60, PLACE).drafted > 150, "nor fixed lengths"
 
 
 def test_phases_are_parts_of_the_time():
-    run = OurSide(make_session()).run(fixed(4), PROMPT, 30, PLACE)
+    run = EdgeRunner(make_session()).run(fixed(4), PROMPT, 30, PLACE)
     assert 0 < run.draft_seconds < run.seconds
     assert 0 < run.verify_seconds < run.seconds - run.draft_seconds
 
@@ -74,8 +74,8 @@ def test_profit_learns_from_run_to_run():
             costs=costs,
         )
     )
-    side = OurSide(session)
-    first, second = (side.run(PROFIT, PROMPT, 60, PLACE) for _ in range(2))
+    runner = EdgeRunner(session)
+    first, second = (runner.run(PROFIT, PROMPT, 60, PLACE) for _ in range(2))
     assert first.output == second.output == digest(plain_greedy([1, 2, 3], 60))
     assert second.tokens / len(second.round_tokens) >= first.tokens / len(first.round_tokens) > 2
     assert asked == [1]
@@ -104,7 +104,7 @@ def test_outputs_of_several_clients_that_differ_are_counted():
 
 def test_energy_workloads_do_what_they_say():
     session = make_session()
-    work = energy_workloads({"dense": OurSide(session)}, [BASELINE, fixed(3)], [PROMPT, OTHER], 8)
+    work = energy_workloads({"dense": EdgeRunner(session)}, [BASELINE, fixed(3)], [PROMPT, OTHER], 8)
     assert list(work) == ["plain", "dense 3", "calibrate:prefill", "calibrate:plain", "calibrate:verify", "calibrate:draft"]
     first, second = work["dense 3"](), work["dense 3"]()
     assert (first.emitted_tokens, first.prompt_tokens, second.prompt_tokens) == (8, 3, 2)

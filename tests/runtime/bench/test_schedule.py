@@ -7,11 +7,11 @@ import json
 import pytest
 
 from edge_runtime.bench.measure.prompts import DOMAINS, PreparedPrompt, long_prompt, prepare, read_prompts, shipped_prompts
-from edge_runtime.bench.measure.schedule import Plan, context_plan
+from edge_runtime.bench.measure.schedule import Schedule, context_schedule
 from edge_runtime.bench.measure.variants import (
     BASELINE,
     CHOOSING_POLICIES,
-    our_variants,
+    edge_variants,
     parse_lengths,
     parse_names,
     parse_numbers,
@@ -84,7 +84,7 @@ def test_numbers_and_names_are_read():
 
 
 def test_variants_have_different_names_and_begin_with_plain():
-    variants = [*our_variants(["dense", "lookup"], [1, 2], CHOOSING_POLICIES), *peer_variants([1, 2])]
+    variants = [*edge_variants(["dense", "lookup"], [1, 2], CHOOSING_POLICIES), *peer_variants([1, 2])]
     assert variants[0] == BASELINE
     assert len({v.label for v in variants}) == len(variants) == 1 + 2 * (2 + len(CHOOSING_POLICIES)) + 4
     assert set(CHOOSING_POLICIES) == set(POLICIES) - {"fixed"}
@@ -92,8 +92,8 @@ def test_variants_have_different_names_and_begin_with_plain():
 
 @pytest.mark.parametrize("repeats", [2, 6])
 def test_each_variant_stands_as_early_as_late(repeats):
-    variants = tuple(our_variants(["dense"], [1, 2, 3], []))
-    plan = Plan(part="domains", variants=variants, prompts=PROMPTS, repeats=repeats, tokens=5)
+    variants = tuple(edge_variants(["dense"], [1, 2, 3], []))
+    plan = Schedule(part="domains", variants=variants, prompts=PROMPTS, repeats=repeats, tokens=5)
     steps = list(plan.steps())
     assert len(steps) == len(plan) == repeats * 3 * 4
     assert len({(s.place.repeat, s.prompt.number, s.variant) for s in steps}) == len(steps)
@@ -106,7 +106,7 @@ def test_each_variant_stands_as_early_as_late(repeats):
 
 
 def test_warm_up_runs_each_variant_on_the_first_prompt_only():
-    plan = Plan(part="domains", variants=tuple(our_variants(["dense"], [1, 2], [])), prompts=PROMPTS, repeats=3, tokens=5)
+    plan = Schedule(part="domains", variants=tuple(edge_variants(["dense"], [1, 2], [])), prompts=PROMPTS, repeats=3, tokens=5)
     steps = list(plan.warm_up(2))
     assert len(steps) == 6
     assert {s.prompt.number for s in steps} == {0}
@@ -114,5 +114,5 @@ def test_warm_up_runs_each_variant_on_the_first_prompt_only():
 
 
 def test_context_plan_has_a_prompt_of_each_length():
-    plan = context_plan(PROMPTS, [BASELINE], [4, 9], repeats=1, tokens=5)
+    plan = context_schedule(PROMPTS, [BASELINE], [4, 9], repeats=1, tokens=5)
     assert [(s.place.domain, len(s.prompt.ids)) for s in plan.steps()] == [("4", 4), ("9", 9)]

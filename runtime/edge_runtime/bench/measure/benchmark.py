@@ -1,4 +1,4 @@
-"""A benchmark from its request to its records, one by one as they are measured."""
+"""Runs a benchmark request; yields its records one by one as they are measured."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from edge_runtime.bench.measure.energy import energy_workloads
 from edge_runtime.bench.measure.llama_tools import llama_tools
 from edge_runtime.bench.measure.memory import measure_memory
 from edge_runtime.bench.measure.prompts import PreparedPrompt, Prompt, prepare
-from edge_runtime.bench.measure.records import SCHEMA, CostCurve, Header, KvTypeCost, ModelFile, Note, Record
-from edge_runtime.bench.measure.runners import OurSide, Side
-from edge_runtime.bench.measure.schedule import DOMAINS_PART, Plan, Step, context_plan
-from edge_runtime.bench.measure.variants import BASELINE, OURS, our_variants, peer_variants
+from edge_runtime.bench.measure.records import SCHEMA, CostRecord, Header, ModelFile, Note, Record
+from edge_runtime.bench.measure.runners import EdgeRunner, Runner
+from edge_runtime.bench.measure.schedule import DOMAINS_PART, Schedule, Step, context_schedule
+from edge_runtime.bench.measure.variants import BASELINE, OURS, edge_variants, peer_variants
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
@@ -36,21 +36,21 @@ from edge_runtime.session.open import default_threads, open_session, open_sessio
 
 
 class Progress(Protocol):
-    """Hears what is being done."""
+    """Receives the progress of a benchmark."""
 
     def begin(self, title: str, total: int) -> None:
-        """A part of `total` equal pieces begins; the one before it is over."""
+        """Starts a part of `total` equal steps; the previous part is complete."""
 
     def advance(self) -> None:
-        """A piece is done."""
+        """Counts a finished step."""
 
-    def say(self, sentence: str) -> None:
-        """A sentence for the person who waits."""
+    def message(self, text: str) -> None:
+        """Shows a message to the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """What to measure. `drafters` () is what a session takes unasked; `tools` the folder of llama.cpp's binaries; see `edge-bench --help`."""
+    """What to measure; see `edge-bench --help`. `drafters` () is the default of a session; `tools` is the folder of llama.cpp's binaries."""
 
     bundle: Path
     prompts: tuple[Prompt, ...]
@@ -74,19 +74,19 @@ class BenchRequest:
 
 
 class Benchmark:
-    """Runs a request. Raises what opening a bundle and decoding raise; what was yielded before stands."""
+    """Runs a request. Raises the errors of opening a bundle and of decoding; records yielded before remain valid."""
 
     def __init__(self, request: BenchRequest, progress: Progress) -> None:
-        """Reads the bundle and its settings; opens no model yet."""
+        """Reads the bundle and its settings; does not open the model yet."""
         self._request = request
         self._progress = progress
         self._bundle = open_bundle(request.bundle, check=request.check, public_key=request.public_key)
         self._threads = request.threads or default_threads()
         self._backend = choose_backend(self._bundle, request.backend)
         if self._backend != "llama" and (request.tools or request.kv_types or request.concurrency):
-            raise RequestError("--against, --kv-types and --concurrency are llama.cpp's; leave them out, or take the llama backend")
+            raise RequestError("--against, --kv-types and --concurrency need the llama backend; choose it, or leave them out")
         self._settings = load_settings(
-            self._bundle, config=request.config, preset=request.preset, context=request.context, notify=progress.say
+            self._bundle, config=request.config, preset=request.preset, context=request.context, notify=progress.message
         )
         self._load = LoadOptions(
             threads=self._threads,
@@ -94,12 +94,12 @@ class Benchmark:
             config=request.config,
             preset=request.preset,
             check="none",
-            notify=progress.say,
+            notify=progress.message,
             backend=self._backend,
         )
 
     def records(self) -> Iterator[Record]:
-        """Measures, and yields each record as soon as it is there; the first is the header."""
+        """Measures and yields each record as soon as it is complete; the first is the header."""
         request, longest = self._request, self._settings.longest_draft
         drafters = request.drafters or (self._default_drafter(),)
         lengths = tuple(length for length in request.lengths if length <= longest)
@@ -109,12 +109,14 @@ class Benchmark:
                 yield Note(text=f"draft length {length} is left out: parallel_batch_size is {longest + 1}")
         yield from self._memory(drafters)
         with ExitStack() as stack:
-            ours = {kind: OurSide(stack.enter_context(open_session(request.bundle, self._load, drafter=kind))) for kind in drafters}
-            first = next(iter(ours.values()))
+            edge_runners = {
+                kind: EdgeRunner(stack.enter_context(open_session(request.bundle, self._load, drafter=kind))) for kind in drafters
+            }
+            first = next(iter(edge_runners.values()))
             prompts = prepare(request.prompts, first.session)
-            yield from self._compare(ours, prompts, lengths)
-            yield from self._costs(ours)
-            yield from self._contexts(ours, prompts, lengths)
+            yield from self._compare(edge_runners, prompts, lengths)
+            yield from self._costs(edge_runners)
+            yield from self._contexts(edge_runners, prompts, lengths)
         yield from self._concurrency(drafters[0], prompts, lengths)
         yield from self._kv_types(lengths)
 
@@ -159,50 +161,54 @@ class Benchmark:
             )
             self._progress.advance()
 
-    def _compare(self, ours: dict[DrafterKind, OurSide], prompts: Sequence[PreparedPrompt], lengths: Sequence[int]) -> Iterator[Record]:
+    def _compare(
+        self, edge_runners: dict[DrafterKind, EdgeRunner], prompts: Sequence[PreparedPrompt], lengths: Sequence[int]
+    ) -> Iterator[Record]:
         request = self._request
-        variants = our_variants(list(ours), lengths, request.policies)
-        sides = dict[str, Side](ours.items())
+        variants = edge_variants(list(edge_runners), lengths, request.policies)
+        runners = dict[str, Runner](edge_runners.items())
         if request.tools is not None:
-            peer = llama_tools(next(iter(ours.values())).session, request.tools, self._threads)
+            peer = llama_tools(next(iter(edge_runners.values())).session, request.tools, self._threads)
             variants += peer_variants(lengths)
-            sides["llama.cpp"] = peer
+            runners["llama.cpp"] = peer
         for prompt in prompts:
             if len(prompt.ids) + request.tokens > self._settings.context:
                 raise RequestError(
-                    f"prompt {prompt.number} of {prompt.domain} has {len(prompt.ids)} tokens, which with {request.tokens} more do not fit"
+                    f"prompt {prompt.number} of {prompt.domain} has {len(prompt.ids)} tokens, which with {request.tokens} new ones do not fit"
                     f" into the context of {self._settings.context}; shorten it or raise --context"
                 )
-        plan = Plan(part=DOMAINS_PART, variants=tuple(variants), prompts=tuple(prompts), repeats=request.repeats, tokens=request.tokens)
-        yield from self._run(plan, sides, "domains")
+        plan = Schedule(part=DOMAINS_PART, variants=tuple(variants), prompts=tuple(prompts), repeats=request.repeats, tokens=request.tokens)
+        yield from self._run(plan, runners, "domains")
 
-    def _run(self, plan: Plan, sides: Mapping[str, Side], title: str) -> Iterator[Record]:
-        first = next(iter(sides))
+    def _run(self, plan: Schedule, runners: Mapping[str, Runner], title: str) -> Iterator[Record]:
+        first = next(iter(runners))
 
-        def side(step: Step) -> Side:
+        def runner(step: Step) -> Runner:
             variant = step.variant
-            return sides[first if variant == BASELINE else variant.drafter if variant.side == OURS else variant.side]
+            return runners[first if variant == BASELINE else variant.drafter if variant.side == OURS else variant.side]
 
         self._progress.begin(f"{title}: warm-up", len(plan.variants) * self._request.warm_up)
         for step in plan.warm_up(self._request.warm_up):
-            side(step).run(step.variant, step.prompt, step.tokens, step.place)
+            runner(step).run(step.variant, step.prompt, step.tokens, step.place)
             self._progress.advance()
         self._progress.begin(title, len(plan))
         for step in plan.steps():
-            yield side(step).run(step.variant, step.prompt, step.tokens, step.place)
+            yield runner(step).run(step.variant, step.prompt, step.tokens, step.place)
             self._progress.advance()
 
-    def _costs(self, ours: Mapping[DrafterKind, OurSide]) -> Iterator[Record]:
-        self._progress.begin("cost curve", len(ours))
-        for kind, side in ours.items():
-            session = side.session
+    def _costs(self, edge_runners: Mapping[DrafterKind, EdgeRunner]) -> Iterator[Record]:
+        self._progress.begin("cost curve", len(edge_runners))
+        for kind, runner in edge_runners.items():
+            session = runner.session
             rows = session.settings.longest_draft + 1
             costs = measure_costs(session.target, session.drafter, max(session.vocabulary.bos, 0), most_rows=rows)
             step = costs.mean_step if costs.step > LEAST_SECONDS else None
-            yield CostCurve(drafter=kind, length=TEXT, verify_seconds=costs.verify[:rows], draft_step_seconds=step)
+            yield CostRecord(drafter=kind, length=TEXT, verify_seconds=costs.verify[:rows], draft_step_seconds=step)
             self._progress.advance()
 
-    def _contexts(self, ours: dict[DrafterKind, OurSide], prompts: Sequence[PreparedPrompt], lengths: Sequence[int]) -> Iterator[Record]:
+    def _contexts(
+        self, edge_runners: dict[DrafterKind, EdgeRunner], prompts: Sequence[PreparedPrompt], lengths: Sequence[int]
+    ) -> Iterator[Record]:
         request, room = self._request, self._settings.context - self._request.tokens
         for length in request.contexts:
             if length > room:
@@ -211,15 +217,15 @@ class Benchmark:
                 )
         fitting = [length for length in request.contexts if length <= room]
         if fitting:
-            variants = our_variants(list(ours), _few(lengths, request.policies), request.policies)
-            plan = context_plan(prompts, variants, fitting, repeats=request.repeats, tokens=request.tokens)
-            yield from self._run(plan, dict[str, Side](ours.items()), "lengths of the text")
+            variants = edge_variants(list(edge_runners), _few(lengths, request.policies), request.policies)
+            plan = context_schedule(prompts, variants, fitting, repeats=request.repeats, tokens=request.tokens)
+            yield from self._run(plan, dict[str, Runner](edge_runners.items()), "lengths of the text")
 
     def _concurrency(self, drafter: DrafterKind, prompts: Sequence[PreparedPrompt], lengths: Sequence[int]) -> Iterator[Record]:
         request = self._request
         if not request.concurrency:
             return
-        variants = our_variants([drafter], _few(lengths, request.policies), request.policies)
+        variants = edge_variants([drafter], _few(lengths, request.policies), request.policies)
         with open_session(request.bundle, self._load, drafter=drafter) as session:
             self._progress.begin("outputs of a single session", 1)
             expected = alone(session, prompts, request.tokens)
@@ -227,7 +233,7 @@ class Benchmark:
         for clients in request.concurrency:
             with open_sessions(request.bundle, clients, self._load, drafter=drafter) as sessions:
                 self._progress.begin(f"{clients} at once", (request.repeats + 1) * len(variants))
-                for repeat in range(-1, request.repeats):  # the first is the warm-up
+                for repeat in range(-1, request.repeats):  # repeat -1 is the warm-up
                     for variant in variants if repeat % 2 == 0 else reversed(variants):
                         level = run_level(sessions, variant, prompts, expected, request.tokens, repeat=max(repeat, 0))
                         if repeat >= 0:
@@ -249,21 +255,20 @@ class Benchmark:
             draft_length=_middle(lengths) or min(3, self._settings.longest_draft),
             threads=self._threads,
             context=self._settings.context,
-            notify=self._progress.say,
+            notify=self._progress.message,
         )
         self._progress.advance()
-        for cost in costs:
-            yield KvTypeCost(**vars(cost))
+        yield from costs
 
     def energy_workloads(self, stack: ExitStack) -> dict[str, Workload]:
-        """Opens the sessions, which `stack` closes, and returns what an energy protocol repeats."""
+        """Opens the sessions, which `stack` closes, and returns the workloads of the energy protocol."""
         request = self._request
         drafters = request.drafters or (self._default_drafter(),)
-        ours = {kind: OurSide(stack.enter_context(open_session(request.bundle, self._load, drafter=kind))) for kind in drafters}
+        edge_runners = {kind: EdgeRunner(stack.enter_context(open_session(request.bundle, self._load, drafter=kind))) for kind in drafters}
         lengths = tuple(length for length in request.lengths if length <= self._settings.longest_draft)
-        prompts = prepare(request.prompts, next(iter(ours.values())).session)
-        variants = our_variants(drafters, _few(lengths, request.policies), request.policies)
-        return energy_workloads(dict[str, OurSide](ours.items()), variants, prompts, request.tokens)
+        prompts = prepare(request.prompts, next(iter(edge_runners.values())).session)
+        variants = edge_variants(drafters, _few(lengths, request.policies), request.policies)
+        return energy_workloads(dict[str, EdgeRunner](edge_runners.items()), variants, prompts, request.tokens)
 
 
 def _middle(lengths: Sequence[int]) -> int:
@@ -271,7 +276,7 @@ def _middle(lengths: Sequence[int]) -> int:
 
 
 def _few(lengths: Sequence[int], policies: Sequence[str]) -> Sequence[int]:
-    """Beside policies no fixed length; without any one of them, in the middle."""
+    """Returns no fixed length if policies are measured, else only the middle one."""
     return () if policies or not lengths else (_middle(lengths),)
 
 

@@ -1,4 +1,4 @@
-"""Several clients at once: each sends its next request when its last one is over."""
+"""Concurrent clients: each sends its next request when its previous one ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edge_runtime.session.session import Session
 
 
 def alone(session: Session, prompts: Sequence[PreparedPrompt], tokens: int) -> list[list[int]]:
-    """Returns each prompt's plain greedy output on a session of its own."""
+    """Returns each prompt's plain greedy output on a single session."""
     outputs = []
     for prompt in prompts:
         generation = session.generate(prompt.ids, max_tokens=tokens, draft_length=0)
@@ -35,7 +35,7 @@ def run_level(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Concurrency:
-    """Serves every prompt once to each client, each client in an order of its own; `expected` are the outputs that must come out."""
+    """Runs every prompt once for each client, in a different order per client; `expected` are the outputs to compare with."""
     clients = [session_for(session, variant) for session in sessions.sessions]
     wanted: dict[int, Sequence[int]] = {}
     generations: list[Generation] = []
@@ -45,13 +45,13 @@ def run_level(
             generations.append(start(session, variant, prompts[which].ids, tokens))
             wanted[id(generations[-1])] = expected[which]
     begin = clock()
-    free = {id(session.target): begin for session in clients}  # since when a client's session waits for its next request
+    free = {id(session.target): begin for session in clients}  # when a client's session became free
     last: dict[int, float] = {}
     token_seconds: list[float] = []
     request_seconds = []
     for generation, one in sessions.run(generations):
         now, client = clock(), id(generation.target)
-        if id(generation) in last:  # the first token's time is of the request, not between tokens
+        if id(generation) in last:  # the first token belongs to the request's latency, not between tokens
             token_seconds += [(now - last[id(generation)]) / len(one.tokens)] * len(one.tokens)
         last[id(generation)] = now
         if generation.finish_reason is not None:

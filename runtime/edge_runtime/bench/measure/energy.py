@@ -1,4 +1,4 @@
-"""Energy of the variants by the full protocol of docs/energy.md, where there is a meter. Minutes to hours: windows follow the meter."""
+"""Energy of the variants by the protocol of docs/energy.md. Takes minutes to hours, as windows depend on the meter."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters
 from edge_runtime.bench.measure.prompts import PreparedPrompt
-from edge_runtime.bench.measure.runners import OurSide, Place
+from edge_runtime.bench.measure.runners import EdgeRunner, Place
 from edge_runtime.bench.measure.schedule import DOMAINS_PART
 from edge_runtime.bench.measure.variants import BASELINE, PLAIN, Variant
 from edge_runtime.session.session import Session
 
 REPEATS = 5
 DRAFT_LENGTH = 3
-# Of verifies and drafts in a calibration loop: enough that looking at the clock costs nothing.
+# Verifies or drafts per calibration loop: enough that reading the clock is negligible.
 LOOP = 20
 
 
@@ -37,7 +37,7 @@ def find_meter(name: str | None = None) -> Meter | None:
 
 
 def is_energy_log(path: Path) -> bool:
-    """Returns whether a file begins as a log that `measure_energy` wrote."""
+    """Returns whether a file begins like a log of `measure_energy`."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             first = json.loads(file.readline(LONGEST_LINE))
@@ -47,7 +47,7 @@ def is_energy_log(path: Path) -> bool:
 
 
 def read_energy(path: Path, external: Path | None = None) -> tuple[Report, RunLog]:
-    """Computes the figures of a log that `measure_energy` wrote, of the table of an `external` meter if there is one.
+    """Computes the figures of a log of `measure_energy`, from the table of an `external` meter if given.
 
     Raises DeviceError if it is none, or no repeat counts.
     """
@@ -60,7 +60,7 @@ def read_energy(path: Path, external: Path | None = None) -> tuple[Report, RunLo
 def measure_energy(
     path: Path, meter: Meter, workloads: Mapping[str, Workload], *, threads: int, system: System | None = None, repeats: int = REPEATS
 ) -> tuple[Report | None, RunLog]:
-    """Runs the protocol, writes its log and computes the figures: none yet for an external meter, whose table is still to come.
+    """Runs the protocol, writes its log and computes the figures; None for an external meter, whose table is not available yet.
 
     Raises MeasurementError where the machine's state forbids it.
     """
@@ -82,25 +82,25 @@ def _figures(log: RunLog) -> Report:
 
 
 def energy_workloads(
-    sides: Mapping[str, OurSide], variants: Sequence[Variant], prompts: Sequence[PreparedPrompt], tokens: int
+    runners: Mapping[str, EdgeRunner], variants: Sequence[Variant], prompts: Sequence[PreparedPrompt], tokens: int
 ) -> dict[str, Workload]:
-    """Returns what the protocol repeats: each variant's requests, prompt after prompt, and loops of one phase alone.
+    """Returns the workloads of the protocol: each variant's requests over the prompts in turn, and loops of a single phase.
 
-    The phases of a request are prefill, draft and verify, without drafts prefill and plain; the loop's own time is in the last.
+    The phases of a request are prefill, draft and verify, or without drafts prefill and plain; the last includes the loop's own time.
     """
-    first = next(iter(sides.values()))
-    workloads = {v.label: _requests(first if v == BASELINE else sides[v.drafter], v, prompts, tokens) for v in variants}
+    first = next(iter(runners.values()))
+    workloads = {v.label: _requests(first if v == BASELINE else runners[v.drafter], v, prompts, tokens) for v in variants}
     return workloads | _calibration_loops(first.session, prompts[0])
 
 
-def _requests(side: OurSide, variant: Variant, prompts: Sequence[PreparedPrompt], tokens: int) -> Workload:
+def _requests(runner: EdgeRunner, variant: Variant, prompts: Sequence[PreparedPrompt], tokens: int) -> Workload:
     order: Iterator[PreparedPrompt] = itertools.cycle(prompts)
     place = Place(part=DOMAINS_PART, domain="energy", prompt=0, repeat=0)
 
     def work() -> Work:
-        run = side.run(variant, next(order), tokens, place)
+        run = runner.run(variant, next(order), tokens, place)
         draft = 0.0 if variant.policy == PLAIN else run.draft_seconds or 0.0
-        forwards = "plain" if variant.policy == PLAIN else "verify"  # of one row, or of several: they may take other watts
+        forwards = "plain" if variant.policy == PLAIN else "verify"  # of one row or of several, whose watts may differ
         phases = {PREFILL: run.prefill_seconds or 0.0, "draft": draft, forwards: run.seconds - draft}
         return Work(emitted_tokens=run.tokens, prompt_tokens=run.prompt_tokens, phases={k: s for k, s in phases.items() if s > 0})
 

@@ -1,7 +1,7 @@
-"""What a KV type costs: drafts accepted, tokens per second, bytes, and how far the target's next-token distributions move.
+"""Measures KV cache types: acceptance, tokens per second, bytes, and the change of the target's next-token distributions.
 
-Acceptance and distributions are taken on the same texts for every type, those that the target writes with a float16 cache: left to
-itself each type would write another text, and some texts are easier to draft than others.
+Acceptance and distributions are measured on the same texts for every type, generated with a float16 cache: each type by itself would
+generate another text, and some texts are easier to draft than others.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.llama.context import BATCH
+from edge_runtime.bench.measure.records import KvTypeCost
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
 from edge_runtime.drafting.policies import Fixed
@@ -28,27 +28,8 @@ from edge_runtime.session.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class KvCost:
-    """One type. `kl_mean` and `kl_max` are in nats per token, of the float16 cache's distributions against this one's; `same_best` is
-    the share of tokens with the same likeliest one; `tokens_per_second` is of text the type wrote itself, with drafts."""
-
-    kv_type: KvType
-    cache_bytes: int
-    tokens: int
-    acceptance_rate: float
-    tokens_per_second: float
-    kl_mean: float
-    kl_max: float
-    same_best: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Reading:
-    """What one type said along the texts: log-probabilities [tokens, vocabulary] and counts."""
+    """The results of one type over the texts: log-probabilities [tokens, vocabulary] and counts."""
 
     rows: NDArray[np.float32]
     drafted: int
@@ -67,15 +48,14 @@ def measure_kv_types(
     threads: int | None = None,
     context: int | None = None,
     notify: Callable[[str], None] = lambda _: None,
-) -> list[KvCost]:
-    """Measures each type over texts of `max_tokens` tokens after `prompts`; float16 comes first, asked for or not.
+) -> list[KvTypeCost]:
+    """Measures each type over texts of `max_tokens` tokens after `prompts`; float16 always comes first.
 
-    Rows of two types lie in a temporary file: 8 bytes x tokens x vocabulary. Raises as `open_session` does, and RequestError without
-    prompts.
+    Temporary files take 8 bytes x tokens x vocabulary. Raises the errors of `open_session`, and RequestError without prompts.
     """
     if not prompts:
         raise RequestError("there is no prompt to measure with; give at least one")
-    costs: list[KvCost] = []
+    costs: list[KvTypeCost] = []
     texts: list[tuple[list[int], list[int]]] = []
     reference: _Reading | None = None
     with tempfile.TemporaryDirectory(prefix="edge-mtp-") as scratch:
@@ -107,7 +87,7 @@ def _write(session: Session, prompts: Sequence[str], max_tokens: int, draft_leng
 def _read(
     session: Session, texts: Sequence[tuple[list[int], list[int]]], draft_length: int, path: Path, seconds: float, written: int
 ) -> _Reading:
-    """Goes along the texts token by token: drafts at each, verifies the drafts, and goes on with the text whatever came out."""
+    """Follows the texts token by token: drafts and verifies at each position, then continues with the text whatever was accepted."""
     vocabulary = session.bundle.manifest.architecture.vocab_size
     count = sum(len(tokens) for _, tokens in texts)
     rows = _mapped(path, count, vocabulary)
@@ -122,22 +102,22 @@ def _read(
 
 
 def _mapped(path: Path, count: int, vocabulary: int) -> NDArray[np.float32]:
-    """Returns rows in a file. Its room is taken at once: writing to a mapped page that the disk has none for would kill the process."""
+    """Returns rows in a mapped file. Its space is reserved first, as writing to a mapped page on a full disk would kill the process."""
     size = count * vocabulary * np.dtype(np.float32).itemsize
     try:
         with path.open("wb") as file:
             file.truncate(size)
-            _take_room(file.fileno(), size)
+            _reserve(file.fileno(), size)
     except OSError as error:
         raise RequestError(
-            f"the temporary folder {path.parent.parent} takes no {size / 1e6:.0f} MB of log-probabilities ({error.strerror}); name another with"
+            f"the temporary folder {path.parent.parent} has no room for {size / 1e6:.0f} MB of log-probabilities ({error.strerror}); choose another with"
             " TMPDIR, or measure fewer tokens"
         ) from error
     return np.memmap(path, np.float32, "r+", shape=(count, vocabulary))
 
 
-def _take_room(descriptor: int, size: int) -> None:
-    """Has the file system reserve `size` bytes, where it can: macOS has no such call, some file systems do not know it."""
+def _reserve(descriptor: int, size: int) -> None:
+    """Reserves `size` bytes if the system supports it: macOS and some file systems do not."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
@@ -158,7 +138,7 @@ def _steps(session: Session, prompt: list[int], tokens: list[int], draft_length:
 
 
 def _accepted(drafts: Sequence[int], logits: NDArray[np.float32]) -> int:
-    """How many of the drafts greedy verifying accepts."""
+    """Returns how many drafts greedy verification accepts."""
     for i, draft in enumerate(drafts):
         if int(logits[i].argmax()) != draft:
             return i
@@ -171,13 +151,13 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     return result
 
 
-def _cost(bundle: Bundle, context: int, kv_type: KvType, reference: _Reading, reading: _Reading) -> KvCost:
+def _cost(bundle: Bundle, context: int, kv_type: KvType, reference: _Reading, reading: _Reading) -> KvTypeCost:
     divergences, same = [], 0
     for p, q in zip(reference.rows, reading.rows, strict=True):
         divergences.append(float(np.sum(np.exp(p, dtype=np.float64) * (p.astype(np.float64) - q))))
         same += int(p.argmax() == q.argmax())
     request = MemoryRequest(context=context, kv_type=kv_type, sequences=1, batch=BATCH, verify_rows=1, drafters=(), repack=False)
-    return KvCost(
+    return KvTypeCost(
         kv_type=kv_type,
         cache_bytes=cache_bytes(bundle.manifest.cache_layout, request),
         tokens=len(divergences),
@@ -189,8 +169,8 @@ def _cost(bundle: Bundle, context: int, kv_type: KvType, reference: _Reading, re
     )
 
 
-def kv_cost_table(costs: Sequence[KvCost]) -> str:
-    """One line per type, for people."""
+def kv_cost_table(costs: Sequence[KvTypeCost]) -> str:
+    """Returns a text table with one line per type."""
     lines = [f"{'KV type':>8} {'cache MB':>9} {'acceptance':>10} {'tok/s':>8} {'KL mean':>9} {'KL max':>9} {'same best':>9}"]
     for cost in costs:
         lines.append(

@@ -1,4 +1,4 @@
-"""llama.cpp's own command-line tools as a side of a comparison, on the bundle's own files."""
+"""Runs requests of a benchmark with llama.cpp's own command-line tools, on the bundle's files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNTS = re.compile(r"n_(drafted|accept)\s+=\s+(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaTools:
-    """The tools in the folder `tools`: greedy, on the CPU, without weight repacking where our own side has to do without."""
+    """The tools in the folder `tools`: greedy, on the CPU, without weight repacking if edge-mtp cannot use it on this machine."""
 
     tools: Path
     target: Path
@@ -42,9 +42,9 @@ class LlamaTools:
                 )
 
     def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: Place) -> Run:
-        """One request; plain decoding is timed by llama-bench at the prompt's depth, as the other tool has no plain mode.
+        """Runs one request. Plain decoding is timed by llama-bench at the prompt's depth, as the speculative tool has no plain mode.
 
-        Each run loads the files anew; its seconds are of decoding alone. Raises BackendError if a tool fails.
+        Each run loads the files again; its seconds are for decoding only. Raises BackendError if a tool fails.
         """
         if variant.policy == PLAIN:
             counts, seconds = (tokens, 0, 0), self._plain_seconds(len(prompt.ids), tokens)
@@ -52,7 +52,7 @@ class LlamaTools:
             *counts, seconds = self._speculative(variant, prompt.text, tokens)  # type: ignore[assignment]
         emitted, drafted, accepted = counts
         if not seconds > 0 or not emitted > 0 or accepted > drafted:
-            raise BackendError(f"llama.cpp's tool told {emitted} tokens in {seconds} s; this build's output is not understood")
+            raise BackendError(f"llama.cpp's tool reported {emitted} tokens in {seconds} s; the output of this build is not supported")
         return Run(
             **vars(place),
             variant=variant,
@@ -66,7 +66,7 @@ class LlamaTools:
     def _speculative(self, variant: Variant, text: str, tokens: int) -> tuple[int, int, int, float]:
         """Returns emitted, drafted and accepted tokens, and seconds."""
         length = ["--spec-draft-n-max", str(variant.length)] if variant.policy == FIXED else []
-        # The tool's log thread sometimes ends before its last lines are out; then it is run again.
+        # The tool's log thread sometimes ends before it has written the last lines; then the tool runs again.
         for _ in range(ATTEMPTS):
             output = self._output(
                 SPECULATIVE,
@@ -97,7 +97,7 @@ class LlamaTools:
             record = json.loads(output[output.index("[") : output.rindex("]") + 1])[0]
             return tokens / float(record["avg_ts"])
         except (ValueError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
-            raise BackendError(f"{BENCH} printed no figures ({error!r}); this build's output is not understood") from error
+            raise BackendError(f"{BENCH} printed no figures ({error!r}); the output of this build is not supported") from error
 
     def _output(self, tool: str, *arguments: str) -> str:
         command = [str(self.tools / tool), "-m", str(self.target), "-t", str(self.threads), "-ngl", "0", *arguments]
@@ -111,7 +111,7 @@ class LlamaTools:
 
 
 def llama_tools(session: Session, tools: Path, threads: int) -> LlamaTools:
-    """Returns the tools for the files that the session has open."""
+    """Returns the tools for the session's model files."""
     bundle = session.bundle
     files = bundle.file("target", "gguf"), bundle.file("drafter", "gguf")
     target, drafter = (bundle.folder / file.path for file in files)

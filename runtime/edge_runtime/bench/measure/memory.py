@@ -1,4 +1,4 @@
-"""Peak memory of opening a bundle and serving it once, each in a process of its own: a peak never goes down again."""
+"""Peak memory of opening a bundle and running it once, measured in a child process, as a peak never goes down."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, 
     try:
         child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise BackendError(f"the process whose memory is measured gave no answer in {TIMEOUT_SECONDS} seconds") from error
+        raise BackendError(f"the memory measurement took more than {TIMEOUT_SECONDS} seconds; try a smaller --context") from error
     if child.returncode:
-        said = child.stderr.strip().splitlines()[-1:] or [f"it ended with {child.returncode}"]
-        raise BackendError(f"the process whose memory is measured failed: {said[0].removeprefix('Error: ')}")
+        last_line = child.stderr.strip().splitlines()[-1:] or [f"it ended with {child.returncode}"]
+        raise BackendError(f"the memory measurement failed: {last_line[0].removeprefix('Error: ')}")
     answer = json.loads(child.stdout.splitlines()[-1])
     return Memory(drafter=drafter, sequences=sequences, context=context, peak_bytes=int(answer["peak_bytes"]))
 
@@ -58,7 +58,7 @@ def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, 
 @click.argument("threads", type=int)
 @one_sentence_errors()
 def main(bundle: Path, backend: str, drafter: str, sequences: int, context: int, threads: int) -> None:
-    """What the child does: one request after half the context on each sequence, all at once."""
+    """Runs in the child: one request after half the context on each sequence, all at once."""
     options = LoadOptions(
         backend=cast(BackendKind, backend), drafter=cast(DrafterKind, drafter), context=context, threads=threads, check="none"
     )

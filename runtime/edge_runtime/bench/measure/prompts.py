@@ -1,4 +1,4 @@
-"""Prompts by domain: those that ship with the package, and people's own."""
+"""Prompts by domain: those of the package, and the user's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import MARK, bundle_template
 
 DOMAINS = ("code", "prose", "chat", "structured", "repetitive")
-# Prompts of this domain are a user's turn and go through the bundle's chat template.
+# Prompts of this domain are user turns; the bundle's chat template is applied to them.
 CHAT = "chat"
 MAX_FILE_BYTES = 16 << 20
 MAX_DOMAIN_LETTERS = 40
@@ -31,7 +31,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedPrompt:
-    """A prompt as a pair gets it: token ids, and the text that other programs make the same ids of (control tokens are written out)."""
+    """A tokenized prompt: ids, and the text that other programs tokenize to the same ids (with control tokens written out)."""
 
     domain: str
     number: int
@@ -49,9 +49,9 @@ def shipped_prompts(domains: Sequence[str], most: int) -> list[Prompt]:
 
 
 def read_prompts(path: Path, most: int) -> list[Prompt]:
-    """Reads people's own prompts: a JSON list of texts, an object of such lists by domain, or any other text as one prompt.
+    """Reads the user's prompts: a JSON list of texts, an object of such lists by domain, or a text file as one prompt.
 
-    A list or a text is of the domain that the file is named after. Raises RequestError.
+    The domain of a list or text is the file's name. Raises RequestError.
     """
     try:
         text = read_at_most(path, MAX_FILE_BYTES).decode()
@@ -76,12 +76,14 @@ def _json_sets(path: Path, text: str) -> dict[str, list[str]]:
     sets = data if isinstance(data, dict) else {path.stem: data}
     for domain, texts in sets.items():
         if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
-            raise RequestError(f"{path}: {domain!r} is no list of non-empty texts; give a list of texts, or an object of lists by domain")
+            raise RequestError(
+                f"{path}: {domain!r} is not a list of non-empty texts; give a list of texts, or an object of lists by domain"
+            )
     return sets
 
 
 def prepare(prompts: Sequence[Prompt], session: Session) -> list[PreparedPrompt]:
-    """Tokenizes prompts for a session's pair. Raises RequestError where its chat template refuses one."""
+    """Tokenizes prompts for a session's pair. Raises RequestError if its chat template refuses one."""
     vocabulary = session.vocabulary
     template = bundle_template(session.bundle, vocabulary) if any(p.domain == CHAT for p in prompts) else None
     bos = vocabulary.piece(vocabulary.bos, special=True).decode("utf-8", "replace") if template and vocabulary.bos >= 0 else ""
@@ -96,6 +98,6 @@ def prepare(prompts: Sequence[Prompt], session: Session) -> list[PreparedPrompt]
 
 
 def long_prompt(prompts: Sequence[PreparedPrompt], length: int) -> tuple[int, ...]:
-    """Returns the prompts' ids one after the other, over and over, as far as `length` tokens."""
+    """Returns `length` ids: those of all prompts in turn, repeated as needed."""
     once = [token for prompt in prompts for token in prompt.ids]
     return tuple((once * (length // len(once) + 1))[:length])

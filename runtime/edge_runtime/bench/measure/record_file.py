@@ -15,9 +15,9 @@ PARTIAL = ".partial"
 
 
 class RecordFile:
-    """A file that gets a line per record, under PARTIAL until it is closed; so what was measured outlives whatever ends the process.
+    """A file with one line per record, named with PARTIAL until it is closed, so that records survive the end of the process.
 
-    `path` None keeps nothing. Leaving the context renames it, also after an error or Ctrl-C, unless no record but the header was written.
+    `path` None writes nothing. Leaving the context renames the file, also after an error or Ctrl-C, if it has more than the header.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -33,14 +33,14 @@ class RecordFile:
                 raise RequestError(f"{path} cannot be written ({error.strerror}); choose another place") from error
 
     def add(self, record: Record) -> None:
-        """Appends a record. Raises RequestError if the disk does not take it."""
+        """Appends a record. Raises RequestError if the disk is full."""
         if self._file is None or self._path is None:
             return
         try:
             self._file.write(line_of(record))
             self._file.flush()
         except OSError as error:
-            raise RequestError(f"{self._path} cannot be written ({error.strerror}); make room") from error
+            raise RequestError(f"{self._path} cannot be written ({error.strerror}); free some disk space") from error
         self._lines += 1
 
     def __enter__(self) -> Self:

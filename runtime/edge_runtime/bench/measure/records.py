@@ -1,4 +1,4 @@
-"""What a benchmark writes down, one JSON object a line, before any statistics: every figure can be computed again from the file.
+"""The raw records of a benchmark, one JSON object per line: every figure can be computed again from the file.
 
 The first line is the header; each other line names its kind. Seconds are wall time. Fields: docs/measuring.md.
 """
@@ -32,7 +32,7 @@ class ModelFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Where, when, on what and how. `machine` and `settings` are plain values."""
+    """Machine, time, bundle and settings of the benchmark. `machine` and `settings` are plain values."""
 
     schema: int
     version: str
@@ -46,17 +46,17 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What a reader of the figures must know, such as what was left out and why."""
+    """A remark for readers of the figures, such as what was left out and why."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One request. `part` is "domains", or "contexts" where the prompt was made as long as `domain` says, in tokens.
+    """One request. `part` is "domains", or "contexts" if the prompt was lengthened to `domain` tokens.
 
-    `seconds` are of decoding; those of a phase are None where the program does not tell them. `round_seconds` and `round_tokens` are
-    per round; `output` is a digest of the emitted ids.
+    `seconds` is decoding time; the seconds of a phase are None if the program does not report them. `round_seconds` and `round_tokens`
+    are per round; `output` is a digest of the emitted ids.
     """
 
     part: str
@@ -81,8 +81,8 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostCurve:
-    """Seconds after a text of `length` tokens: `verify_seconds[n - 1]` of one target forward of n rows, and of one draft step."""
+class CostRecord:
+    """Seconds after a text of `length` tokens: `verify_seconds[n - 1]` for a target forward of n rows, and for one draft step."""
 
     drafter: str
     length: int
@@ -92,7 +92,7 @@ class CostCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The largest resident size of a process that opened the bundle for `sequences` requests at once and served them once."""
+    """The peak resident size of a process that opened the bundle for `sequences` concurrent requests and ran each once."""
 
     drafter: str
     sequences: int
@@ -102,7 +102,11 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class KvTypeCost:
-    """What a type of KV cache costs, on the same texts for all types; the fields are those of `kv_cost.KvCost`."""
+    """Figures of one KV cache type, on the same texts for all types.
+
+    `kl_mean` and `kl_max` are in nats per token, from the distributions of the float16 cache to those of this type; `same_best` is the
+    share of tokens with the same most likely token; `tokens_per_second` is for text that the type generated itself, with drafts.
+    """
 
     kv_type: str
     cache_bytes: int
@@ -116,10 +120,10 @@ class KvTypeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Concurrency:
-    """One level: `clients` that each send their next request when the last one is over.
+    """One level of concurrency: `clients` that each send their next request when the previous one ends.
 
-    `request_seconds` from request to end, `token_seconds` between a request's tokens (those of one round share its time);
-    `equal` of `compared` outputs are those of a session on its own.
+    `request_seconds` is from request to end, `token_seconds` between the tokens of a request (tokens of one round share its time);
+    `equal` of `compared` outputs are equal to those of a single session.
     """
 
     clients: int
@@ -137,22 +141,22 @@ class Concurrency:
 KINDS: dict[str, type[Any]] = {
     "header": Header,
     "run": Run,
-    "cost_curve": CostCurve,
+    "cost_curve": CostRecord,
     "memory": Memory,
     "kv_type": KvTypeCost,
     "concurrency": Concurrency,
     "note": Note,
 }
-Record = Header | Run | CostCurve | Memory | KvTypeCost | Concurrency | Note
+Record = Header | Run | CostRecord | Memory | KvTypeCost | Concurrency | Note
 
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """All of one benchmark."""
+    """All records of one benchmark."""
 
     header: Header
     runs: tuple[Run, ...] = ()
-    cost_curves: tuple[CostCurve, ...] = ()
+    cost_curves: tuple[CostRecord, ...] = ()
     memory: tuple[Memory, ...] = ()
     kv_types: tuple[KvTypeCost, ...] = ()
     concurrency: tuple[Concurrency, ...] = ()
@@ -160,13 +164,13 @@ class Records:
 
 
 def collect(records: Sequence[Record]) -> Records:
-    """Sorts records by kind; the first is the header."""
+    """Groups records by kind; the first must be the header."""
     header = records[0]
     assert isinstance(header, Header)
     return Records(
         header=header,
         runs=tuple(r for r in records if isinstance(r, Run)),
-        cost_curves=tuple(r for r in records if isinstance(r, CostCurve)),
+        cost_curves=tuple(r for r in records if isinstance(r, CostRecord)),
         memory=tuple(r for r in records if isinstance(r, Memory)),
         kv_types=tuple(r for r in records if isinstance(r, KvTypeCost)),
         concurrency=tuple(r for r in records if isinstance(r, Concurrency)),
@@ -181,7 +185,7 @@ def line_of(record: Record) -> str:
 
 
 def read_records(path: Path) -> Records:
-    """Reads a file of records. Raises RequestError, with the line's number, for anything else."""
+    """Reads a file of records. Raises RequestError with the line number if it is invalid."""
     try:
         with path.open(encoding="utf-8") as file:
             records = list(_parsed(path, iter(lambda: file.readline(LONGEST_LINE), "")))
@@ -195,19 +199,19 @@ def read_records(path: Path) -> Records:
 def _parsed(path: Path, lines: Iterator[str]) -> Iterator[Record]:
     for number, line in enumerate(lines, start=1):
         if number > MAX_LINES:
-            raise RequestError(f"{path} has more than {MAX_LINES} lines; no benchmark writes as many")
+            raise RequestError(f"{path} has more than {MAX_LINES} lines; no benchmark writes that many")
         try:
             yield _record(json.loads(line), first=number == 1)
         except (ValueError, OverflowError, RecursionError) as error:
-            raise RequestError(f"{path}: line {number} is none of a benchmark ({error}); give the file that --runs wrote") from error
+            raise RequestError(f"{path}: line {number} is not a valid record ({error}); give the file that --runs wrote") from error
 
 
 def _record(data: Any, *, first: bool) -> Record:
     kind = data.pop("kind", None) if isinstance(data, dict) else None
     if (kind == "header") != first or kind not in KINDS:
-        raise StructureError(f"a line of kind {str(kind)[:40]!r} {'at the beginning' if first else 'in the middle'}")
+        raise StructureError(f"a record of kind {str(kind)[:40]!r} {'as the first line' if first else 'after the first line'}")
     if first and data.get("schema") != SCHEMA:
-        raise StructureError(f"schema {str(data.get('schema'))[:40]}; this reader knows {SCHEMA}")
+        raise StructureError(f"schema {str(data.get('schema'))[:40]}; this version reads {SCHEMA}")
     record: Record = from_json(KINDS[kind], data, kind)
     if not isinstance(record, Header):
         _check_numbers(record, kind)
@@ -215,7 +219,7 @@ def _record(data: Any, *, first: bool) -> Record:
 
 
 def _check_numbers(value: Any, where: str) -> None:
-    """Raises StructureError for counts and seconds below 0, and for a decoding without time or with more accepted than drafted."""
+    """Raises StructureError for negative numbers, and for runs without tokens or time or with more accepted than drafted tokens."""
     if is_dataclass(value):
         for field in fields(value):
             _check_numbers(getattr(value, field.name), f"{where}.{field.name}")
@@ -229,7 +233,7 @@ def _check_numbers(value: Any, where: str) -> None:
         impossible = not (value.tokens and value.seconds) or value.accepted > value.drafted or any(len(a) != len(b) for a, b in lists)
         if impossible or any(a > d for d, a in zip(*lists[0], strict=True)):
             raise StructureError(
-                f"{where} cannot be: {value.tokens} tokens in {value.seconds} s, {value.accepted} of {value.drafted} accepted"
+                f"{where} is inconsistent: {value.tokens} tokens in {value.seconds} s, {value.accepted} of {value.drafted} accepted"
             )
     if isinstance(value, Concurrency) and not (value.tokens and value.seconds and value.clients and value.equal <= value.compared):
-        raise StructureError(f"{where} cannot be: {value.tokens} tokens of {value.clients} clients in {value.seconds} s")
+        raise StructureError(f"{where} is inconsistent: {value.tokens} tokens of {value.clients} clients in {value.seconds} s")

@@ -1,4 +1,4 @@
-"""Our side of a comparison: requests through the loop, with the time of each phase."""
+"""Runs requests of a benchmark on edge-mtp, with the time of each phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edge_runtime.session.session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where in a benchmark a run stands; see `records.Run`."""
+    """The position of a run in a benchmark; see `records.Run`."""
 
     part: str
     domain: str
@@ -26,22 +26,22 @@ class Place:
     repeat: int
 
 
-class Side(Protocol):
-    """Something that decodes: ours, or another program."""
+class Runner(Protocol):
+    """A program that decodes: edge-mtp or another one."""
 
     def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: Place) -> Run:
-        """Decodes at most `tokens` tokens after a prompt, greedily."""
+        """Greedily decodes at most `tokens` tokens after a prompt."""
 
 
-class OurSide:
-    """Runs variants on one opened pair. Each policy has a session of its own, as it would be opened with that policy."""
+class EdgeRunner:
+    """Runs variants on one opened pair. Each policy gets its own session, as if opened with that policy."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._sessions: dict[str, Session] = {}
 
     def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: Place) -> Run:
-        """Decodes; the safety net is as it is by default with policies, and off for plain decoding and fixed lengths."""
+        """Decodes. The safety net has its default for policies and is off for plain decoding and fixed lengths."""
         rounds: list[Round] = []
         generation = start(self._session(variant), variant, prompt.ids, tokens, rounds.append)
         seconds, round_seconds = 0.0, []
@@ -75,19 +75,19 @@ class OurSide:
 
 
 def session_for(session: Session, variant: Variant) -> Session:
-    """Returns a session on the same pair that is as if it had been opened with the variant's policy."""
+    """Returns a session on the same pair as if it had been opened with the variant's policy."""
     return session.with_policy(FIXED if variant.policy == PLAIN else variant.policy)
 
 
 def start(
     session: Session, variant: Variant, ids: Sequence[int], tokens: int, on_round: Callable[[Round], None] | None = None
 ) -> Generation:
-    """Starts a greedy request the variant's way, on a session whose settings have the variant's policy."""
+    """Starts a greedy request of the variant, on a session whose settings have the variant's policy."""
     length = 0 if variant.policy == PLAIN else variant.length
     policy = None if length is None else Fixed(length)
     return session.generate(ids, max_tokens=tokens, policy=policy, on_round=on_round)
 
 
 def digest(tokens: Sequence[int]) -> str:
-    """Returns the same short text for the same tokens."""
+    """Returns a short digest of the tokens."""
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What is run in which order: every variant in turn on the same prompt, and the other way round the next time."""
+"""The order of runs: all variants in turn on the same prompt, in reverse order the next time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOMAINS_PART, CONTEXTS_PART = "domains", "contexts"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One request of a plan."""
+    """One request of a schedule."""
 
     place: Place
     variant: Variant
@@ -23,7 +23,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Schedule:
     """A comparison: `variants` on `prompts`, `repeats` times, `tokens` tokens each. `part` as in `records.Run`."""
 
     part: str
@@ -33,7 +33,7 @@ class Plan:
     tokens: int
 
     def steps(self) -> Iterator[Step]:
-        """Yields all requests, A B C on a prompt and C B A on the next and in the next repeat, so that slow drift cancels out."""
+        """Yields all requests: A B C on one prompt, C B A on the next and in the next repeat, so that slow drift cancels out."""
         for repeat in range(self.repeats):
             for index, prompt in enumerate(self.prompts):
                 place = Place(part=self.part, domain=prompt.domain, prompt=prompt.number, repeat=repeat)
@@ -41,7 +41,7 @@ class Plan:
                     yield Step(place=place, variant=variant, prompt=prompt, tokens=self.tokens)
 
     def warm_up(self, count: int) -> Iterator[Step]:
-        """Yields `count` requests of each variant on the first prompt, whose figures are not to be kept."""
+        """Yields `count` requests of each variant on the first prompt, whose figures are discarded."""
         for step in self.steps():
             if (step.place.repeat, step.prompt) != (0, self.prompts[0]):
                 return
@@ -52,9 +52,9 @@ class Plan:
         return self.repeats * len(self.prompts) * len(self.variants)
 
 
-def context_plan(
+def context_schedule(
     prompts: Sequence[PreparedPrompt], variants: Sequence[Variant], lengths: Sequence[int], *, repeats: int, tokens: int
-) -> Plan:
-    """A comparison on one prompt of each length in tokens, made of all the prompts one after the other."""
+) -> Schedule:
+    """Returns a comparison on one prompt of each length in tokens, made by joining all prompts."""
     long = tuple(PreparedPrompt(domain=str(length), number=0, ids=long_prompt(prompts, length), text="") for length in lengths)
-    return Plan(part=CONTEXTS_PART, variants=tuple(variants), prompts=long, repeats=repeats, tokens=tokens)
+    return Schedule(part=CONTEXTS_PART, variants=tuple(variants), prompts=long, repeats=repeats, tokens=tokens)

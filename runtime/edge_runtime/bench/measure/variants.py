@@ -1,4 +1,4 @@
-"""What is compared: plain decoding, draft lengths, policies, kinds of drafter, and another program's own settings."""
+"""The variants of a comparison: plain decoding, draft lengths, policies, drafters, and llama.cpp's own settings."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from edge_runtime.errors import RequestError
 
 PLAIN, FIXED, DEFAULT = "plain", "fixed", "default"
 OURS, LLAMA_CPP = "edge-mtp", "llama.cpp"
-# Those that choose lengths; what `fixed` does is what the fixed lengths are for.
+# Policies that choose lengths; `fixed` is measured by the fixed lengths.
 CHOOSING_POLICIES = tuple(name for name in POLICIES if name != FIXED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to decode. `policy` is plain, fixed, the name of a policy, or default (what a peer does unasked); `length` is of fixed."""
+    """One way to decode. `side` names the program; `policy` is plain, fixed, a policy, or default (a peer's); `length` belongs to fixed."""
 
     side: str
     drafter: str
@@ -27,7 +27,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """A name for people; unique among the variants of a run."""
+        """The display name; unique among the variants of a run."""
         if self.policy == PLAIN:
             return PLAIN if self.side == OURS else f"{self.side} {PLAIN}"
         who = self.drafter if self.side == OURS else self.side
@@ -37,7 +37,7 @@ class Variant:
 BASELINE = Variant(side=OURS, drafter="none", policy=PLAIN)
 
 
-def our_variants(drafters: Sequence[DrafterKind], lengths: Sequence[int], policies: Sequence[str]) -> list[Variant]:
+def edge_variants(drafters: Sequence[DrafterKind], lengths: Sequence[int], policies: Sequence[str]) -> list[Variant]:
     """Returns plain decoding, then each drafter with each length and each policy."""
     variants = [BASELINE]
     for kind in drafters:
@@ -56,7 +56,7 @@ def peer_variants(lengths: Sequence[int]) -> list[Variant]:
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """Reads draft lengths such as 3, 1,2,4 or 1-8; "none" is no length. Raises RequestError."""
+    """Parses draft lengths such as 3, 1,2,4 or 1-8; "none" is no length. Raises RequestError."""
     lengths = parse_numbers(text, "draft lengths")
     if lengths and not 1 <= min(lengths) <= max(lengths) <= MAX_DRAFT_LENGTH:
         raise RequestError(f"draft lengths {text!r} are not all in 1..{MAX_DRAFT_LENGTH}; plain decoding is always measured")
@@ -64,23 +64,23 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 
 def parse_numbers(text: str, what: str) -> tuple[int, ...]:
-    """Reads different whole numbers above 0, ascending, from 1,2,4 or 1-8; "none" is none. Raises RequestError naming `what`."""
+    """Parses positive integers from 1,2,4 or 1-8, sorted without duplicates; "none" is none. Raises RequestError naming `what`."""
     if text == "none":
         return ()
     numbers: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or len(first) > 9 or len(last) > 9:
-            raise RequestError(f"{what} {text!r} are no numbers such as 1,2,4 or 1-8; 'none' leaves them out")
+            raise RequestError(f"{what} {text!r} are not numbers such as 1,2,4 or 1-8; 'none' leaves them out")
         low, high = int(first), int(last) if dash else int(first)
         if not 1 <= low <= high < low + 1000:
-            raise RequestError(f"{what} {text!r}: {part.strip()} is no number or range from 1 up; 'none' leaves them out")
+            raise RequestError(f"{what} {text!r}: {part.strip()} is not a number or range from 1 up; 'none' leaves them out")
         numbers |= set(range(low, high + 1))
     return tuple(sorted(numbers))
 
 
 def parse_names(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
-    """Reads names out of `known`, in the order given, from a list with commas; "none" is none. Raises RequestError naming `what`."""
+    """Parses a comma-separated list of `known` names, in the order given; "none" is none. Raises RequestError naming `what`."""
     if text == "none":
         return ()
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))

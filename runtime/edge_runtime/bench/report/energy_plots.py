@@ -1,4 +1,4 @@
-"""The plots of an energy measurement: power over time with its windows, joules per token, joules by phase. Each names the meter's scope."""
+"""The plots of an energy measurement: power over time, joules per token, joules by phase. Each names the meter's scope."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from edge_runtime.bench.report.svg import COLOURS, INK, Plot, draw_svg, label_te
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_POINTS = 1500  # of a curve: more cannot be told apart on a page
-LONG_S = 600.0  # from here on times are in minutes
+MOST_POINTS = 1500  # per curve: more are not distinguishable on a page
+LONG_S = 600.0  # longer recordings have their time axis in minutes
 IDLE_COLOUR, REFUSED_HATCH = "#8c8c8c", "xx"
 
 
 def energy_plots(report: Report, log: RunLog | None = None) -> list[Plot]:
-    """Returns the plots that have anything to show; that of the power needs the log."""
+    """Returns all plots that have data; the power plot needs the log."""
     where = f"scope {report.scope} ({report.meter})"
     mark = "ESTIMATE, nothing was measured: " if report.estimate else ""
     candidates: list[tuple[str, str, bool, Callable[[Axes], None]]] = [
@@ -40,7 +40,7 @@ def energy_plots(report: Report, log: RunLog | None = None) -> list[Plot]:
 
 
 def power_curve(trace: Trace, most: int = MOST_POINTS) -> list[tuple[float, float, float]]:
-    """Returns spans of at least 1/`most` of the trace, (start, end) in seconds and mean watts in between: of a counter between new values."""
+    """Returns (start, end, mean watts) of spans of at least 1/`most` of the trace, in seconds; for a counter, between new values."""
     counter = trace.facts.kind is Kind.COUNTER
     least = (trace.times[-1] - trace.times[0]) / most if trace.times else 0.0
     spans: list[tuple[float, float, float]] = []
@@ -91,7 +91,7 @@ def _draw_power(axes: Axes, log: RunLog) -> None:
 
 
 def _draw_tokens(axes: Axes, report: Report) -> None:
-    """Bars with idle power in them, and what is above idle as a second, thinner bar."""
+    """Draws bars that include idle power, and the part above idle as a second, thinner bar."""
     variants = [v for v in report.variants if v.joules_per_output_token]
     with legend(axes):
         for place, variant in enumerate(variants):

@@ -1,4 +1,4 @@
-"""Figures of a benchmark from its records: one row per variant, and the choice of what to compare with what. Reads nothing else."""
+"""Figures of a benchmark, computed from its records alone: one row per variant, and the comparisons between variants."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from edge_runtime.session.stats import Latencies
 class Row:
     """One variant over all its runs, or over those of one domain. Speeds are medians, in tokens per second; shares are 0 to 1.
 
-    `speed_up` is over our plain decoding, None for that itself; `equal` of `compared` outputs are plain decoding's. Seconds per token and
-    phase: `draft`, `verify` and `other`. None: nothing was drafted, or the program does not tell.
+    `speed_up` is over plain decoding of edge-mtp; None for that itself. `mean_acceptance_length` is emitted tokens / target forwards.
+    `equal` of `compared` outputs are equal to those of plain decoding. `phase_seconds_per_token` has `draft`, `verify` and `other`.
+    Figures are None if nothing was drafted, or the program does not report them.
     """
 
     variant: Variant
@@ -33,7 +34,7 @@ class Row:
     speed_up: Ratio | None
     acceptance_rate: float | None
     acceptance_by_position: tuple[float, ...]
-    tokens_per_round: float | None
+    mean_acceptance_length: float | None
     first_token_seconds: float | None
     token_p50_seconds: float | None
     token_p95_seconds: float | None
@@ -44,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Against:
-    """One of our variants against one of a peer's: the ratio of their speeds."""
+    """The ratio of the speeds of a variant of edge-mtp and a variant of a peer."""
 
     ours: Variant
     peer: Variant
@@ -53,7 +54,7 @@ class Against:
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """One level of concurrency with one variant; `tokens_per_second` of all clients together."""
+    """One level of concurrency with one variant; `tokens_per_second` is the sum over all clients."""
 
     variant: Variant
     clients: int
@@ -81,11 +82,11 @@ class Figures:
     energy_log: RunLog | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys; the runs themselves are left out, see `edge-bench --runs`."""
+        """Returns plain values under stable keys, without the runs themselves (see `edge-bench --runs`)."""
         labels = ("overall", "by_domain", "by_context")
         return {
             "header": to_json(self.records.header),
-            **{name: [{"label": row.variant.label, **to_json(row)} for row in getattr(self, name)] for name in labels},
+            **{name: [_row_json(row) for row in getattr(self, name)] for name in labels},
             "against": [{"label": a.ours.label, "peer_label": a.peer.label, **to_json(a)} for a in self.against],
             "concurrency": [{"label": level.variant.label, **to_json(level)} for level in self.levels],
             "cost_curves": to_json(self.records.cost_curves),
@@ -96,8 +97,13 @@ class Figures:
         }
 
 
+def _row_json(row: Row) -> dict[str, Any]:
+    # "tokens_per_round" is the key of earlier versions.
+    return {"label": row.variant.label, **to_json(row), "tokens_per_round": row.mean_acceptance_length}
+
+
 def figures(records: Records, energy: Report | None = None, energy_log: RunLog | None = None) -> Figures:
-    """Computes everything that the records allow; what was not measured stays empty."""
+    """Computes all figures that the records allow; those not measured stay empty."""
     domains = [run for run in records.runs if run.part == DOMAINS_PART]
     contexts = [run for run in records.runs if run.part == CONTEXTS_PART]
     return Figures(
@@ -116,7 +122,7 @@ def _grouped(runs: Iterable[Run]) -> dict[Variant, list[Run]]:
     groups: dict[Variant, list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.variant].append(run)
-    # The order of the first runs is that of the plan: the first prompt's are forward.
+    # The first prompt's runs are in the schedule's forward order.
     return dict(groups)
 
 
@@ -142,7 +148,7 @@ def _row(variant: Variant, domain: str | None, runs: list[Run], baseline: list[R
     for run in runs:
         for seconds, count in zip(run.round_seconds, run.round_tokens, strict=True):
             latencies.add(seconds, count)
-    told = [(run.output, plain[run.domain, run.prompt].output) for run in runs if (run.domain, run.prompt) in plain and run.output]
+    outputs = [(run.output, plain[run.domain, run.prompt].output) for run in runs if (run.domain, run.prompt) in plain and run.output]
     return Row(
         variant=variant,
         domain=domain,
@@ -151,18 +157,18 @@ def _row(variant: Variant, domain: str | None, runs: list[Run], baseline: list[R
         speed_up=None if _is_baseline(variant) else ratio(paired_logs(runs, baseline)),
         acceptance_rate=sum(run.accepted for run in runs) / drafted if drafted else None,
         acceptance_by_position=_by_position(runs),
-        tokens_per_round=tokens / rounds if rounds else None,
+        mean_acceptance_length=tokens / rounds if rounds else None,
         first_token_seconds=_median(run.first_token_seconds for run in runs),
         token_p50_seconds=latencies.percentile(50),
         token_p95_seconds=latencies.percentile(95),
         phase_seconds_per_token=_phases(runs, tokens),
-        equal=sum(a == b for a, b in told),
-        compared=len(told),
+        equal=sum(a == b for a, b in outputs),
+        compared=len(outputs),
     )
 
 
 def _typical_speed(runs: Sequence[Run]) -> float:
-    """Median over the repeats of tokens per second, all prompts of a repeat taken together."""
+    """Returns the median over the repeats of tokens per second, with all prompts of a repeat added up."""
     repeats: dict[int, list[Run]] = defaultdict(list)
     for run in runs:
         repeats[run.repeat].append(run)
@@ -170,7 +176,7 @@ def _typical_speed(runs: Sequence[Run]) -> float:
 
 
 def _by_position(runs: Sequence[Run]) -> tuple[float, ...]:
-    """Share of the rounds that accepted draft i of those that drafted it."""
+    """Returns, per position i, the share of rounds that accepted draft i among those that drafted it."""
     longest = max((len(run.drafted_at) for run in runs), default=0)
     drafted, accepted = [0] * longest, [0] * longest
     for run in runs:
@@ -199,14 +205,14 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def best_fixed(groups: dict[Variant, list[Run]], side: str) -> Variant | None:
-    """Returns the side's fixed length with the highest geometric mean over domains of speed, relative to our plain decoding."""
+    """Returns the program's fixed length with the highest geometric mean over domains of the speed-up over plain decoding."""
     baseline = next((runs for variant, runs in groups.items() if _is_baseline(variant)), [])
     found = {v: ratio(paired_logs(runs, baseline)) for v, runs in groups.items() if v.side == side and v.policy == FIXED}
     return max((v for v, r in found.items() if r), key=lambda v: found[v].value, default=None)  # type: ignore[union-attr]
 
 
 def _against(runs: Sequence[Run]) -> tuple[Against, ...]:
-    """Our policies, best fixed length and plain decoding, each over the peer's plain decoding, default and best fixed length."""
+    """Compares our policies, best fixed length and plain decoding with each peer's plain decoding, default and best fixed length."""
     groups = _grouped(runs)
     sides = {variant.side for variant in groups}
     rows = []

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: plots, and every figure in a table. For dark and for light."""
+"""The report as one self-contained HTML page, with plots and tables of all figures, in dark and light colours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ figure { margin: 1rem 0; } figure svg { width: 100%; height: auto; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } .note, caption { color: var(--soft); font-size: .9rem; text-align: left; }
 """
-# Each plot stands before the table that has its figures.
+# The plots shown before each table.
 PLOT_OF_TABLE = {
     "domains": ("speed-by-domain", "speed-by-length"),
     "acceptance": ("acceptance",),
@@ -46,7 +46,8 @@ def report_page(figures: Figures) -> str:
 def energy_page(report: Report, log: RunLog) -> str:
     """Returns the page of an energy measurement alone. Raises RequestError if the plotting library is missing."""
     machine, meter = log.environment, report_lines(report)
-    where = f"{machine.get('processor') or machine.get('model') or 'unknown processor'}, {machine.get('processors', '?')} processors; {machine.get('platform', '?')}"
+    processor = machine.get("processor") or machine.get("model") or "unknown processor"
+    where = f"{processor}, {machine.get('processors', '?')} processors; {machine.get('platform', '?')}"
     head = [where, *meter[: 2 if report.idle else 1]]
     return _document(
         f"Energy: {report.meter}, scope {report.scope}",
@@ -70,7 +71,7 @@ def _document(title: str, head: Sequence[str], remarks: Sequence[str], tables: S
         "<head>",
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        # Nothing is loaded from anywhere, and no text of the records can become a script.
+        # Loads nothing, and prevents text of the records from running as a script.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">",
         f"<title>{escape(title)}</title>",
         f"<style>{CSS}</style>",

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def all_plots(figures: Figures) -> list[Plot]:
-    """Returns the plots that have anything to show. Raises RequestError if the plotting library is missing."""
+    """Returns all plots that have data. Raises RequestError if the plotting library is missing."""
     candidates: tuple[tuple[str, str, bool, Callable[[Axes, Figures], None]], ...] = (
         ("speed-by-domain", "Speed-up over plain decoding by domain", _has_domains(figures), _draw_domains),
         ("speed-by-length", "Speed-up over plain decoding by draft length", _has_lengths(figures), _draw_lengths),
         ("acceptance", "Acceptance by position, longest fixed length", bool(_longest_fixed(figures)), _draw_acceptance),
         ("cost-curve", "Cost of a verify by its rows, and of a draft step", bool(figures.records.cost_curves), _draw_costs),
         ("phases", "Time per token by phase", any(r.phase_seconds_per_token for r in figures.overall), _draw_phases),
-        ("contexts", "Tokens per second by length of the text", bool(figures.by_context), _draw_contexts),
+        ("contexts", "Tokens per second by prompt length", bool(figures.by_context), _draw_contexts),
     )
 
     def of_figures(draw: Callable[[Axes, Figures], None]) -> Callable[[Axes], None]:
@@ -32,12 +32,12 @@ def all_plots(figures: Figures) -> list[Plot]:
     return plots + (energy_plots(figures.energy, figures.energy_log) if figures.energy else [])
 
 
-def _look(number: int) -> dict[str, Any]:
+def _style(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def _sped_up(figures: Figures) -> list[Row]:
-    """Rows by domain of everything but single fixed lengths; of those the best of each side and drafter stays."""
+    """Returns the rows by domain; of the fixed lengths only the best of each program and drafter."""
     rows = [row for row in figures.by_domain if row.speed_up]
     best: dict[tuple[str, str], Row] = {}
     for row in figures.overall:
@@ -69,7 +69,7 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
                 if r.low is not None and r.high is not None:
                     axes.plot([place, place], [r.low, r.high], color=INK, linewidth=1)
     axes.axhline(1, color=INK, linewidth=1, linestyle="--")
-    # Intervals of few repeats may be wider than anything; they are cut rather than the bars made small.
+    # Intervals of few repeats can be very wide; they are cut off rather than shrinking the bars.
     axes.set_ylim(0, min(axes.get_ylim()[1], 1.6 * max(1.0, *(row.speed_up.value for row in rows if row.speed_up))))
     axes.set_xticks(range(len(domains)), [label_text(d) for d in domains])
     axes.set_ylabel("speed-up over plain")
@@ -81,16 +81,16 @@ def _has_lengths(figures: Figures) -> bool:
 
 
 def _draw_lengths(axes: Axes, figures: Figures) -> None:
-    """One colour per domain, one kind of line per drafter or program."""
+    """Draws one colour per domain, one line style per drafter or program."""
     rows = [row for row in (*figures.by_domain, *figures.overall) if row.variant.policy == FIXED and row.speed_up]
     with legend(axes):
-        for (who, domain), look in _looks([(_who(row), row.domain or "all domains") for row in rows]).items():
+        for (who, domain), style in _styles([(_who(row), row.domain or "all domains") for row in rows]).items():
             own = sorted(
                 (row for row in rows if (_who(row), row.domain or "all domains") == (who, domain)), key=lambda r: r.variant.length or 0
             )
             bold = {"linewidth": 3.0, "color": INK} if domain == "all domains" else {}
             values = [row.speed_up.value for row in own if row.speed_up]
-            axes.plot([row.variant.length for row in own], values, label=label_text(f"{who}, {domain}"), **{**look, **bold})
+            axes.plot([row.variant.length for row in own], values, label=label_text(f"{who}, {domain}"), **{**style, **bold})
     axes.axhline(1, color=INK, linewidth=1, alpha=0.5)
     axes.set_xlabel("draft length")
     axes.set_ylabel("speed-up over plain")
@@ -101,14 +101,14 @@ def _who(row: Row) -> str:
     return row.variant.drafter if row.variant.side == OURS else row.variant.side
 
 
-def _looks(series: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """A colour and a marker for each second name, a kind of line for each first."""
+def _styles(series: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Returns a colour and marker for each second name, and a line style for each first name."""
     first, second = (list(dict.fromkeys(pair[i] for pair in series)) for i in (0, 1))
-    return {(a, b): {**_look(second.index(b)), "linestyle": LINES[first.index(a) % len(LINES)]} for a, b in dict.fromkeys(series)}
+    return {(a, b): {**_style(second.index(b)), "linestyle": LINES[first.index(a) % len(LINES)]} for a, b in dict.fromkeys(series)}
 
 
 def _longest_fixed(figures: Figures) -> list[Row]:
-    """Rows by domain of each drafter's longest fixed length: these drafted every position every time."""
+    """Returns the rows by domain of each drafter's longest fixed length, which drafts every position in every round."""
     rows = [row for row in figures.by_domain if row.variant.policy == FIXED and row.acceptance_by_position]
     longest = {row.variant.drafter: 0 for row in rows}
     for row in rows:
@@ -118,11 +118,11 @@ def _longest_fixed(figures: Figures) -> list[Row]:
 
 def _draw_acceptance(axes: Axes, figures: Figures) -> None:
     rows = _longest_fixed(figures)
-    looks = _looks([(row.variant.drafter, row.domain or "") for row in rows])
+    styles = _styles([(row.variant.drafter, row.domain or "") for row in rows])
     with legend(axes):
         for row in rows:
             who, shares = (row.variant.drafter, row.domain or ""), row.acceptance_by_position
-            axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], label=label_text(", ".join(who)), **looks[who])
+            axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], label=label_text(", ".join(who)), **styles[who])
     axes.set_ylim(0, 102)
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("accepted, %")
@@ -133,7 +133,7 @@ def _draw_costs(axes: Axes, figures: Figures) -> None:
     with legend(axes):
         for number, curve in enumerate(figures.records.cost_curves):
             milliseconds = [1000 * seconds for seconds in curve.verify_seconds]
-            axes.plot(range(1, len(milliseconds) + 1), milliseconds, label=label_text(f"verify, with {curve.drafter}"), **_look(number))
+            axes.plot(range(1, len(milliseconds) + 1), milliseconds, label=label_text(f"verify, with {curve.drafter}"), **_style(number))
             if curve.draft_step_seconds is not None:
                 step = 1000 * curve.draft_step_seconds
                 axes.axhline(step, linestyle="--", color=COLOURS[number % len(COLOURS)], label=label_text(f"draft step, {curve.drafter}"))
@@ -164,10 +164,10 @@ def _draw_contexts(axes: Axes, figures: Figures) -> None:
             rows = [row for row in figures.by_context if row.variant == variant]
             line = "--" if variant.policy == PLAIN else "-"
             lengths = [int(row.domain or 0) for row in rows]
-            axes.plot(lengths, [row.tokens_per_second for row in rows], line, label=label_text(variant.label), **_look(number))
+            axes.plot(lengths, [row.tokens_per_second for row in rows], line, label=label_text(variant.label), **_style(number))
     axes.set_xscale("log", base=2)
     ticks = sorted({int(row.domain or 0) for row in figures.by_context})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens of text before")
+    axes.set_xlabel("prompt tokens")
     axes.set_ylabel("tok/s")

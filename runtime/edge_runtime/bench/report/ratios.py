@@ -1,10 +1,10 @@
 """Paired ratios of speeds with bootstrap intervals.
 
-A pair is the same prompt in the same repeat. Of each prompt the median ratio counts; prompts, and then domains, go into a geometric
-mean. The interval is that of measuring the same prompts again; it says nothing of other prompts. Within each prompt the repeats are
-drawn again with replacement, many times, for the standard error of the logarithm (bootstrap, Efron 1979), times sqrt(n / (n - 1)) as the
-draws of n repeats scatter too little by that; the interval is as many of them to both sides as Student's t says, since a percentile of
-the draws cannot lie outside of the few values there are.
+A pair is the same prompt in the same repeat. The figure is the geometric mean over the domains of the geometric mean over their prompts
+of each prompt's median ratio. The interval is for measuring the same prompts again; it does not cover other prompts. The standard error
+of the logarithm comes from a bootstrap over the repeats of each prompt (Efron 1979), times sqrt(n / (n - 1)), as resamples of n repeats
+scatter too little by that factor. The interval is this error times the quantile of Student's t, since a percentile of the resamples
+cannot lie outside of the few measured values.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from edge_runtime.bench.measure.records import Run
 DRAWS = 2000
 SEED = 20261121
 
-# Logarithms of the ratios of one prompt, one for each repeat that both sides have.
+# Logarithms of the ratios of one prompt, one for each repeat that both variants have.
 Logs = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """A ratio with its 95% interval; None for both ends where a single repeat tells no spread. `pairs` is how many it rests on.
+    """A ratio with its 95% interval, whose ends are None if there is a single repeat only. `pairs` is the number of pairs.
 
     `worst` is the lowest median of a prompt.
     """
@@ -43,7 +43,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """What may be claimed: "faster", "slower", or "" where the interval holds 1 or is not known."""
+        """The claim that the interval supports: "faster", "slower", or "" if it contains 1 or is unknown."""
         if self.low is None or self.high is None:
             return ""
         return "faster" if self.low > 1 else "slower" if self.high < 1 else ""
@@ -54,12 +54,12 @@ class Ratio:
 
 
 def speed(run: Run) -> float:
-    """Emitted tokens per second of decoding."""
+    """Returns emitted tokens per second of decoding."""
     return run.tokens / run.seconds
 
 
 def paired_logs(runs: Iterable[Run], baseline: Iterable[Run]) -> dict[str, list[Logs]]:
-    """Returns the logarithms of speed over the baseline's speed: of each domain a list of prompts, of each prompt an array of repeats."""
+    """Returns the logarithms of speed / baseline speed: per domain a list of prompts, per prompt an array of repeats."""
     base = {(run.domain, run.prompt, run.repeat): speed(run) for run in baseline}
     prompts: dict[tuple[str, int], list[float]] = defaultdict(list)
     for run in runs:
@@ -93,7 +93,7 @@ def ratio(domains: Mapping[str, list[Logs]]) -> Ratio | None:
 
 
 def _seeded(domains: Mapping[str, list[Logs]]) -> Iterable[list[tuple[Logs, np.random.Generator]]]:
-    """Gives every prompt a random stream of its own, the same each time, so that figures made again are the same."""
+    """Yields each domain's prompts with a fixed random generator each, so that figures are reproducible."""
     for number, logs in enumerate(domains.values()):
         yield [(one, np.random.default_rng([SEED, number, index])) for index, one in enumerate(logs)]
 

@@ -1,4 +1,4 @@
-"""Draws plots as SVG that takes its text colour from the page, so that it can be read in dark and in light. The only module that imports matplotlib."""
+"""Draws plots as SVG in the page's text colour, readable in dark and light mode. The only module that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from edge_runtime.errors import RequestError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Stands for the page's text colour; no colour of a series is this one.
+# Placeholder for the page's text colour; no series uses it.
 INK = "#010203"
-# After Okabe and Ito's colours for all kinds of colour vision, made to stand out (3 : 1) on white and on near black alike.
+# Okabe and Ito's colours for colour-blind readers, adjusted to a contrast of 3 : 1 on both white and near black.
 COLOURS = ("#0072b2", "#c47f00", "#009e73", "#cc79a7", "#d55e00", "#3c95cf", "#8c8c8c", "#978800")
 LINES = ("-", "--", ":", "-.")
 HATCHES = ("", "//", "..", "xx")
@@ -48,7 +48,7 @@ STYLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """One plot: its name, a sentence that says what it shows, and the SVG element."""
+    """One plot: its name, its title and the SVG element."""
 
     name: str
     title: str
@@ -56,13 +56,13 @@ class Plot:
 
 
 def require_library() -> None:
-    """Raises RequestError if the plotting library is missing: before anything is measured for it."""
+    """Raises RequestError if the plotting library is missing. Called before the measurement."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise RequestError("the HTML report needs matplotlib; install it: pip install 'edge-mtp[report]'")
+        raise RequestError("the HTML report needs matplotlib; install it with: pip install 'edge-mtp[report]'")
 
 
 def draw_svg(name: str, title: str, draw: Callable[[Axes], None]) -> Plot:
-    """Returns what `draw` puts on the axes it gets. Raises RequestError if the plotting library is missing."""
+    """Returns the plot that `draw` makes on its axes. Raises RequestError if the plotting library is missing."""
     require_library()
     import matplotlib
     from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def draw_svg(name: str, title: str, draw: Callable[[Axes], None]) -> Plot:
 
 
 def _inline(svg: str, name: str, title: str) -> str:
-    """Makes a page's element of a file: the page's text colour, ids of its own, a name for those who cannot see it."""
+    """Converts an SVG file to an inline element: the page's text colour, unique ids, and a label for screen readers."""
     svg = svg.replace(INK, "currentColor")
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)
@@ -88,12 +88,12 @@ def _inline(svg: str, name: str, title: str) -> str:
 
 @contextmanager
 def legend(axes: Axes) -> Iterator[None]:
-    """Adds a legend beside the axes if what was drawn inside has more than one label."""
+    """Adds a legend beside the axes if more than one labelled series is drawn within the context."""
     yield
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def label_text(label: str) -> str:
-    """A label as it is: matplotlib takes $ for mathematics and a leading underscore for a label not to be shown."""
+    """Escapes a label: matplotlib interprets $ as mathematics and hides labels with a leading underscore."""
     return label.replace("$", r"\$").replace("_", "\u200a_", 1) if label.startswith("_") else label.replace("$", r"\$")

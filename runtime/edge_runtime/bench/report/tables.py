@@ -1,4 +1,4 @@
-"""The figures as tables of text, the same for the terminal and the page."""
+"""The figures as text tables, for both the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NONE = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class TextTable:
-    """A table of text; the first column names the row. `note` says how to read it."""
+    """A text table; the first column names the row. `note` explains how to read it."""
 
     name: str
     title: str
@@ -28,7 +28,7 @@ class TextTable:
 
 
 def all_tables(figures: Figures) -> list[TextTable]:
-    """Returns the tables that have anything to say, in the order of a report."""
+    """Returns all tables that have rows, in the order of a report."""
     tables = [
         _variants(figures),
         _by_domain(figures),
@@ -46,7 +46,7 @@ def all_tables(figures: Figures) -> list[TextTable]:
 
 
 def machine_line(header: Header) -> str:
-    """Names bundle, machine and settings in one line."""
+    """Returns one line with bundle, machine and settings."""
     machine, settings = header.machine, header.settings
     processor = machine.get("processor") or machine.get("architecture") or "unknown processor"
     files = ", ".join(f"{file.role} {file.quantization or file.format}" for file in header.files if file.role in ("target", "drafter"))
@@ -58,19 +58,19 @@ def machine_line(header: Header) -> str:
 
 
 def ratio_text(ratio: Ratio | None) -> str:
-    """A ratio with its interval."""
+    """Returns a ratio with its interval."""
     if ratio is None:
         return NONE
     return f"{ratio.value:.2f}" if ratio.low is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
 def share(value: float | None) -> str:
-    """A share in percent."""
+    """Returns a share in percent."""
     return NONE if value is None else f"{value:.1%}"
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Seconds as milliseconds."""
+    """Returns seconds in milliseconds."""
     return NONE if seconds is None else f"{1000 * seconds:.1f}" if seconds < 1 else f"{1000 * seconds:.0f}"
 
 
@@ -87,7 +87,7 @@ def _variants(figures: Figures) -> TextTable:
             row.speed_up.verdict if row.speed_up else "",
             f"{row.speed_up.worst:.2f}" if row.speed_up else NONE,
             share(row.acceptance_rate),
-            f"{row.tokens_per_round:.2f}" if row.tokens_per_round else NONE,
+            f"{row.mean_acceptance_length:.2f}" if row.mean_acceptance_length else NONE,
             milliseconds(row.first_token_seconds),
             milliseconds(row.token_p50_seconds),
             milliseconds(row.token_p95_seconds),
@@ -102,15 +102,15 @@ def _variants(figures: Figures) -> TextTable:
         "claim",
         "worst prompt",
         "accepted",
-        "tokens/round",
+        "mean acceptance length",
         "first token ms",
         "P50 ms",
         "P95 ms",
         "same output",
     )
     note = (
-        "Over plain: geometric mean over the domains of the paired ratios to plain decoding; the interval is that of measuring the same"
-        " prompts again. P50 and P95 are per token."
+        "Over plain: geometric mean over the domains of the paired ratios to plain decoding; the interval is for measuring the same"
+        " prompts again. Mean acceptance length: emitted tokens / target forwards. P50 and P95 are per token."
     )
     return TextTable(name="variants", title="All domains", columns=columns, rows=rows, note=note)
 
@@ -126,7 +126,7 @@ def _against(figures: Figures) -> TextTable:
     peers = tuple(dict.fromkeys(a.peer.label for a in figures.against))
     cells = {(a.ours.label, a.peer.label): ratio_text(a.ratio) for a in figures.against}
     rows = tuple((label, *(cells.get((label, peer), NONE) for peer in peers)) for label in dict.fromkeys(label for label, _ in cells))
-    note = "Rows over columns. Of fixed lengths only each side's best is shown, chosen by these very figures." if rows else ""
+    note = "Rows over columns. Of the fixed lengths only each program's best is shown, chosen by the same figures." if rows else ""
     return TextTable(name="against", title="Ours over llama.cpp's own", columns=("", *(f"over {p}" for p in peers)), rows=rows, note=note)
 
 
@@ -135,7 +135,7 @@ def _positions(figures: Figures) -> TextTable:
     longest = max((len(row.acceptance_by_position) for row in drafted), default=0)
     rows = tuple((row.variant.label, *_padded(map(share, row.acceptance_by_position), longest)) for row in drafted)
     columns = ("", *(f"draft {i}" for i in range(1, longest + 1)))
-    note = "Share of the rounds that accepted this draft, of those that drafted it."
+    note = "Share of rounds that accepted this draft, among those that drafted it."
     return TextTable(name="acceptance", title="Acceptance by position", columns=columns, rows=rows, note=note)
 
 
@@ -166,8 +166,8 @@ def _contexts(figures: Figures) -> TextTable:
         if row.speed_up is None:
             cells["first token, ms", row.domain] = milliseconds(row.first_token_seconds)
     rows = tuple((label, *(cells.get((label, length), NONE) for length in lengths)) for label in dict.fromkeys(label for label, _ in cells))
-    note = "Tokens per second after a prompt of so many tokens (over plain decoding); the prompts of all domains one after the other."
-    return TextTable(name="contexts", title="By length of the text", columns=("", *lengths), rows=rows, note=note)
+    note = "Tokens per second (speed-up over plain decoding) after a prompt of this many tokens, made by joining all prompts."
+    return TextTable(name="contexts", title="By prompt length", columns=("", *lengths), rows=rows, note=note)
 
 
 def _costs(figures: Figures) -> TextTable:
@@ -177,7 +177,7 @@ def _costs(figures: Figures) -> TextTable:
     for n in range(longest):
         rows.append((f"verify of {n + 1}", *(_fine(c.verify_seconds[n]) if n < len(c.verify_seconds) else NONE for c in curves)))
     columns = ("", *(curve.drafter for curve in curves))
-    note = f"Of one draft step, and of one target forward of so many rows, after {curves[0].length} tokens." if curves else ""
+    note = f"One draft step, and one target forward of this many rows, after {curves[0].length} tokens." if curves else ""
     return TextTable(name="costs", title="Cost curve, ms", columns=columns, rows=tuple(rows), note=note)
 
 
@@ -200,13 +200,15 @@ def _kv_types(figures: Figures) -> TextTable:
     )
     columns = ("", "cache MB", "accepted", "tok/s", "KL mean", "KL max", "same best")
     note = (
-        "KL in nats per token from the f16 cache's next-token distributions, over the same texts, as are accepted drafts." if rows else ""
+        "KL divergence from the f16 cache's next-token distributions, in nats per token; all types are measured on the same texts."
+        if rows
+        else ""
     )
-    return TextTable(name="kv", title="Types of KV cache", columns=columns, rows=rows, note=note)
+    return TextTable(name="kv", title="KV cache types", columns=columns, rows=rows, note=note)
 
 
 def energy_tables(report: Report) -> list[TextTable]:
-    """Returns the tables of an energy measurement: all variants, and by phase where there are several."""
+    """Returns the tables of an energy measurement: all variants, and by phase if there are several."""
     tables = [_energy(report), _energy_phases(report)]
     return [table for table in tables if table.rows]
 
@@ -246,27 +248,28 @@ def _energy_phases(report: Report) -> TextTable:
         if len(one.phase_joules) > 1
     )
     note = (
-        "Joules per request. Calibrated: each phase's watts come from loops of that phase alone, and the sum of the phases is held against what was"
-        " measured (the sum's error, the worst repeat's). Time proportional: no such loops, all phases share the mean power, which is an assumption."
+        "Joules per request. Calibrated: the watts of a phase come from loops of that phase alone, and the sum of the phases is compared"
+        " with the measurement (largest error of any repeat). Time proportional: without such loops, all phases are assumed to take the"
+        " mean power."
     )
     columns = ("", *phases, "method", "sum is off", "")
     return TextTable(name="energy-phases", title=_energy_title("Energy by phase", report), columns=columns, rows=rows, note=note)
 
 
 def meter_table(log: RunLog) -> TextTable:
-    """Returns what is known of a log's meter, and what was measured of it."""
-    facts, seen = log.facts, log.characteristics
+    """Returns the facts and the measured characteristics of a log's meter."""
+    facts, measured = log.facts, log.characteristics
     rows = [
         ("scope", str(facts.scope)),
         ("kind", str(facts.kind)),
         ("source", facts.source),
-        ("a new value every", f"{seen.refresh_s:.3g} s, at most {seen.longest_gap_s:.3g} s"),
-        ("a load shows after", f"{seen.lag_s:.3g} s"),
-        ("readings that meant nothing", f"{seen.zero_rate:.1%}"),
-        ("a reading takes", f"{1000 * seen.read_s:.3g} ms"),
+        ("refresh interval", f"{measured.refresh_s:.3g} s, at most {measured.longest_gap_s:.3g} s"),
+        ("lag behind the load", f"{measured.lag_s:.3g} s"),
+        ("invalid readings", f"{measured.zero_rate:.1%}"),
+        ("time per reading", f"{1000 * measured.read_s:.3g} ms"),
         ("resolution", f"{facts.resolution:g} {'J' if facts.kind is Kind.COUNTER else 'W'}"),
         ("readings", f"{len(log.trace.times)}"),
-        ("in no interval", facts.systematic),
+        ("not in any interval", facts.systematic),
         *(("note", text) for text in facts.notes),
     ]
     return TextTable(name="meter", title=f"The meter {facts.name}", columns=("", ""), rows=tuple(rows))
@@ -294,16 +297,16 @@ def _concurrency(figures: Figures) -> TextTable:
     columns = (
         "",
         "clients",
-        "tok/s together",
+        "tok/s total",
         "token P50 ms",
         "token P95 ms",
         "request P50 ms",
         "request P95 ms",
         "peak MB",
-        "same as alone",
+        "same output",
     )
-    note = "Each client sends its next request when its last one is over." if rows else ""
-    return TextTable(name="concurrency", title="Several requests at once", columns=columns, rows=rows, note=note)
+    note = "Each client sends its next request when its previous one ends." if rows else ""
+    return TextTable(name="concurrency", title="Concurrent requests", columns=columns, rows=rows, note=note)
 
 
 def _memory(figures: Figures) -> TextTable:
@@ -311,17 +314,17 @@ def _memory(figures: Figures) -> TextTable:
         (f"peak, {m.drafter} drafter", f"{m.sequences} x {m.context} tokens", f"{m.peak_bytes / 1e6:.1f}") for m in figures.records.memory
     ]
     rows += [(file.role, file.quantization or file.format, f"{file.bytes / 1e6:.1f}") for file in figures.records.header.files]
-    note = "Peaks are resident sizes of a process of its own, mapped files included."
+    note = "Peaks are resident sizes of a separate process, including mapped files."
     return TextTable(name="memory", title="Memory and files, MB", columns=("", "", "MB"), rows=tuple(rows), note=note)
 
 
 def notes(figures: Figures) -> Sequence[str]:
-    """What a reader must know beside the tables: what was left out, and outputs that differ."""
-    said = list(figures.records.notes)
+    """Returns remarks to the tables: what was left out, and how many outputs differ."""
+    remarks = list(figures.records.notes)
     differing = sum(row.compared - row.equal for row in figures.overall)
     if differing:
-        said.append(
-            f"{differing} of {sum(row.compared for row in figures.overall)} outputs differ from plain decoding's: kernels for one and for"
-            " several rows may differ in their last bits; edge-run --verify-lossless shows where and by how little"
+        remarks.append(
+            f"{differing} of {sum(row.compared for row in figures.overall)} outputs differ from plain decoding: kernels for one row"
+            " and for several may differ in their last bits; edge-run --verify-lossless prints the first difference"
         )
-    return said
+    return remarks

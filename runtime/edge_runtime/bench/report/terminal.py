@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.table import Table
 
-# Between two lines of progress: whoever follows a run from afar sees the last one.
+# Interval between progress lines where there is no terminal, for example on a device.
 LINE_SECONDS = 5.0
 
 
 def note(text: str) -> None:
-    """Says something to the person, not to the pipe."""
+    """Prints a message to standard error."""
     click.echo(text, err=True)
 
 
 def print_report(figures: Figures) -> None:
-    """Prints all tables; those wider than the terminal are wrapped there, and whole in a pipe."""
+    """Prints all tables; in a terminal wide ones are wrapped, in a pipe they are not."""
     console = _console()
     console.print(machine_line(figures.records.header))
     _print_tables(console, all_tables(figures))
@@ -36,7 +36,7 @@ def print_report(figures: Figures) -> None:
 
 
 def print_tables(tables: Sequence[TextTable]) -> None:
-    """Prints tables alone."""
+    """Prints tables without remarks."""
     _print_tables(_console(), tables)
 
 
@@ -69,35 +69,35 @@ def _rich(table: TextTable) -> Table:
 
 
 class BenchProgress:
-    """Implements `benchmark.Progress` with a bar on standard error; where that is no terminal, with a line now and then."""
+    """Implements `benchmark.Progress` with a bar on standard error; where that is no terminal, with a line every few seconds."""
 
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        # A few refreshes a second at most: the thread that draws shares the processors with what is measured.
+        # One refresh per second: the drawing thread shares the processors with the measurement.
         self._bars = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), refresh_per_second=1)
         self._task: TaskID | None = None
-        self._title, self._done, self._total, self._told = "", 0, 0, 0.0
+        self._title, self._done, self._total, self._last_line = "", 0, 0, 0.0
 
     def begin(self, title: str, total: int) -> None:
-        """Starts a bar; the one before it is full."""
+        """Starts a bar; the previous one is full."""
         self._task = self._bars.add_task(title, total=total)
         self._title, self._done, self._total = title, 0, total
 
     def advance(self) -> None:
-        """Moves the bar."""
+        """Advances the bar."""
         self._done += 1
         if self._task is not None:
             self._bars.advance(self._task)
-        if not self._bars.console.is_terminal and time.monotonic() - self._told >= LINE_SECONDS:
-            self._told = time.monotonic()
+        if not self._bars.console.is_terminal and time.monotonic() - self._last_line >= LINE_SECONDS:
+            self._last_line = time.monotonic()
             note(f"{self._title}: {self._done} of {self._total}")
 
-    def say(self, sentence: str) -> None:
-        """Prints a sentence above the bars."""
-        self._bars.console.print(sentence, markup=False, emoji=False, highlight=False)
+    def message(self, text: str) -> None:
+        """Prints a message above the bars."""
+        self._bars.console.print(text, markup=False, emoji=False, highlight=False)
 
     def __enter__(self) -> Self:
         self._bars.start()
