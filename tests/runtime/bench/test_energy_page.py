@@ -151,7 +151,7 @@ def test_files_that_do_not_fit_are_refused(path: Path, tmp_path: Path) -> None:
     assert not is_energy_log(tmp_path / "nothing")
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     assert not is_energy_log(tmp_path / "deep.jsonl")
-    assert "no energy log" in bench("--report", tmp_path / "other.jsonl", "--external", tmp_path / "table.csv").stderr
+    assert "needs an energy log" in bench("--report", tmp_path / "other.jsonl", "--external", tmp_path / "table.csv").stderr
     assert bench("bundle", "--external", tmp_path / "table.csv").exit_code == 2
 
 

@@ -68,8 +68,8 @@ def test_plain_decoding_at_the_prompts_depth(tools):
     [
         ("echo nothing", "no figures in 4 runs"),
         ("echo broken model >&2; exit 3", "ended with 3: broken model"),
-        ("echo 'decoded 0 tokens in 0.1 seconds n_drafted = 1 n_accept = 1'", "not understood"),
-        ("echo 'decoded 9 tokens in 0.1 seconds n_drafted = 1 n_accept = 2'", "not understood"),
+        ("echo 'decoded 0 tokens in 0.1 seconds n_drafted = 1 n_accept = 1'", "not supported"),
+        ("echo 'decoded 9 tokens in 0.1 seconds n_drafted = 1 n_accept = 2'", "not supported"),
     ],
 )
 def test_a_tool_that_fails_says_so(tools, speculative, words):
