@@ -1,6 +1,6 @@
-"""Several requests at once: their rounds go in step, so that one forward of the drafter and one of the target serves all of them.
+"""Several requests at once: in each round one forward of the drafter and one of the target serve all of them.
 
-On a CPU a forward of a few rows costs hardly more than one of a single row, because the weights are read once for all of them.
+On a CPU a forward of a few rows costs hardly more than one of a single row, because the weights are read once for all rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from edge_runtime.interfaces import Drafter, DraftRequest, Logits, SequenceBatch
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 
-_OVER = object()
+_END = object()
 
 
 class SingleSequence:
-    """One sequence as a `SequenceBatch` of its own, for backends that run no more."""
+    """A `SequenceBatch` of one sequence, for backends that run one request at a time."""
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
         self.targets = (target,)
@@ -54,39 +54,39 @@ class BatchDecoder:
 
     @property
     def running(self) -> Sequence[Generation]:
-        """The requests that are not over."""
+        """The requests that have not ended."""
         return (*self._running, *self._joining)
 
     @property
     def failures(self) -> Sequence[tuple[Generation, EdgeRuntimeError]]:
-        """The requests that failed in the newest step, each by itself: they are out, and the others went on."""
+        """The requests that failed in the newest step. They were removed; the others continue."""
         return tuple(self._failures)
 
     def add(self, generation: Generation) -> None:
-        """Prefills a request's prompt and lets it take part from the next step on. Raises RequestError if its sequence is taken."""
+        """Prefills a request's prompt; the request runs from the next step on. Raises RequestError if its sequence is in use."""
         self._require_free(generation)
         generation.prefill()
         self._begin(generation)
 
     def join(self, generation: Generation) -> None:
-        """As `add`, but its prompt is prefilled piece by piece, one with each step, so that the others need not wait for all of it."""
+        """As `add`, but the prompt is prefilled in pieces, one per step, so that other requests do not wait for all of it."""
         self._require_free(generation)
         self._joining[generation] = generation.prefilling()
 
     def remove(self, generation: Generation) -> None:
-        """Ends a request early; the others go on. Harmless if it is over."""
+        """Ends a request early; the others continue. Does nothing if it has ended."""
         self._joining.pop(generation, None)
         self._running = [other for other in self._running if other is not generation]
 
     def clear(self) -> None:
-        """Ends all requests and forgets all rows: after a failure of the backend nothing in a cache is to be trusted."""
+        """Ends all requests and drops all rows: after a failure of the backend no cache can be trusted."""
         self._joining.clear()
         self._running = []
         for target in self._together.targets:
             target.rollback(0)
 
     def step(self) -> list[tuple[Generation, Round]]:
-        """Does a round of each running request: one drafting, one verify for all. Returns what each did, none if none is running."""
+        """Runs one round of all running requests, with one draft call and one verify. Returns the round of each request."""
         self._failures = []
         self._prefill_a_piece()
         running = self._running
@@ -103,7 +103,7 @@ class BatchDecoder:
         for one, rows in zip(running, logits, strict=True):
             try:  # one request reports the timing: their policies share one cost model
                 done.append((one, one.decoding.finish_round(rows, timing, report_timing=one is running[0])))
-            except EdgeRuntimeError as error:  # such as no token left to draw: the others' rows are as good as before
+            except EdgeRuntimeError as error:  # such as no token left to sample; the other requests are not affected
                 one.target.rollback(0)
                 self._failures.append((one, error))
                 continue
@@ -112,9 +112,9 @@ class BatchDecoder:
         return done
 
     def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
-        """Runs requests to their ends, as many at once as there are sequences for them; yields each round as it is done.
+        """Runs requests to their ends, as many at once as there are sequences; yields each round as it is done.
 
-        Raises EdgeRuntimeError of the first that fails.
+        Raises the error of the first request that fails.
         """
         waiting = list(generations)
         while waiting or self._running:
@@ -130,7 +130,7 @@ class BatchDecoder:
 
     def _require_free(self, generation: Generation) -> None:
         if any(other.target is generation.target for other in self.running):
-            raise RequestError("two requests cannot share a sequence; start each on a session of its own")
+            raise RequestError("two requests cannot share a sequence; start each on its own session")
 
     def _begin(self, generation: Generation) -> None:
         if not generation.decoding.done:
@@ -139,7 +139,7 @@ class BatchDecoder:
     def _prefill_a_piece(self) -> None:
         if self._joining:
             generation, pieces = next(iter(self._joining.items()))
-            if next(pieces, _OVER) is _OVER:
+            if next(pieces, _END) is _END:
                 del self._joining[generation]
                 self._begin(generation)
 
@@ -157,9 +157,9 @@ class BatchDecoder:
 
 
 class Sessions:
-    """Sessions that share one context of one pair: requests on different ones can run at once. Not thread-safe.
+    """Sessions that share one context of one pair, so that their requests can run at once. Not thread-safe.
 
-    Close this, not the single sessions; or use it as a context manager.
+    Close this object, not its sessions, or use it as a context manager.
     """
 
     def __init__(self, sessions: Sequence[Session], together: SequenceBatch) -> None:
@@ -168,11 +168,11 @@ class Sessions:
         self._together = together
 
     def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
-        """Runs requests started on these sessions to their ends, those of different sessions at once; yields their rounds."""
+        """Runs requests of these sessions to their ends, those of different sessions at once; yields their rounds."""
         return self.decoder.run(generations)
 
     def close(self) -> None:
-        """Frees the models; ends all sessions."""
+        """Saves the acceptance models, frees the pair and ends all sessions."""
         for session in self.sessions:
             session.save_acceptance()
         self._together.close()

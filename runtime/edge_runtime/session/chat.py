@@ -1,4 +1,4 @@
-"""A conversation with a session: history, answers as events, and what happens when the context is full."""
+"""A conversation with a session: history, answers as events, and the overflow of the context."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MAX_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """What holds for every turn. Raises RequestError for an overflow policy that is unknown.
+    """The settings of every turn. Raises RequestError for an unknown overflow policy.
 
-    `overflow` says what happens when the conversation and room for an answer no longer fit into the context: "drop_oldest" forgets
-    the oldest turns, "stop" refuses to go on. `tools` are function declarations in JSON schema, as the OpenAI API has them.
+    `overflow` applies when the conversation and an answer no longer fit into the context: "drop_oldest" drops the oldest turns, "stop"
+    raises an error. `tools` are function declarations in JSON schema, as the OpenAI API has them.
     """
 
     system: str | None = None
@@ -47,7 +47,7 @@ class ChatSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompt:
-    """What an answer starts from: the history it continues and its token ids. `dropped` turns were too old to fit."""
+    """The history that an answer continues, with its token ids. `dropped` turns were removed to make it fit."""
 
     messages: list[Message]
     ids: list[int]
@@ -55,10 +55,11 @@ class _Prompt:
 
 
 class Answer:
-    """One answer: iterate it for events, each the moment it is certain. The history changes when it begins and when it ends.
+    """One answer: iterating yields each event as soon as it is final. The history changes when the answer begins and when it ends.
 
-    `finish` says why it ended: the model's own end or a stop string ("stop"), `max_tokens` ("length"), the end of the context, or an
-    interruption, which keeps what was said so far; before anything was said, the conversation is as if nothing had been asked.
+    `finish` is why it ended: an end token or a stop string ("stop"), `max_tokens` ("length"), the end of the context ("context"), or an
+    interruption ("interrupted"), which keeps the text so far. An answer that was interrupted before its first text leaves the history
+    unchanged.
     """
 
     def __init__(self, chat: Chat, prompt: _Prompt, generation: Generation) -> None:
@@ -71,7 +72,7 @@ class Answer:
         self._chat = chat
         self._prompt = prompt
         self._generation = generation
-        self._asked_to_stop = False
+        self._stop_requested = False
         self._events = self._run()
 
     @property
@@ -81,7 +82,7 @@ class Answer:
 
     @property
     def tokens(self) -> list[int]:
-        """The ids of all that was generated: thoughts, calls and control tokens too."""
+        """The ids of all generated tokens, including thoughts, calls and control tokens."""
         return self._generation.tokens
 
     def __iter__(self) -> Self:
@@ -91,11 +92,11 @@ class Answer:
         return next(self._events)
 
     def stop(self) -> None:
-        """Asks it to end after the round that is running. May be called from a signal handler or another thread."""
-        self._asked_to_stop = True
+        """Ends the answer after the current round. May be called from a signal handler or another thread."""
+        self._stop_requested = True
 
     def close(self) -> None:
-        """Ends it now if it is running."""
+        """Ends the answer now if it is running."""
         self._events.close()
 
     def _run(self) -> Generator[Event]:
@@ -106,15 +107,15 @@ class Answer:
         try:
             for one in self._generation.rounds():
                 for token in one.tokens:
-                    yield from self._noted(parser.feed(token))
-                if parser.stopped_by is not None or self._asked_to_stop:
+                    yield from self._record(parser.feed(token))
+                if parser.stopped_by is not None or self._stop_requested:
                     break
             finish = self._reason(parser)
-            yield from self._noted(parser.finish())
+            yield from self._record(parser.finish())
         except GeneratorExit:
             raise
         except BaseException:
-            # The backend may have been cut off between a forward and its bookkeeping: nothing in the cache is to be trusted.
+            # The backend may have been interrupted between a forward and its bookkeeping, so the cache cannot be trusted.
             with contextlib.suppress(Exception):
                 self._chat.session.target.rollback(0)
             raise
@@ -124,7 +125,7 @@ class Answer:
             if self.stats.rounds:
                 self._chat.session.monitor.record_request(self._generation.monitor, self.stats, finish_reason=finish)
 
-    def _noted(self, events: list[Event]) -> Iterator[Event]:
+    def _record(self, events: list[Event]) -> Iterator[Event]:
         for event in events:
             if isinstance(event, Text):
                 self.text += event.text
@@ -137,7 +138,7 @@ class Answer:
     def _reason(self, parser: ChannelParser) -> Finish:
         if self._generation.finish_reason == "stop" or parser.stopped_by is not None:
             return "stop"
-        if self._asked_to_stop:
+        if self._stop_requested:
             return "interrupted"
         return "length" if len(self.tokens) >= self._chat.settings.max_tokens else "context"
 
@@ -151,7 +152,7 @@ class Answer:
                 {"id": f"call_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for i, call in enumerate(calls)
             ]
-            # Gemma 4 wants its thoughts back while its calls are answered, and not in later turns.
+            # Gemma 4 needs its thoughts while its calls are answered, but not in later turns.
             if self.thoughts:
                 message["reasoning_content"] = self.thoughts
         if self.finish == "interrupted":
@@ -199,13 +200,13 @@ class Chat:
     def say(self, text: str) -> Answer:
         """Returns the answer to a user's message; nothing runs before it is iterated.
 
-        Raises RequestError when it does not fit, or when the template refuses it; then the conversation is as it was.
+        Raises RequestError, and leaves the conversation unchanged, if the message does not fit or the template refuses it.
         """
         self._close_answer()
         return self._answer_to([*map(_without_thoughts, self.messages), {"role": "user", "content": text}])
 
     def answer_tools(self, results: Sequence[str]) -> Answer:
-        """Gives the results of the calls the last answer ended in, in their order, and returns what the model says to them."""
+        """Takes the results of the last answer's tool calls, in their order, and returns the model's answer to them."""
         self._close_answer()
         calls = self.messages[-1].get("tool_calls", []) if self.messages else []
         if not calls or len(calls) != len(results):
@@ -218,17 +219,17 @@ class Chat:
         self.settings = replace(self.settings, system=text)
 
     def reset(self) -> None:
-        """Forgets the conversation and keeps the settings."""
+        """Clears the conversation; the settings stay."""
         self._close_answer()
         self.messages = []
 
     def save(self, path: Path | str) -> None:
-        """Writes messages and settings as JSON, whole or not at all. Raises RequestError if the file cannot be written."""
+        """Writes messages and settings as JSON, atomically. Raises RequestError if the file cannot be written."""
         self._close_answer()
         chat_file.save(Path(path), self.settings, self.messages)
 
     def load(self, path: Path | str) -> None:
-        """Takes messages and settings from a file that `save` wrote. Raises RequestError, and changes nothing, if it is not one."""
+        """Reads messages and settings from a file that `save` wrote. Raises RequestError, and changes nothing, for any other file."""
         self._close_answer()
         self.settings, self.messages = chat_file.load(Path(path), ChatSettings)
 
@@ -247,7 +248,7 @@ class Chat:
             self._answer = None
 
     def _fitted(self, messages: list[Message]) -> _Prompt:
-        """Returns the prompt with the newest turns, if not all of them fit beside an answer."""
+        """Returns the prompt of all turns, or of the newest ones that leave room for an answer."""
         context = self.session.target.context
         reserve = min(self.settings.max_tokens, context // 4)
         ids = self._encode(messages)
@@ -255,10 +256,10 @@ class Chat:
             return _Prompt(messages=messages, ids=ids, dropped=0)
         if self.settings.overflow == "stop":
             raise RequestError(
-                f"the conversation has {len(ids)} tokens of the context's {context}, too many to answer; begin a new one (reset), raise the"
-                " context, or let the oldest turns be dropped"
+                f"the conversation has {len(ids)} tokens of the context's {context}, too many to answer; start a new one (reset), raise the"
+                " context, or use overflow drop_oldest"
             )
-        # Dropping costs a whole prefill, so room is made for more than this one answer.
+        # Dropping turns costs a complete prefill, so room is made for more than this answer.
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
         for dropped, start in enumerate(starts[1:], start=1):
             kept = messages[start:]
@@ -267,7 +268,7 @@ class Chat:
                 return _Prompt(messages=kept, ids=ids, dropped=dropped)
         if len(ids) < context:
             return _Prompt(messages=messages, ids=ids, dropped=0)
-        raise RequestError(f"this message alone makes {len(ids)} tokens, the context holds {context}; shorten it or raise the context")
+        raise RequestError(f"this message alone has {len(ids)} tokens, but the context holds {context}; shorten it or raise the context")
 
     def _encode(self, messages: Sequence[Message]) -> list[int]:
         system = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]

@@ -1,4 +1,4 @@
-"""A saved conversation: one JSON file with messages and settings. What is read is checked like any file from outside."""
+"""A saved conversation: one JSON file with messages and settings, untrusted when read."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Settings = TypeVar("Settings", bound=Any)
 
 
 def save(path: Path, settings: Any, messages: Sequence[dict[str, Any]]) -> None:
-    """Writes the file beside its place and moves it there. Raises RequestError if that fails; then what was there is as it was."""
+    """Writes the file atomically. Raises RequestError, and leaves an existing file unchanged, if that fails."""
     data = to_json(settings)
-    # JSON knows neither integer keys nor infinity.
+    # JSON has neither integer keys nor infinity.
     data["sampling"]["logit_bias"] = {str(k): "-inf" if v == -math.inf else v for k, v in settings.sampling.logit_bias.items()}
     record = {"format": FORMAT, "version": VERSION, "settings": data, "messages": list(messages)}
     try:
         atomic_write(path, [json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False).encode(), b"\n"])
     except (OSError, ValueError) as error:
-        raise RequestError(f"the conversation cannot be saved to {path} ({error}); choose another place") from error
+        raise RequestError(f"the conversation cannot be saved to {path} ({error}); choose another file") from error
 
 
 def load(path: Path, settings_type: type[Settings]) -> tuple[Settings, list[dict[str, Any]]]:
@@ -43,9 +43,9 @@ def load(path: Path, settings_type: type[Settings]) -> tuple[Settings, list[dict
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON ({error}); choose a file that /save wrote") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise RequestError(f"{path} is no saved conversation; choose a file that /save wrote")
+        raise RequestError(f"{path} is not a saved conversation; choose a file that /save wrote")
     if record.get("version") != VERSION:
-        raise RequestError(f"{path} has version {record.get('version')!r}, this reader knows {VERSION}; upgrade edge-mtp")
+        raise RequestError(f"{path} has version {record.get('version')!r}, this reader supports {VERSION}; upgrade edge-mtp")
     try:
         return _settings(settings_type, record.get("settings")), [_message(m, f"messages[{i}]") for i, m in enumerate(_list(record))]
     except StructureError as error:
@@ -84,5 +84,5 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(call.get("id"), str):
-            raise StructureError(f"{where}.tool_calls[{i}] is no call of a function")
+            raise StructureError(f"{where}.tool_calls[{i}] is not a function call")
     return message

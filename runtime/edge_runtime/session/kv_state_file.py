@@ -1,7 +1,7 @@
-"""A session's KV state as a file: a header that says what it belongs to, the tokens, and the backend's rows.
+"""A session's KV state as a file: a header that identifies the target, the tokens, and the backend's rows.
 
 Layout: MAGIC, the header's length (uint32, little endian), the header (JSON), the tokens (int32, little endian), the rows.
-The file may come from anywhere: every size is checked against the file's before anything is read on its word.
+The file is untrusted: every size in it is checked against the size of the file before it is used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOKEN = np.dtype("<i4")
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeader:
-    """What a state belongs to. `context` is that of the session that wrote it; `sha256` is of tokens and rows."""
+    """The target and context of a saved state; `sha256` is of tokens and rows."""
 
     version: int
     target_sha256: str
@@ -41,10 +41,10 @@ class StateHeader:
 
 
 def save_state(path: Path, target: Target, bundle: Bundle) -> None:
-    """Writes the target's committed rows to `path`, whole or not at all. Raises RequestError if that is not possible."""
+    """Writes the target's committed rows to `path`, atomically. Raises RequestError if that is not possible."""
     savable = _savable(target)
     if not savable.length:
-        raise RequestError("the KV cache is empty, there is no state to save; generate something first")
+        raise RequestError("the KV cache is empty, so there is no state to save; generate something first")
     tokens, state = savable.tokens.astype(_TOKEN).tobytes(), savable.state()
     header = StateHeader(
         version=VERSION,
@@ -60,7 +60,7 @@ def save_state(path: Path, target: Target, bundle: Bundle) -> None:
 
 
 def load_state(path: Path, target: Target, bundle: Bundle) -> None:
-    """Puts the rows of a file into the target's cache. Raises RequestError if it is damaged or not for this target as it is opened."""
+    """Puts the rows of a file into the target's cache. Raises RequestError if it is damaged or does not fit this target and context."""
     savable = _savable(target)
     if not path.is_file():
         raise RequestError(f"the state {path} is not a file; check the path")
@@ -72,7 +72,7 @@ def load_state(path: Path, target: Target, bundle: Bundle) -> None:
     except OSError as error:
         raise RequestError(f"the state {path} cannot be read ({error.strerror}); check the path") from error
     if _digest(tokens, state) != header.sha256:
-        raise RequestError(f"the state {path} does not have the sha256 its header says; it is damaged, save it again")
+        raise RequestError(f"the state {path} does not have the sha256 of its header; it is damaged, save it again")
     savable.restore(_ids(path, tokens, bundle).tolist(), state)
 
 
@@ -88,13 +88,15 @@ def _read_header(path: Path, file: BinaryIO) -> StateHeader:
         raise RequestError(f"{path} is not a saved KV state; save one with --save-state")
     length = int.from_bytes(file.read(4), "little")
     if length > min(MAX_HEADER_BYTES, size):
-        raise RequestError(f"the state {path} has a header of {length} bytes, more than any; it is damaged, save it again")
+        raise RequestError(
+            f"the state {path} has a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; it is damaged, save it again"
+        )
     try:
         header = from_json(StateHeader, json.loads(file.read(length)), "header")
     except (ValueError, RecursionError, StructureError) as error:
         raise RequestError(f"the state {path} has a damaged header ({error}); save it again") from error
     if header.version != VERSION:
-        raise RequestError(f"the state {path} has version {header.version}, this reader knows {VERSION}; save it again")
+        raise RequestError(f"the state {path} has version {header.version}, this reader supports {VERSION}; save it again")
     if header.tokens < 1 or header.state_bytes < 1:
         raise RequestError(f"the state {path} holds {header.tokens} tokens in {header.state_bytes} bytes; it is damaged, save it again")
     wanted = file.tell() + header.tokens * _TOKEN.itemsize + header.state_bytes
@@ -108,7 +110,8 @@ def _check_fit(path: Path, header: StateHeader, target: SavableTarget, bundle: B
         raise RequestError(f"the state {path} is of another target; open the bundle it was saved with, or save it again")
     if header.kv_type != target.kv_type:
         raise RequestError(
-            f"the state {path} has KV type {header.kv_type[:20]!r}, this session {target.kv_type}; open with --kv-type {header.kv_type[:20]}"
+            f"the state {path} has KV type {header.kv_type[:20]!r}, this session {target.kv_type};"
+            f" open with --kv-type {header.kv_type[:20]}"
         )
     if header.tokens > target.context:
         raise RequestError(
@@ -134,4 +137,4 @@ def _write(path: Path, parts: tuple[bytes, ...]) -> None:
     try:
         atomic_write(path, parts)
     except OSError as error:
-        raise RequestError(f"the state cannot be written to {path} ({error.strerror}); choose another place") from error
+        raise RequestError(f"the state cannot be written to {path} ({error.strerror}); choose another file") from error

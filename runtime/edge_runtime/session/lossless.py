@@ -1,7 +1,7 @@
-"""Checks a claim that kernels can break: that drafts leave the output as it is. Reports the first divergence, never hides it.
+"""Checks that drafts do not change the output, and reports the first divergence.
 
-One row and several rows may go through different kernels whose last bits differ; where the two best logits are that close, the
-choice can flip. The gap tells such a tie from a fault.
+One row and several rows may go through different kernels, whose last bits differ. Where the two best logits are that close, the most
+likely token can change. The logit gap distinguishes such a tie from a fault.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from edge_runtime.session.session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class LosslessReport:
-    """`equal`, or the first place where the outputs part: position in the output, both ids, and how far plain decoding's logits
-    of the two are apart there."""
+    """`equal`, or the first divergence: position in the output, both token ids, and the difference of their logits in plain decoding."""
 
     equal: bool
     tokens: int
@@ -32,17 +31,17 @@ class LosslessReport:
         return asdict(self)
 
     def sentence(self) -> str:
-        """One sentence for people."""
+        """Returns the report as one sentence."""
         if self.equal:
             return f"lossless: all {self.tokens} tokens equal plain decoding"
         return (
             f"first divergence at output token {self.position}: {self.draft_token} instead of {self.plain_token}, "
-            f"whose logits are {self.logit_gap:.3g} apart in plain decoding"
+            f"logits {self.logit_gap:.3g} apart in plain decoding"
         )
 
 
 def check_lossless(session: Session, generation: Generation) -> LosslessReport:
-    """Reruns a finished request plainly and compares token by token. Raises RequestError if its tokens may differ by chance."""
+    """Reruns a finished request without drafts and compares the tokens. Raises RequestError if its sampling is not repeatable."""
     options = generation.options
     if not options.repeatable:
         raise RequestError("sampled tokens differ from run to run; compare at temperature 0, or with acceptance by match and a seed")

@@ -1,4 +1,4 @@
-"""Takes a model's tokens apart: the answer, the thinking channel, and tool calls, as Gemma 4 marks them.
+"""Parses a model's tokens into the answer, the thinking channel and tool calls, as Gemma 4 marks them.
 
 <|channel>thought, a newline, thoughts, <channel|>: the thinking channel. <|tool_call>call:...<tool_call|>: a call.
 Source: ai.google.dev/gemma/docs/core/prompt-formatting-gemma4. A vocabulary without these tokens has answers only.
@@ -15,7 +15,7 @@ from edge_runtime.text.stream import StopStrings, TextStream
 from edge_runtime.text.tool_calls import ToolCall, parse_tool_call
 
 MAX_CHANNEL_NAME = 32
-# A call is held until it is complete; a longer one is no call.
+# A call is buffered until it is complete; a longer one cannot be parsed.
 MAX_CALL_CHARACTERS = 1 << 20
 
 
@@ -28,7 +28,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Thought:
-    """A piece of the thinking channel: not for the person, and not for the next turn."""
+    """A piece of the thinking channel: not part of the answer or of the next turn."""
 
     text: str
 
@@ -38,7 +38,7 @@ _Place = Literal["answer", "name", "thought", "call"]
 
 
 class ChannelParser:
-    """Turns tokens into events as early as they are certain; `stop` strings end the answer (not thoughts) before them."""
+    """Turns tokens into events as soon as they are final; `stop` strings end the answer (not thoughts) before them."""
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
         self._vocabulary = vocabulary
@@ -66,7 +66,7 @@ class ChannelParser:
         return self._stops.found
 
     def feed(self, token: int) -> list[Event]:
-        """Takes one token; returns what became certain, which may be nothing."""
+        """Takes one token; returns the events that became final, possibly none."""
         if self._stops.found is not None:
             return []
         mark = self._marks.get(token)
@@ -77,11 +77,11 @@ class ChannelParser:
         return self._take(self._characters.feed(self._vocabulary.piece(token, special=self._place == "call")))
 
     def finish(self) -> list[Event]:
-        """Returns what was held back, once no token follows. A call that was cut off comes without arguments."""
+        """Returns the remaining events after the last token. A call that was cut off has no arguments."""
         return self._close()
 
     def _close(self) -> list[Event]:
-        """Ends the place we are in; an unfinished character becomes U+FFFD."""
+        """Ends the current part; an unfinished character becomes U+FFFD."""
         events = self._take(self._characters.finish())
         self._characters = TextStream()
         held, self._held = self._held, ""
@@ -108,7 +108,7 @@ class ChannelParser:
         name, newline, rest = self._held.partition("\n")
         if not newline and len(name) <= MAX_CHANNEL_NAME:
             return []
-        # The first line names the channel; one with another name, or too long for a name, is what the model thinks.
+        # The first line names the channel; a channel with another name, or one too long for a name, counts as thoughts.
         self._place, self._held = "thought", ""
         thought = rest if newline and name.strip() == "thought" else name + newline + rest
         return [Thought(thought)] if thought else []

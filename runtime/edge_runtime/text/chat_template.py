@@ -1,9 +1,9 @@
 """Messages to token ids, by the bundle's chat template.
 
-Foreign text (all that is in messages and tools) can never become a control token. That <|turn> in a user's message is text and
-<|turn> in the template is a token cannot be told from the rendered text alone, and llama.cpp takes some control tokens for tokens
-even in plain text (those it shows in output, as <|channel>). So a mark is put inside each control token that foreign text spells, and
-the rendered text is tokenized in the pieces between the marks.
+Foreign text (everything in messages and tools) never becomes a control token. The rendered text alone does not show whether <|turn> is
+text of a message or a token of the template, and llama.cpp parses some control tokens even in plain text (those that it shows in output,
+such as <|channel>). Therefore a mark is put inside each control token that foreign text spells, and the rendered text is tokenized in
+the pieces between the marks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Message = dict[str, Any]
 ROLE = "chat_template"
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_NESTING = 64
-# A noncharacter: Unicode promises that no text means anything by it.
+# A noncharacter: Unicode reserves it for internal use.
 MARK = "\ufdd0"
 TURN_TOKENS = ("<|turn>", "<turn|>")
-# For bundles without a template. The first knows Gemma 4's turns, the second needs no control token.
+# For bundles without a template. The first writes Gemma 4's turns, the second needs no control token.
 TURNS_TEMPLATE = """{{ bos_token }}
 {%- if enable_thinking and (not messages or messages[0].role != 'system') %}{{ '<|turn>system\n<|think|><turn|>\n' }}{% endif %}
 {%- for message in messages %}
@@ -42,9 +42,9 @@ PLAIN_STOPS = ("\nUser:",)
 
 
 class ChatTemplate:
-    """A compiled template with the vocabulary it writes for. `stop` are strings that end an answer where no control token does.
+    """A compiled template and its vocabulary. `stop` are strings that end an answer where no control token does.
 
-    Raises BundleError for a template that is broken; `name` is what messages call it.
+    Raises BundleError for a template that does not compile; `name` names it in messages.
     """
 
     def __init__(self, source: str, vocabulary: Vocabulary, *, name: str = "the chat template", stop: Sequence[str] = ()) -> None:
@@ -63,9 +63,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, prompt_answer: bool = True
     ) -> str:
-        """Returns the conversation as text, control tokens written out and `MARK` where foreign text must not become one.
+        """Returns the conversation as text, with control tokens as text and `MARK` where foreign text must not become one.
 
-        `prompt_answer` ends it where an answer begins. Raises RequestError where the template refuses the messages or does too much.
+        `prompt_answer` ends it where an answer begins. Raises RequestError if the template refuses the messages or exceeds a limit.
         """
         variables = {
             "messages": self._foreign.guard(list(messages)),
@@ -83,7 +83,7 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, prompt_answer: bool = True
     ) -> list[int]:
-        """Returns the conversation's token ids, with the beginning-of-sequence token first. For the rest see `render`."""
+        """Returns the conversation's token ids, beginning with the beginning-of-sequence token. See `render` for the arguments."""
         text = self.render(messages, tools=tools, thinking=thinking, prompt_answer=prompt_answer)
         bos = self._vocabulary.bos
         ids = [i for part in text.split(MARK) if part for i in self._vocabulary.encode(part, add_bos=False, parse_special=True)]
@@ -94,7 +94,7 @@ class ChatTemplate:
 
 
 class _ForeignText:
-    """Copies values from outside for a template: plain JSON types only, with marks in the control tokens that strings spell."""
+    """Copies foreign values for a template: plain JSON types only, with marks in the control tokens that strings spell."""
 
     def __init__(self, control: Sequence[str]) -> None:
         self._starts = re.compile("(?=" + "|".join(map(re.escape, control)) + ")") if control else None
@@ -102,13 +102,13 @@ class _ForeignText:
         self._longest = max(map(len, self._prefixes), default=0)
 
     def guard(self, value: Any, depth: int = 0) -> Any:
-        """Returns the guarded copy; raises RequestError for what is no JSON value."""
+        """Returns the guarded copy. Raises RequestError for anything but JSON values."""
         if value is None or type(value) in (bool, int, float):
             return value
         if isinstance(value, str):
             return self._marked(str(value))
         if depth >= MAX_NESTING:
-            raise RequestError(f"a message is nested more than {MAX_NESTING} levels deep; send it flatter")
+            raise RequestError(f"a message is nested more than {MAX_NESTING} levels deep; flatten it")
         if isinstance(value, Mapping):
             return {self._marked(str(key)): self.guard(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -119,7 +119,7 @@ class _ForeignText:
         text = text.replace(MARK, "\ufffd")
         if self._starts is None:
             return text
-        # The start of a control token at the end of one text could be completed by the next one; a template may trim before that.
+        # The next text could complete the beginning of a control token at the end of this one; a template may trim blanks between them.
         end = len(text.rstrip())
         if any(text[max(end - n, 0) : end] in self._prefixes for n in range(1, self._longest + 1)):
             text = text[:end] + MARK + text[end:]
@@ -130,7 +130,7 @@ class _ForeignText:
 def bundle_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate:
     """Returns the bundle's chat template; without one, Gemma 4's turns if the vocabulary has their tokens, else plain "User:" turns.
 
-    Raises BundleError for a template that is too large, no text, or broken.
+    Raises BundleError for a template that is too large, not UTF-8, or does not compile.
     """
     if not bundle.has(ROLE):
         if all(token in vocabulary.control_tokens for token in TURN_TOKENS):
@@ -138,7 +138,9 @@ def bundle_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate:
         return ChatTemplate(PLAIN_TEMPLATE, vocabulary, name="the built-in plain template", stop=PLAIN_STOPS)
     path = bundle.path(ROLE)
     if path.stat().st_size > MAX_TEMPLATE_BYTES:
-        raise BundleError(f"{path} has {path.stat().st_size} bytes, more than any chat template; do not use this bundle")
+        raise BundleError(
+            f"{path} has {path.stat().st_size} bytes, more than the {MAX_TEMPLATE_BYTES} of a chat template; do not use this bundle"
+        )
     try:
         return ChatTemplate(path.read_text(encoding="utf-8"), vocabulary, name=str(path))
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""What a request may write: a JSON schema, a grammar or a regular expression, and the seam to what enforces it."""
+"""Constraints on the output of a request: a JSON schema, a grammar or a regular expression, and the interface that enforces them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class JsonSchema:
-    """The text is JSON that this schema describes. `schema` is the schema itself or its JSON text."""
+    """The text is JSON that is valid for this schema. `schema` is the schema itself or its JSON text."""
 
     schema: Mapping[str, Any] | bool | str
 
@@ -29,7 +29,7 @@ class Gbnf:
 
 @dataclass(frozen=True)
 class Regex:
-    """The whole text matches this regular expression (syntax of Rust's regex, without look-around and back references)."""
+    """The complete text matches this regular expression (syntax of Rust's regex, without look-around and back references)."""
 
     pattern: str
 
@@ -38,26 +38,26 @@ ConstraintSource = JsonSchema | Gbnf | Regex
 
 
 class Constraint(Protocol):
-    """Belongs to one request and follows what it emits. Looking ahead over drafts leaves no trace.
+    """The constraint of one request, in the state after its emitted tokens. Queries about drafts (`ahead`) do not change the state.
 
-    A token that ends a generation is allowed exactly where the text is whole, and alone where nothing can follow it.
+    A token that ends a generation is allowed exactly where the text is complete, and only such a token where no text can follow.
     """
 
     def allowed(self, ahead: Sequence[int]) -> NDArray[np.bool_]:
-        """Returns which tokens may follow what was emitted and then `ahead`, bool [vocabulary]; a view that later calls leave alone."""
+        """Returns which tokens may follow the emitted tokens and `ahead`, bool [vocabulary]; later calls do not change the array."""
 
     def allows(self, ahead: Sequence[int], token: int) -> bool:
-        """Whether `token` may follow `ahead`: as `allowed` says, for far less work."""
+        """Whether `token` may follow `ahead`: the same as in `allowed`, but much faster."""
 
     def closed(self, ahead: Sequence[int]) -> bool:
         """Whether no text can follow `ahead`: drafts end there, and so does the request."""
 
     def valid(self, drafts: Sequence[int]) -> int:
-        """Returns how many of `drafts`, from the first, may follow what was emitted."""
+        """Returns how many of `drafts`, from the first, may follow the emitted tokens."""
 
     def advance(self, token: int) -> bool:
-        """Takes an emitted token; returns whether no text can follow it."""
+        """Adds an emitted token; returns whether no text can follow it."""
 
     @property
     def complete(self) -> bool:
-        """Whether what was emitted is complete: it could end here."""
+        """Whether the emitted text is complete, so that it could end here."""

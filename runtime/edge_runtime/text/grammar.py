@@ -1,4 +1,4 @@
-"""Constraints enforced by llguidance, which knows a grammar's states and which tokens keep to it. The only module that imports it."""
+"""Constraints enforced by llguidance, which computes the tokens that a grammar allows. The only module that imports it."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ INSTALL = "pip install 'edge-mtp[grammar]'"
 _MARKER = b"\xff"
 # The library recurses over a grammar; see grammar_limits.
 _STACK_BYTES = 64 << 20
-# Any tokens that spell valid text are allowed, not only those that the tokenizer would choose: what the model prefers is its affair.
+# All tokens that spell valid text are allowed, not only those that the tokenizer would choose.
 _HEADER = '%llguidance {"no_forcing": true}\n'
-# One space, or line breaks and an indentation: a model cannot lose itself in blanks. A schema's own "x-guidance" may say otherwise.
+# One space, or line breaks and an indentation, so that a model cannot emit blanks for ever. A schema's "x-guidance" overrides this.
 _BLANK = r"\x20|\x0A{1,2}[\x20\x09]{0,40}"
-# The library looks at the tokens inside a JSON string as one: 0.2 instead of 3.5 ms for a mask there, for 28 MiB at 262144 tokens.
-# Its own choice of four such sets takes 86 MiB and gains no more but in strings of bounded length.
+# The library handles the tokens inside a JSON string as one set: 0.2 instead of 3.5 ms per mask there, for 28 MiB at 262144 tokens. Its
+# default of four such sets takes 86 MiB and is faster only in strings of limited length.
 _STRING = r'[^"\\\x00-\x1F\x7F]+'
 _MAX_REASON = 300
 _NOTHING_FOLLOWS = "NoExtensionBias"
 
 
 class Grammars:
-    """Makes constraints for one vocabulary of `size` tokens; the table that this takes is made with the first (0.7 s for 262144)."""
+    """Compiles constraints for one vocabulary of `size` tokens; the token table is built once (0.7 s for 262144 tokens)."""
 
     def __init__(self, vocabulary: Vocabulary, size: int) -> None:
-        """Raises BackendError if llguidance is not installed, RequestError for a vocabulary without a token that ends a text."""
+        """Raises BackendError if llguidance is not installed, RequestError for a vocabulary without an end token."""
         try:
             import llguidance
         except ImportError as error:
             raise BackendError(f"constrained output needs llguidance, which is not installed; run: {INSTALL}") from error
         if not vocabulary.eog_tokens:
-            raise RequestError("the vocabulary has no token that ends a text, so no grammar could end; leave the constraint out")
+            raise RequestError("the vocabulary has no end token, so no grammar could end; leave the constraint out")
         self._library = llguidance
         self._eog = vocabulary.eog_tokens
         self._size = size
@@ -57,14 +57,14 @@ class Grammars:
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(pieces), eos_token=sorted(vocabulary.eog_tokens), slices=[_STRING]
         )
-        pieces.tokens.clear()  # copied by now, and kept alive by the library
+        pieces.tokens.clear()  # the library has copied them
 
     def constrain(self, source: ConstraintSource) -> Constraint:
-        """Returns a constraint at its beginning. Raises RequestError, with the library's reason, for what cannot be compiled."""
+        """Returns a constraint in its initial state. Raises RequestError, with the library's reason, if it cannot be compiled."""
         grammar = _HEADER + self._lark(source)
         matcher = _on_deep_stack(lambda: self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits()))
         constraint = _LlguidanceConstraint(matcher, self._eog, self._size)
-        constraint.allowed(())  # a grammar without any sentence shows here
+        constraint.allowed(())  # fails for a grammar that allows no text
         return constraint
 
     def _lark(self, source: ConstraintSource) -> str:
@@ -83,31 +83,31 @@ _made: weakref.WeakKeyDictionary[Vocabulary, Grammars] = weakref.WeakKeyDictiona
 
 
 def grammars_for(vocabulary: Vocabulary, size: int) -> Grammars:
-    """Returns the one `Grammars` of a vocabulary, which all sessions on a model share; made when first asked for."""
+    """Returns the `Grammars` of a vocabulary, which all sessions on a model share; created on first use."""
     if vocabulary not in _made:
         _made[vocabulary] = Grammars(vocabulary, size)
     return _made[vocabulary]
 
 
 class _Pieces:
-    """What llguidance wants to know of a tokenizer."""
+    """The tokenizer's interface that llguidance needs."""
 
     def __init__(self, vocabulary: Vocabulary, size: int) -> None:
         self.eos_token_id = min(vocabulary.eog_tokens)
         self.bos_token_id = None
         self.special_token_ids: list[int] = []
-        # Tokens without text are never allowed, and control tokens are none, even where their text is shown: in the midst of a JSON string
-        # one would begin a tool call.
+        # Tokens without text are never allowed. Control tokens count as such, even those with a text: inside a JSON string one would begin
+        # a tool call.
         control = vocabulary.eog_tokens.union(vocabulary.control_tokens.values())
         self.tokens = [b"" if token in control else _text(vocabulary.piece(token)) for token in range(size)]
 
     def __call__(self, text: str) -> list[int]:
-        """Never asked for: a tokenizer's own choice of tokens would matter only if they were forced."""
+        """Never called: the tokenizer's own choice of tokens would matter only if tokens were forced."""
         raise NotImplementedError
 
 
 class _LlguidanceConstraint:
-    """Implements `constraint.Constraint`. The matcher stands after what was emitted and the drafts in `_path`."""
+    """Implements `constraints.Constraint`. The matcher's state is after the emitted tokens and the drafts in `_path`."""
 
     def __init__(self, matcher: LLMatcher, eog: frozenset[int], size: int) -> None:
         self._matcher = matcher
@@ -119,7 +119,7 @@ class _LlguidanceConstraint:
         self._check()
 
     def allowed(self, ahead: Sequence[int]) -> NDArray[np.bool_]:
-        """One mask per place and round, however often it is asked for."""
+        """Computes one mask per position and round; repeated calls return it."""
         if self._over(ahead):
             return self._ends_only()
         place = len(ahead)
@@ -132,7 +132,7 @@ class _LlguidanceConstraint:
         return mask
 
     def allows(self, ahead: Sequence[int], token: int) -> bool:
-        """Asks for a token alone unless the mask is there."""
+        """Validates the token alone unless the mask was computed already."""
         place = len(ahead)
         if self._over(ahead) or (list(ahead) == self._path[:place] and self._masks[place] is not None):
             return bool(self.allowed(ahead)[token])
@@ -142,21 +142,21 @@ class _LlguidanceConstraint:
         return self._matcher.validate_tokens([token]) == 1
 
     def closed(self, ahead: Sequence[int]) -> bool:
-        """Whether nothing, or only the end, can follow."""
+        """Whether nothing but an end token can follow."""
         if self._over(ahead):
             return True
         self._go_to(ahead)
         return self._matcher.is_stopped()
 
     def valid(self, drafts: Sequence[int]) -> int:
-        """All tokens are looked at in one call."""
+        """Validates all tokens in one call."""
         if self._ended:
             return 0
         self._go_to(())
         return self._matcher.validate_tokens(list(drafts))
 
     def advance(self, token: int) -> bool:
-        """Keeps what was looked at beyond the token, if that is where the drafts went."""
+        """Keeps the states and masks after the token if the drafts began with it."""
         if self._over((token,)):
             self._ended = True
             return True
@@ -169,7 +169,7 @@ class _LlguidanceConstraint:
 
     @property
     def complete(self) -> bool:
-        """Whether the end is allowed here, or has come."""
+        """Whether an end token is allowed here or was emitted."""
         if self._ended:
             return True
         self._go_to(())
@@ -184,7 +184,7 @@ class _LlguidanceConstraint:
         return mask
 
     def _go_to(self, ahead: Sequence[int]) -> None:
-        """Moves the matcher to the state after `ahead`. Raises RequestError if a token of it is not valid, or the library gives up."""
+        """Moves the matcher to the state after `ahead`. Raises RequestError if a token of it is not valid, or the library fails."""
         path, ahead = self._path, list(ahead)
         common = next((i for i, (old, new) in enumerate(zip(path, ahead, strict=False)) if old != new), min(len(path), len(ahead)))
         if len(path) > common:
@@ -236,9 +236,9 @@ def _on_deep_stack(work: Callable[[], Result]) -> Result:
 
 
 def _reason(error: str) -> str:
-    """Returns the library's message as one line, without its picture of a text that the user never wrote."""
+    """Returns the library's message as one line, without its excerpt of the converted grammar."""
     if error.startswith(_NOTHING_FOLLOWS):
-        return "no token of this vocabulary leads to a text that it allows"
+        return "no text that it allows can be written with this vocabulary"
     lines = [line.strip() for line in error.splitlines() if not re.match(r"\s*(\d+ \||\^)", line)]
     text = re.sub(r"^at \d+\(\d+\): ", "", " ".join(line for line in lines if line and line != "<non-verbose/>"))
     return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."

@@ -1,4 +1,4 @@
-"""What a grammar from outside may ask of the library that compiles it: it recurses on the machine's stack and does not bound everything.
+"""Limits for grammars from outside: the library that compiles them recurses on the machine's stack and does not limit everything.
 
 Measured with llguidance 1.9.1: on a stack of 8 MiB a chain of 1200 schemas ends the process, and `multipleOf` 1000003 takes 5 seconds
 and 276 MiB, since its automaton has a state for each remainder.
@@ -25,7 +25,7 @@ _UNICODE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.
 
 
 def read_schema(schema: Mapping[str, Any] | bool | str) -> dict[str, Any] | bool:
-    """Returns a JSON schema that is small enough to compile. Raises RequestError for what is no JSON, no schema or too large."""
+    """Returns a JSON schema that is small enough to compile. Raises RequestError for anything else."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         _check_size("the JSON schema", text, MAX_SCHEMA_BYTES)
@@ -37,11 +37,13 @@ def read_schema(schema: Mapping[str, Any] | bool | str) -> dict[str, Any] | bool
     except RecursionError:
         raise RequestError("the JSON schema is nested too deeply; flatten it") from None
     except (TypeError, ValueError) as error:
-        raise RequestError(f"the JSON schema is no JSON: {error}") from None
+        raise RequestError(f"the JSON schema is not JSON: {error}") from None
     if levels > MAX_SCHEMA_LEVELS:
-        raise RequestError(f"the JSON schema has {levels} levels, references followed; at most {MAX_SCHEMA_LEVELS} can be compiled")
+        raise RequestError(f"the JSON schema has {levels} levels, with references followed; at most {MAX_SCHEMA_LEVELS} are allowed")
     if remainders > MAX_REMAINDERS:
-        raise RequestError(f"the multipleOf of the JSON schema have {remainders} remainders together; at most {MAX_REMAINDERS} are served")
+        raise RequestError(
+            f"the multipleOf values of the JSON schema have {remainders} remainders together; at most {MAX_REMAINDERS} are allowed"
+        )
     return parsed
 
 
@@ -50,7 +52,7 @@ def read_grammar(text: str) -> str:
     _check_size("the grammar", text, MAX_GRAMMAR_BYTES)
     rules = text.count("::=")
     if rules > MAX_GRAMMAR_RULES:
-        raise RequestError(f"the grammar has {rules} rules; at most {MAX_GRAMMAR_RULES} are served")
+        raise RequestError(f"the grammar has {rules} rules; at most {MAX_GRAMMAR_RULES} are allowed")
     return _UNICODE_ESCAPE.sub(_character, text)
 
 
@@ -63,18 +65,18 @@ def read_pattern(pattern: str) -> str:
 def _check_size(what: str, text: str, limit: int) -> None:
     size = len(text.encode("utf-8", "replace"))
     if size > limit:
-        raise RequestError(f"{what} has {size} bytes; at most {limit} are served")
+        raise RequestError(f"{what} has {size} bytes; at most {limit} are allowed")
 
 
 def _levels(schema: object) -> int:
-    """Returns a bound on how deep a walk goes that follows each reference once: the depth of the schema and of all it refers to."""
+    """Returns a bound on the depth of a walk that follows each reference once: the depths of the schema and of all referenced parts."""
     depths: dict[int, int] = {}
     targets = {ref for ref in _values(schema, "$ref") if isinstance(ref, str)}
     return _depth(schema, depths) + sum(_depth(_target(schema, ref), depths) for ref in targets)
 
 
 def _target(schema: object, ref: str) -> object:
-    """Returns what a reference within the document points to; the whole document where it does not say it plainly."""
+    """Returns the target of a reference within the document; the document itself if it is not a plain path."""
     value = schema
     if not ref.startswith("#/"):
         return schema
@@ -94,7 +96,7 @@ def _depth(value: object, known: dict[int, int]) -> int:
 
 
 def _values(value: object, name: str) -> Iterator[Any]:
-    """Yields what stands under `name` in any object."""
+    """Yields the values of the key `name` in all objects."""
     if isinstance(value, dict):
         if name in value:
             yield value[name]
@@ -123,5 +125,5 @@ def _character(escape: re.Match[str]) -> str:
     try:
         chr(number).encode()
     except (ValueError, OverflowError):
-        raise RequestError(f"{escape[0]} in the grammar is no character; write one between U+0000 and U+10FFFF") from None
+        raise RequestError(f"{escape[0]} in the grammar is not a character; write one between U+0000 and U+10FFFF") from None
     return chr(number)

@@ -1,4 +1,4 @@
-"""Token bytes to text, as a stream that ends at stop strings. Knows no logits and no drafts."""
+"""Token bytes to text, as a stream that ends at stop strings."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ MAX_STOP_LENGTH = 1000
 
 
 class TextStream:
-    """Turns token pieces (bytes) into text without ever splitting a character."""
+    """Decodes token pieces (bytes) to text without splitting a character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, piece: bytes) -> str:
-        """Returns the text that is complete now; bytes of an unfinished character wait for the next piece."""
+        """Returns the complete characters; bytes of an unfinished one are kept for the next piece."""
         return self._decoder.decode(piece)
 
     def finish(self) -> str:
-        """Returns what is left; an unfinished character becomes U+FFFD."""
+        """Returns the rest; an unfinished character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
 class StopStrings:
     """Cuts a stream of text before the stop string that is complete first; of several complete at once, before the longest.
 
-    Where the text is split does not matter. What may be the beginning of a stop string is held back until that is clear.
+    The result does not depend on how the text is split. A possible beginning of a stop string is held back until it is decided.
     Raises RequestError for an empty stop string, and for one of more than `MAX_STOP_LENGTH` characters.
     """
 
@@ -43,7 +43,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Returns the text that is certain to stand; nothing more once a stop string was found."""
+        """Returns the text that no stop string can cut; nothing after a stop string was found."""
         if self.found is not None:
             return ""
         text = self._held + text
@@ -57,7 +57,7 @@ class StopStrings:
         return text[: len(text) - begun]
 
     def finish(self) -> str:
-        """Returns what was held back and turned out to be no stop string."""
+        """Returns the text that was held back and is not part of a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -68,7 +68,7 @@ def _begun(text: str, stop: str) -> int:
 
 
 class OutputText:
-    """The text of one request: token pieces go in one by one, text that stands comes out when asked for."""
+    """The text of one request: `feed` takes token pieces one by one, `take` returns the text that is final."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._characters = TextStream()
@@ -81,17 +81,17 @@ class OutputText:
         return self._stops.found
 
     def feed(self, piece: bytes) -> bool:
-        """Takes the bytes of one token; returns whether a stop string is complete: then the request is over."""
+        """Takes the bytes of one token; returns whether a stop string is complete, which ends the request."""
         self._ready.append(self._stops.feed(self._characters.feed(piece)))
         return self._stops.found is not None
 
     def take(self) -> str:
-        """Returns the text that became certain since the last call."""
+        """Returns the text that became final since the last call."""
         text = "".join(self._ready)
         self._ready.clear()
         return text
 
     def finish(self) -> str:
-        """Returns the rest, once no token follows: what was held back too, unless a stop string ended it."""
+        """Returns the rest after the last token, including text held back, unless a stop string ended it."""
         self._ready += [self._stops.feed(self._characters.finish()), self._stops.finish()]
         return self.take()

@@ -18,7 +18,7 @@ _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A call the model asks for. `arguments`, and `name` too, are None where `raw`, the model's own words, could not be read."""
+    """A tool call of the model. `arguments`, and possibly `name`, are None if `raw`, the generated text, could not be parsed."""
 
     name: str | None
     arguments: dict[str, Any] | None
@@ -30,7 +30,7 @@ class _Unreadable(ValueError):
 
 
 def parse_tool_call(raw: str) -> ToolCall:
-    """Reads one call, the text between the two tool-call tokens; JSON arguments are understood too. Never raises."""
+    """Parses one call, the text between the two tool-call tokens; arguments may also be JSON. Never raises."""
     named = _NAME.match(raw)
     if named is None:
         return ToolCall(name=None, arguments=None, raw=raw)
@@ -106,7 +106,7 @@ def _string(text: str, at: int) -> tuple[str, int]:
 
 
 def _scalar(word: str) -> Any:
-    """true, false, null, None and numbers; any other bare word is text."""
+    """Returns the value of true, false, null, None or a number; any other bare word is text."""
     if word in ("None", "null"):
         return None
     try:

@@ -184,16 +184,16 @@ def test_gbnf_takes_unicode_escapes_comments_and_classes():
 
 
 REFUSED = {
-    "no JSON": (JsonSchema("{"), "is no JSON"),
+    "no JSON": (JsonSchema("{"), "is not JSON"),
     "no schema": (JsonSchema("[]"), "is a list"),
     "false": (JsonSchema(False), "schema is false"),
     "not supported": (JsonSchema({"type": "array", "uniqueItems": True}), "uniqueItems"),
-    "without end": (JsonSchema({"$ref": "#"}), "no token of this vocabulary leads"),
+    "without end": (JsonSchema({"$ref": "#"}), "no text that it allows"),
     "a file": (JsonSchema({"$ref": "file:///etc/passwd"}), "file:///etc/passwd"),
     "not GBNF": (Gbnf('root = "a"'), "Expected ::="),
     "a rule missing": (Gbnf("root ::= other"), "'other' not found"),
     "no root": (Gbnf('a ::= "a"'), "No 'root' rule"),
-    "no character": (Gbnf('root ::= "\\UFFFFFFFF"'), "is no character"),
+    "no character": (Gbnf('root ::= "\\UFFFFFFFF"'), "is not a character"),
     "an open group": (Regex("(a"), "unclosed group"),
     "look-around": (Regex("a(?=b)"), "look-around"),
 }
@@ -295,5 +295,5 @@ def test_a_missing_library_is_named(monkeypatch):
 
 
 def test_a_vocabulary_without_an_end_is_refused():
-    with pytest.raises(RequestError, match="no token that ends a text"):
+    with pytest.raises(RequestError, match="no end token"):
         Grammars(LetterVocabulary(), 17)
