@@ -190,5 +190,5 @@ def test_a_signal_ends_it_while_it_answers(exported_pair: Path, probe_memory: Pa
     assert child.end(signal.SIGINT) == 0
     assert time.monotonic() - begin < 30
     listener.join()
-    assert "ending" in heard[-1] or "onnection" in heard[-1]
+    assert "shutting down" in heard[-1] or "onnection" in heard[-1]
     assert child.lines[-1] == "ended\n"
