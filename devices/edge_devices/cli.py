@@ -74,8 +74,8 @@ Examples:
 def main() -> None:
     """Describe this device and its energy meters, and read energy logs.
 
-    To predict a model's speed on a device: `edge-run BUNDLE --plan --profile NAME`, or before an export `edge-export TARGET DRAFTER --plan`.
-    For plots of an energy log: `edge-bench --report LOG --html PAGE`.
+    To predict a model's speed on a device: `edge-run BUNDLE --plan --profile NAME`, or before an export `edge-export TARGET DRAFTER
+    --plan`. For plots of an energy log: `edge-bench --report LOG --html PAGE`.
     """
 
 
@@ -130,7 +130,8 @@ def memory_text(found: Profile) -> str:
 @click.option(
     "--measure",
     is_flag=True,
-    help="Also poll each usable meter under a load that goes on and off: its refresh, lag, cost of a read. Seconds, a slow gauge two minutes.",
+    help="Also poll each usable meter under a load that goes on and off: its refresh, lag, cost of a read. Seconds, a "
+    "slow gauge two minutes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def meters(measure: bool, as_json: bool) -> None:

@@ -84,7 +84,8 @@ class Drafter(Protocol):
     def draft(
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
     ) -> list[int]:
-        """Returns at most `draft_length` token ids; may return fewer, as where `should_continue` says no. Leaves the target's cache as it is.
+        """Returns at most `draft_length` token ids; may return fewer, as where `should_continue` says no. Leaves the target's cache as it
+        is.
 
         Each is the likeliest, or what `sampler` picks. A token that `sampler` picked must be returned, before any that it did not pick:
         to drop one for what it is would bend the distribution of the output.

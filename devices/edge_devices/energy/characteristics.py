@@ -19,7 +19,10 @@ SETTLED_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Characteristics:
-    """Seconds: median and longest time between new values; from a load step until 90 % of it shows. `zero_rate`: reads that meant nothing."""
+    """Seconds: median and longest time between new values; from a load step until 90 % of it shows.
+
+    `zero_rate`: reads that meant nothing.
+    """
 
     refresh_s: float
     longest_gap_s: float

@@ -29,7 +29,8 @@ MAX_LINE_CHARS = 4096
 def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
     """Reads a table with a header line, separated by commas, semicolons, tabs or blanks. Joules are taken before watts before V × A.
 
-    Times that go back (loggers that stamp whole packets) are held at the latest one. Raises MeterError for a table without the needed columns.
+    Times that go back (loggers that stamp whole packets) are held at the latest one. Raises MeterError for a table without the needed
+    columns.
     """
     rows = _rows(path)
     header = next(rows, [])
@@ -104,8 +105,8 @@ MAX_RIVAL_SHARE = 0.9
 def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
     """Returns the seconds to add to the trace's times so that its power is high in the spans of load and low in the rests around them.
 
-    An offset's fit is the share of the variance, over loads and rests, that two levels explain (R² of a step function). `search` bounds the offset.
-    Raises MeasurementError when no step shows, or when another offset fits almost as well (steps of equal length and distance).
+    An offset's fit is the share of the variance, over loads and rests, that two levels explain (R² of a step function). `search` bounds the
+    offset. Raises MeasurementError when no step shows, or when another offset fits almost as well (steps of equal length and distance).
     """
     if len(loads) < 2:
         raise MeasurementError(f"{len(loads)} load steps cannot align two clocks; give at least 2, of different lengths")
@@ -176,7 +177,8 @@ MAX_RECORDING_S = 6 * 3600.0
 
 
 def with_external_meter(log: RunLog, table: Trace) -> RunLog:
-    """Returns the log as the external meter saw it; its clock is found by the log's load steps, or by the runs themselves where there are none.
+    """Returns the log as the external meter saw it; its clock is found by the log's load steps, or by the runs themselves where there are
+    none.
 
     Raises MeasurementError when the clocks cannot be aligned.
     """

@@ -45,9 +45,9 @@ def of_error(value: float, error: float, freedom: float, n: int) -> Interval:
 def mean_interval(values: Sequence[float], times: Sequence[float], *, resolution: float = 0.0) -> Interval:
     """Returns the mean of repeats with its interval.
 
-    A straight drift over `times` (heating, a sinking battery voltage) is a property of the block, not scatter: from 5 repeats on the scatter is
-    taken around the line, with n - 2 degrees of freedom (least squares; the mean itself stays). `resolution`, the smallest error one value
-    can have, stands in where repeats agree better than the meter can tell. Raises MeasurementError for fewer than 2 values.
+    A straight drift over `times` (heating, a sinking battery voltage) is a property of the block, not scatter: from 5 repeats on the
+    scatter is taken around the line, with n - 2 degrees of freedom (least squares; the mean itself stays). `resolution`, the smallest error
+    one value can have, stands in where repeats agree better than the meter can tell. Raises MeasurementError for fewer than 2 values.
     """
     n = len(values)
     if n < 2:
@@ -68,7 +68,10 @@ def mean_interval(values: Sequence[float], times: Sequence[float], *, resolution
 
 
 def ratio_interval(values: Sequence[float], baselines: Sequence[float]) -> Interval:
-    """Returns value / baseline of pairs: the mean of the logarithms of their ratios, and its interval, taken back. MeasurementError for < 2 pairs."""
+    """Returns value / baseline of pairs: the mean of the logarithms of their ratios, and its interval, taken back.
+
+    MeasurementError for < 2 pairs.
+    """
     if len(values) != len(baselines) or len(values) < 2 or min(*values, *baselines) <= 0:
         raise MeasurementError(f"{len(values)} and {len(baselines)} repeats make no pairs; run both sides equally often, at least twice")
     logs = [math.log(v / b) for v, b in zip(values, baselines, strict=True)]

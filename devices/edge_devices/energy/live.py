@@ -86,7 +86,7 @@ class EnergyWatch:
 
 
 def watch_interval(facts: MeterFacts) -> float:
-    """Returns seconds between readings of one run: a counter that is new often costs little to read and is read often, so that short runs have figures."""
+    """Returns seconds between readings during a run. A counter that updates often is cheap to read and is read often, for short runs."""
     fast = facts.kind is Kind.COUNTER and facts.refresh_s <= FAST_S
     return min(facts.poll_s, FAST_S) if fast else facts.poll_s
 

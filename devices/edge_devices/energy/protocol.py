@@ -111,7 +111,8 @@ def measure(
 ) -> RunLog:
     """Measures every workload `plan.repeats` times, in turn and every other time backwards, between two idle windows.
 
-    The recorder must be running. `load_step`, where an external meter records too: a plain load to find its clock by. Raises MeasurementError when the machine's state forbids it.
+    The recorder must be running. `load_step`, where an external meter records too: a plain load to find its clock by. Raises
+    MeasurementError when the machine's state forbids it.
     """
     facts = recorder.trace.facts
     state = read_state(system)

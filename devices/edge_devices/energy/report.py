@@ -34,8 +34,8 @@ class Idle:
 class Variant:
     """What one variant took. Joules gross unless `net` is said; None: not known, or not told from noise.
 
-    `phase_joules`: joules per request by phase, told apart by `phase_method`; `closure`: (sum of calibrated phases - measured) / measured, the
-    worst repeat's, None where there was nothing to test.
+    `phase_joules`: joules per request by phase, told apart by `phase_method`; `closure`: (sum of calibrated phases - measured) / measured,
+    the worst repeat's, None where there was nothing to test.
     """
 
     name: str
@@ -57,7 +57,10 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All figures of one measurement, with the meter they came from. `phase_watts`: mean watts of the phases that have calibration loops."""
+    """All figures of one measurement, with the meter they came from.
+
+    `phase_watts`: mean watts of the phases that have calibration loops.
+    """
 
     meter: str
     scope: str
@@ -270,7 +273,10 @@ def too_short(log: RunLog, seconds: float) -> str | None:
     need = log.characteristics.shortest_window_s
     if seconds >= need:
         return None
-    return f"too short: {seconds:.3g} s, and {log.facts.name} needs {need:.3g} s (50 refreshes of {log.characteristics.refresh_s:.3g} s, at least 10 s, and its lag)"
+    return (
+        f"too short: {seconds:.3g} s, and {log.facts.name} needs {need:.3g} s (50 refreshes of "
+        f"{log.characteristics.refresh_s:.3g} s, at least 10 s, and its lag)"
+    )
 
 
 def exclusions(log: RunLog, run: Run, window: WindowEnergy) -> list[str]:

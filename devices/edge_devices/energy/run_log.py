@@ -1,7 +1,7 @@
 """The raw record of a measurement: one JSON object a line, from which every figure can be computed again without the device.
 
-Kinds of line: header (schema, meter, environment), characteristics, sample (t, v, raw), fault (t, reason), idle and load (start, end), run, warning. Times are
-seconds on the device's clock that decoding is timed with.
+Kinds of line: header (schema, meter, environment), characteristics, sample (t, v, raw), fault (t, reason), idle and load (start, end), run,
+warning. Times are seconds on the device's clock that decoding is timed with.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ MOST_LINES = 50_000_000  # half a day at 1 kHz
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One window of work. `phases`: seconds per phase (prefill, draft, verify, ...); `emitted_tokens` never counts drafted tokens; `prompt_tokens` only those
-    that were not in the cache; `expected_s`: how long the work should have taken by its own speed before, None where nothing is known.
+    """One window of work. `phases`: seconds per phase (prefill, draft, verify, ...); `emitted_tokens` never counts drafted tokens;
+    `prompt_tokens` only those that were not in the cache; `expected_s`: how long the work should have taken by its own speed before, None
+    where nothing is known.
     """
 
     variant: str

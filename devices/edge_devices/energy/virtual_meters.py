@@ -20,7 +20,10 @@ VIRTUAL = "estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl
 
 
 class PendingExternalMeter:
-    """A meter in the supply line, whose table comes after the run: it reads nothing. What it does is assumed until then: a new value a second."""
+    """A meter in the supply line, whose table comes after the run: it reads nothing.
+
+    What it does is assumed until then: a new value a second.
+    """
 
     facts = MeterFacts(
         name=EXTERNAL,
@@ -45,7 +48,10 @@ def requested_meter(system: System, findings: Sequence[Finding], name: str | Non
 
 
 def virtual_meter(system: System, name: str | None) -> Meter | None:
-    """Returns the meter of `estimate:IDLE,CORE` or `replay:FILE`; None for every other name. Raises MeterError for values that cannot be."""
+    """Returns the meter of `estimate:IDLE,CORE` or `replay:FILE`; None for every other name.
+
+    Raises MeterError for values that cannot be.
+    """
     kind, _, value = (name or "").partition(":")
     if kind == ESTIMATE:
         try:
@@ -64,7 +70,10 @@ class EstimateMeter:
     def __init__(
         self, system: System, *, idle_watts: float, core_watts: float, busy_seconds: Callable[[], float] = time.process_time
     ) -> None:
-        """`busy_seconds`: processor time of this process, all its threads; child processes are not in it. MeterError for impossible watts."""
+        """`busy_seconds`: processor time of this process, all its threads; child processes are not in it.
+
+        MeterError for impossible watts.
+        """
         for name, watts in (("idle", idle_watts), ("core", core_watts)):
             if not (math.isfinite(watts) and 0 <= watts <= 1000):
                 raise MeterError(f"{name} watts of {watts} make no power model; give a number from 0 to 1000")

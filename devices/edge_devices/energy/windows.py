@@ -1,7 +1,8 @@
 """Energy of a window of time: a difference of a counter, or the integral of a sampler.
 
-Only the steady inside of a window is read. What a counter or gauge shows at the window's edges still belongs in part to the time outside, so the lead-in
-is left out, the mean power of the rest is taken, and the window's energy is that power times the window's whole length."""
+Only the steady inside of a window is read. What a counter or gauge shows at the window's edges still belongs in part to the time outside,
+so the lead-in is left out, the mean power of the rest is taken, and the window's energy is that power times the window's whole length.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ FAST = 1000  # a counter that is new so many times per window needs no lead-in a
 
 @dataclass(frozen=True, kw_only=True)
 class WindowEnergy:
-    """One window. `error_watts`: standard error of the power within this window, with `freedom` degrees of freedom; `resolution_watts`: what the
-    meter cannot resolve; `news`: new values seen; `longest_gap_s`: longest time without one; `observed_s`: seconds the figure rests on.
+    """One window. `error_watts`: standard error of the power within this window, with `freedom` degrees of freedom; `resolution_watts`:
+    what the meter cannot resolve; `news`: new values seen; `longest_gap_s`: longest time without one; `observed_s`: seconds the figure
+    rests on.
     """
 
     start_s: float
@@ -60,7 +62,8 @@ def measure_window(trace: Trace, start_s: float, end_s: float, meter: Characteri
 def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristics) -> WindowEnergy:
     """ΔE / Δt between the first and the last new value inside.
 
-    Error of one edge: uniform over the time it may be late (variance t²/12). The rest of the window is taken to be like the inside, within its scatter.
+    Error of one edge: uniform over the time it may be late (variance t²/12). The rest of the window is taken to be like the inside, within
+    its scatter.
     """
     fast = meter.refresh_s * FAST <= end_s - start_s
     inside = trace.span(start_s if fast else start_s + meter.refresh_s, end_s)
@@ -146,7 +149,7 @@ CLOSURE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseShares:
-    """Joules per phase; `method`: measured (one phase), calibrated or time_proportional; `closure`: (sum - measured) / measured, None where not tested."""
+    """Joules per phase; `method`: measured (one phase), calibrated or time_proportional; `closure`: (sum - measured) / measured or None."""
 
     joules: Mapping[str, float]
     method: str

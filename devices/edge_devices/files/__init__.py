@@ -1,1 +1,1 @@
-"""Reading and writing files safely, for the whole project: atomic writes, size-limited reads, hashes, typed JSON, protobuf fields, the per-user cache."""
+"""Safe reading and writing of files: atomic writes, size-limited reads, hashes, typed JSON, protobuf fields, the per-user cache."""

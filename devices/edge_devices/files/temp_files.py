@@ -72,7 +72,10 @@ def _is_stale(path: Path, process: int) -> bool:
 
 
 def _lock(path: Path, *, wait: bool) -> int:
-    """Returns a descriptor that holds the lock until it is closed. Raises OSError; BlockingIOError if another has the lock, unless `wait`."""
+    """Returns a descriptor that holds the lock until it is closed.
+
+    Raises OSError; BlockingIOError if another has the lock, unless `wait`.
+    """
     if fcntl is None:
         raise OSError("this system has no file locks")
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -19,7 +19,10 @@ HOTTEST = 120_000  # thousandths of a degree; some thermal zones report no tempe
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceState:
-    """A snapshot; None where a value is unknown. Frequencies in kHz, temperature in °C, swap in bytes; `thermal_status` is Android's, 0 to 6."""
+    """A snapshot; None where a value is unknown.
+
+    Frequencies in kHz, temperature in °C, swap in bytes; `thermal_status` is Android's, 0 to 6.
+    """
 
     throttled: int | None = None
     charger: str | None = None

@@ -1,7 +1,7 @@
 """NVIDIA graphics boards through the driver's own library, libnvidia-ml, where it is installed.
 
-Functions: docs.nvidia.com/deploy/nvml-api, group nvmlDeviceQueries. nvmlDeviceGetTotalEnergyConsumption is in millijoules since the driver was loaded (Volta
-and later); nvmlDeviceGetPowerUsage in milliwatts, on most boards an average over the last second.
+Functions: docs.nvidia.com/deploy/nvml-api, group nvmlDeviceQueries. nvmlDeviceGetTotalEnergyConsumption is in millijoules since the driver
+was loaded (Volta and later); nvmlDeviceGetPowerUsage in milliwatts, on most boards an average over the last second.
 """
 
 from __future__ import annotations

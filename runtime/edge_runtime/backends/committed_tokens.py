@@ -1,4 +1,4 @@
-"""What every target keeps beside its K/V rows: the committed tokens, the hidden rows of the newest of them, and who may do what with them."""
+"""The state that every target keeps beside its K/V rows: the committed tokens, and the hidden rows of the newest of them."""
 
 from __future__ import annotations
 

@@ -244,7 +244,8 @@ class TerminalChat:
         mean = of_error(sum(joules.value for joules, _ in measured) / tokens, error / tokens, freedom, 1)
         scope = f", scope {facts.scope}" if facts else ""
         return [
-            f"energy of {len(measured)} answers with a figure: {mark}{figure_text(mean)} J/token{scope}, idle power while answering included"
+            f"energy of {len(measured)} answers with a figure: {mark}{figure_text(mean)} J/token{scope}, idle power "
+            "while answering included"
         ]
 
     def _dimmed(self, text: str) -> str:

@@ -75,7 +75,8 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
     yield (
         "machine",
         "",
-        f"{machine.system} {machine.architecture}, {machine.processor or 'unknown processor'}, {machine.usable_processors} processors{memory}",
+        f"{machine.system} {machine.architecture}, {machine.processor or 'unknown processor'}, "
+        f"{machine.usable_processors} processors{memory}",
     )
     yield "profile", "", f"{device.profile.name}: {device.profile.quantization}, {device.threads} threads ({device.why})"
     yield from _llama_rows(diagnosis)

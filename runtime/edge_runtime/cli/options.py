@@ -58,7 +58,8 @@ drafting_options = option_group(
     click.option(
         "--draft-length",
         type=click.IntRange(0, 12),
-        help="Tokens to draft per round; 0 is plain decoding. With --policy rolling, the initial length.  [default: from the configuration]",
+        help="Tokens to draft per round; 0 is plain decoding. With --policy rolling, the initial length.  [default: "
+        "from the configuration]",
     ),
     click.option("--policy", type=click.Choice(POLICIES), help="How the draft length is chosen.  [default: from the configuration]"),
     click.option(

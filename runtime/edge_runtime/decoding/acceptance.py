@@ -37,7 +37,10 @@ def accept_greedy(drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
 
 
 def likeliest(row: Logits) -> int:
-    """Returns the index of the largest logit of a row [vocabulary]. Raises BackendError for a row with NaN, of which argmax takes the first."""
+    """Returns the index of the largest logit of a row [vocabulary].
+
+    Raises BackendError for a row with NaN, of which argmax takes the first.
+    """
     best = int(row.argmax())
     if math.isnan(row[best]):
         raise BackendError(

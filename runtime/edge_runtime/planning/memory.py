@@ -136,7 +136,8 @@ def check_memory(
             raise RequestError(_refusal(manifest, request, plan.reserved, available, where, reserved_only=True))
         if plan.total > available:
             notify(
-                f"The bundle takes {byte_text(plan.total)}, but {byte_text(available)} are available: weights will be read from disk again and again."
+                f"The bundle takes {byte_text(plan.total)}, but {byte_text(available)} are available: weights will be "
+                "read from disk again and again."
             )
     return plan
 

@@ -1,7 +1,7 @@
 """The battery gauge of an Android device: through the battery service (works for the shell user), or through its sysfs files.
 
-The specification says microamperes, positive while charging; makers disagree about both. The sign is dropped and the state of charge tells the
-direction; the unit is the one that makes an idle device take between 0.1 and 15 W, which only one can.
+The specification says microamperes, positive while charging; makers disagree about both. The sign is dropped and the state of charge tells
+the direction; the unit is the one that makes an idle device take between 0.1 and 15 W, which only one can.
 """
 
 from __future__ import annotations

@@ -57,7 +57,10 @@ def _read_rails(rails: bytes, names: dict[int, str], latest: dict[int, int]) -> 
 
 
 def only_rails(trace: bytes) -> bytes:
-    """Returns a trace with nothing but its power rails: others of its packets name the system and its build. Raises MeterError for a damaged one."""
+    """Returns a trace with nothing but its power rails: others of its packets name the system and its build.
+
+    Raises MeterError for a damaged one.
+    """
     return b"".join(bytes_field(PACKET, bytes_field(POWER_RAILS, rails)) for rails in _power_rails(trace))
 
 

@@ -1,7 +1,7 @@
 """Power monitor chips of Texas Instruments behind Linux hwmon: INA219/226/230/231/260, INA228/237/238, INA3221.
 
-Files (Documentation/hwmon/ina2xx.rst, ina238.rst, ina3221.rst of Linux): energy1_input µJ where the chip counts, power1_input µW, in1_input mV with
-curr1_input mA; INA3221 has three channels and no power file. Chips are known by their `name`: numbers change with every start.
+Files (Documentation/hwmon/ina2xx.rst, ina238.rst, ina3221.rst of Linux): energy1_input µJ where the chip counts, power1_input µW, in1_input
+mV with curr1_input mA; INA3221 has three channels and no power file. Chips are known by their `name`: numbers change with every start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NVIDIA Jetson: the module's INA3221 rails.
 
-Files: in{n}_label, in{n}_input (mV), curr{n}_input (mA) of the ina3221 driver; before JetPack 5 rail_name_{n}, in_power{n}_input (mW) under iio.
-The rails behind VDD_IN are parts of it: only the module's input is read. On Orin the processor and the graphics share one rail.
+Files: in{n}_label, in{n}_input (mV), curr{n}_input (mA) of the ina3221 driver; before JetPack 5 rail_name_{n}, in_power{n}_input (mW) under
+iio. The rails behind VDD_IN are parts of it: only the module's input is read. On Orin the processor and the graphics share one rail.
 """
 
 from __future__ import annotations

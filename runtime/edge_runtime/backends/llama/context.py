@@ -66,7 +66,8 @@ class LlamaOptions:
             raise RequestError(f"{self.sequences} sequences are not in 1..{MAX_SEQUENCES}; choose a number in that range")
         if self.batch < self.sequences * (self.max_draft_length + 1):
             raise RequestError(
-                f"batch {self.batch} cannot hold a verify of {self.sequences} sequences; ask for at least {self.sequences * (self.max_draft_length + 1)}"
+                f"batch {self.batch} cannot hold a verify of {self.sequences} sequences; ask for at least "
+                f"{self.sequences * (self.max_draft_length + 1)}"
             )
         if self.batch < MIN_BATCH:
             raise RequestError(f"batch {self.batch} is too small to rewind the sliding cache; ask for at least {MIN_BATCH}")

@@ -68,8 +68,9 @@ class LlamaDrafter(LlamaModel):
     def draft(
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
     ) -> list[int]:
-        """Returns `draft_length` tokens after `last`, fewer where `sampler` or `should_continue` ends them, none where the target has no hidden row
-        (see `rollback`)."""
+        """Returns `draft_length` tokens after `last`, fewer where `sampler` or `should_continue` ends them, none where the target has no
+        hidden row (see `rollback`).
+        """
         return self.draft_all(
             [DraftRequest(sequence=0, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue)]
         )[0]

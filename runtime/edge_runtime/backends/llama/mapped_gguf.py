@@ -1,7 +1,7 @@
 """Tensors of a GGUF file where they lie in the mapped file: what is never looked at is never in memory, and no copy is made.
 
-The header is read by ggml itself (ggml/include/gguf.h), after our own reader found it sound; what it says is checked against the file's size
-before anything is computed with it.
+The header is read by ggml itself (ggml/include/gguf.h), after our own reader found it sound; what it says is checked against the file's
+size before anything is computed with it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _LINE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRecord:
-    """What a packed graph is good for: the weights' identity, the CPU, and onnxruntime's version; or that there is none, as it is not `usable`."""
+    """The weights, CPU and onnxruntime version that a packed graph is valid for; not `usable` if there is no such graph."""
 
     weights: str
     onnxruntime: str

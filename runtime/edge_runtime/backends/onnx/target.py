@@ -30,9 +30,9 @@ PREFILL_ROWS, PREFILL_SCORES = 256, 1 << 18
 class OrtOptions:
     """How a pair is opened. `context` is in tokens.
 
-    `uniform_rows` runs a single row through the kernels of several, beside a row that is thrown away: kernels with int8 activations
-    round one row otherwise than several, so that plain decoding and drafting would differ more often (docs/onnx.md). `keep_packed` keeps the weights
-    on disk as this CPU's kernels want them, about twice their size (`ort_prepacked`).
+    `uniform_rows` runs a single row through the kernels of several, beside a row that is thrown away: kernels with int8 activations round
+    one row otherwise than several, so that plain decoding and drafting would differ more often (docs/onnx.md). `keep_packed` keeps the
+    weights on disk as this CPU's kernels want them, about twice their size (`ort_prepacked`).
     """
 
     context: int
@@ -108,7 +108,8 @@ class OrtTarget(CommittedText):
     def prefill(self, tokens: Sequence[int]) -> None:
         """Appends tokens, which may be none, in chunks; no logits are computed.
 
-        Raises RequestError if they do not fit the context or the vocabulary, BackendError if onnxruntime fails: then the cache is as it was.
+        Raises RequestError if they do not fit the context or the vocabulary, BackendError if onnxruntime fails: then the cache is as it
+        was.
         """
         if not tokens:
             return
@@ -243,7 +244,10 @@ def shared_inputs(target: OrtTarget) -> dict[str, Any]:
 
 
 def given_back(graph: Graph) -> dict[str, str]:
-    """The graph's outputs that are buffers, and the buffers' names. Layers that only read one give it a name of their own, behind an "@"."""
+    """The graph's outputs that are buffers, and the buffers' names.
+
+    Layers that only read one give it a name of their own, behind an "@".
+    """
     return {name: name.removeprefix("present_").split("@")[0] for name in graph.outputs if name.startswith("present_")}
 
 

@@ -50,7 +50,10 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """What to measure; see `edge-bench --help`. `drafters` () is the default of a session; `tools` is the folder of llama.cpp's binaries."""
+    """What to measure; see `edge-bench --help`.
+
+    `drafters` () is the default of a session; `tools` is the folder of llama.cpp's binaries.
+    """
 
     bundle: Path
     prompts: tuple[Prompt, ...]
@@ -174,7 +177,8 @@ class Benchmark:
         for prompt in prompts:
             if len(prompt.ids) + request.tokens > self._settings.context:
                 raise RequestError(
-                    f"prompt {prompt.number} of {prompt.domain} has {len(prompt.ids)} tokens, which with {request.tokens} new ones do not fit"
+                    f"prompt {prompt.number} of {prompt.domain} has {len(prompt.ids)} tokens, which with "
+                    f"{request.tokens} new ones do not fit"
                     f" into the context of {self._settings.context}; shorten it or raise --context"
                 )
         plan = Schedule(part=DOMAINS_PART, variants=tuple(variants), prompts=tuple(prompts), repeats=request.repeats, tokens=request.tokens)
@@ -213,7 +217,8 @@ class Benchmark:
         for length in request.contexts:
             if length > room:
                 yield Note(
-                    text=f"a text of {length} tokens is left out: with {request.tokens} more it does not fit into the context of {self._settings.context}"
+                    text=f"a text of {length} tokens is left out: with {request.tokens} more it does not fit into the "
+                    f"context of {self._settings.context}"
                 )
         fitting = [length for length in request.contexts if length <= room]
         if fitting:

@@ -110,7 +110,8 @@ def _mapped(path: Path, count: int, vocabulary: int) -> NDArray[np.float32]:
             _reserve(file.fileno(), size)
     except OSError as error:
         raise RequestError(
-            f"the temporary folder {path.parent.parent} has no room for {size / 1e6:.0f} MB of log-probabilities ({error.strerror}); choose another with"
+            f"the temporary folder {path.parent.parent} has no room for {size / 1e6:.0f} MB of log-probabilities "
+            f"({error.strerror}); choose another with"
             " TMPDIR, or measure fewer tokens"
         ) from error
     return np.memmap(path, np.float32, "r+", shape=(count, vocabulary))
