@@ -56,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Explain":  # what only a terminal shows is imported when it is asked for
+    if name != "Explain":  # used by terminals only, so imported on first use
         raise AttributeError(f"module 'edge_runtime' has no attribute {name!r}")
     from edge_runtime.cli.screens import Explain
 
