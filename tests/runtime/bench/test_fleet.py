@@ -61,7 +61,8 @@ def scheduler(desks: list[phones.Desk], tmp_path_factory: pytest.TempPathFactory
             ]
             environment = os.environ | {"ANDROID_ADB_SERVER_PORT": str(desk.port), "PYTHONPATH": floors}
             silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            workers.append(subprocess.Popen([sys.executable, "-c", WORKER, address, *words], env=environment, **silent))  # type: ignore[call-overload]
+            command = [sys.executable, "-c", WORKER, address, *words]
+            workers.append(subprocess.Popen(command, env=environment, **silent))  # type: ignore[call-overload]
         client.wait_for_workers(2, timeout=60)
         yield address
         for worker in workers:

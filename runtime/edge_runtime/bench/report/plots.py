@@ -42,8 +42,10 @@ def _sped_up(figures: Figures) -> list[Row]:
     best: dict[tuple[str, str], Row] = {}
     for row in figures.overall:
         key = row.variant.side, row.variant.drafter
-        if row.variant.policy == FIXED and row.speed_up and (key not in best or row.speed_up.value > best[key].speed_up.value):  # type: ignore[union-attr]
-            best[key] = row
+        if row.variant.policy == FIXED and row.speed_up:
+            former = best[key].speed_up if key in best else None
+            if former is None or row.speed_up.value > former.value:
+                best[key] = row
     kept = {row.variant for row in best.values()}
     return [row for row in rows if row.variant.policy != FIXED or row.variant in kept]
 
