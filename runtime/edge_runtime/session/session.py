@@ -157,6 +157,7 @@ class Session:
         A request with `reuse_prefix` whose prompt begins with `target.tokens` then continues from them. Beyond the sliding window a
         file holds only what the next token needs: a prompt that ends more than one token earlier is computed again. Drafts begin after
         the first verify. Raises RequestError, and changes nothing, if the file is damaged or has another target, KV type or context.
+        Only a session that has not measured its costs yet measures them first, which empties the cache.
         """
         self.profit()  # measures costs now, since measuring later would empty the cache
         load_state(Path(path), self.target, self.bundle)
