@@ -1,4 +1,4 @@
-"""What a meter does here, measured: how often its value is new, how late a load shows, how often it answers nothing."""
+"""The measured behaviour of a meter: how often its value is updated, how late a load shows, and how many reads return no value."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, MeterFacts
 from edge_devices.meters.trace import Trace
 
-LEAST_CHANGES = 8
+MIN_CHANGES = 8
 SETTLED_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Characteristics:
-    """Seconds: median and longest time between new values; from a load step until 90 % of it shows.
+    """In seconds: median and longest time between updates, time until 90 % of a load step shows, and the cost of a read.
 
-    `zero_rate`: reads that meant nothing.
+    `zero_rate`: share of reads that returned no value.
     """
 
     refresh_s: float
@@ -32,7 +32,7 @@ class Characteristics:
 
     @property
     def lead_in_s(self) -> float:
-        """Seconds at the start of a window in which the meter still shows what was before: 1.5 × the lag and one refresh."""
+        """Seconds at the start of a window in which the meter still shows the time before it: 1.5 × the lag and one refresh."""
         return 1.5 * self.lag_s + self.refresh_s
 
     @property
@@ -47,7 +47,7 @@ class Characteristics:
 
     @staticmethod
     def expected(facts: MeterFacts) -> Characteristics:
-        """Returns what a meter's facts promise, for where there is no time to measure it."""
+        """Returns the characteristics that a meter's facts state, for use without measuring them."""
         return Characteristics(refresh_s=facts.refresh_s, longest_gap_s=3 * facts.refresh_s, lag_s=facts.lag_s, zero_rate=0.0, read_s=0.0)
 
     def to_json(self) -> dict[str, Any]:
@@ -56,13 +56,13 @@ class Characteristics:
 
 
 def characterise(trace: Trace, steps: Sequence[float], *, reads: int, read_s: float) -> Characteristics:
-    """Reads the characteristics off a trace that was polled as fast as the meter allows while a light load toggled at `steps` (seconds).
+    """Computes the characteristics from a trace polled as fast as the meter allows while a light load toggled at `steps` (seconds).
 
-    `reads`: how many reads were tried (those without an answer are not in the trace); `read_s`: what one costs.
-    Raises MeasurementError when the meter showed fewer than 8 new values.
+    `reads`: attempted reads (those without a value are not in the trace); `read_s`: seconds per read.
+    Raises MeasurementError for fewer than 8 updates.
     """
     changes = change_times(trace)
-    if len(changes) < LEAST_CHANGES:
+    if len(changes) < MIN_CHANGES:
         seconds = trace.times[-1] - trace.times[0] if trace.times else 0.0
         raise MeasurementError(
             f"{trace.facts.name} showed {len(changes)} new values in {seconds:.3g} s; toggle the load longer, or use another meter"
@@ -79,7 +79,7 @@ def characterise(trace: Trace, steps: Sequence[float], *, reads: int, read_s: fl
 
 
 def change_times(trace: Trace) -> list[float]:
-    """Returns the times at which a value was seen that differs from the one before."""
+    """Returns the times of readings that differ from the reading before."""
     return [trace.times[i] for i in range(1, len(trace.times)) if trace.values[i] != trace.values[i - 1]]
 
 
@@ -89,7 +89,7 @@ def _triples(trace: Trace, steps: Sequence[float]) -> list[tuple[float, float, f
 
 
 def _lag(trace: Trace, before: float, step: float, after: float) -> float | None:
-    """Seconds from a step until 90 % of it shows; a counter shows it at once. None where the step does not stand out."""
+    """Seconds from a step until 90 % of it shows; 0 for a counter. None where the step is lost in noise."""
     if trace.facts.kind is Kind.COUNTER:
         return 0.0
     old = [trace.values[i] for i in trace.span((before + step) / 2, step)]

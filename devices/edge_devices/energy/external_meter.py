@@ -1,4 +1,7 @@
-"""An external meter's recording: its table, its clock, and a run log that uses it instead of the log's own samples."""
+"""Recordings of external meters: a table of any logger, the offset of its clock, and a run log with its readings.
+
+The table has a time column with volts × amperes, watts, or joules. Its clock is the logger's own; the offset is found from load steps.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,16 @@ WATTS = {"w": 1.0, "power": 1.0, "powerw": 1.0, "watts": 1.0, "powermw": 1e-3}
 JOULES = {"j": 1.0, "energy": 1.0, "energyj": 1.0, "energyws": 1.0, "joules": 1.0, "energywh": 3600.0, "energymwh": 3.6}
 MAX_ROWS = 10_000_000
 MAX_LINE_CHARS = 4096
+MIN_FIT = 0.5  # share of the power's variance that the steps must explain
+MAX_RIVAL_SHARE = 0.9  # of the best fit
+MAX_RECORDING_S = 6 * 3600.0
+Span = tuple[float, float]  # seconds
 
 
 def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
-    """Reads a table with a header line, separated by commas, semicolons, tabs or blanks. Joules are taken before watts before V × A.
+    """Reads a table with a header line, separated by commas, semicolons, tabs or blanks. Joules are preferred to watts, watts to V × A.
 
-    Times that go back (loggers that stamp whole packets) are held at the latest one. Raises MeterError for a table without the needed
-    columns.
+    Decreasing times (loggers that stamp whole packets) are set to the latest time. Raises MeterError if needed columns are missing.
     """
     rows = _rows(path)
     header = next(rows, [])
@@ -40,12 +46,12 @@ def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
     factors = [c for c in ((joules,) if joules else (watts,) if watts else (volts, amperes)) if c]
     if time is None or not factors or (not joules and not watts and len(factors) < 2):
         raise MeterError(
-            f"{path}: the columns {', '.join(header) or '(none)'} hold no time with joules, watts, or volts and amperes; rename them"
+            f"{path}: the columns {', '.join(header) or '(none)'} have no time with joules, watts, or volts and amperes; rename them"
         )
     samples: list[Sample] = []
     for number, row in enumerate(rows, start=2):
         if number > MAX_ROWS:
-            raise MeterError(f"{path} has more than {MAX_ROWS} rows; cut out the part that was measured")
+            raise MeterError(f"{path} has more than {MAX_ROWS} rows; cut it to the measured part")
         figures = [_figure(path, number, row, column) for column in (time, *factors)]
         samples.append(Sample(max(figures[0], samples[-1].time_s if samples else -math.inf), math.prod(figures[1:])))
     if len(samples) < 2:
@@ -97,16 +103,11 @@ def _resolution(samples: Sequence[Sample]) -> float:
     return min(steps, default=0.0)
 
 
-Span = tuple[float, float]
-MIN_FIT = 0.5  # share of the power's variance that the steps must explain
-MAX_RIVAL_SHARE = 0.9
-
-
 def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
     """Returns the seconds to add to the trace's times so that its power is high in the spans of load and low in the rests around them.
 
-    An offset's fit is the share of the variance, over loads and rests, that two levels explain (R² of a step function). `search` bounds the
-    offset. Raises MeasurementError when no step shows, or when another offset fits almost as well (steps of equal length and distance).
+    The fit of an offset is the share of variance over loads and rests that two levels explain (R² of a step function); `search`
+    bounds the offset. Raises MeasurementError if no step is visible, or if another offset fits almost as well (equal steps and rests).
     """
     if len(loads) < 2:
         raise MeasurementError(f"{len(loads)} load steps cannot align two clocks; give at least 2, of different lengths")
@@ -121,7 +122,7 @@ def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
     fit, best = max(scored)
     if fit < MIN_FIT:
         raise MeasurementError(
-            f"no load step shows in the meter's recording (fit {fit:.2f} of 1); make the steps longer or the load heavier"
+            f"no load step is visible in the meter's recording (fit {fit:.2f} of 1); make the steps longer or the load heavier"
         )
     rival = max((s for s, offset in scored if abs(offset - best) > width), default=0.0)
     if rival > MAX_RIVAL_SHARE * fit:
@@ -134,12 +135,12 @@ def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
 
 
 def shifted(trace: Trace, offset_s: float) -> Trace:
-    """Returns the trace on the other clock."""
+    """Returns the trace with its times moved by an offset in seconds."""
     return Trace.of(trace.facts, (Sample(t + offset_s, v) for t, v in zip(trace.times, trace.values, strict=True)))
 
 
 class _Integrals:
-    """Integrals of power and of its square up to each reading; power is constant in between."""
+    """Integrals of power and of its square up to each reading; power is constant between readings."""
 
     def __init__(self, trace: Trace) -> None:
         self._times = trace.times
@@ -152,7 +153,7 @@ class _Integrals:
             self._second.append(self._second[-1] + (joules * joules / seconds if seconds > 0 else 0.0))
 
     def fit(self, loads: Sequence[Span], rests: Sequence[Span], offset: float) -> float:
-        """Share of the variance that the two levels explain; 0 where the power under load is not the higher one."""
+        """Returns the share of variance that the two levels explain; 0 if the power under load is not higher."""
         if rests[0][0] - offset < self._times[0] or rests[-1][1] - offset > self._times[-1]:
             return 0.0
         load_s, rest_s = (sum(e - s for s, e in spans) for spans in (loads, rests))
@@ -173,12 +174,8 @@ class _Integrals:
         return curve[i - 1] + share * (curve[i] - curve[i - 1])
 
 
-MAX_RECORDING_S = 6 * 3600.0
-
-
 def with_external_meter(log: RunLog, table: Trace) -> RunLog:
-    """Returns the log as the external meter saw it; its clock is found by the log's load steps, or by the runs themselves where there are
-    none.
+    """Returns the log with the external meter's readings, its clock aligned by the load steps, or else by the runs.
 
     Raises MeasurementError when the clocks cannot be aligned.
     """
@@ -188,7 +185,7 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
     span = table.times[-1] - table.times[0]
     if span > MAX_RECORDING_S:
         raise MeasurementError(f"the external recording lasts {span:.0f} s; cut it to the run, at most {MAX_RECORDING_S:.0f} s")
-    # The first step lies somewhere inside the recording.
+    # The first step is somewhere inside the recording.
     search = (steps[0][0] - table.times[-1], steps[0][0] - table.times[0])
     trace = shifted(table, clock_offset(table, steps, search=search))
     changes = change_times(trace)

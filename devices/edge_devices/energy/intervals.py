@@ -12,7 +12,7 @@ from typing import Any
 from edge_devices.errors import MeasurementError
 
 CONFIDENCE = 0.95
-LEAST_TO_DETREND = 5  # with fewer values a slope would take too many of the degrees of freedom
+MIN_TO_DETREND = 5  # with fewer values a slope would use too many of the degrees of freedom
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ def of_error(value: float, error: float, freedom: float, n: int) -> Interval:
 def mean_interval(values: Sequence[float], times: Sequence[float], *, resolution: float = 0.0) -> Interval:
     """Returns the mean of repeats with its interval.
 
-    A straight drift over `times` (heating, a sinking battery voltage) is a property of the block, not scatter: from 5 repeats on the
-    scatter is taken around the line, with n - 2 degrees of freedom (least squares; the mean itself stays). `resolution`, the smallest error
-    one value can have, stands in where repeats agree better than the meter can tell. Raises MeasurementError for fewer than 2 values.
+    A linear drift over `times` (heating, falling battery voltage) is not scatter: from 5 repeats on, the scatter is taken around a
+    least-squares line, with n - 2 degrees of freedom; the mean is unchanged. `resolution`, the smallest error of one value, replaces a
+    scatter below what the meter can resolve. Raises MeasurementError for fewer than 2 values.
     """
     n = len(values)
     if n < 2:
@@ -57,7 +57,7 @@ def mean_interval(values: Sequence[float], times: Sequence[float], *, resolution
     freedom = n - 1
     middle = fmean(times)
     spread = sum((t - middle) ** 2 for t in times)
-    if n >= LEAST_TO_DETREND and spread > 0:
+    if n >= MIN_TO_DETREND and spread > 0:
         slope = sum((t - middle) * (v - mean) for t, v in zip(times, values, strict=True)) / spread
         freedom = n - 2
     squares = sum((v - mean - slope * (t - middle)) ** 2 for t, v in zip(times, values, strict=True))
@@ -68,12 +68,9 @@ def mean_interval(values: Sequence[float], times: Sequence[float], *, resolution
 
 
 def ratio_interval(values: Sequence[float], baselines: Sequence[float]) -> Interval:
-    """Returns value / baseline of pairs: the mean of the logarithms of their ratios, and its interval, taken back.
-
-    MeasurementError for < 2 pairs.
-    """
+    """Returns value / baseline of pairs: the geometric mean of their ratios. Raises MeasurementError for fewer than 2 pairs."""
     if len(values) != len(baselines) or len(values) < 2 or min(*values, *baselines) <= 0:
-        raise MeasurementError(f"{len(values)} and {len(baselines)} repeats make no pairs; run both sides equally often, at least twice")
+        raise MeasurementError(f"{len(values)} and {len(baselines)} repeats form no pairs; run both variants equally often, at least twice")
     logs = [math.log(v / b) for v, b in zip(values, baselines, strict=True)]
     inner = mean_interval(logs, range(len(logs)))
     value, low, high = (math.exp(x) for x in (inner.value, inner.low, inner.high))
@@ -81,7 +78,7 @@ def ratio_interval(values: Sequence[float], baselines: Sequence[float]) -> Inter
 
 
 def combined(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Adds independent errors, given as (error, degrees of freedom); returns the same of the sum (Welch and Satterthwaite)."""
+    """Adds independent errors, given as (error, degrees of freedom); returns those of the sum (Welch-Satterthwaite)."""
     variances = [(e * e, f) for e, f in parts if e > 0]
     total = sum(v for v, _ in variances)
     if not total:

@@ -26,7 +26,7 @@ FAST_S = 0.1
 class RunEnergy:
     """Gross energy of one run of `seconds`: joules and joules per emitted token, or why there is no figure.
 
-    `shared_with`: how many other requests ran meanwhile; the joules are then those of all together, and none are told per token.
+    `shared_with`: number of other requests that ran meanwhile; the joules are then of all together, and none are given per token.
     """
 
     facts: MeterFacts | None
@@ -61,7 +61,7 @@ class RunEnergy:
 
 
 class EnergyWatch:
-    """Reads a meter while a with block runs; `energy(tokens)` after it. Without a meter it does nothing. Never disturbs the work itself."""
+    """Reads a meter while a with block runs; then call `energy(tokens)`. Without a meter it does nothing."""
 
     def __init__(self, system: System, meter: Meter | None) -> None:
         self._recorder = Recorder(system, meter, interval_s=watch_interval(meter.facts)) if meter else None
@@ -86,13 +86,13 @@ class EnergyWatch:
 
 
 def watch_interval(facts: MeterFacts) -> float:
-    """Returns seconds between readings during a run. A counter that updates often is cheap to read and is read often, for short runs."""
+    """Returns the seconds between readings of a run; a fast counter is cheap and is read often, so that short runs have figures."""
     fast = facts.kind is Kind.COUNTER and facts.refresh_s <= FAST_S
     return min(facts.poll_s, FAST_S) if fast else facts.poll_s
 
 
 def run_energy(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float, tokens: int) -> RunEnergy:
-    """Returns the energy of a window of readings, and that per emitted token; a reason instead where it cannot be told."""
+    """Returns the energy of a window of readings, and that per emitted token; a reason instead where there is none."""
     facts, seconds = trace.facts, end_s - start_s
     try:
         joules = _joules(trace, faults, start_s, end_s)
@@ -108,7 +108,7 @@ def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, e
     facts, expected = trace.facts, Characteristics.expected(trace.facts)
     need = MIN_REFRESHES * expected.refresh_s + expected.lead_in_s
     if end_s - start_s < need:
-        raise MeasurementError(f"the run of {end_s - start_s:.3g} s is too short, this meter needs {need:.3g} s")
+        raise MeasurementError(f"the run of {end_s - start_s:.3g} s is too short; this meter needs {need:.3g} s")
     if faults:
         raise MeasurementError(f"the meter failed: {faults[0][1]}")
     window = measure_window(trace, start_s, end_s, expected)
@@ -119,7 +119,7 @@ def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, e
 
 @dataclass(eq=False, kw_only=True)
 class Share:
-    """One request that runs: since when, and how many others ran meanwhile."""
+    """A running request: its start in seconds, and how many others ran meanwhile."""
 
     start_s: float
     others: int
@@ -139,7 +139,7 @@ class SharedWatch:
         self._thread.start()
 
     def begin(self) -> Share:
-        """A request begins."""
+        """Starts a request."""
         with self._changed:
             for share in self._open:
                 share.others += 1
@@ -149,7 +149,7 @@ class SharedWatch:
         return share
 
     def end(self, share: Share, tokens: int) -> RunEnergy:
-        """The request is over and emitted so many tokens: returns the machine's joules meanwhile; per token only if it ran alone."""
+        """Ends a request of `tokens` emitted tokens; returns the machine's joules meanwhile, per token only if it ran alone."""
         end_s = self._system.clock()
         with self._changed:
             self._open.remove(share)
@@ -163,7 +163,7 @@ class SharedWatch:
         return replace(energy, joules_per_token=None, shared_with=share.others, reason=reason)
 
     def close(self) -> None:
-        """Ends the reading."""
+        """Stops reading."""
         with self._changed:
             self._ended.set()
             self._changed.notify()

@@ -21,7 +21,7 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, Scope
 from edge_devices.meters.trace import Trace
 
-BLOCK = bytes(1 << 20)  # hashing blocks this large leaves the interpreter's lock free, so every thread keeps a core busy
+BLOCK = bytes(1 << 20)  # hashing blocks of this size releases the interpreter's lock, so every thread keeps a core busy
 
 
 class BusyLoad:
@@ -47,10 +47,10 @@ class BusyLoad:
 
 
 TOGGLES = 3
-ROOM = 1.2  # planned window / shortest one: an external meter, or this one measured again, may need a little longer
+WINDOW_MARGIN = 1.2  # planned / shortest window: an external meter, or a second characterisation, may need a little longer
 SOAK_WINDOWS, SOAK_WATTS, SOAK_SPEED, SOAK_CELSIUS = 3, 0.03, 0.02, 1.0
-LONGEST_SOAK_S = 600.0
-LOAD_STEPS_S = ((3.0, 4.0), (5.0, 2.0), (8.0, 6.0))  # load and rest after it; all lengths differ, so that they fit at one place only
+MAX_SOAK_S = 600.0
+LOAD_STEPS_S = ((3.0, 4.0), (5.0, 2.0), (8.0, 6.0))  # load, then rest; all lengths differ, so that they fit at one offset only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ Load = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to measure. `window_s` None: a fifth more than the meter needs. `soak`: run until power, speed and temperature stand still."""
+    """How to measure. `window_s` None: a fifth more than the meter needs. `soak`: warm up until power, speed and temperature are steady."""
 
     repeats: int = 10
     window_s: float | None = None
@@ -79,7 +79,7 @@ class Plan:
 
 
 def characterise_meter(system: System, meter: Meter, load: Load) -> Characteristics:
-    """Polls a meter as fast as it allows while a light load goes on and off; takes a few seconds, with a slow gauge one to two minutes."""
+    """Polls a meter as fast as it allows while a light load goes on and off; takes a few seconds, one to two minutes with a slow gauge."""
     facts = meter.facts
     half_s = max(0.5 if facts.kind is Kind.COUNTER else 3.0, 5 * facts.refresh_s, 2 * facts.lag_s)
     interval_s = facts.refresh_s / 8
@@ -109,17 +109,17 @@ def measure(
     plan: Plan = Plan(),
     load_step: Load | None = None,
 ) -> RunLog:
-    """Measures every workload `plan.repeats` times, in turn and every other time backwards, between two idle windows.
+    """Measures every workload `plan.repeats` times, in turn, every second round in reverse order, between two idle windows.
 
-    The recorder must be running. `load_step`, where an external meter records too: a plain load to find its clock by. Raises
-    MeasurementError when the machine's state forbids it.
+    The recorder must be running. `load_step`: a plain load that marks times on an external meter's recording. Raises
+    MeasurementError if the machine's state forbids a measurement.
     """
     facts = recorder.trace.facts
     state = read_state(system)
-    against = refusals(state, at_battery=facts.scope is Scope.DEVICE)
-    if against:
-        raise MeasurementError("; ".join(refusal.sentence for refusal in against))
-    window_s = plan.window_s or ROOM * characteristics.shortest_window_s
+    found = refusals(state, at_battery=facts.scope is Scope.DEVICE)
+    if found:
+        raise MeasurementError("; ".join(refusal.sentence for refusal in found))
+    window_s = plan.window_s or WINDOW_MARGIN * characteristics.shortest_window_s
     log = RunLog(
         facts=facts,
         characteristics=characteristics,
@@ -138,7 +138,7 @@ def measure(
         for _ in range(plan.warm_ups):
             workload()
     if plan.soak and workloads and not _soak(system, recorder, next(iter(workloads.values())), log, window_s):
-        log.warnings.append(f"power, speed and temperature did not come to rest within {LONGEST_SOAK_S:g} s")
+        log.warnings.append(f"power, speed and temperature were not steady within {MAX_SOAK_S:g} s")
     for repeat in range(plan.repeats):
         names = list(workloads)
         for name in names if repeat % 2 == 0 else reversed(names):
@@ -162,7 +162,7 @@ def _idle(system: System, recorder: Recorder, characteristics: Characteristics) 
 
 
 def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: Workload, window_s: float, log: RunLog) -> Run:
-    """Repeats one workload until the window is full; its expected time comes from the speed of the variant's earlier runs."""
+    """Repeats one workload until the window is full; its expected time follows from the variant's earlier runs."""
     before = read_state(system)
     start_s, done = recorder.mark(), [workload()]
     while system.clock() - start_s < window_s:
@@ -192,14 +192,14 @@ def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: W
 def _soak(system: System, recorder: Recorder, workload: Workload, log: RunLog, window_s: float) -> bool:
     """Runs a workload until three windows in a row agree in watts (3 %), tokens per second (2 %) and temperature (1 °C)."""
     begin = system.clock()
-    seen: list[tuple[float, float, float]] = []
-    while system.clock() - begin < LONGEST_SOAK_S:
-        run = _run(system, recorder, "soak", len(seen), workload, window_s, log)
-        # An external meter's readings come later: speed and temperature tell alone.
+    windows: list[tuple[float, float, float]] = []
+    while system.clock() - begin < MAX_SOAK_S:
+        run = _run(system, recorder, "soak", len(windows), workload, window_s, log)
+        # An external meter's readings come later: speed and temperature decide alone.
         watts = measure_window(recorder.trace, run.start_s, run.end_s, log.characteristics).watts if recorder.trace.times else 0.0
-        seen.append((watts, run.emitted_tokens / run.seconds, run.after.temperature_c or 0.0))
-        watts_seen, speeds, degrees = zip(*seen[-SOAK_WINDOWS:], strict=True)
-        still = max(watts_seen) - min(watts_seen) <= SOAK_WATTS * max(watts_seen) and max(speeds) - min(speeds) <= SOAK_SPEED * max(speeds)
-        if len(seen) >= SOAK_WINDOWS and still and max(degrees) - min(degrees) <= SOAK_CELSIUS:
+        windows.append((watts, run.emitted_tokens / run.seconds, run.after.temperature_c or 0.0))
+        powers, speeds, degrees = zip(*windows[-SOAK_WINDOWS:], strict=True)
+        still = max(powers) - min(powers) <= SOAK_WATTS * max(powers) and max(speeds) - min(speeds) <= SOAK_SPEED * max(speeds)
+        if len(windows) >= SOAK_WINDOWS and still and max(degrees) - min(degrees) <= SOAK_CELSIUS:
             return True
     return False

@@ -15,14 +15,14 @@ from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import disturbances
 from edge_devices.meters.base import Kind
 
-CALIBRATION = "calibrate:"  # a variant of this name and a phase runs that phase alone
+CALIBRATION = "calibrate:"  # prefix of the variants that run one phase alone
 PREFILL = "prefill"
-LEAST_SIGNAL = 3.0  # standard errors: less energy above idle than that is not told from none
+LEAST_SIGNAL = 3.0  # standard errors: less energy above idle is not distinguishable from zero
 
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """Power without work: watts before and after the runs, and the standard error with half of their difference in it."""
+    """Idle power: mean watts before and after the runs; `error` includes the drift between them."""
 
     watts: float
     error: float
@@ -32,10 +32,10 @@ class Idle:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What one variant took. Joules gross unless `net` is said; None: not known, or not told from noise.
+    """The energy of one variant; joules are gross unless named net. None: unknown, or lost in noise.
 
-    `phase_joules`: joules per request by phase, told apart by `phase_method`; `closure`: (sum of calibrated phases - measured) / measured,
-    the worst repeat's, None where there was nothing to test.
+    `refused`: reasons of the repeats that do not count; `phase_joules`: joules per request by phase, separated by `phase_method`;
+    `closure`: (sum of calibrated phases - measured) / measured, the worst repeat's, None where not tested.
     """
 
     name: str
@@ -57,10 +57,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All figures of one measurement, with the meter they came from.
-
-    `phase_watts`: mean watts of the phases that have calibration loops.
-    """
+    """All figures of one measurement and their meter. `phase_watts`: mean watts of the phases with calibration loops."""
 
     meter: str
     scope: str
@@ -80,7 +77,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidRun:
-    """A run that counts, its window, and its energy by phase."""
+    """A run that counts, with its window and its energy by phase."""
 
     run: Run
     window: WindowEnergy
@@ -98,7 +95,7 @@ class ValidRun:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null in place of every infinite figure, which JSON has not."""
+    """Returns the value with None for every infinite figure, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -107,9 +104,9 @@ def _finite(value: Any) -> Any:
 
 
 def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
-    """Computes the report; raises MeasurementError when no run of any variant counts, or the log waits for an external meter's table."""
+    """Computes the report; raises MeasurementError if no run counts, or if the external meter's table is missing."""
     if not log.trace.times:
-        raise MeasurementError("the log holds no readings, its meter is an external one; give that meter's table with --external TABLE")
+        raise MeasurementError("the log holds no readings because its meter is external; give that meter's table with --external TABLE")
     powers = _phase_powers(log)
     counted: dict[str, list[ValidRun]] = {}
     refused: dict[str, list[str]] = {}
@@ -144,7 +141,7 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
 
 
 def exclusion_reasons(log: RunLog, run: Run) -> list[str]:
-    """Returns why a run does not count; none: it counts."""
+    """Returns the reasons why a run does not count; an empty list if it counts."""
     return _count(log, run, {})[1]
 
 
@@ -183,7 +180,7 @@ def _idle(log: RunLog) -> Idle | None:
     if not windows:
         return None
     drift = windows[-1].watts - windows[0].watts
-    # Between the two looks idle power may have taken any path: uniform over their difference.
+    # Between the two windows idle power may have been anything between them: uniform over their difference.
     parts = [(w.error_watts / len(windows), w.freedom) for w in windows]
     error, freedom = combined([*parts, (abs(drift) / 12**0.5, float("inf"))])
     return Idle(watts=fmean(w.watts for w in windows), error=error, freedom=freedom, drift_watts=drift)
@@ -216,7 +213,7 @@ def _variant(name: str, runs: Sequence[ValidRun], refused: list[str], idle: Idle
 
 
 def _per(runs: Sequence[ValidRun], joules: Callable[[ValidRun], float], count: Callable[[ValidRun], int]) -> Interval | None:
-    """Joules per unit: the mean of the repeats; of a single run the error is the one within its window."""
+    """Joules per unit: the mean of the repeats; for a single run the error is that of its window."""
     if any(count(r) <= 0 for r in runs):
         return None
     values = [joules(r) / count(r) for r in runs]
@@ -238,7 +235,7 @@ def _by_phase(runs: Sequence[ValidRun]) -> dict[str, Interval]:
 
 
 def _net(runs: Sequence[ValidRun], idle: Idle) -> Interval | None:
-    """Joules above idle per emitted token: idle power × the decode's time taken off, its error added. None when lost in the error."""
+    """Joules above idle per emitted token: minus idle power × decode time, errors added. None if lost in the error."""
 
     def decode_s(r: ValidRun) -> float:
         return sum(s for phase, s in r.run.phases.items() if phase != PREFILL) or r.run.seconds
@@ -252,7 +249,7 @@ def _net(runs: Sequence[ValidRun], idle: Idle) -> Interval | None:
 
 
 def _ratio(runs: Sequence[ValidRun], baseline: Sequence[ValidRun]) -> Interval | None:
-    """Joules per token of this variant / of the baseline, of the repeats that count on both sides."""
+    """Joules per token of this variant / of the baseline, of the repeats that count for both."""
     theirs = {r.run.repeat: r for r in baseline}
     pairs = [
         (r, theirs[r.run.repeat])
@@ -265,29 +262,27 @@ def _ratio(runs: Sequence[ValidRun], baseline: Sequence[ValidRun]) -> Interval |
 
 
 LONGEST_OVERRUN = 1.25
-LONGEST_GAP = 3  # refreshes, or readings where those are rarer
+LONGEST_GAP = 3  # refreshes, or readings where those are less frequent
 
 
 def too_short(log: RunLog, seconds: float) -> str | None:
-    """Returns why a window of this length gives no figure with this meter, or None."""
+    """Returns why a window of this length is too short for the meter, or None."""
     need = log.characteristics.shortest_window_s
     if seconds >= need:
         return None
-    return (
-        f"too short: {seconds:.3g} s, and {log.facts.name} needs {need:.3g} s (50 refreshes of "
-        f"{log.characteristics.refresh_s:.3g} s, at least 10 s, and its lag)"
-    )
+    refresh = f"50 refreshes of {log.characteristics.refresh_s:.3g} s"
+    return f"too short: {seconds:.3g} s, and {log.facts.name} needs {need:.3g} s ({refresh}, at least 10 s, and its lag)"
 
 
 def exclusions(log: RunLog, run: Run, window: WindowEnergy) -> list[str]:
-    """Returns every reason against a run; none: it counts."""
+    """Returns the reasons to exclude a run, from its state, length and readings."""
     found = disturbances(run.before, run.after)
     short = too_short(log, window.seconds)
     if short:
         found.append(short)
     if run.expected_s and run.seconds > LONGEST_OVERRUN * run.expected_s:
         found.append(
-            f"took {run.seconds:.3g} s where {run.expected_s:.3g} s were expected: something else ran, or the process was put aside"
+            f"took {run.seconds:.3g} s where {run.expected_s:.3g} s were expected: something else ran, or the process was suspended"
         )
     failed = [reason for time_s, reason in log.faults if run.start_s <= time_s <= run.end_s]
     if failed:
@@ -301,8 +296,8 @@ def _sampler_objections(log: RunLog, window: WindowEnergy) -> list[str]:
     found = []
     if window.updates < MIN_UPDATES:
         found.append(f"the meter showed {window.updates} new values; {MIN_UPDATES} are needed")
-    # What the meter did while nothing was wrong is its nature, not a fault of this run.
+    # A gap as long as during characterisation is normal for the meter, not a fault of this run.
     longest = max(LONGEST_GAP * log.characteristics.refresh_s, LONGEST_GAP * log.facts.poll_s, 1.5 * log.characteristics.longest_gap_s)
     if window.longest_gap_s > longest:
-        found.append(f"the meter was silent for {window.longest_gap_s:.3g} s, longer than {longest:.3g} s")
+        found.append(f"the meter showed no update for {window.longest_gap_s:.3g} s, longer than {longest:.3g} s")
     return found

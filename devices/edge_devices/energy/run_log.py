@@ -1,7 +1,7 @@
-"""The raw record of a measurement: one JSON object a line, from which every figure can be computed again without the device.
+"""The raw record of a measurement: one JSON object per line, from which every figure can be recomputed without the device.
 
-Kinds of line: header (schema, meter, environment), characteristics, sample (t, v, raw), fault (t, reason), idle and load (start, end), run,
-warning. Times are seconds on the device's clock that decoding is timed with.
+Kinds of line: header (schema, meter, environment), characteristics, sample (t, v, raw), fault (t, reason), idle and load (start, end),
+run, warning. Times are seconds on the clock that decoding is timed with.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from edge_devices.meters.base import MeterFacts, Sample
 from edge_devices.meters.trace import Trace
 
 SCHEMA = 1
-LONGEST_LINE = 1 << 20
-MOST_LINES = 50_000_000  # half a day at 1 kHz
+MAX_LINE_CHARS = 1 << 20
+MAX_LINES = 50_000_000  # half a day at 1 kHz
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One window of work. `phases`: seconds per phase (prefill, draft, verify, ...); `emitted_tokens` never counts drafted tokens;
-    `prompt_tokens` only those that were not in the cache; `expected_s`: how long the work should have taken by its own speed before, None
-    where nothing is known.
+    """One window of work. `phases`: seconds per phase (prefill, draft, verify, ...); `emitted_tokens`: without drafted tokens;
+    `prompt_tokens`: those not in the cache; `expected_s`: duration expected from the variant's earlier runs, None for its first.
     """
 
     variant: str
@@ -66,7 +65,7 @@ class RunLog:
 
 
 def write_log(path: Path, log: RunLog, raw: list[str] | None = None) -> None:
-    """Writes a log to a temporary name and renames it when whole. `raw`: what the meter said at each sample."""
+    """Writes a log atomically. `raw`: the meter's raw reading at each sample."""
     write_text(
         path, (json.dumps(record, ensure_ascii=False) + "\n" for record in _records(log, raw or [""] * len(log.trace.times))), parents=True
     )
@@ -75,8 +74,8 @@ def write_log(path: Path, log: RunLog, raw: list[str] | None = None) -> None:
 def _records(log: RunLog, raw: list[str]) -> Iterator[dict[str, Any]]:
     yield {"kind": "header", "schema": SCHEMA, "meter": log.facts.to_json(), "environment": log.environment}
     yield {"kind": "characteristics", **log.characteristics.to_json()}
-    for time_s, value, said in zip(log.trace.times, log.trace.values, raw, strict=True):
-        yield {"kind": "sample", "t": time_s, "v": value, "raw": said}
+    for time_s, value, reading in zip(log.trace.times, log.trace.values, raw, strict=True):
+        yield {"kind": "sample", "t": time_s, "v": value, "raw": reading}
     yield from ({"kind": "fault", "t": time_s, "reason": reason} for time_s, reason in log.faults)
     yield from ({"kind": "idle", "start": start_s, "end": end_s} for start_s, end_s in log.idles)
     yield from ({"kind": "load", "start": start_s, "end": end_s} for start_s, end_s in log.loads)
@@ -89,13 +88,13 @@ def read_log(path: Path) -> RunLog:
     log: RunLog | None = None
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(lines_at_most(file, LONGEST_LINE, MOST_LINES), start=1):
+            for number, line in enumerate(lines_at_most(file, MAX_LINE_CHARS, MAX_LINES), start=1):
                 try:
                     record = json.loads(line)
                     log = _take(log, record.pop("kind"), record)
                 except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                     raise MeasurementError(
-                        f"{path}: line {number} is no line of a run log ({error!r}); use the file that the run wrote"
+                        f"{path}: line {number} is not a line of a run log ({error!r}); use the file that the run wrote"
                     ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise MeasurementError(f"{path} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Meters that no search finds."""
+"""Meters that are requested by name and never found by the search: an estimate, a replayed recording, and an external meter."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ VIRTUAL = "estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl
 
 
 class PendingExternalMeter:
-    """A meter in the supply line, whose table comes after the run: it reads nothing.
-
-    What it does is assumed until then: a new value a second.
-    """
+    """A meter in the supply line whose table is read after the run. It returns no readings; one update a second is assumed."""
 
     facts = MeterFacts(
         name=EXTERNAL,
@@ -38,26 +35,23 @@ class PendingExternalMeter:
     )
 
     def read(self) -> None:
-        """Returns nothing."""
+        """Returns None: the readings are in the meter's table."""
 
 
 def requested_meter(system: System, findings: Sequence[Finding], name: str | None) -> Meter | None:
-    """Returns the meter to take: of those found, else made from its name; None when none is named and none is usable. Raises MeterError."""
-    made = None if any(finding.name == name for finding in findings) else virtual_meter(system, name)
-    return made or choose_meter(findings, name)
+    """Returns the found or virtual meter of this name, the best usable one without a name, or None. Raises MeterError."""
+    virtual = None if any(finding.name == name for finding in findings) else virtual_meter(system, name)
+    return virtual or choose_meter(findings, name)
 
 
 def virtual_meter(system: System, name: str | None) -> Meter | None:
-    """Returns the meter of `estimate:IDLE,CORE` or `replay:FILE`; None for every other name.
-
-    Raises MeterError for values that cannot be.
-    """
+    """Returns the meter of `estimate:IDLE,CORE` or `replay:FILE`; None for other names. Raises MeterError for invalid values."""
     kind, _, value = (name or "").partition(":")
     if kind == ESTIMATE:
         try:
             idle_watts, core_watts = map(float, value.split(","))
         except ValueError:
-            raise MeterError(f"{name!r} is no power model; write estimate:IDLE,CORE with watts, such as estimate:2.5,4") from None
+            raise MeterError(f"{name!r} is not a power model; write estimate:IDLE,CORE with watts, such as estimate:2.5,4") from None
         return EstimateMeter(system, idle_watts=idle_watts, core_watts=core_watts)
     if kind == REPLAY and value:
         return ReplayMeter(system, read_log(Path(value)).trace)
@@ -70,13 +64,10 @@ class EstimateMeter:
     def __init__(
         self, system: System, *, idle_watts: float, core_watts: float, busy_seconds: Callable[[], float] = time.process_time
     ) -> None:
-        """`busy_seconds`: processor time of this process, all its threads; child processes are not in it.
-
-        MeterError for impossible watts.
-        """
+        """`busy_seconds`: processor seconds of this process without its children. Raises MeterError for watts outside 0 to 1000."""
         for name, watts in (("idle", idle_watts), ("core", core_watts)):
             if not (math.isfinite(watts) and 0 <= watts <= 1000):
-                raise MeterError(f"{name} watts of {watts} make no power model; give a number from 0 to 1000")
+                raise MeterError(f"{name} watts of a power model must be 0 to 1000, not {watts}")
         self._system, self._busy_seconds = system, busy_seconds
         self._idle_watts, self._core_watts = idle_watts, core_watts
         self._begin = system.clock(), busy_seconds()
@@ -100,7 +91,7 @@ class EstimateMeter:
 
 
 class ReplayMeter:
-    """Answers the recorded value that was current as long after the trace's start as now is after this meter's."""
+    """Returns the recorded values at the same times after the start as in the recording."""
 
     def __init__(self, system: System, trace: Trace) -> None:
         if not trace.times:

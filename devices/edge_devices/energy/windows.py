@@ -1,7 +1,10 @@
-"""Energy of a window of time: a difference of a counter, or the integral of a sampler.
+"""Energy of a window of time, and of the phases within it.
 
-Only the steady inside of a window is read. What a counter or gauge shows at the window's edges still belongs in part to the time outside,
-so the lead-in is left out, the mean power of the rest is taken, and the window's energy is that power times the window's whole length.
+A window's energy is a difference of a counter or the integral of a sampler. Near its edges, readings still reflect the time outside:
+the lead-in is left out, and the mean power of the rest is multiplied by the window's whole length.
+
+Phases (prefill, draft, verify) are too short for any meter. Calibrated: a loop of each phase alone gives its power; energy is power × time,
+and the sum is compared with the window's. Time-proportional: without known powers all phases share the mean power and are labelled so.
 """
 
 from __future__ import annotations
@@ -19,14 +22,13 @@ from edge_devices.meters.base import Kind
 from edge_devices.meters.trace import Trace
 
 MIN_UPDATES = 8
-FAST = 1000  # a counter that is new so many times per window needs no lead-in and no look at when it changed
+FAST = 1000  # a counter with this many updates per window needs no lead-in and no update times
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowEnergy:
-    """One window. `error_watts`: standard error of the power within this window, with `freedom` degrees of freedom; `resolution_watts`:
-    what the meter cannot resolve; `news`: new values seen; `longest_gap_s`: longest time without one; `observed_s`: seconds the figure
-    rests on.
+    """One window. `error_watts`: standard error of the power, with `freedom` degrees of freedom; `resolution_watts`: the
+    meter's resolution; `updates`: new values; `longest_gap_s`: longest time without one; `observed_s`: seconds the figure is based on.
     """
 
     start_s: float
@@ -62,8 +64,8 @@ def measure_window(trace: Trace, start_s: float, end_s: float, meter: Characteri
 def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristics) -> WindowEnergy:
     """ΔE / Δt between the first and the last new value inside.
 
-    Error of one edge: uniform over the time it may be late (variance t²/12). The rest of the window is taken to be like the inside, within
-    its scatter.
+    Error of one edge: uniform over its possible delay (variance t²/12). The rest of the window is assumed
+    to be like the inside, within its scatter.
     """
     fast = meter.refresh_s * FAST <= end_s - start_s
     inside = trace.span(start_s if fast else start_s + meter.refresh_s, end_s)
@@ -105,7 +107,7 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
     inside = trace.span(begin, end_s)
     if not inside or trace.times[inside[0]] >= end_s:
         raise MeasurementError(f"the recording holds no reading between {begin:.3f} and {end_s:.3f} s; let the meter run during the work")
-    begin = trace.times[inside[0]]  # what was read before may still be what was before the window
+    begin = trace.times[inside[0]]  # an earlier reading may still show the time before the window
     times = [*(trace.times[i] for i in inside), end_s]
     joules = sum(trace.values[i] * (b - a) for i, (a, b) in zip(inside, pairwise(times), strict=True))
     watts = joules / (end_s - begin)
@@ -149,7 +151,10 @@ CLOSURE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseShares:
-    """Joules per phase; `method`: measured (one phase), calibrated or time_proportional; `closure`: (sum - measured) / measured or None."""
+    """Joules per phase. `method`: measured (one phase), calibrated or time_proportional.
+
+    `closure`: (sum - measured) / measured, None where not tested; `closes`: within the tolerance.
+    """
 
     joules: Mapping[str, float]
     method: str
@@ -164,7 +169,7 @@ class PhaseShares:
 def share_out(
     joules: float, seconds: Mapping[str, float], watts: Mapping[str, tuple[float, float]], *, error_joules: float = 0.0
 ) -> PhaseShares:
-    """Divides a window's joules over its phases. `watts`: power and its standard error of the phases that were calibrated.
+    """Divides a window's joules among its phases. `watts`: power and its standard error of the calibrated phases.
 
     The sum closes when it is within 5 % of what was measured, or within two standard errors of it.
     """

@@ -1,1 +1,1 @@
-"""One module per source of energy figures; each has `find(system)`, which says what is usable, present but not usable, or absent."""
+"""One module per source of energy readings; each has `find(system)`, which lists meters as usable, present but not usable, or absent."""

@@ -1,4 +1,4 @@
-"""Apple silicon: the `powermetrics` command. It estimates processor, graphics and neural engine; the display is not among them."""
+"""Apple silicon: the `powermetrics` command. It estimates the power of processor, graphics and neural engine, without the display."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, a
 NAME = "apple:powermetrics"
 LINE = re.compile(r"^(CPU|GPU|ANE|DRAM|Package|Combined)( Power)(?: \(CPU \+ GPU \+ ANE\))?: (\d{1,18}) mW\s*$", re.MULTILINE)
 PERIOD_S = 1.0
-REMEDY = "powermetrics answers root only: run edge-bench and edge-devices with sudo"
+REMEDY = "powermetrics needs root: run edge-bench and edge-devices with sudo"
 
 
 def parse_powermetrics(text: str) -> dict[str, float]:
@@ -21,9 +21,9 @@ def parse_powermetrics(text: str) -> dict[str, float]:
 
 def package_watts(parts: dict[str, float]) -> float | None:
     """Returns the package's power: as printed, else the sum of its parts; None where nothing is printed."""
-    for whole in ("Package", "Combined"):
-        if whole in parts:
-            return parts[whole]
+    for total in ("Package", "Combined"):
+        if total in parts:
+            return parts[total]
     return sum(parts.values()) if parts else None
 
 
@@ -51,13 +51,13 @@ class PowermetricsMeter:
         done = _run(self._system)
         watts = package_watts(parse_powermetrics(done.text))
         if watts is None:
-            said = (done.errors.strip() or done.text.strip() or str(done.code)).splitlines()[0]
-            raise MeterError(f"powermetrics told no power: {said}; {REMEDY}")
+            output = (done.errors.strip() or done.text.strip() or str(done.code)).splitlines()[0]
+            raise MeterError(f"powermetrics printed no power: {output}; {REMEDY}")
         return Sample(self._system.clock(), watts, f"package={watts}")
 
 
 def find(system: System) -> list[Finding]:
-    """Returns the finding of powermetrics; nothing on a machine that is no Mac."""
+    """Returns the finding of powermetrics; an empty list on other machines."""
     if system.platform != "darwin":
         return []
     done = _run(system)

@@ -1,4 +1,4 @@
-"""What every meter is: facts about it, and one way to read it."""
+"""The interface of all meters: facts about a meter, one way to read it, and the findings of a search."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Scope(StrEnum):
 
 
 class Kind(StrEnum):
-    """A counter answers cumulative joules, a sampler watts to integrate."""
+    """A counter returns cumulative joules; a sampler returns watts to integrate."""
 
     COUNTER = "counter"
     SAMPLER = "sampler"
 
 
 class Sample(NamedTuple):
-    """One reading: seconds on the system's clock, joules since some start (counter) or watts (sampler), and what was read."""
+    """One reading: seconds on the system's clock, joules since an arbitrary start (counter) or watts (sampler), and the raw text."""
 
     time_s: float
     value: float
@@ -40,10 +40,10 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MeterFacts:
-    """What is known of a meter before it is characterised.
+    """The properties of a meter that are known before it is characterised.
 
     `refresh_s`, `lag_s`: expected seconds between new values and until a load shows; `resolution`: joules or watts; `poll_s`: seconds
-    between reads (no less than a read may cost); `needs`: what a user must have or do; `systematic`: errors no repetition removes.
+    between reads (no less than a read may cost); `needs`: what the user must provide; `systematic`: errors that repetition does not remove.
     """
 
     name: str
@@ -60,7 +60,7 @@ class MeterFacts:
 
     @property
     def is_estimate(self) -> bool:
-        """Returns whether no energy is measured at all."""
+        """Returns whether the figures come from a power model, not a measurement."""
         return self.scope is Scope.ESTIMATE
 
     def to_json(self) -> dict[str, Any]:
@@ -79,15 +79,15 @@ class MeterFacts:
 
 
 class Meter(Protocol):
-    """Reads one source. A counter's value only grows: the meter itself undoes the wrap of its registers."""
+    """Reads one source. A counter's value never decreases: the meter undoes the wrap of its registers."""
 
     @property
     def facts(self) -> MeterFacts:
-        """What is known of this meter."""
+        """The facts of this meter."""
         ...
 
     def read(self) -> Sample | None:
-        """Returns a reading, None for one that is known to mean nothing; raises MeterError when the source is gone or lies."""
+        """Returns a reading, or None for one known to be invalid; raises MeterError if the source is gone or wrong."""
         ...
 
 
@@ -95,7 +95,7 @@ class State(StrEnum):
     """Whether a meter can be used here and now."""
 
     USABLE = "usable"
-    PRESENT = "present"  # it is there, but denied or unfit now: `reason` and `remedy` say more
+    PRESENT = "present"  # exists, but access is denied or it is unfit now: see `reason` and `remedy`
     ABSENT = "absent"
 
 
@@ -121,10 +121,10 @@ def usable(meter: Meter) -> Finding:
 
 
 def present(name: str, reason: str, remedy: str = "") -> Finding:
-    """Returns the finding of a meter that is there but not usable."""
+    """Returns the finding of a meter that exists but is not usable."""
     return Finding(name=name, state=State.PRESENT, reason=reason, remedy=remedy)
 
 
 def absent(name: str, reason: str) -> Finding:
-    """Returns the finding of a meter this machine has not."""
+    """Returns the finding of a meter that this machine does not have."""
     return Finding(name=name, state=State.ABSENT, reason=reason)

@@ -6,9 +6,9 @@ from edge_devices.errors import MeterError
 
 
 class Unwrapped:
-    """A register that starts again at 0 after `span` (in its own units), made into a number that only grows.
+    """Turns a register that restarts at 0 after `span` (in its own units) into a number that never decreases.
 
-    Exact while it is read at least once per wrap. Without a span, going back is an error: the source was reset.
+    Exact while it is read at least once per wrap. Without a span, a decrease is an error: the source was reset.
     """
 
     def __init__(self, name: str, span: int | None) -> None:
@@ -18,7 +18,7 @@ class Unwrapped:
         self._turns = 0
 
     def total(self, register: int) -> int:
-        """Takes a reading of the register; returns the number without wraps. Raises MeterError when it cannot be right."""
+        """Takes a reading of the register; returns the number without wraps. Raises MeterError for an impossible reading."""
         if register < 0 or (self._span is not None and register > self._span):
             raise MeterError(f"{self._name} reads {register}, outside 0..{self._span}; the meter cannot be trusted")
         if self._last is not None and register < self._last:

@@ -1,7 +1,7 @@
 """NVIDIA graphics boards through the driver's own library, libnvidia-ml, where it is installed.
 
-Functions: docs.nvidia.com/deploy/nvml-api, group nvmlDeviceQueries. nvmlDeviceGetTotalEnergyConsumption is in millijoules since the driver
-was loaded (Volta and later); nvmlDeviceGetPowerUsage in milliwatts, on most boards an average over the last second.
+Functions: docs.nvidia.com/deploy/nvml-api, group nvmlDeviceQueries. nvmlDeviceGetTotalEnergyConsumption is in millijoules
+since the driver was loaded (Volta and later); nvmlDeviceGetPowerUsage in milliwatts, on most boards an average over the last second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Loader = Callable[[str], Any]
 
 
 class Nvml:
-    """The few calls needed. Raises MeterError with the library's own code when one fails."""
+    """The NVML calls that the meter uses. Raises MeterError with the library's code if one fails."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -31,7 +31,7 @@ class Nvml:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code != 0:
-            raise MeterError(f"{name} failed with code {code}; is the NVIDIA driver running? (nvidia-smi tells)")
+            raise MeterError(f"{name} failed with code {code}; check with nvidia-smi that the NVIDIA driver is running")
 
     def count(self) -> int:
         """Returns how many boards there are."""
@@ -46,7 +46,7 @@ class Nvml:
         return handle
 
     def millijoules(self, device: ctypes.c_void_p) -> int | None:
-        """Returns the energy since the driver was loaded; None where the board does not count."""
+        """Returns the energy since the driver was loaded; None where the board has no counter."""
         number = ctypes.c_ulonglong()
         if self._library.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(number)) == NOT_SUPPORTED:
             return None
@@ -61,7 +61,7 @@ class Nvml:
 
 
 class BoardMeter:
-    """One graphics board with its memory: joules where it counts, else watts."""
+    """One graphics board with its memory: joules if it has a counter, else watts."""
 
     def __init__(self, system: System, nvml: Nvml, index: int) -> None:
         self._system, self._nvml = system, nvml
@@ -108,7 +108,7 @@ def find(system: System, load: Loader = ctypes.CDLL) -> list[Finding]:
         return [absent(NAME, "no NVIDIA driver library on this machine")]
     try:
         nvml = Nvml(library)
-        return [_finding(system, nvml, i) for i in range(nvml.count())] or [absent(NAME, "the NVIDIA driver knows no board")]
+        return [_finding(system, nvml, i) for i in range(nvml.count())] or [absent(NAME, "the NVIDIA driver lists no board")]
     except (MeterError, AttributeError) as error:
         return [present(NAME, str(error), "start or update the NVIDIA driver")]
 

@@ -1,4 +1,4 @@
-"""What meters see of a machine, kept in one file: so that a reader can be tested with devices nobody here owns.
+"""Recordings of the files and command outputs that meters read, so that meters can be tested on devices that are not at hand.
 
 Only the files and commands below are captured, all of them about power, clocks and temperatures. Serial numbers are left out; names of
 users, networks, files or programs are in none of them.
@@ -70,7 +70,7 @@ POWERSTATS_LINE = re.compile(r"ChannelId:|PowerStats")
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Texts of files and answers of commands; `denied`: files that are there and may not be read; `traces`: answers that are no text."""
+    """Texts of files and outputs of commands. `denied`: files that exist but are not readable; `traces`: binary outputs."""
 
     platform: str = "linux"
     files: dict[str, str] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class RecordedSystem(System):
         object.__setattr__(self, "_paths", sorted({*recording.files, *recording.denied}))
 
     def text(self, path: str) -> str:
-        """Returns a recorded file; raises as the device did."""
+        """Returns a recorded file; raises as on the device."""
         recording: Recording = vars(self)["_recording"]
         if path in recording.denied:
             raise PermissionError(13, "Permission denied", path)
@@ -125,7 +125,7 @@ class RecordedSystem(System):
 
 
 def record(system: System) -> Recording:
-    """Captures what the meters would read on this machine."""
+    """Records what the meters would read on this machine."""
     files: dict[str, str] = {}
     denied = []
     for pattern in FILES:
@@ -135,9 +135,9 @@ def record(system: System) -> Recording:
             except PermissionError:
                 denied.append(path)
             except OSError:
-                continue  # a sensor without an answer: nothing to keep
+                continue  # a sensor without a value: nothing to record
     if system.is_android:
-        files["system/build.prop"] = ""  # that there is one is all that counts
+        files["system/build.prop"] = ""  # only its existence matters
     commands = {}
     for arguments in _commands(system, files):
         done = system.run(arguments)
@@ -172,14 +172,14 @@ def _without_private(text: str) -> str:
 
 
 def _answer(arguments: Sequence[str], text: str) -> str:
-    """The rest of `dumpsys powerstats` lists what ran on the device: only its channels are kept."""
+    """The rest of `dumpsys powerstats` lists what ran on the device; only its channels are recorded."""
     if "powerstats" in arguments:
         return "\n".join(line for line in text.splitlines() if POWERSTATS_LINE.search(line))
     return _without_private(text)
 
 
 def write_recording(folder: Path, recording: Recording) -> Path:
-    """Writes `recording.json` into a folder, whole or not at all; returns its path."""
+    """Writes `recording.json` into a folder atomically; returns its path."""
     path = folder / NAME
     write_text(path, [json.dumps(recording.to_json(), indent=1, ensure_ascii=False), "\n"], parents=True)
     return path
@@ -190,7 +190,7 @@ def read_recording(path: Path) -> Recording:
     try:
         fields = json.loads(read_at_most(path, LARGEST).decode())
         if fields["schema"] != SCHEMA:
-            raise DeviceError(f"{path} has schema {fields['schema']}; this reader knows {SCHEMA}")
+            raise DeviceError(f"{path} has schema {fields['schema']}; this version reads {SCHEMA}")
         return Recording(
             platform=str(fields["platform"]),
             files={str(k): str(v) for k, v in fields["files"].items()},
@@ -203,4 +203,4 @@ def read_recording(path: Path) -> Recording:
     except OSError as error:
         raise DeviceError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DeviceError(f"{path} is no recording of a device ({error!r}); make one with `edge-devices probe --record DIR`") from error
+        raise DeviceError(f"{path} is not a recording of a device ({error!r}); make one with `edge-devices probe --record DIR`") from error

@@ -1,4 +1,4 @@
-"""All meters of this machine, and the one to take where none is named."""
+"""All meters of this machine, and the default one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCES = (jetson, hwmon, rapl, emi, android_rails, android_powerstats, raspberr
 
 
 def find_meters(system: System) -> list[Finding]:
-    """Returns what there is on this machine, usable or not. A source that fails in a new way is present with its reason, not a crash."""
+    """Returns the meters of this machine, usable or not. A source that raises is reported as present, with the reason."""
     findings: list[Finding] = []
     for source in SOURCES:
         name = source.__name__.rpartition(".")[2]
@@ -33,7 +33,7 @@ def find_meters(system: System) -> list[Finding]:
 
 
 def choose_meter(findings: Sequence[Finding], name: str | None = None) -> Meter | None:
-    """Returns the named meter, or the first usable one; None when there is none. MeterError when the named one is not usable."""
+    """Returns the named meter, or the first usable one; None if there is none. Raises MeterError if the named one is not usable."""
     usable = [f for f in findings if f.meter is not None]
     if name is None:
         return usable[0].meter if usable else None
@@ -43,4 +43,4 @@ def choose_meter(findings: Sequence[Finding], name: str | None = None) -> Meter 
         if finding.name == name:
             raise MeterError(f"the meter {name} is {finding.state}: {finding.reason}" + (f"; {finding.remedy}" if finding.remedy else ""))
     known = ", ".join(f.name for f in usable) or "none"
-    raise MeterError(f"there is no meter {name!r} here; usable: {known}; `edge-devices meters` lists all")
+    raise MeterError(f"no meter {name!r} on this machine, usable: {known}; `edge-devices meters` lists all")

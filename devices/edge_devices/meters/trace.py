@@ -1,4 +1,4 @@
-"""What a meter said over time: times and values, ready to be cut into windows."""
+"""The readings of a meter over time: times and values, from which windows are cut."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class Trace:
 
     @staticmethod
     def of(facts: MeterFacts, samples: Iterable[Sample]) -> Trace:
-        """Collects samples; raises MeasurementError when a time goes back."""
+        """Collects samples; raises MeasurementError if a time decreases."""
         trace = Trace(facts=facts)
         for sample in samples:
             trace.add(sample)
         return trace
 
     def add(self, sample: Sample) -> None:
-        """Appends a reading; raises MeasurementError when its time goes back or a figure is none."""
+        """Appends a reading; raises MeasurementError if its time decreases or a value is not finite."""
         if not (math.isfinite(sample.time_s) and math.isfinite(sample.value)):
-            raise MeasurementError(f"the recording holds {sample.value} at {sample.time_s} s, which is no figure; record it again")
+            raise MeasurementError(f"the recording holds {sample.value} at {sample.time_s} s, which is not a number; record it again")
         if self.times and sample.time_s < self.times[-1]:
             raise MeasurementError(f"the recording goes back in time, from {self.times[-1]} to {sample.time_s} s; record it again")
         self.times.append(sample.time_s)
         self.values.append(sample.value)
 
     def index_at(self, time_s: float) -> int:
-        """Returns the index of the last reading at or before a time; raises MeasurementError when there is none."""
+        """Returns the index of the last reading at or before a time; raises MeasurementError if there is none."""
         index = bisect_right(self.times, time_s) - 1
         if index < 0:
             raise MeasurementError(f"the recording begins only after {time_s:.3f} s; start the meter before the work")

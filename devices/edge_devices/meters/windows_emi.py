@@ -48,7 +48,7 @@ class WindowsPort:
         self._kernel, self._handle = kernel, handle
 
     def control(self, code: int, size: int) -> bytes:
-        """Asks the device (DeviceIoControl); raises MeterError when it refuses."""
+        """Sends a control code (DeviceIoControl); raises MeterError if the device refuses it."""
         answer, taken = ctypes.create_string_buffer(size), ctypes.c_uint32()
         if not self._kernel.DeviceIoControl(self._handle, code, None, 0, answer, size, ctypes.byref(taken), None):
             raise MeterError(f"the energy meter refused control code {code:#x}; administrator rights may be needed")
@@ -91,10 +91,10 @@ NAME_BYTES = 32  # EMI_NAME_MAX characters of two bytes
 
 
 class Port(Protocol):
-    """An open device that answers control codes."""
+    """An open device that accepts control codes."""
 
     def control(self, code: int, size: int) -> bytes:
-        """Returns at most `size` bytes; raises MeterError when the device refuses."""
+        """Returns at most `size` bytes; raises MeterError if the device refuses."""
         ...
 
 
@@ -159,7 +159,7 @@ class EmiMeter:
 
 
 def find(system: System, ports: Callable[[], Sequence[Port]] = open_ports) -> list[Finding]:
-    """Returns one finding per channel; nothing on a machine without Windows."""
+    """Returns one finding per channel; an empty list without Windows."""
     if system.platform != "win32":
         return []
     found = []

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from edge_devices.cli import main
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import read_log, write_log
-from edge_devices.errors import DeviceError, MeasurementError
+from edge_devices.errors import EdgeError, MeasurementError
 
 
 def test_everything_is_recomputed_from_the_log(log, tmp_path):
@@ -67,5 +67,5 @@ def test_logs_with_figures_that_are_none_are_refused(tmp_path, log):
 
 def test_a_log_that_cannot_be_written_leaves_nothing(log, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DeviceError, match="cannot be written"):
+    with pytest.raises(EdgeError, match="cannot be written"):
         write_log(tmp_path / "file" / "run.jsonl", log)

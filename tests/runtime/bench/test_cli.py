@@ -138,7 +138,7 @@ def test_energy_comes_from_its_log(made_up, tmp_path):
     assert "scope package" in result.stdout
     result = bench("--report", made_up, "--energy", made_up)
     assert result.exit_code == 1
-    assert "line 1 is no line of a run log" in result.stderr
+    assert "line 1 is not a line of a run log" in result.stderr
 
 
 def test_without_a_meter_energy_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
@@ -224,7 +224,7 @@ def test_a_failure_says_what_and_keeps_the_records(monkeypatch, tmp_path):
         (["bundle", "--domains", "weather"], 1, "domain 'weather' is unknown"),
         (["bundle", "--concurrency", "0"], 1, "numbers of clients '0'"),
         (["bundle", "--kv-types", "q2"], 1, "KV type 'q2' is unknown"),
-        (["bundle", "--meter", "sundial"], 1, "no meter 'sundial' here"),
+        (["bundle", "--meter", "sundial"], 1, "no meter 'sundial' on this machine"),
         (["nowhere"], 1, "nowhere is not a bundle"),
     ],
 )

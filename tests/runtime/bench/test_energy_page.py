@@ -145,7 +145,7 @@ def test_files_that_do_not_fit_are_refused(path: Path, tmp_path: Path) -> None:
     result = bench("--report", path, "--energy", path)
     assert (result.exit_code, "is an energy log itself" in result.stderr) == (1, True)
     result = bench("--report", path, "--external", tmp_path / "table.csv")
-    assert (result.exit_code, "no load step shows" in result.stderr) == (1, True)
+    assert (result.exit_code, "no load step is visible" in result.stderr) == (1, True)
     (tmp_path / "other.jsonl").write_text("{}\n")
     assert not is_energy_log(tmp_path / "other.jsonl")
     assert not is_energy_log(tmp_path / "nothing")

@@ -99,7 +99,7 @@ def test_a_meter_can_be_named(run: Any, meter: Finding) -> None:
     assert run("--meter", "replay:rails", findings=[denied, meter], pause=0.003).exit_code == 0
     result = run("--meter", "rapl:package", findings=[denied, meter])
     assert (result.exit_code, "only root may read it" in result.stderr) == (1, True)
-    assert "there is no meter 'wall' here" in run("--meter", "wall", findings=[meter]).stderr
+    assert "no meter 'wall' on this machine" in run("--meter", "wall", findings=[meter]).stderr
 
 
 def test_a_source_that_is_not_usable_is_not_read(run: Any) -> None:

@@ -1,7 +1,7 @@
 """The battery gauge of an Android device: through the battery service (works for the shell user), or through its sysfs files.
 
-The specification says microamperes, positive while charging; makers disagree about both. The sign is dropped and the state of charge tells
-the direction; the unit is the one that makes an idle device take between 0.1 and 15 W, which only one can.
+The specification requires microamperes, positive while charging; makers differ in both. The sign is dropped, and the charging status gives
+the direction. The unit is the one in which an idle device takes 0.1 to 15 W, which is true of one unit only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNPLUG = "unplug the cable and measure on the device alone; never use `dumpsys b
 
 
 class Gauge(NamedTuple):
-    """What a gauge says at one moment: current in its own unit and sign, and volts. None: it did not answer (a false zero)."""
+    """One reading of a gauge: current in its own unit and sign, and volts. `current` is None for a false zero."""
 
     current: int | None
     volts: float
@@ -35,12 +35,12 @@ class Gauge(NamedTuple):
 def volts_of(text: str) -> float:
     """Reads the voltage: millivolts, on old systems volts."""
     if not re.fullmatch(r"\d{1,6}", text):
-        raise MeterError(f"the battery's voltage reads {text!r}, which is no voltage; use another meter")
+        raise MeterError(f"the battery's voltage reads {text!r}, which is not a voltage; use another meter")
     return int(text) / 1000 if int(text) >= 100 else float(text)
 
 
 def require_unplugged(fields: dict[str, str]) -> None:
-    """Raises MeterError unless the service says: discharging, and nothing powers the device."""
+    """Raises MeterError unless the service reports that the device discharges and no charger powers it."""
     powered = sorted(k for k, v in fields.items() if k.endswith(" powered") and v == "true")
     if powered:
         raise MeterError(f"{powered[0]}: a battery's figures mean the load only while unplugged; {UNPLUG}")
@@ -49,7 +49,7 @@ def require_unplugged(fields: dict[str, str]) -> None:
 
 
 def current_unit(current: int, volts: float) -> str:
-    """Returns the one unit in which this current is a plausible power for an idle device; raises MeterError when none is."""
+    """Returns the one unit in which this current is a plausible power for an idle device; raises MeterError if none is."""
     for unit, amperes in AMPERES.items():
         if PLAUSIBLE_WATTS[0] <= abs(current) * amperes * volts <= PLAUSIBLE_WATTS[1]:
             return unit
@@ -60,7 +60,7 @@ def current_unit(current: int, volts: float) -> str:
 
 
 class GaugeMeter:
-    """Current × voltage of the gauge, in watts; the unit is settled by the first current that is not 0."""
+    """Current × voltage of the gauge, in watts; the unit follows from the first current that is not 0."""
 
     def __init__(self, system: System, name: str, source: str, read_gauge: Callable[[System], Gauge]) -> None:
         self._system = system
@@ -71,7 +71,7 @@ class GaugeMeter:
             kind=Kind.SAMPLER,
             scope=Scope.DEVICE,
             source=source,
-            # Seen on one phone: new values every 2.0 s in the median, 7 s at most; a load shows after up to 7 s. Both are measured.
+            # Measured on one phone: new values every 2.0 s in the median, 7 s at most; a load shows after up to 7 s. Both are measured.
             refresh_s=2.0,
             resolution=AMPERES[self._unit] * 4.0,
             poll_s=0.5,
@@ -100,7 +100,7 @@ def _first_unit(system: System, read_gauge: Callable[[System], Gauge], attempts:
 
 
 def read_service(system: System) -> Gauge:
-    """Asks the battery service; raises MeterError when it is frozen, plugged in, or cannot tell."""
+    """Reads the battery service; raises MeterError if it is frozen, the device is charging, or it reports no current."""
     state = system.run(["dumpsys", "battery"])
     if state.code != 0:
         raise MeterError(f"`dumpsys battery` failed: {state.errors.strip() or state.code}")
@@ -109,15 +109,15 @@ def read_service(system: System) -> Gauge:
     answer = system.run(["cmd", "battery", "get", "-f", "current_now"])
     text = answer.text.strip()
     if not re.fullmatch(r"-?\d{1,12}", text):
-        said = text.splitlines()[0] if text else answer.errors.strip()
-        raise MeterError(f"`cmd battery get -f current_now` answered {said!r}; this Android is too old for it; use another meter")
+        output = text.splitlines()[0] if text else answer.errors.strip()
+        raise MeterError(f"`cmd battery get -f current_now` answered {output!r}; this Android is too old for it; use another meter")
     if int(text) == UNSUPPORTED:
-        raise MeterError("the battery service says that it cannot measure the current; use a meter in the supply line")
+        raise MeterError("the battery service reports that it cannot measure the current; use a meter in the supply line")
     return Gauge(int(text) or None, volts_of(fields.get("voltage", "")))
 
 
 def read_sysfs(system: System, folder: str) -> Gauge:
-    """Reads the gauge's files; raises MeterError when denied, plugged in, or silent."""
+    """Reads the gauge's files; raises MeterError if access is denied, the device is charging, or values are missing."""
     try:
         supply = Supply(name=folder.rpartition("/")[2], fields=read_fields(system, folder))
     except PermissionError as error:
@@ -134,7 +134,7 @@ def read_sysfs(system: System, folder: str) -> Gauge:
 
 
 def find(system: System) -> list[Finding]:
-    """Returns the findings of both ways to the gauge; nothing on a machine that is no phone."""
+    """Returns the findings of both ways to the gauge; an empty list on other machines."""
     if not system.is_android:
         return []
     findings = [_finding(system, SERVICE, "cmd battery get -f current_now, dumpsys battery", read_service)]

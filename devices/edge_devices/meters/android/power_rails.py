@@ -1,8 +1,8 @@
 """On-device power rail monitors of Pixel 6 and later, through the kernel's iio files.
 
 Format (kernel driver s2mpg1x odpm, as quoted in Android's own power scripts): `t=<ms>`, then one line per channel
-`CH3(T=<ms>)[S2M_VDD_CPUCL2], <µW·s since start>`. Channels can be set to other rails, so a rail is known by its name. Rails sit behind the
-battery: their figures hold while charging too.
+`CH3(T=<ms>)[S2M_VDD_CPUCL2], <µW·s since start>`. Channels can be assigned to other rails, so a rail is identified by name. Rails are
+behind the battery: their figures are valid while charging too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RailsMeter:
 
 
 def find(system: System) -> list[Finding]:
-    """Returns the finding of the rail monitors; nothing on a machine that is no phone."""
+    """Returns the finding of the rail monitors; an empty list on other machines."""
     paths = system.paths(PATTERN)
     if not paths:
         return [absent(NAME, "no rail monitor (Pixel 6 and later have one)")] if system.is_android else []

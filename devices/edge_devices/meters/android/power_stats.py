@@ -1,7 +1,7 @@
 """Power rails of Android's power-stats service, read by recording a short trace with the system's perfetto.
 
-No file access is needed: perfetto asks the hardware layer. Fields: protos/perfetto/trace/power/power_rails.proto and trace_packet.proto of
-perfetto. `dumpsys powerstats` lists the channels and so tells at no cost whether there are any.
+No file access is needed: perfetto reads the hardware layer. Fields: protos/perfetto/trace/power/power_rails.proto and trace_packet.proto of
+perfetto. `dumpsys powerstats` lists the channels without the cost of a trace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def parse_channels(text: str) -> dict[int, str]:
 
 
 def parse_trace(trace: bytes) -> dict[str, int]:
-    """Reads a perfetto trace: rail -> the last microjoules it was seen with. Raises MeterError for a damaged trace."""
+    """Reads a perfetto trace: rail -> its last microjoules. Raises MeterError for a damaged trace."""
     names: dict[int, str] = {}
     latest: dict[int, int] = {}
     for rails in _power_rails(trace):
@@ -57,10 +57,7 @@ def _read_rails(rails: bytes, names: dict[int, str], latest: dict[int, int]) -> 
 
 
 def only_rails(trace: bytes) -> bytes:
-    """Returns a trace with nothing but its power rails: others of its packets name the system and its build.
-
-    Raises MeterError for a damaged one.
-    """
+    """Returns a trace reduced to its power rails; other packets identify the system. Raises MeterError for a damaged trace."""
     return b"".join(bytes_field(PACKET, bytes_field(POWER_RAILS, rails)) for rails in _power_rails(trace))
 
 
@@ -121,7 +118,7 @@ class PowerStatsMeter:
 
 
 def find(system: System) -> list[Finding]:
-    """Returns the finding of the power-stats service; nothing on a machine that is no phone."""
+    """Returns the finding of the power-stats service; an empty list on other machines."""
     if not system.is_android:
         return []
     channels = parse_channels(system.run(["dumpsys", "powerstats"]).text)

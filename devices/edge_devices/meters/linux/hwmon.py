@@ -1,7 +1,7 @@
 """Power monitor chips of Texas Instruments behind Linux hwmon: INA219/226/230/231/260, INA228/237/238, INA3221.
 
 Files (Documentation/hwmon/ina2xx.rst, ina238.rst, ina3221.rst of Linux): energy1_input µJ where the chip counts, power1_input µW, in1_input
-mV with curr1_input mA; INA3221 has three channels and no power file. Chips are known by their `name`: numbers change with every start.
+mV with curr1_input mA; INA3221 has three channels and no power file. Chips are identified by `name`: their numbers change at each boot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BOARD_LABELS = ("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC", "POM_5V_IN")  # a Jetson'
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
-    """One channel of a chip: the files its figure comes from, and how."""
+    """One channel of a chip: the files that are read, and how they combine."""
 
     chip: str
     label: str

@@ -1,7 +1,8 @@
 """NVIDIA Jetson: the module's INA3221 rails.
 
-Files: in{n}_label, in{n}_input (mV), curr{n}_input (mA) of the ina3221 driver; before JetPack 5 rail_name_{n}, in_power{n}_input (mW) under
-iio. The rails behind VDD_IN are parts of it: only the module's input is read. On Orin the processor and the graphics share one rail.
+Files: in{n}_label, in{n}_input (mV), curr{n}_input (mA) of the ina3221 driver; before JetPack 5 rail_name_{n} and
+in_power{n}_input (mW) under iio.
+The rails behind VDD_IN are parts of it: only the module's input is read. On Orin the processor and the graphics share one rail.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class JetsonMeter:
 
 
 def find(system: System) -> list[Finding]:
-    """Returns the finding of the module's sensors; nothing on a machine that is no Jetson."""
+    """Returns the finding of the module's sensors; an empty list on other machines."""
     sensed = rails(system)
     model = system.text_or("proc/device-tree/model")
     if not sensed:

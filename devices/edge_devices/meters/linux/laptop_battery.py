@@ -19,7 +19,7 @@ class BatteryMeter:
             kind=Kind.SAMPLER,
             scope=Scope.DEVICE,
             source=", ".join(f"/{SUPPLIES}/{n}" for n in names),
-            # The ACPI driver keeps an answer for 1000 ms (cache_time); the embedded controller may be slower, which is measured.
+            # The ACPI driver caches a value for 1000 ms (cache_time); the embedded controller may be slower, which is measured.
             refresh_s=1.0,
             resolution=0.01,
             poll_s=0.5,
@@ -30,7 +30,7 @@ class BatteryMeter:
         )
 
     def read(self) -> Sample | None:
-        """Reads all batteries; watts. An exact 0 while discharging is a gauge that has not answered."""
+        """Reads all batteries; watts. None for an exact 0 while discharging: the gauge has no value yet."""
         supplies = [s for s in batteries(self._system) if s.name in self._names]
         if len(supplies) != len(self._names):
             raise MeterError(f"a battery of {', '.join(self._names)} is gone; measure again with all of them in place")
@@ -40,12 +40,12 @@ class BatteryMeter:
 
 
 def total_watts(supplies: list[Supply]) -> float:
-    """Returns the sum in watts; raises MeterError for a battery that tells no power."""
+    """Returns the sum in watts; raises MeterError for a battery that reports no power."""
     total = 0.0
     for supply in supplies:
         watts = watts_of(supply)
         if watts is None:
-            raise MeterError(f"{supply.name} tells neither power_now nor current_now with voltage_now; use a meter in the supply line")
+            raise MeterError(f"{supply.name} reports neither power_now nor current_now with voltage_now; use a meter in the supply line")
         total += watts
     return total
 

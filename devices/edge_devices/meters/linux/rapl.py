@@ -1,7 +1,7 @@
 """RAPL counters of Intel and AMD processors through Linux powercap.
 
-Facts: Documentation/power/powercap/powercap.rst and drivers/powercap/intel_rapl_common.c of Linux. Zones are known by their name, never by
-their number; the control type intel-rapl-mmio repeats package-0 and is skipped; core and uncore are parts of the package and not added.
+Facts: Documentation/power/powercap/powercap.rst and drivers/powercap/intel_rapl_common.c of Linux. Zones are identified by name, never by
+number; the control type intel-rapl-mmio repeats package-0 and is skipped; core and uncore are parts of the package and not added.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _finding(system: System, scope: Scope, zones: dict[str, str]) -> Finding:
 
 
 def _without_broken_psys(system: System, findings: list[Finding]) -> list[Finding]:
-    """A platform holds its package: where psys counts less, it is unscaled or not wired."""
+    """A platform contains its package: where psys counts less, it is not wired or not scaled."""
     meters = {f.name: f.meter for f in findings if f.meter}
     package, psys = meters.get(f"rapl:{Scope.PACKAGE}"), meters.get(f"rapl:{Scope.PLATFORM}")
     if package is None or psys is None:

@@ -1,7 +1,7 @@
 """Raspberry Pi 5: the supply chip's own converters, through `vcgencmd pmic_read_adc`.
 
 Rails have a current line `NAME_A current(n)=..A` and a voltage line `NAME_V volt(m)=..V`; they pair by name, the numbers do not correspond.
-The sum is not the board's input: converters lose some, and USB and PCIe loads do not show at all.
+The sum is not the board's input: converters lose some, and USB and PCIe loads are not sensed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REMEDY = "vcgencmd needs /dev/vcio: sudo usermod -aG video $USER, then log in ag
 
 
 def parse_pmic(text: str) -> dict[str, float]:
-    """Reads `vcgencmd pmic_read_adc`: rail -> watts, for rails that tell both current and voltage."""
+    """Reads `vcgencmd pmic_read_adc`: rail -> watts, for rails that have both current and voltage."""
     amperes: dict[str, float] = {}
     volts: dict[str, float] = {}
     for name, unit, figure in LINE.findall(text):
@@ -51,13 +51,13 @@ class PmicMeter:
         done = self._system.run([self._command, "pmic_read_adc"])
         rails = parse_pmic(done.text)
         if done.code != 0 or not rails:
-            said = (done.text.strip() or done.errors.strip() or str(done.code)).splitlines()[0]
-            raise MeterError(f"`{self._command} pmic_read_adc` gave no rails: {said}; {REMEDY}")
+            output = (done.text.strip() or done.errors.strip() or str(done.code)).splitlines()[0]
+            raise MeterError(f"`{self._command} pmic_read_adc` gave no rails: {output}; {REMEDY}")
         return Sample(self._system.clock(), sum(rails.values()), " ".join(f"{n}={w:.6f}" for n, w in rails.items()))
 
 
 def find(system: System) -> list[Finding]:
-    """Returns the finding of the supply chip; nothing on a machine that is no Raspberry Pi."""
+    """Returns the finding of the supply chip; an empty list on other machines."""
     model = system.text_or("proc/device-tree/model").rstrip("\0")
     if not model.startswith("Raspberry Pi"):
         return []

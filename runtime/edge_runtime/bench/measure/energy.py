@@ -13,7 +13,7 @@ from edge_devices.energy.external_meter import import_csv, with_external_meter
 from edge_devices.energy.protocol import BusyLoad, Plan, Work, Workload, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import CALIBRATION, PREFILL, Report, make_report
-from edge_devices.energy.run_log import LONGEST_LINE, RunLog, read_log, write_log
+from edge_devices.energy.run_log import MAX_LINE_CHARS, RunLog, read_log, write_log
 from edge_devices.energy.virtual_meters import EXTERNAL, PendingExternalMeter, requested_meter
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
@@ -40,7 +40,7 @@ def is_energy_log(path: Path) -> bool:
     """Returns whether a file begins like a log of `measure_energy`."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            first = json.loads(file.readline(LONGEST_LINE))
+            first = json.loads(file.readline(MAX_LINE_CHARS))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(first, dict) and first.get("kind") == "header" and "meter" in first
