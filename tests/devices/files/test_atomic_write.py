@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and what killed processes left of them goes with the next write."""
+"""Atomic writes, and the stale temporary files of killed processes that the next write removes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_leftovers_of_dead_processes_go_and_those_of_running_ones_stay(tmp_path: Path) -> None:
+def test_stale_files_of_dead_processes_go_and_those_of_running_ones_stay(tmp_path: Path) -> None:
     path, dead = tmp_path / "file", dead_process()
     (tmp_path / f".file.partial-{dead}").write_bytes(b"half")
     (tmp_path / f".file.partial-{os.getppid()}").write_bytes(b"being written")
@@ -75,7 +75,7 @@ def test_leftovers_of_dead_processes_go_and_those_of_running_ones_stay(tmp_path:
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_a_leftover_whose_number_is_taken_again_goes_once_nobody_holds_it(tmp_path: Path) -> None:
+def test_a_stale_file_whose_process_number_is_reused_goes_once_it_is_unlocked(tmp_path: Path) -> None:
     path, running = tmp_path / "file", os.getppid()
     folder = tmp_path / f".file.partial-{running}"
     folder.mkdir()
@@ -87,7 +87,7 @@ def test_a_leftover_whose_number_is_taken_again_goes_once_nobody_holds_it(tmp_pa
     assert list(stale_of(path)) == []
 
 
-def test_what_is_held_is_no_leftover_though_its_process_has_another_number_here(tmp_path: Path) -> None:
+def test_a_locked_file_is_not_stale_though_its_process_number_differs_here(tmp_path: Path) -> None:
     path, file = tmp_path / "file", tmp_path / f".file.partial-{dead_process()}"
     file.write_bytes(b"being written in another container")
     with locked(file):
