@@ -26,7 +26,10 @@ _SIDE, _TIMES = 768, 6
 
 
 def device_speed(name: str | None, threads: int | None) -> DeviceSpeed:
-    """Returns the speed from a profile, or measures this machine with two probes of some tenths of a second. Raises DeviceError, or RequestError for a profile without memory speed."""
+    """Returns the speed from a profile, or measures this machine with two probes of some tenths of a second.
+
+    Raises DeviceError, or RequestError for a profile without memory speed.
+    """
     return _profile_speed(name) if name is not None else _machine_speed(threads)
 
 
