@@ -1,6 +1,6 @@
-"""The seam between the loop and a backend. Plain token ids in, token ids and logits rows out.
+"""The interface between the loop and a backend: token ids in, token ids and rows of logits out.
 
-Hidden rows and K/V never cross it: a backend builds the drafter from its target, so there is one cache to roll back.
+Hidden rows and K/V stay in the backend, which builds the drafter from its target, so that there is one cache to roll back.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class DraftSampler(Protocol):
     """Picks one draft; called once per draft, in order."""
 
     def __call__(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
-        """Returns a token id, or None: no candidate will do, and the draft ends before this place.
+        """Returns a token id, or None if there is no valid candidate: then the draft ends before this position.
 
-        `logits` are the drafter's, float32 [n]: of the whole vocabulary, or of the n different `tokens` alone. They are read before it
-        returns, so a view will do.
+        `logits` are the drafter's, float32 [n]: of the whole vocabulary, or of the n different `tokens` only. They are not used
+        after it returns, so a view is enough.
         """
 
 
-# Asked after each draft with the drafter's own probability of its likeliest token there; says whether to draft another.
+# Called after each draft with the drafter's probability of its likeliest token; returns whether to draft another.
 ShouldContinue = Callable[[float], bool]
 
 
@@ -38,7 +38,7 @@ class Target(Protocol):
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """The committed tokens [length], int32: what a drafter without a model drafts from. A view that the next call may change."""
+        """The committed tokens [length], int32: the source of prompt lookup. A view that the next call may change."""
 
     @property
     def rollback_floor(self) -> int:
@@ -54,15 +54,15 @@ class Target(Protocol):
         """
 
     def rollback(self, length: int) -> None:
-        """Forgets all rows from `length` on; the hidden row of the last kept token becomes the drafter's input."""
+        """Removes all rows from `length` on; the hidden row of the last kept token becomes the drafter's input."""
 
     def close(self) -> None:
-        """Frees what the backend holds."""
+        """Frees the resources of the backend."""
 
 
 @runtime_checkable
 class SavableTarget(Target, Protocol):
-    """A target whose K/V rows can leave the process."""
+    """A target whose K/V rows can be saved and restored."""
 
     kv_type: str
 
@@ -72,27 +72,26 @@ class SavableTarget(Target, Protocol):
     def restore(self, tokens: Sequence[int], state: bytes) -> None:
         """Replaces all rows by those of `state`, which are those of `tokens`; the drafter has no hidden row until the next forward.
 
-        Raises RequestError if `state` is damaged or does not fit; then nothing has changed.
+        Raises RequestError if `state` is damaged or does not fit; then nothing was changed.
         """
 
 
 class Drafter(Protocol):
     """Proposes tokens that follow `last`, the newest token, which is not in the target's cache yet."""
 
-    stepwise: bool  # whether it asks `should_continue`
+    stepwise: bool  # whether it calls `should_continue`
 
     def draft(
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
     ) -> list[int]:
-        """Returns at most `draft_length` token ids; may return fewer, as where `should_continue` says no. Leaves the target's cache as it
-        is.
+        """Returns at most `draft_length` token ids, fewer if `should_continue` returns False. Does not change the target's cache.
 
-        Each is the likeliest, or what `sampler` picks. A token that `sampler` picked must be returned, before any that it did not pick:
-        to drop one for what it is would bend the distribution of the output.
+        Each is the likeliest token, or the pick of `sampler`. Picked tokens must all be returned, before any that were not picked: dropping
+        one because of its value would change the distribution of the output.
         """
 
     def close(self) -> None:
-        """Frees what the backend holds."""
+        """Frees the resources of the backend."""
 
 
 class DraftRequest(NamedTuple):
@@ -119,11 +118,11 @@ class SequenceBatch(Protocol):
         """Verifies (sequence, tokens) pairs as `Target.verify` would. Returns views that the next call for any sequence may overwrite."""
 
     def close(self) -> None:
-        """Frees what the backend holds."""
+        """Frees the resources of the backend."""
 
 
 class Vocabulary(Protocol):
-    """Text to token ids and back to bytes. `eog_tokens` are the ids that end a generation; `bos` and `eos` are -1 where there is none."""
+    """Text to token ids and back to bytes. `eog_tokens` are the ids that end a generation; `bos` and `eos` are -1 if the vocabulary has none."""
 
     eog_tokens: frozenset[int]
     bos: int
@@ -131,10 +130,10 @@ class Vocabulary(Protocol):
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
-        """Text -> id of every token that has a meaning in a conversation, and so must never come from foreign text."""
+        """Text -> id of every control token; these must never come from untrusted text."""
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
-        """Returns the token ids of `text`, with the beginning-of-sequence token first unless told otherwise.
+        """Returns the token ids of `text`, with the beginning-of-sequence token first unless `add_bos` is False.
 
         `parse_special` lets control tokens that are written out in the text become those tokens.
         """

@@ -1,4 +1,4 @@
-"""Which drafted tokens stand: pure functions over one verified round. Knows no model and no cache."""
+"""Which drafts of a verified round are accepted: pure functions, independent of models and caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LogitRows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
-    """`accepted` drafts stand, in order from the first; `next_token` is the target's own token after them, always there."""
+    """`accepted` is the number of accepted drafts, from the first on; `next_token` is the target's own token after them."""
 
     accepted: int
     next_token: int
@@ -30,17 +30,14 @@ class VerifyResult:
 def accept_greedy(drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
     """Accepts the longest prefix of `drafts` that the target would have chosen itself.
 
-    `logits` are float32 [len(drafts) + 1, vocabulary]; row i predicts the token at draft i's place. Rows after the first
-    mismatch are not looked at.
+    `logits` are float32 [len(drafts) + 1, vocabulary]; row i predicts the token at the position of draft i. Rows after the first
+    mismatch are not read.
     """
     return accept_by_match(drafts, lambda position: likeliest(logits[position]))
 
 
 def likeliest(row: Logits) -> int:
-    """Returns the index of the largest logit of a row [vocabulary].
-
-    Raises BackendError for a row with NaN, of which argmax takes the first.
-    """
+    """Returns the index of the largest logit of a row [vocabulary]. Raises BackendError for a row with NaN, which argmax returns first."""
     best = int(row.argmax())
     if math.isnan(row[best]):
         raise BackendError(
@@ -50,10 +47,10 @@ def likeliest(row: Logits) -> int:
 
 
 def accept_by_match(drafts: Sequence[int], sampler: Callable[[int], int]) -> VerifyResult:
-    """Accepts drafts as long as they equal what the target chooses at their places; `choose(i)` is asked once per place, in order.
+    """Accepts drafts as long as they equal the target's choices; `sampler(i)` is called once per position, in order.
 
-    All emitted tokens are the target's own choices: drafts change nothing but how many of them one forward yields, so the same
-    random numbers give the same output for any drafter. Positions after the first mismatch are not asked for.
+    All emitted tokens are the target's own choices: drafts change only how many of them one forward yields, so the same random numbers
+    give the same output with any drafter. `sampler` is not called after the first mismatch.
     """
     for position, draft in enumerate(drafts):
         choice = sampler(position)
@@ -67,9 +64,9 @@ def accept_by_rejection(
 ) -> VerifyResult:
     """Speculative sampling: emits tokens distributed as the target's, if draft i was drawn from `proposed[i]`.
 
-    With p = `target(i)` and q = `proposed[i]` a draft x stands with probability min(1, p(x) / q(x)); in place of the first that does
-    not, a token is drawn from max(p - q, 0), normalised; after the last that does, from p. `random` gives uniform numbers of
-    [0, 1). Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
+    With p = `target(i)` and q = `proposed[i]` a draft x is accepted with probability min(1, p(x) / q(x)). The first rejected draft is
+    replaced by a token drawn from max(p - q, 0), normalised; if all are accepted, the next token is drawn from p. `random` returns uniform
+    numbers in [0, 1). Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
     """
     for position, draft in enumerate(drafts):
         p, q = target(position), proposed[position]

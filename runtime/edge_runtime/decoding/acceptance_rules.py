@@ -1,4 +1,4 @@
-"""How one request draws its drafts and which of them stand: greedy, by match, or by rejection. Remembers tokens for the penalties."""
+"""Acceptance rules: how a request samples its drafts and which are accepted: greedy, by match, or by rejection sampling."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, Logits
 
 ACCEPTANCE_METHODS = ("rejection", "match")
-# The better one at temperatures 0.3, 0.7 and 1.0 (scripts/benchmarks/bench_sampling.py; README, results).
+# The faster one at temperatures 0.3, 0.7 and 1.0 (scripts/benchmarks/bench_sampling.py; README, results).
 DEFAULT_ACCEPTANCE = "rejection"
 
 
 class AcceptanceRule(Protocol):
-    """Belongs to one request. A round asks `sampler` for each draft, in order, then `cut` once, then `accept` once."""
+    """The rule of one request. Each round calls `sampler` for each draft, in order, then `cut` once, then `accept` once."""
 
-    any_prefix: bool  # whether drafts may be left unverified by what later ones look like, without moving the output's distribution
+    any_prefix: bool  # whether drafts may be left unverified because of later ones, without changing the output's distribution
 
     @property
     def sampler(self) -> DraftSampler | None:
-        """How the drafter picks a draft from its own logits; None: the likeliest."""
+        """Picks a draft from the drafter's logits; None: the likeliest token."""
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """Returns the drafts that are worth verifying: those before the first that cannot stand whatever the target says."""
+        """Returns the drafts before the first that cannot be accepted, as a constraint forbids it."""
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
-        """Judges a round's drafts on the target's logits, float32 [len(drafts) + 1, vocabulary]; the verdict's tokens become the past."""
+        """Returns which drafts are accepted, from the target's logits, float32 [len(drafts) + 1, vocabulary]; keeps the emitted tokens."""
 
 
 class GreedyRule:
-    """The target's likeliest token, always. Looks at no distribution and keeps no past."""
+    """Always the target's likeliest token. Needs no distribution and keeps no tokens."""
 
     any_prefix = True
     sampler = None
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """All."""
+        """Returns all drafts."""
         return drafts
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
@@ -51,7 +51,7 @@ class GreedyRule:
 
 
 class _SampledRule:
-    """The past that both sampled rules keep: the last tokens that the sampler's penalties look at, and the drafts of this round."""
+    """State of both sampled rules: the last tokens, which the penalties need, and the sampled drafts of this round."""
 
     def __init__(self, sampler: Sampler, past: Sequence[int], random: Callable[[], float]) -> None:
         self._sampler = sampler
@@ -61,7 +61,7 @@ class _SampledRule:
         self._remember(past)
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """All."""
+        """Returns all drafts."""
         return drafts
 
     def _recent(self, drafts: Sequence[int]) -> Sequence[int]:
@@ -77,20 +77,20 @@ class _SampledRule:
 
 
 class MatchRule(_SampledRule):
-    """Draws the target's token at each place and accepts the draft when it is the same; drafts are the drafter's likeliest tokens."""
+    """Draws the target's token at each position and accepts an equal draft; drafts are the drafter's likeliest tokens."""
 
     any_prefix = True
 
     @property
     def sampler(self) -> DraftSampler | None:
-        """None unless bias or penalties move the likeliest token."""
+        """None unless bias or penalties change the likeliest token."""
         return self._choose if self._sampler.adjusts else None
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
-        """One random number per emitted token, so a seed gives the same output with any drafts and with none."""
-        verdict = accept_by_match(drafts, lambda position: self._target(drafts, logits, position).draw(self._random()))
-        self._remember([*drafts[: verdict.accepted], verdict.next_token])
-        return verdict
+        """Draws one random number per emitted token, so that a seed gives the same output with any drafts and without."""
+        result = accept_by_match(drafts, lambda position: self._target(drafts, logits, position).draw(self._random()))
+        self._remember([*drafts[: result.accepted], result.next_token])
+        return result
 
     def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int:
         self._drawn.append(self._sampler.likeliest(logits, self._recent(self._drawn), tokens))
@@ -98,9 +98,9 @@ class MatchRule(_SampledRule):
 
 
 class RejectionRule(_SampledRule):
-    """Draws drafts from the drafter's distribution, under the same options as the target's, and accepts them by rejection sampling."""
+    """Draws drafts from the drafter's distribution, with the same options as for the target, and accepts them by rejection sampling."""
 
-    # A draft that is verified only if what followed it looked good is no longer drawn from what it was drawn from.
+    # A draft that is verified only because of later drafts no longer has the distribution that it was drawn from.
     any_prefix = False
 
     def __init__(self, sampler: Sampler, past: Sequence[int], random: Callable[[], float]) -> None:
@@ -109,25 +109,26 @@ class RejectionRule(_SampledRule):
 
     @property
     def sampler(self) -> DraftSampler | None:
-        """Draws and remembers what it drew from."""
+        """Draws a draft and keeps its distribution."""
         return self._choose
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
-        """Drafts that were not drawn (from a lookup, say) count as certain. Raises BackendError if drawn ones are missing or changed:
-        the output would no longer have the target's distribution.
+        """Drafts that were not drawn, such as those of prompt lookup, count as certain.
+
+        Raises BackendError if drawn drafts are missing or changed: the output would no longer have the target's distribution.
         """
         if self._drawn != list(drafts[: len(self._drawn)]):
             raise BackendError(f"the drafter drew {self._drawn} but returned {list(drafts)}; it must return all tokens it drew, in order")
         proposed = [*self._proposed, *(Distribution.certain(draft) for draft in drafts[len(self._drawn) :])]
-        verdict = accept_by_rejection(drafts, proposed, lambda position: self._target(drafts, logits, position), self._random)
+        result = accept_by_rejection(drafts, proposed, lambda position: self._target(drafts, logits, position), self._random)
         self._proposed.clear()
-        self._remember([*drafts[: verdict.accepted], verdict.next_token])
-        return verdict
+        self._remember([*drafts[: result.accepted], result.next_token])
+        return result
 
     def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
         try:
             distribution = self._sampler(logits, self._recent(self._drawn), tokens)
-        except NothingToDraw:  # every candidate is banned; the target may still have others
+        except NothingToDraw:  # every candidate of the drafter is banned; the target may have others
             return None
         self._proposed.append(distribution)
         self._drawn.append(distribution.draw(self._random()))
@@ -138,7 +139,7 @@ GREEDY = GreedyRule()
 
 
 def acceptance_rule(params: SamplingParams, method: str, past: Sequence[int]) -> AcceptanceRule:
-    """Returns the rule of one request after the tokens `past`. Raises RequestError for a method of another name."""
+    """Returns the rule of one request after the tokens `past`. Raises RequestError for an unknown method."""
     if method not in ACCEPTANCE_METHODS:
         raise RequestError(f"acceptance method {method!r} is not known; choose one of {', '.join(ACCEPTANCE_METHODS)}")
     sampler = Sampler(params)

@@ -1,7 +1,7 @@
-"""Acceptance rules under a constraint: the target's logits and the drafter's are masked alike, each at its own place.
+"""Acceptance rules under a constraint, which masks the logits of target and drafter at each position.
 
-Masked at every place, the target is another model, one that writes nothing but valid text; what the rules guarantee for a target they
-guarantee for this one. So output with drafts equals constrained plain decoding, token for token or in distribution.
+A masked target is another model, one that writes only valid text; the guarantees of the rules hold for it too. So the output with drafts
+equals constrained plain decoding, token for token or in distribution.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NEVER = np.float32(-np.inf)
 
 
 def constrained(rule: AcceptanceRule, constraint: Constraint) -> AcceptanceRule:
-    """Returns the rule that does as `rule` on masked logits. The constraint must be told every emitted token before the next round."""
+    """Returns `rule` on masked logits. Every emitted token must be passed to `constraint.advance` before the next round."""
     return ConstrainedGreedyRule(constraint) if rule is GREEDY else ConstrainedSampledRule(rule, constraint)
 
 
 class _ConstrainedRule(ABC):
-    """Drafts are valid by construction where the drafter asks, and cut where it does not."""
+    """Drafts are valid by construction where the drafter calls `sampler`, and cut where it does not."""
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
@@ -36,11 +36,11 @@ class _ConstrainedRule(ABC):
 
     @property
     def sampler(self) -> DraftSampler | None:
-        """Picks a valid draft, or ends the draft where the drafter has no candidate for one."""
+        """Picks a valid draft; ends drafting where the drafter has no valid candidate."""
         return self._choose
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """Returns the drafts before the first that no valid text has; those that were picked are valid."""
+        """Returns the drafts before the first invalid one; drafts that were picked are valid."""
         picked, self._drawn = len(self._drawn), []
         return drafts if len(drafts) == picked else drafts[: max(picked, self._constraint.valid(drafts))]
 
@@ -54,7 +54,7 @@ class _ConstrainedRule(ABC):
 
     @abstractmethod
     def _pick(self, logits: Logits, tokens: NDArray[np.integer] | None) -> int | None:
-        """Returns a valid draft, or None if there is no candidate for one."""
+        """Returns a valid draft, or None if there is no valid candidate."""
 
     def _masked(self, row: Logits, ahead: Sequence[int], tokens: NDArray[np.integer] | None = None) -> Logits:
         allowed = self._constraint.allowed(ahead)
@@ -62,12 +62,12 @@ class _ConstrainedRule(ABC):
 
 
 class ConstrainedGreedyRule(_ConstrainedRule):
-    """The target's likeliest valid token, always. Masks a row only where the likeliest token of all is not valid."""
+    """Always the target's likeliest valid token. Masks a row only where the likeliest token is not valid."""
 
     any_prefix = True
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
-        """Accepts the longest prefix that the target would have chosen itself. Raises RequestError where it can choose nothing."""
+        """Accepts the longest prefix that the target would have chosen itself. Raises RequestError if no token is valid."""
         return accept_by_match(drafts, lambda position: self._target(drafts[:position], logits[position]))
 
     def _target(self, ahead: Sequence[int], row: Logits) -> int:
@@ -86,13 +86,13 @@ class ConstrainedGreedyRule(_ConstrainedRule):
             return token
         masked = self._masked(row, ahead, tokens)
         best = int(masked.argmax())
-        if not masked[best] > _NEVER:  # so is NaN
+        if not masked[best] > _NEVER:  # also true for NaN
             return None
         return best if tokens is None else int(tokens[best])
 
 
 class ConstrainedSampledRule(_ConstrainedRule):
-    """Another rule on masked logits: options such as top-k and top-p count valid tokens only."""
+    """A sampled rule on masked logits: options such as top-k and top-p count valid tokens only."""
 
     def __init__(self, rule: AcceptanceRule, constraint: Constraint) -> None:
         super().__init__(constraint)
@@ -100,7 +100,7 @@ class ConstrainedSampledRule(_ConstrainedRule):
         self.any_prefix = rule.any_prefix
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
-        """Judges as the other rule does; rows are masked when it looks at them."""
+        """As the other rule; rows are masked when they are read."""
         return self._rule.accept(drafts, _MaskedRows(self, drafts, logits))
 
     def _pick(self, logits: Logits, tokens: NDArray[np.integer] | None) -> int | None:
@@ -111,13 +111,13 @@ class ConstrainedSampledRule(_ConstrainedRule):
         if self._rule.sampler is None:
             return best if tokens is None else int(tokens[best])
         token = self._rule.sampler(masked, tokens)
-        # A bias may have banned all that the constraint leaves.
+        # A bias may have banned every token that the constraint allows.
         return token if token is not None and self._constraint.allowed(self._drawn)[token] else None
 
 
 @dataclass(frozen=True)
 class _MaskedRows:
-    """The target's logits after `drafts`, row by row masked when asked for."""
+    """The target's logits after `drafts`, each row masked when it is read."""
 
     rule: ConstrainedSampledRule
     drafts: Sequence[int]

@@ -1,4 +1,4 @@
-"""What the next token may be: token ids and their probabilities, only those that are not zero."""
+"""Distribution of the next token: the ids of nonzero probability and their probabilities."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class Distribution:
         return float(self.probabilities[index]) if found else 0.0
 
     def draw(self, uniform: float) -> int:
-        """Returns the token at `uniform`, a number of [0, 1), in the cumulative distribution."""
+        """Returns the token at `uniform`, a number in [0, 1), in the cumulative distribution."""
         sums = np.cumsum(self.probabilities)
         index = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
         return int(self.tokens[min(index, len(self.tokens) - 1)])  # rounding may reach the end
 
     def less(self, other: Distribution) -> Distribution:
-        """Returns max(self - other, 0), normalised: what is left to draw from once `other` was tried (arXiv 2211.17192, 2.3).
+        """Returns max(self - other, 0), normalised: the distribution after `other` was rejected (arXiv 2211.17192, 2.3).
 
-        Equal distributions leave nothing but rounding: then `self`.
+        Returns `self` if nothing is left, as for equal distributions.
         """
         left = np.maximum(self.probabilities - other._at(self.tokens), 0.0)
         return Distribution.proportional(self.tokens, left) if left.any() else self
 
     def _at(self, tokens: Tokens) -> Weights:
-        if np.array_equal(tokens, self.tokens):  # two whole vocabularies, as a rule
+        if np.array_equal(tokens, self.tokens):  # usually two complete vocabularies
             return self.probabilities
         index = np.minimum(np.searchsorted(self.tokens, tokens), len(self.tokens) - 1)
         return np.where(self.tokens[index] == tokens, self.probabilities[index], 0.0)

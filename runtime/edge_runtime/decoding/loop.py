@@ -1,7 +1,6 @@
 """The speculative loop: draft, verify, accept, roll back. Token ids only; it knows no text and no backend.
 
-A round has two halves around the target's forward, so that one forward can serve the rounds of several requests
-(`edge_runtime.session.batch`).
+A round has two halves around the target's forward, so that one forward can serve several requests (`edge_runtime.session.batch`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a logits row to the distribution that the next token is drawn from.
+"""Sampling options, and the distribution of the next token from a row of logits.
 
 The order is llama.cpp's (common/common.h, common_params_sampling.samplers; the bias comes first in common/sampling.cpp):
 logit bias, penalties, top-k, top-p, min-p, temperature. transformers (generation/utils.py) puts the temperature before top-k, which
@@ -20,16 +20,16 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Logits
 
 PENALTY_WINDOW = 64
-# Far beyond any logit, and far within float32, so that no sum of them overflows.
+# Far above any logit and far below the float32 limit, so that no sum overflows.
 MOST_PENALTY = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn; the defaults draw from the model's own distribution. Raises RequestError for a value that makes no sense.
+    """How tokens are drawn; the defaults draw from the model's own distribution. Raises RequestError for a value out of range.
 
     `temperature` 0 is greedy. `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set of the likeliest that has that
-    probability (1: all), `min_p` those at least that many times as likely as the likeliest (0: all). The penalties look at the last
+    probability (1: all), `min_p` those at least that many times as likely as the likeliest (0: all). The penalties apply to the last
     `penalty_window` tokens of prompt and output: `repetition_penalty` divides a positive logit and multiplies another one (1: off),
     `frequency_penalty` is subtracted once per occurrence, `presence_penalty` once. `logit_bias` is added to the logits of its token ids;
     -inf bans a token. With a `seed` a run can be repeated; None draws differently each time.
@@ -84,13 +84,13 @@ class SamplingParams:
 
 
 class NothingToDraw(RequestError):
-    """Every token is banned, or the logits are none."""
+    """Every token is banned, or the logits are not finite."""
 
 
 class Sampler:
-    """`SamplingParams` made into one function. `window` is how many recent tokens it wants to see, 0 if none.
+    """Applies `SamplingParams` to logits. `window` is the number of recent tokens that it needs, 0 for none.
 
-    Rows are float32 [n]: logits of the whole vocabulary, or of the n different `tokens` [n] that a drafter gives alone.
+    Rows are float32 [n]: logits of the whole vocabulary, or of the n different `tokens` [n] of a sparse drafter.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -101,7 +101,7 @@ class Sampler:
 
     @property
     def adjusts(self) -> bool:
-        """Whether the likeliest token may be another one than the model's: there is a bias or a penalty."""
+        """Whether a bias or a penalty can change the likeliest token."""
         return bool(self.window or len(self._biased))
 
     def __call__(self, logits: Logits, recent: Sequence[int] = (), tokens: NDArray[np.integer] | None = None) -> Distribution:
@@ -152,7 +152,7 @@ class Sampler:
     def _kept(self, row: Logits, best: float) -> Tokens:
         """Returns ascending indices of the tokens that top-k, top-p and min-p keep.
 
-        min-p looks at ratios only, so it keeps the same of the nucleus before or after it; the nucleus is of the top-k tokens' mass.
+        min-p depends on ratios only, so its order with top-p does not matter; the nucleus is a share of the mass of the top-k tokens.
         """
         kept = _top_k(row, self._params.top_k)
         if self._params.top_p == 1 and self._params.min_p == 0:
@@ -165,7 +165,7 @@ class Sampler:
 
 
 def _top_k(row: Logits, k: int) -> Tokens:
-    """Returns ascending indices of the k greatest logits (0: all that are not banned); of equal ones at the edge the first."""
+    """Returns ascending indices of the k greatest logits (0: all that are not banned); of equal ones at the threshold the first."""
     if not 0 < k < row.size:
         return np.arange(row.size) if row.min() > -np.inf else np.flatnonzero(row > -np.inf)
     edge = np.partition(row, -k)[-k]
@@ -185,7 +185,7 @@ def _nucleus(weights: Weights, share: float) -> Tokens:
 
 
 def _places(ids: Tokens | None, wanted: Tokens) -> tuple[Tokens, Tokens]:
-    """Returns where in a row the `wanted` tokens stand, and which of them do."""
+    """Returns the positions of the `wanted` tokens in a row, and which of them are in it."""
     if ids is None:
         return wanted, np.arange(len(wanted))
     places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
