@@ -122,7 +122,7 @@ class SequenceBatch(Protocol):
 
 
 class Vocabulary(Protocol):
-    """Text to token ids and back to bytes. `eog_tokens` are the ids that end a generation; `bos` and `eos` are -1 if the vocabulary has none."""
+    """Text to token ids and back to bytes. `eog_tokens` are the ids that end a generation; `bos` and `eos` are -1 if there is none."""
 
     eog_tokens: frozenset[int]
     bos: int

@@ -15,6 +15,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -70,9 +71,9 @@ class _Recorder(GreedyRule):
         return True
 
     def accept(self, drafts: Sequence[int], logits: Logits) -> VerifyResult:
-        stands = accept_greedy(drafts, logits)
-        self.places.append(Place(tuple(self._confidences), stands.accepted))
-        return VerifyResult(accepted=0, next_token=drafts[0] if stands.accepted else stands.next_token)
+        result = accept_greedy(drafts, logits)
+        self.places.append(Place(tuple(self._confidences), result.accepted))
+        return VerifyResult(accepted=0, next_token=drafts[0] if result.accepted else result.next_token)
 
 
 def record_text(session: Session, ids: Sequence[int], max_tokens: int) -> tuple[Place, ...]:
@@ -135,8 +136,8 @@ def clairvoyant(text: Text, costs: CostCurve) -> float:
     """Returns the least seconds in which rounds of any length can emit a text, by dynamic programming over its positions."""
     least = [0.0] * (len(text.places) + 1)
     for place in range(len(text.places) - 1, -1, -1):
-        stands = text.places[place].accepted
-        least[place] = min(costs.draft(k) + costs.verify(k + 1) + least[min(place + k + 1, len(text.places))] for k in range(stands + 1))
+        accepted = text.places[place].accepted
+        least[place] = min(costs.draft(k) + costs.verify(k + 1) + least[min(place + k + 1, len(text.places))] for k in range(accepted + 1))
     return least[0]
 
 
@@ -146,7 +147,7 @@ def read_texts(path: Path) -> list[Text]:
     for line in path.read_text(encoding="utf-8").splitlines():
         data = json.loads(line)
         places = zip(data["confidences"], data["accepted"], strict=True)
-        texts.append(Text(data["domain"], tuple(Place(tuple(sure), stands) for sure, stands in places)))
+        texts.append(Text(data["domain"], tuple(Place(tuple(sure), accepted) for sure, accepted in places)))
     return texts
 
 
@@ -158,7 +159,7 @@ def read_costs(path: Path) -> dict[str, MeasuredCosts]:
 
 def show(title: str, texts: Sequence[Text], measured: MeasuredCosts, longest: int) -> None:
     """Prints the table of one machine: speed-up over plain decoding by policy and domain."""
-    policies: dict[str, Callable[[], DraftLengthPolicy]] = {f"fixed {n}": lambda n=n: Fixed(n) for n in range(1, longest + 1)}  # type: ignore[misc]
+    policies: dict[str, Callable[[], DraftLengthPolicy]] = {f"fixed {n}": partial(Fixed, n) for n in range(1, longest + 1)}
     policies["profit"] = lambda: Profit(CostCurve(measured), AcceptanceModel(), longest=longest)
     domains = list(dict.fromkeys(text.domain for text in texts))
     plain = 1 / measured.verify[0]

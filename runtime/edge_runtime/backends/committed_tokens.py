@@ -1,4 +1,4 @@
-"""The state that every target keeps beside its K/V rows: the committed tokens, and the hidden rows of the newest of them."""
+"""State of every target beside its K/V rows: the committed tokens and the hidden rows of the newest, with checks of arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_ROWS = np.empty((0, 0), dtype=np.float32)
 
 
 class TokenRange(Vocabulary, Protocol):
-    """A vocabulary that knows its ids: 0 up to `size`."""
+    """A vocabulary of the ids 0 to `size` - 1."""
 
     size: int
 
@@ -36,12 +36,12 @@ class CommittedText(ABC):
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """The committed tokens [length]. A view: what it shows changes with the next forward after a rollback."""
+        """The committed tokens [length]. A view: its content changes with the next forward after a rollback."""
         return self._tokens[: self.length]
 
     @property
     def hidden_row(self) -> NDArray[np.float32] | None:
-        """The hidden row [hidden_size] of the last committed token, or None if it is not known. A view: valid until the next forward."""
+        """The hidden row [hidden_size] of the last committed token, or None. A view: valid until the next forward."""
         index = self.length - 1 - self._hidden_start
         return self._hidden[index] if 0 <= index < len(self._hidden) else None
 
@@ -71,7 +71,7 @@ class CommittedText(ABC):
             raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
 
     def append(self, ids: NDArray[np.int64]) -> None:
-        """Counts rows that are in the cache."""
+        """Records tokens whose rows are in the cache."""
         self._tokens[self.length : self.length + len(ids)] = ids
         self.length += len(ids)
 
@@ -81,7 +81,7 @@ class CommittedText(ABC):
         self._hidden = rows
 
     def forget_hidden(self) -> None:
-        """Lets go of the hidden rows."""
+        """Releases the hidden rows."""
         self._hidden_start = 0
         self._hidden = _NO_ROWS
 
@@ -92,4 +92,4 @@ class CommittedText(ABC):
 
     @abstractmethod
     def require_open(self) -> None:
-        """Raises RequestError once it is closed."""
+        """Raises RequestError if the target is closed."""

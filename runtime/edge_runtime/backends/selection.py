@@ -1,4 +1,4 @@
-"""Which backend runs a bundle: by what the bundle holds and what is installed. Imports none of them."""
+"""Selects the backend of a bundle by its files and the installed libraries, without importing them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIBRARY: dict[BackendKind, str] = {"llama": "llama_cpp", "onnx": "onnxruntime"}
 def choose_backend(bundle: Bundle, wanted: BackendKind | None) -> BackendKind:
     """Returns `wanted`, or the first backend of BACKENDS whose files are in the bundle and whose library is installed.
 
-    Raises RequestError for an unknown one, BundleError if the bundle has no files for it, BackendError if no library is installed.
+    Raises RequestError for an unknown backend, BundleError if the bundle has no files for it, BackendError if no library is installed.
     """
     if wanted is not None and wanted not in BACKENDS:
         raise RequestError(f"backend {wanted!r} is unknown; choose one of {', '.join(BACKENDS)}")

@@ -22,8 +22,7 @@ class SafetyNet:
     """The longest draft allowed now, for all requests of a session.
 
     If a full window has a rejection ratio above `limit`, the longest draft becomes half of the longest one drafted, or 0 if that was 1. At
-    half the limit or below it grows by one. Each change starts a new window. At 0, probes of PROBE_TOKENS single drafts test when to
-    resume.
+    half the limit or below it grows by one. Each change starts a new window. At 0, probes of PROBE_TOKENS single drafts follow.
     """
 
     def __init__(self, *, window: int = WINDOW_TOKENS, limit: float = LIMIT) -> None:

@@ -23,7 +23,7 @@ MIN_BATCH = 32
 BATCH = 512
 # llama.cpp pads contexts to this (src/llama-context.cpp, n_ctx); asking for the padded size keeps n_batch from being cut to less.
 _CONTEXT_STEP = 256
-# More could not share a batch of the default size.
+# More sequences could not share a batch of the default size.
 MAX_SEQUENCES = 32
 # include/llama.h, llama_decode
 _DECODE_CODES = {
@@ -40,9 +40,9 @@ class LlamaOptions:
     """How to open a pair. Raises RequestError if a number is out of its range.
 
     `context` and `batch` are in tokens; `sequences` texts of `context` tokens each share the opened context; `use_extra_bufts` lets
-    llama.cpp repack weights for the CPU; `draft` keeps the target's hidden rows, which only a drafter needs; `max_draft_length` bounds a
-    draft, and a verify to one row more; `max_candidates` bounds the tokens that the split drafter's head looks at, None leaves the
-    head's own number; `kv_type` is the type of the K/V rows.
+    llama.cpp repack weights for the CPU; `draft` keeps the target's hidden rows, which only a drafter needs; `max_draft_length` limits a
+    draft, and a verify to one row more; `max_candidates` limits the tokens that the split drafter's head computes, None keeps the number
+    in the head file; `kv_type` is the type of the K/V rows.
     """
 
     context: int
@@ -57,17 +57,17 @@ class LlamaOptions:
 
     def __post_init__(self) -> None:
         if self.context < 1:
-            raise RequestError(f"context {self.context} holds no token; ask for at least 1")
+            raise RequestError(f"the context must be at least 1 token, not {self.context}; set --context")
         if self.threads < 1:
-            raise RequestError(f"{self.threads} threads cannot work; ask for at least 1")
+            raise RequestError(f"the number of threads must be at least 1, not {self.threads}; set --threads")
         if self.kv_type not in KV_TYPES:
             raise RequestError(f"KV type {self.kv_type!r} is unknown; choose one of {', '.join(KV_TYPES)}")
         if not 1 <= self.sequences <= MAX_SEQUENCES:
             raise RequestError(f"{self.sequences} sequences are not in 1..{MAX_SEQUENCES}; choose a number in that range")
         if self.batch < self.sequences * (self.max_draft_length + 1):
             raise RequestError(
-                f"batch {self.batch} cannot hold a verify of {self.sequences} sequences; ask for at least "
-                f"{self.sequences * (self.max_draft_length + 1)}"
+                f"batch {self.batch} cannot hold a verify of {self.sequences} sequences; "
+                f"ask for at least {self.sequences * (self.max_draft_length + 1)}"
             )
         if self.batch < MIN_BATCH:
             raise RequestError(f"batch {self.batch} is too small to rewind the sliding cache; ask for at least {MIN_BATCH}")
@@ -76,7 +76,7 @@ class LlamaOptions:
 
 
 class Batch:
-    """A llama_batch over arrays of our own, filled again and again. With `width` each row carries an embedding beside its token."""
+    """A reusable llama_batch over NumPy arrays. With `width` each row has an embedding beside its token."""
 
     def __init__(self, api: Any, rows: int, width: int = 0, *, sequences: int = 1) -> None:
         self._tokens = np.zeros(rows, dtype=np.int32)
@@ -100,7 +100,7 @@ class Batch:
             self.structure.seq_id = self._addresses.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)))
 
     def clear(self) -> None:
-        """Takes all rows out."""
+        """Removes all rows."""
         self.structure.n_tokens = 0
 
     def add(self, tokens: NDArray[np.int64], position: int, flagged: int, sequence: int = 0) -> None:
@@ -123,7 +123,7 @@ class Batch:
 
 
 def floats(pointer: Any, rows: int, width: int) -> NDArray[np.float32]:
-    """Returns a view [rows, width] of floats that llama.cpp owns; raises BackendError if it has none."""
+    """Returns a view [rows, width] of floats that llama.cpp owns; raises BackendError for a null pointer."""
     if not pointer:
         raise BackendError("llama.cpp computed no rows to read; this build does not fit edge-mtp, install a release")
     # ctypes.cast would leave a cycle of references at each forward for the garbage collector.
@@ -132,7 +132,7 @@ def floats(pointer: Any, rows: int, width: int) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=128)
 def _view(address: int, rows: int, width: int) -> NDArray[np.float32]:
-    # llama.cpp writes each forward's rows to the same place: making the view anew would be a fifth of the host's work in a draft step.
+    # llama.cpp writes each forward's rows to the same place: making the view anew would be a fifth of the host time of a draft step.
     array = (ctypes.c_float * (rows * width)).from_address(address)
     return np.frombuffer(memoryview(array), dtype=np.float32).reshape(rows, width)
 
@@ -161,15 +161,15 @@ def context_params(library: LlamaLibrary, options: LlamaOptions, max_rows: int) 
     params.n_outputs_max = max_rows
     params.n_threads = params.n_threads_batch = options.threads
     params.swa_full = False
-    # The drafter's context views its target's rows, so both are opened alike. A quantized V wants flash attention, which the default,
-    # auto, turns into a demand (src/llama-context.cpp, llama_init_from_model).
+    # The drafter's context views its target's rows, so both are opened alike. A quantized V needs flash attention, which the default,
+    # auto, then requires (src/llama-context.cpp, llama_init_from_model).
     kinds = {"f16": library.api.GGML_TYPE_F16, "q8_0": library.api.GGML_TYPE_Q8_0, "q4_0": library.api.GGML_TYPE_Q4_0}
     params.type_k = params.type_v = kinds[options.kv_type]
     return params
 
 
 def open_context(library: LlamaLibrary, model: Any, params: Any, path: Path) -> Any:
-    """Returns the context's pointer. Raises BackendError with llama.cpp's reason if it cannot be made."""
+    """Returns the context's pointer. Raises BackendError with llama.cpp's reason if it cannot be created."""
     library.log.clear()
     context = library.api.llama_init_from_model(model, params)
     if not context:
@@ -178,7 +178,7 @@ def open_context(library: LlamaLibrary, model: Any, params: Any, path: Path) -> 
 
 
 def rewind_slack(context: int, window: int, ubatch: int) -> int:
-    """Returns how many rows below the greatest length so far can always be gone back to, with any forwards in between.
+    """Returns by how many rows below the greatest length so far a rollback is always possible, after any forwards.
 
     src/llama-kv-cache-iswa.cpp keeps at least window + ubatch cells (all, if the context is smaller) though swa_full is off.
     src/llama-kv-cache.cpp (find_slot) writes over a cell only when it lies outside the window of the row after the newest, so the
@@ -206,7 +206,7 @@ class LlamaModel:
         self._model: Any = load_model(self._library, path, options)
 
     def close(self) -> None:
-        """Frees the context and the model. Harmless when done twice."""
+        """Frees the context and the model. Can be called twice."""
         if self._pointer is not None:
             self._api.llama_free(self._pointer)
             self._pointer = None

@@ -24,7 +24,7 @@ from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftRequest, DraftSampler, ShouldContinue
 
 Row = NDArray[np.float32]
-# A drafted token or none, the drafter's probability of its likeliest token, and what the next step takes over.
+# A drafted token or None, the drafter's probability of its likeliest token, and the carry for the next step.
 Step = tuple[int | None, float, Row]
 
 
@@ -50,7 +50,7 @@ class LlamaDrafter(LlamaModel):
         api, target_context = self._api, self._target.shared._pointer
         self._check_fit(path)
         params = context_params(self._library, options, options.sequences)
-        # It never sees a prompt: buffers for a whole batch of one would be most of what it takes.
+        # It gets no prompts: buffers for a prompt batch would be most of its memory.
         params.n_batch = params.n_ubatch = MAX_SEQUENCES
         params.ctx_type = api.LLAMA_CONTEXT_TYPE_MTP
         params.ctx_other = target_context
@@ -68,8 +68,9 @@ class LlamaDrafter(LlamaModel):
     def draft(
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
     ) -> list[int]:
-        """Returns `draft_length` tokens after `last`, fewer where `sampler` or `should_continue` ends them, none where the target has no
-        hidden row (see `rollback`).
+        """Returns `draft_length` tokens after `last`, fewer where `sampler` or `should_continue` ends the draft.
+
+        Returns none if the target has no hidden row (see `rollback`).
         """
         return self.draft_all(
             [DraftRequest(sequence=0, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue)]
@@ -78,7 +79,7 @@ class LlamaDrafter(LlamaModel):
     def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Returns the drafts of each request; their sequences are all different.
 
-        All steps stand at the same position, that of `last`, and write nothing to the cache (common/speculative.cpp, is_mem_shared).
+        All steps are at the same position, that of `last`, and write nothing to the cache (common/speculative.cpp, is_mem_shared).
         """
         if self._pointer is None:
             raise RequestError("the drafter is closed; open the bundle again")
@@ -107,12 +108,14 @@ class LlamaDrafter(LlamaModel):
         return self._target.shared.sequences[request.sequence]
 
     def _first_carry(self, hidden: Row, number: int) -> Row:  # noqa: ARG002
-        """What the first step takes over from the target's hidden row: with a dense drafter the row itself."""
+        """Returns the carry of the first step, from the target's hidden row: with a dense drafter the row itself."""
         return hidden
 
     def _step(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> list[Step]:
-        """One draft step of each sequence, given the newest token and what the step before left for it; returns the likeliest token,
-        or what was chosen, its confidence if that is asked for, and what the next step takes over: here the drafter's hidden row."""
+        """Computes one draft step of each sequence from the newest token and the carry of the step before.
+
+        Returns the likeliest or sampled token, its confidence if `should_continue` needs it, and the next carry: the drafter's hidden row.
+        """
         following = self._forward(steps)
         logits = floats(self._api.llama_get_logits(self._pointer), len(steps), self._target.vocabulary.size)
         return [
@@ -131,7 +134,7 @@ class LlamaDrafter(LlamaModel):
         return floats(pointer, len(steps), self._target.hidden_size)
 
     def _decode(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> None:
-        """One forward with a token and an embedding [target's hidden_size] for each."""
+        """Runs one forward with a token and an embedding [target's hidden_size] for each."""
         self._batch.clear()
         for request, token, embedding in steps:
             self._batch.add_step(token, embedding, self._sequence(request).length, request.sequence)
@@ -153,7 +156,7 @@ class LlamaDrafter(LlamaModel):
     @staticmethod
     def _compare(name: str, own: object, wanted: object, path: Path) -> None:
         if own != wanted:
-            raise BackendError(f"{path.name} is no drafter of this target: {name} {own} against {wanted}; export the pair again")
+            raise BackendError(f"{path.name} is not a drafter of this target: {name} {own} against {wanted}; export the pair again")
 
 
 def top_probability(logits: Row) -> float:

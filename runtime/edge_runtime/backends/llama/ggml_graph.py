@@ -130,7 +130,7 @@ class GgmlContext:
             self._context = None
 
     def set_threads(self, threads: int) -> None:
-        """Computes with so many threads from now on."""
+        """Sets the number of threads."""
         ggml = self._ggml
         registry = ggml.ggml_backend_dev_backend_reg(ggml.ggml_backend_get_device(self._backend))
         address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")

@@ -126,7 +126,7 @@ def check_version(version: str) -> None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     if not FIRST_VERSION <= numbers < END_VERSION:
         first = ".".join(map(str, FIRST_VERSION))
-        raise BackendError(f"llama-cpp-python is {version}, but the MTP interface is known for {first} only; run: {INSTALL}")
+        raise BackendError(f"llama-cpp-python is {version}, but the MTP interface is supported for {first} only; run: {INSTALL}")
 
 
 def check_symbols(staging: Any, version: str) -> None:

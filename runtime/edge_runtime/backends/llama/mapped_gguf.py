@@ -1,7 +1,7 @@
-"""Tensors of a GGUF file where they lie in the mapped file: what is never looked at is never in memory, and no copy is made.
+"""Tensors of a memory-mapped GGUF file: no copy is made, and pages that are not read take no memory.
 
-The header is read by ggml itself (ggml/include/gguf.h), after our own reader found it sound; what it says is checked against the file's
-size before anything is computed with it.
+The header is read by ggml itself (ggml/include/gguf.h), after our own reader has checked it; its offsets are checked against the file size
+before any tensor is used.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class MappedGguf:
 def map_gguf(library: LlamaLibrary, path: Path, tensors: Sequence[str], numbers: Sequence[str] = ()) -> MappedGguf:
     """Maps `path` and finds those of `tensors` and uint32 keys `numbers` that it has.
 
-    Raises BackendError if the file cannot be read, is no GGUF, or is shorter than its header says.
+    Raises BackendError if the file cannot be read, is no GGUF, or is shorter than its header requires.
     """
     ggml = declare(library.ggml, _SIGNATURES)
     check_gguf(path)
@@ -109,7 +109,7 @@ def map_gguf(library: LlamaLibrary, path: Path, tensors: Sequence[str], numbers:
 
 
 def _stripped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """ggml gives every tensor four dimensions; those of 1 at the end say nothing."""
+    """ggml gives every tensor four dimensions; trailing dimensions of 1 are dropped."""
     while len(shape) > 1 and shape[-1] == 1:
         shape = shape[:-1]
     return shape

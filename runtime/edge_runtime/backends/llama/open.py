@@ -1,4 +1,4 @@
-"""Opens a bundle's target in llama.cpp with the drafter that is asked for, or with the faster of those the bundle has."""
+"""Opens the target of a bundle in llama.cpp with the requested drafter, or with the faster one of the bundle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edge_runtime.interfaces import Drafter, DraftRequest, DraftSampler, Logits,
 
 
 class SequenceDrafter:
-    """A model drafter for one sequence of its target. Implements `interfaces.Drafter`; the drafter itself is its target's to close."""
+    """A model drafter for one sequence of its target. Implements `interfaces.Drafter`; the target closes the drafter itself."""
 
     stepwise = True
 
@@ -28,14 +28,14 @@ class SequenceDrafter:
     def draft(
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
     ) -> list[int]:
-        """Returns `draft_length` tokens after `last`, or none where the sequence has no hidden row."""
+        """Returns `draft_length` tokens after `last`, or none if the sequence has no hidden row."""
         request = DraftRequest(
             sequence=self._number, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue
         )
         return self._drafter.draft_all([request])[0]
 
     def close(self) -> None:
-        """There is nothing of its own to free."""
+        """Does nothing: the target closes the drafter."""
 
 
 class LlamaSequenceBatch:
@@ -54,7 +54,7 @@ class LlamaSequenceBatch:
             self.drafters = tuple(LookupDrafter(sequence) if drafter is not None else None for sequence in self.targets)
 
     def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """One forward a step for all requests, where a model drafts."""
+        """Drafts for all requests, with one forward a step where a model drafts."""
         if self._drafter is not None:
             return self._drafter.draft_all(requests)
         own = [self.drafters[request.sequence] for request in requests]
@@ -63,7 +63,7 @@ class LlamaSequenceBatch:
         ]
 
     def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
-        """One forward for all batches."""
+        """Verifies all batches in one forward."""
         return self._shared.verify_all([(self.targets[number], tokens) for number, tokens in batches])
 
     def set_threads(self, prefill: int, verify: int, draft: int) -> None:
@@ -96,13 +96,13 @@ def open_pair(target_path: Path, drafter_path: Path | None, options: LlamaOption
 
 
 def open_batch(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaSequenceBatch, DrafterKind]:
-    """Opens all `options.sequences` sequences and says which kind of drafter they have. Raises as `open_with_drafter` does."""
+    """Opens all `options.sequences` sequences and returns also the kind of their drafter. Raises as `open_with_drafter` does."""
     target, drafter, kind = open_with_drafter(bundle, options, wanted)
     return LlamaSequenceBatch(target, drafter), kind
 
 
 def open_with_drafter(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:
-    """Returns the target, its drafter and which kind it is. Closing the target closes both. `wanted` None measures where there is a choice.
+    """Returns the target, its drafter and the kind of drafter. Closing the target closes both. `wanted` None measures if there are two.
 
     Raises BundleError if the bundle has no such drafter, BackendError if a file does not load; then nothing stays open.
     """
@@ -135,7 +135,7 @@ def has_split(bundle: Bundle) -> bool:
 
 
 def drafters_opened(bundle: Bundle, wanted: DrafterKind | None) -> tuple[DrafterKind, ...]:
-    """Returns which kinds are open at the same time, if only until one is chosen."""
+    """Returns the kinds that are open at the same time, until one is chosen."""
     if wanted is not None:
         return (wanted,)
     return ("dense", "split") if has_split(bundle) else ("dense",)

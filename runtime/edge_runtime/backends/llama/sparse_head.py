@@ -1,6 +1,6 @@
 """The drafter's linear ends on the host: what goes into its blocks, and the centroid head on what comes out.
 
-The head looks only into the clusters of the best centroids (transformers, Gemma4AssistantMaskedEmbedder): with Gemma 4 E2B's 2048
+The head computes only the clusters of the best centroids (transformers, Gemma4AssistantMaskedEmbedder): with Gemma 4 E2B's 2048
 centroids and top 32, 4096 of 262144 rows.
 """
 
@@ -28,11 +28,11 @@ _NAMES = ("rows", "token_ordering", "centroids", "embedding_projection", "hidden
 
 @dataclass(frozen=True, kw_only=True)
 class HeadWeights:
-    """What the head file holds. C centroids of K tokens each, drafter width H, target width T.
+    """The contents of a head file. C centroids of K tokens each, drafter width H, target width T.
 
     `rows` [C, K, H]: output rows as the drafter's file has them; `token_ordering` int32 [C, K]: whose rows they are; `centroids` [C, H],
     `embedding_projection` and `hidden_projection` [H, T], the halves of the pre-projection, and `feedback` [H, H], hidden_projection
-    after the post-projection, are float16; `top_centroids`: how many centroids are looked into.
+    after the post-projection, are float16; `top_centroids`: how many centroids are searched.
     """
 
     rows: MappedTensor
@@ -83,7 +83,7 @@ class SparseHead:
         self._best, self._logits = context.array(best, weights.top_centroids, np.int32), context.array(logits, candidates)
 
     def set_threads(self, threads: int) -> None:
-        """Computes with so many threads, or with one where there is too little to do for more."""
+        """Sets the number of threads; one thread is used where the work is too small for more."""
         self._context.set_threads(threads if self._worth_threads else 1)
 
     def first_carry(self, hidden: Vector) -> Vector:

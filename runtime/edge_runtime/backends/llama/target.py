@@ -35,7 +35,7 @@ from edge_runtime.interfaces import Logits
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Tokens to append to a sequence; the last `flagged` of them are computed to the end."""
+    """Tokens to append to a sequence; logits and hidden rows are computed for the last `flagged` of them."""
 
     sequence: LlamaSequence
     ids: NDArray[np.int64]
@@ -73,7 +73,7 @@ class LlamaTargetContext(LlamaModel):
         self.window: int = api.llama_model_n_swa(self._model)
         self.chunk: int = api.llama_n_batch(self._pointer)
         slack = rewind_slack(options.context, self.window, api.llama_n_ubatch(self._pointer))
-        # Beside others only what a sequence's newest forward wrote is sure to come off again (src/llama-kv-cache.cpp, find_slot).
+        # With several sequences, only the rows of the newest forward can always be removed (src/llama-kv-cache.cpp, find_slot).
         self.rewind_slack = slack if options.sequences == 1 else min(slack, self.max_rows)
         self._memory = api.llama_get_memory(self._pointer)
         self._threads = (options.threads, options.threads)
@@ -139,32 +139,35 @@ class LlamaTargetContext(LlamaModel):
         return lowest
 
     def state(self, number: int) -> bytes:
-        """Returns a sequence's rows in llama.cpp's form. Raises BackendError if it gives none."""
+        """Returns the rows of a sequence in llama.cpp's format. Raises BackendError if llama.cpp returns none."""
         self.require_open()
         size: int = self._api.llama_state_seq_get_size(self._pointer, number)
         buffer = (ctypes.c_uint8 * size)()
         self._library.log.clear()
         if self._api.llama_state_seq_get_data(self._pointer, buffer, size, number) != size:
-            raise BackendError(f"llama.cpp gave no state of {size} bytes{self._library.quoted_error()}; try again")
+            raise BackendError(f"llama.cpp did not return the {size} bytes of the state{self._library.quoted_error()}; try again")
         return bytes(buffer)
 
     def restore(self, number: int, state: bytes) -> None:
-        """Replaces a sequence's rows by checked ones in llama.cpp's form. Raises BackendError if it takes them not; then there are none."""
+        """Replaces the rows of a sequence by checked ones in llama.cpp's format.
+
+        Raises BackendError if llama.cpp rejects them; the sequence is then empty.
+        """
         self.truncate(number, 0)
         self._library.log.clear()
         # ctypes.cast would leave a cycle of references that keeps the state until garbage is collected.
         source = ctypes.byref(ctypes.c_uint8.from_address(np.frombuffer(state, np.uint8).ctypes.data))
         if self._api.llama_state_seq_set_data(self._pointer, source, len(state), number) != len(state):
             self.truncate(number, 0)
-            raise BackendError(f"llama.cpp did not take the state{self._library.quoted_error()}; prefill the text again")
+            raise BackendError(f"llama.cpp rejected the saved state{self._library.quoted_error()}; prefill the text again")
 
     def require_open(self) -> None:
-        """Raises RequestError once it is closed."""
+        """Raises RequestError if the target is closed."""
         if self._pointer is None:
             raise RequestError("the target is closed; open the bundle again")
 
     def close(self) -> None:
-        """Frees the drafters, which live on this context's memory, then the context and the model. Harmless when done twice."""
+        """Frees the drafters, which live on this context's memory, then the context and the model. Can be called twice."""
         while self.drafters:
             self.drafters.pop().close()
         for sequence in self.sequences:
@@ -173,7 +176,7 @@ class LlamaTargetContext(LlamaModel):
 
 
 class LlamaSequence(CommittedText):
-    """One sequence of a target's context. Implements `interfaces.Target`; its life ends with the context's."""
+    """One sequence of a target's context. Implements `interfaces.Target`; it is closed with the context."""
 
     def __init__(self, shared: LlamaTargetContext) -> None:
         super().__init__(shared.options.context, shared.vocabulary)
@@ -186,7 +189,7 @@ class LlamaSequence(CommittedText):
         shared.sequences.append(self)
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Appends tokens, which may be none, in chunks of the batch size; only the last one's hidden row is computed, no logits are read.
+        """Appends tokens, if any, in chunks of the batch size; only the last one's hidden row is computed, no logits are read.
 
         Raises RequestError if they do not fit the context or the vocabulary, BackendError if llama.cpp fails: then the cache is as it was.
         """
@@ -210,7 +213,7 @@ class LlamaSequence(CommittedText):
         return self.shared.verify_all([(self, tokens)])[0]
 
     def rollback(self, length: int) -> None:
-        """Forgets all rows from `length` on. The drafter goes on from the hidden row of the last kept token.
+        """Removes all rows from `length` on. The drafter continues from the hidden row of the last kept token.
 
         Before the newest batch there is no such row: then drafts are empty until the next verify or prefill. Raises RequestError
         if the sliding cache no longer holds what a forward at `length` would attend to: never within `rewind_slack` rows of
@@ -220,7 +223,7 @@ class LlamaSequence(CommittedText):
         self._truncate(length)
 
     def state(self) -> bytes:
-        """Returns the K/V rows in llama.cpp's form; of the sliding layers those that the next token attends to."""
+        """Returns the K/V rows in llama.cpp's format; of the sliding layers those that the next token attends to."""
         return self.shared.state(self.number)
 
     def restore(self, tokens: Sequence[int], state: bytes) -> None:
@@ -240,13 +243,13 @@ class LlamaSequence(CommittedText):
 
     @property
     def rollback_floor(self) -> int:
-        """The smallest length above 0 whose next forward still finds all rows it attends to."""
-        # Rows vanish from the oldest on (src/llama-kv-cache.cpp, apply_ubatch), and a row attends to window - 1 before it.
+        """The smallest length above 0 whose next forward has all rows that it attends to."""
+        # Rows are removed from the oldest on (src/llama-kv-cache.cpp, apply_ubatch), and a row attends to window - 1 before it.
         oldest = self.shared.oldest_row(self.number)
         return oldest + self.shared.window - 1 if self.shared.window and oldest > 0 else 0
 
     def close(self) -> None:
-        """Gives the rows back to the context. Harmless when done twice, or after the context was closed."""
+        """Returns the rows to the context. Can be called twice, or after the context was closed."""
         if self.length and self.shared.sequences:
             self._truncate(0)
 
@@ -259,7 +262,7 @@ class LlamaSequence(CommittedText):
             self.take_hidden(row[None].copy())
 
     def require_open(self) -> None:
-        """Raises RequestError once the context is closed."""
+        """Raises RequestError if the context is closed."""
         self.shared.require_open()
 
     def _truncate(self, length: int) -> None:
@@ -277,7 +280,7 @@ class LlamaTarget(LlamaSequence):
             LlamaSequence(self.shared)
 
     def close(self) -> None:
-        """Closes the context with all its sequences and drafters. Harmless when done twice."""
+        """Closes the context with all its sequences and drafters. Can be called twice."""
         self.shared.close()
 
     def __enter__(self) -> Self:

@@ -15,7 +15,7 @@ from edge_runtime.backends.onnx.target import OrtTarget, shared_inputs
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, ShouldContinue
 
-# A probability that every token has.
+# A least probability that every token reaches.
 _ANY = float(np.finfo(np.float32).tiny)
 _OUTPUTS = ("drafts", "probabilities", "hidden_out", "scores", "candidates")
 
@@ -40,7 +40,7 @@ class GraphDrafter(ABC, Generic[T]):
     ) -> list[int]:
         """Returns `draft_length` tokens after `last`, fewer where the drafter is unsure, or none where the target has no hidden row.
 
-        All steps stand at the same position, that of `last`, and write nothing to the cache.
+        All steps are at the same position, that of `last`, and write nothing to the cache.
         """
         if self._call is None:
             raise RequestError("the drafter is closed; open the bundle again")
@@ -131,8 +131,8 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
     def _single_steps(
         self, call: Call, draft_length: int, sampler: DraftSampler | None, should_continue: ShouldContinue | None
     ) -> list[int]:
-        """One step per call: the host picks each token from the scores, or says after each whether to go on."""
-        # The graph computes probabilities only where it is asked for a least one.
+        """Runs one step per call: the host picks each token from the scores, or decides after each whether to continue."""
+        # The graph computes probabilities only with a least probability above 0.
         self._length[...], self._least[...], self._with_scores[...] = 1, _ANY if should_continue else 0.0, sampler is not None
         tokens: list[int] = []
         while len(tokens) < draft_length:

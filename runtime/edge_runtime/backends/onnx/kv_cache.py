@@ -127,7 +127,7 @@ class KeyValueCache:
 
 
 class Rotations:
-    """Cosines and sines by position and pair, float32 [context, head_dim/2], as values bound to the graphs; `halved` adds float16."""
+    """Cosines and sines per position and pair, float32 [context, head_dim/2], as values bound to the graphs; with `halved` also float16."""
 
     def __init__(self, rotations: Sequence[Rotation], context: int, *, halved: bool) -> None:
         self.values: dict[str, Any] = {}

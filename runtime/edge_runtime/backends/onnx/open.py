@@ -24,11 +24,10 @@ AnyOrtDrafter = OrtDrafter | StaticOrtDrafter
 def open_onnx(
     bundle: Bundle, options: OrtOptions, wanted: DrafterKind | None, notify: Callable[[str], None] = lambda _: None
 ) -> tuple[OrtTarget, Drafter | None, DrafterKind]:
-    """Returns the target, its drafter and which kind it is: split where the graph has the sparse head, else dense. Closing the target
-    closes both.
+    """Returns the target, its drafter and the kind of drafter: split if the graph has the sparse head, else dense.
 
-    `notify` hears of nodes that the execution provider does not run. Raises BundleError if the bundle has no such drafter, BackendError if
-    a graph does not open; then nothing stays open.
+    Closing the target closes both. `notify` gets a sentence about nodes that the execution provider does not run.
+    Raises BundleError if the bundle has no such drafter, BackendError if a graph does not open; then nothing stays open.
     """
     own: DrafterKind = "split" if bundle.manifest.architecture.ordered_embeddings else "dense"
     if wanted not in (None, "none", "lookup", own):

@@ -31,7 +31,7 @@ _LINE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRecord:
-    """The weights, CPU and onnxruntime version that a packed graph is valid for; not `usable` if there is no such graph."""
+    """What a packed graph is valid for: the weights, the CPU and the onnxruntime version. Not `usable`: it cannot be packed."""
 
     weights: str
     onnxruntime: str

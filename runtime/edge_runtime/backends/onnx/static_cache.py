@@ -1,4 +1,4 @@
-"""The K/V rows of graphs of fixed shapes: arrays the graphs read, which the host writes to and says by masks who sees what of.
+"""The K/V rows of graphs of fixed shapes: arrays that the graphs read and the host writes; masks define which rows are visible.
 
 A sliding buffer is a ring: position p lies in row p modulo its rows.
 """

@@ -133,7 +133,7 @@ class StaticOrtTarget(OrtTarget):
         self.forget_hidden()
 
     def require_open(self) -> None:
-        """Raises RequestError once it is closed."""
+        """Raises RequestError if the target is closed."""
         if not self._static:
             raise RequestError("the target is closed; open the bundle again")
 
@@ -169,7 +169,7 @@ class _StaticForward:
         self._call: Call = graph.bind(inputs | target.rows.values, {name: value_over(array) for name, array in outputs.items()})
 
     def run(self, ids: NDArray[np.int64], per_layer: Embedding | None) -> None:
-        """A forward over `ids` and, behind them, rows of what was there before, which nobody reads."""
+        """A forward over `ids` and, behind them, rows of old content, whose results are ignored."""
         target, start = self._target, self._target.length
         target.embedding.look_up(ids, self.arrays["embedded"])
         if per_layer is not None:

@@ -30,9 +30,9 @@ PREFILL_ROWS, PREFILL_SCORES = 256, 1 << 18
 class OrtOptions:
     """How a pair is opened. `context` is in tokens.
 
-    `uniform_rows` runs a single row through the kernels of several, beside a row that is thrown away: kernels with int8 activations round
-    one row otherwise than several, so that plain decoding and drafting would differ more often (docs/onnx.md). `keep_packed` keeps the
-    weights on disk as this CPU's kernels want them, about twice their size (`ort_prepacked`).
+    `uniform_rows` runs a single row through the kernels of several, beside a row that is thrown away: kernels with int8 activations
+    round one row differently from several, so that plain decoding and drafting would differ more often (docs/onnx.md). `keep_packed`
+    keeps the weights on disk in the format of this CPU's kernels, about twice their size (`prepacked`).
     """
 
     context: int
@@ -95,7 +95,7 @@ class OrtTarget(CommittedText):
         self._heads: dict[int, Call] = {}
 
     def _begin(self, files: PairFiles, context: int, most: int) -> None:
-        """What all kinds of graphs have in common; `most` is the longest context they were made for."""
+        """State of all kinds of graphs; `most` is the longest context they were made for."""
         if context > most:
             raise RequestError(f"context {context} is beyond the {most} tokens of {files.target.name}; ask for at most that")
         super().__init__(context, TokenizerVocabulary(files.tokenizer, files.graphs, files.vocab_size))
@@ -106,10 +106,9 @@ class OrtTarget(CommittedText):
         self._closers: list[Any] = []
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Appends tokens, which may be none, in chunks; no logits are computed.
+        """Appends tokens, if any, in chunks; no logits are computed.
 
-        Raises RequestError if they do not fit the context or the vocabulary, BackendError if onnxruntime fails: then the cache is as it
-        was.
+        Raises RequestError if they do not fit the context or the vocabulary, BackendError if onnxruntime fails; then nothing was appended.
         """
         if not tokens:
             return
@@ -183,7 +182,7 @@ class OrtTarget(CommittedText):
         self.close()
 
     def require_open(self) -> None:
-        """Raises RequestError once it is closed."""
+        """Raises RequestError if the target is closed."""
         if self._graph is None:
             raise RequestError("the target is closed; open the bundle again")
 
@@ -244,10 +243,7 @@ def shared_inputs(target: OrtTarget) -> dict[str, Any]:
 
 
 def given_back(graph: Graph) -> dict[str, str]:
-    """The graph's outputs that are buffers, and the buffers' names.
-
-    Layers that only read one give it a name of their own, behind an "@".
-    """
+    """Returns the graph's outputs that are buffers, with the buffer names. Layers that only read one add a suffix after "@"."""
     return {name: name.removeprefix("present_").split("@")[0] for name in graph.outputs if name.startswith("present_")}
 
 

@@ -22,10 +22,7 @@ _NO_TOKEN = -1
 
 @contextlib.contextmanager
 def _panics_as(kind: type[EdgeRuntimeError], what: str, advice: str) -> Iterator[None]:
-    """Turns whatever the library raises into an error of ours; those that are ours stay.
-
-    A panic of its Rust code is no Exception but a BaseException.
-    """
+    """Turns errors of the library into `kind`, but not our own. A panic of its Rust code is a BaseException, not an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, EdgeRuntimeError):

@@ -311,7 +311,7 @@ def test_the_advice_where_a_model_does_not_load(logged: str, advice: str) -> Non
 
 def test_a_drafter_of_another_target_is_refused(reference_pair: Any, target: LlamaTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "hidden_size", target.hidden_size * 2)
-    with pytest.raises(BackendError, match=r"no drafter of this target: target hidden size \d+ against \d+"):
+    with pytest.raises(BackendError, match=r"not a drafter of this target: target hidden size \d+ against \d+"):
         LlamaDrafter(reference_pair.drafter, target, options())
 
 
@@ -344,7 +344,9 @@ def test_a_target_without_a_drafter_keeps_no_hidden_rows(reference_pair: Any) ->
 
 @pytest.mark.parametrize("version", ["0.3.35", "0.3.37", "0.4.0", "1.0"])
 def test_other_library_versions_are_refused(version: str) -> None:
-    with pytest.raises(BackendError, match=r"is .*, but the MTP interface is known for 0.3.36 only; run: pip install 'edge-mtp\[llama\]'"):
+    with pytest.raises(
+        BackendError, match=r"is .*, but the MTP interface is supported for 0.3.36 only; run: pip install 'edge-mtp\[llama\]'"
+    ):
         llama_library.check_version(version)
 
 
