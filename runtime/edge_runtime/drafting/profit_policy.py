@@ -1,9 +1,9 @@
 """Draft length by measured profit: draft and verify a token where its expected gain exceeds its cost on this machine.
 
 A round is a renewal: it emits 1 + (accepted drafts) tokens and costs its draft steps and one verify. At a reference rate r, a round is
-worth E[tokens] - r E[cost], and whatever adds to that pays (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967). r is the rate of
-the newest rounds, but at least that of plain decoding. Before each draft step the policy computes, for each confidence bin that the next
-draft may fall into, the best of stopping there and of any further length. After the last step, the most valuable prefix is verified.
+worth E[tokens] - r E[cost], and whatever adds to that pays (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967). r is the
+rate of the newest rounds, but at least that of plain decoding. Before each draft step the policy computes, for each confidence bin that the
+next draft may fall into, the best of stopping there and of any further length. After the last step, the most valuable prefix is verified.
 
 Where N requests share their forwards, each counts an Nth of a verify of N times its rows, as if the others did the same.
 """
