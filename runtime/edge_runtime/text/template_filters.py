@@ -8,16 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-from jinja2.runtime import Context
-from jinja2.utils import pass_context
-
 from edge_runtime.text.template_limits import BUDGET, LimitError, check_size, measured
 
 
-# Filters that take the context are never folded at compile time.
-@pass_context
-def counted(_context: Context, values: Iterable[Any]) -> Iterable[Any]:
+def counted(_context: Any, values: Iterable[Any]) -> Iterable[Any]:
     """Counts each item as a step. Values with a length are returned unchanged, because `loop.length` and `loop.last` need it."""
     if isinstance(values, Sized):
         BUDGET.get().step(len(values))
@@ -35,27 +29,24 @@ def counting(lazy: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a lazy filter that counts the items it reads, since it may yield none of them."""
 
     @functools.wraps(lazy)
-    def count(context: Context, values: Iterable[Any], *arguments: Any, **named: Any) -> Any:
+    def count(context: Any, values: Iterable[Any], *arguments: Any, **named: Any) -> Any:
         return lazy(context, _counted_one_by_one(values), *arguments, **named)
 
     return count
 
 
-@pass_context
-def measured_filter(_context: Context, value: Any) -> Any:
+def measured_filter(_context: Any, value: Any) -> Any:
     """`measured` as a filter; the items of a lazy filter are counted one by one."""
     BUDGET.get().step()
     return _counted_one_by_one(value) if isinstance(value, Iterator) else measured(value)
 
 
-@pass_context
-def emitted(_context: Context, value: Any) -> str:
+def emitted(_context: Any, value: Any) -> str:
     """Returns the text of an output expression and counts it."""
     return BUDGET.get().emit(str(measured(value)))
 
 
-@pass_context
-def joined(_context: Context, values: list[Any]) -> str:
+def joined(_context: Any, values: list[Any]) -> str:
     """Returns the texts of all values of `a ~ b`, joined."""
     return join(values)
 
@@ -64,7 +55,7 @@ def join(values: Iterable[Any], between: str = "", attribute: str | None = None)
     """jinja2's filter; the size is checked before the text is made."""
     if attribute is not None:
         values = [value.get(attribute, "") if isinstance(value, Mapping) else "" for value in values]
-    texts = [str(value) for value in measured(list(counted(None, values)))]  # type: ignore[arg-type]
+    texts = [str(value) for value in measured(list(counted(None, values)))]
     return _join(str(between), texts)
 
 
@@ -109,8 +100,8 @@ def tojson(
 
 
 def raise_exception(message: Any) -> None:
-    """Raises TemplateError: a template refuses the conversation."""
-    raise TemplateError(str(message)[:1000])
+    """Raises ValueError: the template refuses the conversation."""
+    raise ValueError(str(message)[:1000])
 
 
 def strftime_now(pattern: str) -> str:

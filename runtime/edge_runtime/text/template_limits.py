@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 MAX_STEPS = 1_000_000
 MAX_SIZE = 4_000_000
 MAX_SECONDS = 10.0
 
 
-class LimitError(TemplateError):
+class LimitError(ValueError):
     """The template exceeds a limit."""
 
 

@@ -14,7 +14,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
 from edge_runtime.text import template_filters
@@ -95,11 +95,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         filters: dict[str, Callable[..., Any]] = self.filters
         self.filters = {name: filters[name] for name in FILTERS} | own
         self.filters |= {name: template_filters.counting(filters[name]) for name in LAZY_FILTERS}
+        # Filters that take the context are never folded at compile time.
         self.filters |= {
-            "_counted": template_filters.counted,
-            "_measured": template_filters.measured_filter,
-            "_emitted": template_filters.emitted,
-            "_joined": template_filters.joined,
+            "_counted": pass_context(template_filters.counted),
+            "_measured": pass_context(template_filters.measured_filter),
+            "_emitted": pass_context(template_filters.emitted),
+            "_joined": pass_context(template_filters.joined),
         }
         self.globals = {
             "range": self.globals["range"],
