@@ -1,4 +1,4 @@
-"""Reads a meter again and again while something else works."""
+"""Reads a meter repeatedly while other work runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter
 from edge_devices.meters.trace import Trace
 
-JITTER = 0.3  # share of the interval; without it the readings could run in step with draft and verify and always see the same one
+JITTER = 0.3  # share of the interval; without it the readings could be in step with draft and verify and always fall in the same phase
 
 
 class Recorder:
-    """Collects a trace, from a thread of its own between `start` and `stop`, or by `poll` from the caller's.
+    """Collects a trace, from a thread of its own inside a with block, or by `poll` from the caller's thread.
 
-    A counter is only watched for its wrap and read at the marks, since reading costs; a sampler is read at its own pace.
+    A counter is polled for its wrap and read at the marks, since a read has a cost; a sampler is read at its own rate.
     """
 
     def __init__(self, system: System, meter: Meter, *, interval_s: float | None = None) -> None:
@@ -33,7 +33,7 @@ class Recorder:
         self._random = random.Random(1)
 
     def poll(self) -> None:
-        """Reads once. A meter that fails is a fault of the recording at this time, not an end of the work."""
+        """Reads once. A failed read is recorded as a fault and does not stop the work."""
         with self._lock:
             self.reads += 1
             try:
@@ -46,7 +46,7 @@ class Recorder:
                 self.raw.append(sample.raw)
 
     def mark(self) -> float:
-        """Returns the time now; a counter is read at this very moment."""
+        """Returns the time now; a counter is read at the same moment."""
         if self._meter.facts.kind is Kind.COUNTER:
             failed = len(self.faults)
             self.poll()
@@ -61,7 +61,7 @@ class Recorder:
             return Trace(facts=self.trace.facts, times=self.trace.times[first:], values=self.trace.values[first:]), list(self.faults)
 
     def forget(self, before_s: float) -> None:
-        """Drops what was read before a time, but for the last reading there."""
+        """Drops the readings before a time except the last of them."""
         with self._lock:
             if self.trace.times and self.trace.times[0] <= before_s:
                 first = self.trace.index_at(before_s)

@@ -1,4 +1,4 @@
-"""How meters and reports are shown to people."""
+"""Meters and reports as lines of text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_METER = "no energy meter on this machine"
 def meter_lines(findings: Sequence[Finding], seen: Mapping[str, Characteristics | str] | None = None) -> list[str]:
     """Returns the lines of `edge-devices meters`: usable first, then present with reason and remedy, then absent.
 
-    `seen`: what was measured of the usable ones, or why it could not be.
+    `seen`: the measured characteristics of the usable ones, or why there are none.
     """
     lines = []
     for finding in (f for f in findings if f.meter):
@@ -46,10 +46,10 @@ def meter_lines(findings: Sequence[Finding], seen: Mapping[str, Characteristics 
     return lines
 
 
-def _measured(seen: Characteristics) -> str:
+def _measured(found: Characteristics) -> str:
     return (
-        f"measured: new every {seen.refresh_s:.3g} s (at most {seen.longest_gap_s:.3g} s), a load shows after {seen.lag_s:.3g} s,"
-        f" {seen.zero_rate:.0%} of readings meant nothing, a reading takes {1000 * seen.read_s:.2g} ms"
+        f"measured: new every {found.refresh_s:.3g} s (at most {found.longest_gap_s:.3g} s), a load shows after {found.lag_s:.3g} s,"
+        f" {found.zero_rate:.0%} of readings were invalid, a reading takes {1000 * found.read_s:.2g} ms"
     )
 
 
