@@ -237,19 +237,17 @@ class _Graph:
         self._products[name] = _LARGEST
 
     def _external(self, name: str, fields: Fields, needed: int) -> None:
-        said: dict[str, str] = {}
+        entries: dict[str, str] = {}
         for number, value in fields:
             if number == 13 and isinstance(value, memoryview):
                 entry = _few(fields_of(value), "entry")
-                said[_text(entry, 1)] = _text(entry, 2)
-        location = said.get("location", "")
-        offset = _decimal(name, "offset", said.get("offset", "0"))
-        length = _decimal(name, "length", said.get("length", str(needed)))
+                entries[_text(entry, 1)] = _text(entry, 2)
+        location = entries.get("location", "")
+        offset = _decimal(name, "offset", entries.get("offset", "0"))
+        length = _decimal(name, "length", entries.get("length", str(needed)))
         size = self._size(name, location)
         if length != needed or offset + length > size:
-            raise _UnsoundError(
-                f"tensor {name!r} of {needed} bytes is said to be {length} bytes at {offset} of {location}, which has {size}"
-            )
+            raise _UnsoundError(f"tensor {name!r} of {needed} bytes claims {length} bytes at {offset} of {location}, which has {size}")
 
     def _size(self, name: str, location: str) -> int:
         if location not in self._sizes:
