@@ -283,7 +283,7 @@ def test_both_formats_lie_in_one_bundle(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--onnx-target", "int8"], "need --format onnx or both"),
-        (["--format", "onnx", "--target-quant", "q4_0"], "those of GGUF files"),
+        (["--format", "onnx", "--target-quant", "q4_0"], "are for GGUF files"),
         (["--format", "onnx", "--onnx-block", "16"], "is not one of"),
     ],
 )
