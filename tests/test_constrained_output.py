@@ -130,7 +130,7 @@ def test_the_command_takes_schemas_grammars_and_patterns(exported_pair: Path, pr
 
 def test_the_command_refuses_in_one_sentence(exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:
     for arguments, code, words in (
-        (("--json-schema", "{"), 1, "is no JSON"),
+        (("--json-schema", "{"), 1, "is not JSON"),
         (("--grammar", str(tmp_path / "none.gbnf")), 1, "none.gbnf cannot be read"),
         (("--regex", "("), 1, "unclosed group"),
         (("--regex", "a", "--json-schema", "{}"), 2, "exclude each other"),

@@ -204,7 +204,7 @@ def objective(**tuning: str) -> SpeculativeConfig:
 def test_the_objective_is_refused_without_power_and_without_profit(exported_pair: Path) -> None:
     with pytest.raises(RequestError, match=r"no usable energy meter here .* and no file of calibrated watts"):
         open_session(exported_pair, config=objective())
-    with pytest.raises(RequestError, match="for the policy profit, not rolling"):
+    with pytest.raises(RequestError, match="needs the policy profit, not rolling"):
         open_session(exported_pair, config=objective(policy="rolling"), power=PhasePower(draft=1, verify=2))
 
 

@@ -174,7 +174,7 @@ def test_the_split_drafter_is_planned_where_there_is_one(exported_pair: Path) ->
     split, dense = (manifest_plan(manifest, speed, context=512, drafter=kind) for kind in ("split", "dense"))
     assert manifest_plan(manifest, speed, context=512).step_seconds == split.step_seconds
     assert split.step_seconds.middle < dense.step_seconds.middle
-    with pytest.raises(RequestError, match="about GGUF files with a dense or split drafter"):
+    with pytest.raises(RequestError, match="needs GGUF files of a target and a dense or split drafter"):
         manifest_plan(manifest, speed, context=512, drafter="lookup")
     with pytest.raises(RequestError, match="about GGUF files"):
         manifest_plan(MANIFEST, speed, context=512)

@@ -1,0 +1,18 @@
+"""Put a bundle on phones or boards, run the benchmark there, bring the results home: `edge-bench` with devices, as a script.
+
+    python scripts/adb_bench.py BUNDLE --package DIR --adb all --lengths 2,3,4 --html report.html
+    python scripts/adb_bench.py BUNDLE --package DIR --ssh pi@raspberrypi
+
+Everything it takes is in `edge-bench --help`, every step in docs/devices.md.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from edge_runtime.bench.cli import main
+
+if __name__ == "__main__":
+    if not {"--adb", "--ssh", "--fleet", "--compare", "--help"} & {word.partition("=")[0] for word in sys.argv}:
+        sys.exit("Error: name devices with --adb SERIAL, --adb all or --ssh HOST; see --help")
+    main()
