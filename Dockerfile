@@ -27,7 +27,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 edge
 COPY --from=build /opt/edge-mtp /opt/edge-mtp
-ENV PATH=/opt/edge-mtp/bin:$PATH
+ENV PATH=/opt/edge-mtp/bin:$PATH ORT_DISABLE_TELEMETRY=1 HF_HUB_DISABLE_TELEMETRY=1
 USER 1000
 WORKDIR /work
 ENTRYPOINT ["edge-export"]

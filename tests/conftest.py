@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import edge_devices  # noqa: F401  # switches telemetry off before a test imports onnxruntime
 import phones
 import ssh_host
 from silent import Silent

@@ -6,6 +6,8 @@ What is named here is the public interface; each name is imported when it is fir
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from edge_devices.telemetry import switch_off
+
 if TYPE_CHECKING:
     from edge_devices.energy.live import EnergyWatch
     from edge_devices.energy.protocol import measure
@@ -22,6 +24,8 @@ _HOMES = {
     "measure": "energy.protocol",
 }
 __all__ = ["EnergyWatch", "System", "choose_meter", "find_meters", "make_report", "measure"]
+
+switch_off()
 
 
 def __getattr__(name: str) -> Any:

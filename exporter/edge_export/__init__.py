@@ -6,6 +6,8 @@ What is named here is the public interface; each name is imported when it is fir
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import edge_devices as edge_devices  # switches telemetry off before a library is imported
+
 if TYPE_CHECKING:
     from edge_export.checkpoint.reference_pair import reference_pair
     from edge_export.pipeline.export import export_pair

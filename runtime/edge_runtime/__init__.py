@@ -9,6 +9,7 @@ with edge_runtime.open_session("bundle") as session:
 
 from typing import TYPE_CHECKING, Any
 
+import edge_devices as edge_devices  # switches telemetry off before a library is imported
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams

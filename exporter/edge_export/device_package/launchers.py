@@ -19,6 +19,8 @@ _PYTHON = """\
 # The Python of this folder, run by its own loader on its own libraries; what the system has of either is not used.
 HERECHOICE# Libraries and settings of another Python would be loaded into this one. Nothing of this is exported to programs that it starts.
 unset LD_LIBRARY_PATH LD_PRELOAD LD_AUDIT PYTHONHOME PYTHONPATH PYTHONSTARTUP
+# onnxruntime reports to its makers unless it is told not to before it is loaded.
+export ORT_DISABLE_TELEMETRY=1
 HOMES# To its children, too, Python is this script: without its loader it would not start.
 exec "$here/lib/LOADER" --inhibit-cache --library-path "LIBRARIES$here/lib" \\
     --argv0 "$here/bin/edge-python" "$here/bin/pythonVERSION" -s "$@"

@@ -56,6 +56,7 @@ def library() -> Any:
     except ImportError as error:
         raise BackendError(f"onnxruntime is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
     onnxruntime.set_default_logger_severity(_SEVERITY)
+    onnxruntime.disable_telemetry_events()  # for a program that imported onnxruntime before us: then nothing more is collected
     return onnxruntime
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from edge_devices.files.user_cache import cache_folder
 from edge_runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ def require_library() -> None:
 def draw_svg(name: str, title: str, draw: Callable[[Axes], None]) -> Plot:
     """Returns the plot that `draw` makes on its axes. Raises RequestError if the plotting library is missing."""
     require_library()
+    os.environ.setdefault("MPLCONFIGDIR", str(cache_folder() / "matplotlib"))  # its list of fonts, which is read when it is imported
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,0 +1,115 @@
+"""Nothing of ours calls home: each way in is watched for names, connections and files, and so is onnxruntime by itself, as the control."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edge_devices.telemetry import SWITCHES
+from network_watch import Watcher
+
+PACKAGES = ("edge_devices", "edge_runtime", "edge_export")
+# onnxruntime's uploader sends its first events after about nine seconds.
+WAIT_S = 12
+RUNTIME = "from edge_runtime.backends.onnx.library import library; library()"
+
+
+@pytest.fixture(scope="module")
+def watcher(tmp_path_factory: pytest.TempPathFactory) -> Watcher:
+    return Watcher(tmp_path_factory.mktemp("watch"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("before", [None, "", "0"])
+def test_importing_a_package_switches_telemetry_off_whatever_was_set(package, before):
+    env = {key: value for key, value in os.environ.items() if key not in SWITCHES} | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    code = f"import os, {package}; print([os.environ[name] for name in {list(SWITCHES)}])"
+    if before is not None:
+        env |= dict.fromkeys(SWITCHES, before)
+    found = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
+    assert found.strip() == str(list(SWITCHES.values()))
+
+
+def test_the_watch_sees_names_addresses_and_files(watcher):
+    code = """
+import pathlib, socket
+for host in "example.com", "192.0.2.1":
+    try:
+        socket.create_connection((host, 9), timeout=1)
+    except OSError:
+        pass
+(pathlib.Path.home() / "left").touch()"""
+    seen = watcher.run("-c", code)
+    assert (seen.network, seen.files) == (["resolve example.com", "resolve 192.0.2.1"], ["left"])
+
+
+def test_onnxruntime_leaves_a_device_id_by_itself_and_none_through_us(watcher):
+    pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+    alone = watcher.run("-c", "import onnxruntime")
+    if not any(name.endswith("deviceid") for name in alone.files):
+        pytest.skip("this build of onnxruntime has no telemetry")
+    assert watcher.run("-c", RUNTIME).files == []
+    late = watcher.run("-c", "import edge_runtime, onnxruntime")
+    assert late.files == []
+
+
+def test_a_report_leaves_its_fonts_in_our_cache(watcher):
+    pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
+    seen = watcher.run("-c", "from edge_runtime.bench.report.svg import draw_svg; draw_svg('a', 'b', lambda axes: None)")
+    assert seen.network == []
+    assert [name for name in seen.files if not name.startswith(".cache/edge-mtp/")] == []
+
+
+@pytest.mark.slow
+def test_onnxruntime_calls_home_by_itself_and_not_through_us(watcher):
+    pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+    alone = watcher.run("-c", f"import onnxruntime, time; time.sleep({WAIT_S})")
+    if not alone.files:
+        pytest.skip("this build of onnxruntime has no telemetry")
+    assert any("microsoft.com" in line for line in alone.network)
+    assert watcher.run("-c", f"{RUNTIME}; import time; time.sleep({WAIT_S})").network == []
+
+
+@pytest.mark.slow
+def test_the_commands_leave_files_in_our_cache_only_and_connect_to_nobody(watcher, tmp_path):
+    """An export of both kinds with parity, a text, a benchmark with a report, the doctor, and device profiles."""
+    for library in ("llama_cpp", "onnxruntime", "onnx", "gguf", "torch", "matplotlib"):
+        pytest.importorskip(library, reason="needs edge-mtp[llama,onnx,export,verify,report]")
+    bundle, page = str(tmp_path / "bundle"), str(tmp_path / "page.html")
+    commands = [
+        ["edge_export", "--reference-pair", "--output", bundle, "--format", "both", "--context", "512"],
+        ["edge_run", bundle, "--backend", "onnx", "--max-tokens", "16", "def f():"],
+        ["edge_run", bundle, "--backend", "llama", "--max-tokens", "16", "def f():"],
+        [
+            "edge_bench",
+            bundle,
+            "--backend",
+            "onnx",
+            "--policies",
+            "none",
+            "--contexts",
+            "none",
+            "--domains",
+            "code",
+            "--lengths",
+            "2",
+            "--max-tokens",
+            "16",
+            "--repeats",
+            "1",
+            "--html",
+            page,
+        ],
+        ["edge_run", "--doctor"],
+        ["edge_devices", "profiles"],
+    ]
+    for function, *arguments in commands:
+        start = f"from edge_devices.entry_points import {function}; {function}()"
+        seen = watcher.run("-c", start, *arguments)
+        assert seen.network == []
+        assert [name for name in seen.files if not name.startswith(".cache/edge-mtp/")] == [], function
+    assert Path(page).stat().st_size
