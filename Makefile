@@ -7,8 +7,8 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 BIN := $(VENV)/bin
 TOOLS := .venv-tools
-TEST_EXTRAS := llama,onnx,export,grammar,serve,sign,verify,optimum,report,fleet,docs,dev
-USER_EXTRAS := llama,onnx,export,grammar,serve,sign,report
+TEST_EXTRAS := llama,onnx,export,grammar,serve,sign,verify,optimum,report,media,fleet,docs,dev
+USER_EXTRAS := llama,onnx,export,grammar,serve,sign,report,media
 comma := ,
 # Locks hold for every Python and platform; torch is left out (requirements/README.md).
 LOCK := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" \

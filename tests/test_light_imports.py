@@ -26,6 +26,8 @@ HEAVY = {
     "llguidance",
     "starlette",
     "uvicorn",
+    "PIL",
+    "soundfile",
 }
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,8 @@ from fuzzing.readers import Reader
 
 def all_readers() -> dict[str, Reader]:
     """Returns all readers by name."""
-    from fuzzing import device_readers, export_readers, gguf_readers, model_readers, runtime_readers
+    from fuzzing import device_readers, export_readers, gguf_readers, media_readers, model_readers, runtime_readers
 
-    found = [*runtime_readers.READERS, *export_readers.READERS, *device_readers.READERS, *model_readers.READERS, *gguf_readers.READERS]
+    modules = (runtime_readers, export_readers, device_readers, media_readers, model_readers, gguf_readers)
+    found: list[Reader] = [reader for module in modules for reader in module.READERS]
     return {reader.name: reader for reader in found}
