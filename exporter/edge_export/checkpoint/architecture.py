@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_export.checkpoint.published.formats import refuse_quantized
 from edge_export.errors import CheckpointError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -13,6 +14,7 @@ TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 24
+_LAYER_DIGITS = 9
 # Within float32, the type of numbers in GGUF and ONNX.
 MAX_NUMBER = 1e30
 
@@ -146,7 +148,7 @@ def parse_architecture(config: dict[str, Any], path: Path) -> TextArchitecture:
         known = ", ".join(TARGET_TYPES + ASSISTANT_TYPES)
         raise CheckpointError(f"{path}: model_type is {kind!r}, not one of {known}; give a Gemma 4 checkpoint or its assistant")
     outer = _Reader(config, path, "")
-    outer.demand("quantization_config", (None,))
+    refuse_quantized(config, path)
     text = outer if str(kind).endswith("_text") else outer.section("text_config")
     if kind not in ASSISTANT_TYPES:
         return TextArchitecture(**_text_fields(text, tied=outer.flag("tie_word_embeddings", True)))
@@ -165,7 +167,6 @@ def _text_fields(text: _Reader, *, tied: bool) -> dict[str, Any]:
     text.demand("hidden_activation", ("gelu_pytorch_tanh",))
     text.demand("attention_bias", (False, None))
     text.demand("use_bidirectional_attention", (None, "vision"))
-    text.demand("quantization_config", (None,))
     layer_types = _layer_types(text)
     shared = text.integer("num_kv_shared_layers", 0, len(layer_types), default=0)
     k_eq_v = text.flag("attention_k_eq_v", False)
@@ -195,7 +196,7 @@ def _text_fields(text: _Reader, *, tied: bool) -> dict[str, Any]:
             "context": text.integer("max_position_embeddings"),
             "vocab_size": text.integer("vocab_size"),
             "per_layer_size": per_layer_size,
-            "per_layer_vocab_size": text.integer("vocab_size_per_layer_input", default=262_144) if per_layer_size else 0,
+            "per_layer_vocab_size": _per_layer_rows(text) if per_layer_size else 0,
             "norm_epsilon": text.number("rms_norm_eps", 1e-6),
             "tied": tied and text.flag("tie_word_embeddings", True),
             "logit_softcap": None if text.config.get("final_logit_softcapping") is None else text.number("final_logit_softcapping", 30.0),
@@ -203,6 +204,14 @@ def _text_fields(text: _Reader, *, tied: bool) -> dict[str, Any]:
         | _experts(text)
         | _rope(text)
     )
+
+
+def _per_layer_rows(text: _Reader) -> int:
+    """Rows of the per-layer table. llama.cpp loads one of the vocabulary's size only, and a smaller one lacks rows that tokens need."""
+    rows, tokens = text.integer("vocab_size_per_layer_input", default=262_144), text.integer("vocab_size")
+    if rows != tokens:
+        raise text.wrong("vocab_size_per_layer_input", f"vocab_size {tokens}: every token needs its row")
+    return rows
 
 
 def _layer_types(text: _Reader) -> tuple[str, ...]:
@@ -225,10 +234,11 @@ def _full_layers(text: _Reader, layer_types: tuple[str, ...], k_eq_v: bool) -> t
         # transformers reads the count only where k = v.
         return head_dim, text.integer("num_global_key_value_heads") if named and k_eq_v else None
     overrides = text.section("per_layer_config")
-    full = [str(layer) for layer, kind in enumerate(layer_types) if kind == FULL]
-    sections = [overrides.section(key) for key in full if key in overrides.config]
+    full = {layer for layer, kind in enumerate(layer_types) if kind == FULL}
+    # transformers writes the numbers with leading zeros where there are more than nine layers.
+    sections = [overrides.section(key) for key in overrides.config if key.isdecimal() and int(key[:_LAYER_DIGITS]) in full]
     if len(sections) != len(overrides.config):
-        raise text.wrong("per_layer_config", f"overrides of the full-attention layers {', '.join(full)}")
+        raise text.wrong("per_layer_config", f"overrides of the full-attention layers {', '.join(map(str, sorted(full)))}")
     if not sections:
         return text.integer("head_dim"), None
     head_dim, count = sections[0].integer("head_dim", default=text.integer("head_dim")), sections[0].config.get("num_key_value_heads")
@@ -242,7 +252,9 @@ def _experts(text: _Reader) -> dict[str, int]:
         return {"experts": 0, "experts_used": 0, "expert_size": 0}
     experts = text.integer("num_experts")
     used = text.integer("top_k_experts", high=experts)
-    return {"experts": experts, "experts_used": used, "expert_size": text.integer("moe_intermediate_size")}
+    # The first configs had another name for it.
+    size = "moe_intermediate_size" if text.config.get("moe_intermediate_size") is not None else "expert_intermediate_size"
+    return {"experts": experts, "experts_used": used, "expert_size": text.integer(size)}
 
 
 def _rope(text: _Reader) -> dict[str, float]:

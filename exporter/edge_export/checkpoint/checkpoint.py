@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from edge_export.checkpoint.architecture import ASSISTANT_TYPES, FULL, SLIDING, AssistantArchitecture, TextArchitecture, parse_architecture
 from edge_export.checkpoint.json_file import read_json_object
-from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, stored_tensors
+from edge_export.checkpoint.published.formats import refuse_adapter
+from edge_export.checkpoint.published.tensor_prefixes import text_name
+from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, read_values, stored_tensors
 from edge_export.checkpoint.tensor_shapes import TOKEN_ORDERING, Shapes, allowed_shapes, needed_shapes
 from edge_export.errors import CheckpointError
 
 MAX_CONFIG_BYTES = 8 << 20
-TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
 
 
@@ -39,6 +44,19 @@ class Checkpoint:
         return sum(prod(tensor.shape) for name, tensor in self.tensors.items() if name not in skipped)
 
     @property
+    def weights(self) -> dict[str, Callable[[], NDArray[Any]]] | None:
+        """The values of each tensor by name, float32 or integers; None if transformers reads them from the folder itself."""
+        if all(tensor.name == self._current_name(name) for name, tensor in self.tensors.items()):
+            return None
+        return {name: partial(read_values, tensor) for name, tensor in self.tensors.items()}
+
+    def _current_name(self, name: str) -> str:
+        """The name that transformers saves a tensor of the text model under."""
+        if self.model_type not in MULTIMODAL_TYPES or name == "lm_head.weight":
+            return name
+        return f"model.language_model.{name.removeprefix('model.')}"
+
+    @property
     def assistant(self) -> AssistantArchitecture:
         """The architecture of a drafter; raises CheckpointError if this is a target."""
         if isinstance(self.architecture, AssistantArchitecture):
@@ -53,7 +71,10 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     """
     folder = Path(folder)
     config_path = folder / "config.json"
+    if not config_path.is_file():
+        refuse_adapter(folder)
     config = read_json_object(config_path, MAX_CONFIG_BYTES)
+    refuse_adapter(folder)
     architecture = parse_architecture(config, config_path)
     _check_shared_layers(architecture, config_path)
     model_type = str(config["model_type"])
@@ -134,12 +155,7 @@ def _text_name(name: str, model_type: str) -> str | None:
     """The tensor's name in a text-only checkpoint; None if it is not exported."""
     if name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and model_type in ASSISTANT_TYPES):
         return None
-    if model_type not in MULTIMODAL_TYPES or name == "lm_head.weight":
-        return name
-    for prefix, short in TEXT_PREFIXES.items():
-        if name.startswith(prefix):
-            return short + name[len(prefix) :]
-    return None
+    return text_name(name, multimodal=model_type in MULTIMODAL_TYPES)
 
 
 def _groups(tensors: dict[str, StoredTensor]) -> tuple[str, ...]:

@@ -71,10 +71,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     Reads headers only. Raises CheckpointError for a missing, truncated or malformed shard, or names that occur twice.
     """
     index_path = folder / INDEX_NAME
-    if not index_path.is_file():
-        if not (folder / SINGLE_NAME).is_file():
-            raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a folder with safetensors weights")
+    # As in transformers, a single file is complete: an index beside it is left from an earlier save.
+    if (folder / SINGLE_NAME).is_file():
         return {tensor.name: tensor for tensor in read_header(folder / SINGLE_NAME)}
+    if not index_path.is_file():
+        raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a folder with safetensors weights")
     shard_of = _weight_map(index_path)
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(shard_of.values())):
@@ -193,6 +194,17 @@ def read_float_chunks(tensor: StoredTensor, wanted: FloatType) -> Iterator[NDArr
             yield to_bfloat16(values)
         else:
             yield _to_float16(values, tensor)
+
+
+def read_values(tensor: StoredTensor) -> NDArray[Any]:
+    """Returns all values of a tensor in its shape: float32, or the integers as they are. Raises CheckpointError as `read_chunks` does."""
+    pieces = read_float_chunks(tensor, "f32") if tensor.dtype in SOURCE_TYPE else read_chunks(tensor)
+    kind = np.float32 if tensor.dtype in SOURCE_TYPE else np.dtype(READABLE[tensor.dtype])
+    values, at = np.empty(prod(tensor.shape), kind), 0
+    for piece in pieces:
+        values[at : at + len(piece)] = piece
+        at += len(piece)
+    return values.reshape(tensor.shape)
 
 
 def widen(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ from edge_devices.files.hashing import sha256_of
 from edge_export.checkpoint.checkpoint import Checkpoint, check_pair, mismatch, open_checkpoint
 from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
-from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, Vocabulary, read_vocabulary
+from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, TokenTable, Vocabulary, read_table, read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, string_array
 from edge_runtime.bundle.manifest import Source, SourceFile
@@ -92,8 +92,11 @@ def _resolved(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource
             f"{drafter} is a {second.checkpoint.model_type} model, not an MTP assistant; give its assistant as the drafter"
         )
     check_pair(first.checkpoint, second.checkpoint)
-    first = _with_tokenizer(first, None)
-    second = _with_tokenizer(second, first.tokenizer)
+    tables = [_table(first), _table(second)]
+    if tables[0] is not None and tables[1] is not None:
+        _check_tables(first, second, tables[0], tables[1])
+    first = _with_tokenizer(first, None, tables[1])
+    second = _with_tokenizer(second, first.tokenizer, tables[0])
     _check_vocabularies(first, second)
     return first, second
 
@@ -149,11 +152,17 @@ def _open(role: str, origin: str) -> ResolvedSource:
     return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(hub_folder(origin)))
 
 
-def _with_tokenizer(source: ResolvedSource, of_target: Vocabulary | None) -> ResolvedSource:
+def _table(source: ResolvedSource) -> TokenTable | None:
+    """The token table of a checkpoint folder; None for a GGUF and for a folder without one."""
+    return read_table(source.path) if source.gguf is None and (source.path / TOKENIZER_NAME).is_file() else None
+
+
+def _with_tokenizer(source: ResolvedSource, of_target: Vocabulary | None, other: TokenTable | None) -> ResolvedSource:
+    """Reads the tokenizer; added tokens that only the `other` half has are part of it too."""
     if source.gguf is not None:
         return source
     if (source.path / TOKENIZER_NAME).is_file():
-        return replace(source, tokenizer=read_vocabulary(source.path))
+        return replace(source, tokenizer=read_vocabulary(source.path, other.added if other is not None else None))
     if of_target is not None:
         return replace(source, tokenizer=of_target)
     raise CheckpointError(f"{source.path} has no {TOKENIZER_NAME}; download the checkpoint again, with all its files")
@@ -161,20 +170,27 @@ def _with_tokenizer(source: ResolvedSource, of_target: Vocabulary | None) -> Res
 
 def _check_vocabularies(target: ResolvedSource, drafter: ResolvedSource) -> None:
     if target.tokenizer is not None and drafter.tokenizer is not None:
-        _check_pieces(target, drafter, target.tokenizer.pieces, drafter.tokenizer.pieces)
-    elif _gguf_pieces(target) != _gguf_pieces(drafter):
+        return
+    if _gguf_pieces(target) != _gguf_pieces(drafter):
         raise CheckpointError(
             f"{drafter.origin} is not the assistant of {target.origin}: their vocabularies differ; give the halves of one release"
         )
 
 
-def _check_pieces(target: ResolvedSource, drafter: ResolvedSource, theirs: tuple[str, ...], own: tuple[str, ...]) -> None:
-    if theirs == own:
+def _check_tables(target: ResolvedSource, drafter: ResolvedSource, theirs: TokenTable, own: TokenTable) -> None:
+    """Ids and pieces that both have must agree; only added tokens may be missing in one, as <|video|> is in the published assistants."""
+    if theirs.ids == own.ids:
         return
-    their_ids, own_ids = ({piece: index for index, piece in enumerate(pieces)} for pieces in (theirs, own))
-    piece = next(piece for piece in (*theirs, *own) if their_ids.get(piece) != own_ids.get(piece))
-    ids = f"{own_ids.get(piece)} against {their_ids.get(piece)}"
-    raise mismatch(target.checkpoint, drafter.checkpoint, f"their tokenizers differ, first in the piece {piece!r} (id {ids})")
+    pieces_of = [{index: piece for piece, index in table.ids.items()} for table in (theirs, own)]
+    for piece in (*theirs.ids, *own.ids):
+        found, wanted = own.ids.get(piece), theirs.ids.get(piece)
+        if found == wanted:
+            continue
+        place = wanted if found is None else found
+        added = piece in theirs.added if found is None else piece in own.added
+        if None not in (found, wanted) or not added or all(place in pieces for pieces in pieces_of):
+            why = f"their tokenizers differ, first in the piece {piece!r} (id {found} against {wanted})"
+            raise mismatch(target.checkpoint, drafter.checkpoint, why)
 
 
 def _gguf_pieces(source: ResolvedSource) -> LongArray:

@@ -6,6 +6,7 @@ Special tokens are found as by transformers' loading of tokenizer_config.json an
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,43 @@ class Vocabulary:
     chat_template: str | None
 
 
-def read_vocabulary(folder: Path) -> Vocabulary:
-    """Reads the tokenizer of a checkpoint folder. Raises CheckpointError if it is not a Gemma-style BPE tokenizer or has holes."""
+@dataclass(frozen=True, kw_only=True)
+class AddedToken:
+    """An added token: its id, and whether it is a control token."""
+
+    id: int
+    special: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTable:
+    """All pieces of a tokenizer.json with their ids, holes allowed, and those of them that were added to its vocabulary."""
+
+    ids: dict[str, int]
+    added: dict[str, AddedToken]
+
+
+def read_table(folder: Path) -> TokenTable:
+    """Reads the pieces of a checkpoint folder's tokenizer. Raises CheckpointError if it is not a Gemma-style BPE tokenizer."""
+    path = folder / TOKENIZER_NAME
+    tokenizer = read_json_object(path)
+    added = {token["content"]: AddedToken(id=token["id"], special=token.get("special") is True) for token in _added(tokenizer, path)}
+    return TokenTable(ids=_pieces(tokenizer, path), added=added)
+
+
+def read_vocabulary(folder: Path, others: Mapping[str, AddedToken] | None = None) -> Vocabulary:
+    """Reads the tokenizer of a checkpoint folder. `others` are added tokens of the pair's other half, which this half may lack.
+
+    Raises CheckpointError if it is not a Gemma-style BPE tokenizer or has holes.
+    """
     path = folder / TOKENIZER_NAME
     tokenizer = read_json_object(path)
     settings = _settings(folder)
     ids = _pieces(tokenizer, path)
-    pieces = _by_id(ids, path)
-    base = len(tokenizer["model"]["vocab"])
-    special = _special_pieces(folder, settings)
+    lacking = {piece: token for piece, token in (others or {}).items() if piece not in ids}
+    pieces = _by_id(ids | {piece: token.id for piece, token in lacking.items()}, path)
+    base = len(tokenizer["model"]["vocab"]) + len(lacking)
+    special = _special_pieces(folder, settings) | {piece for piece, token in lacking.items() if token.special}
     return Vocabulary(
         folder=folder,
         pieces=pieces,
@@ -201,6 +230,8 @@ def _template_token(entry: Any) -> str | None:
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = _default_template(template, folder)
     path = folder / "chat_template.jinja"
     if template is None and path.is_file():
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
@@ -214,3 +245,13 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     if template is not None and len(template.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:
         raise CheckpointError(f"{folder}: the chat template is longer than {MAX_TEMPLATE_BYTES} bytes; check where it came from")
     return template
+
+
+def _default_template(choices: list[Any], folder: Path) -> Any:
+    """The template named default of a list of named ones, or its only one, as transformers chooses."""
+    named = {choice.get("name"): choice.get("template") for choice in choices if isinstance(choice, dict)}
+    if "default" in named:
+        return named["default"]
+    if len(named) == 1:
+        return next(iter(named.values()))
+    raise CheckpointError(f"{folder}: none of its {len(choices)} chat templates is named default; keep only the one to use")

@@ -151,6 +151,8 @@ def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int
         window=model.window,
         context=model.context,
         threads=threads,
+        target_weights=target.checkpoint.weights,
+        drafter_weights=drafter.checkpoint.weights,
     )
 
 

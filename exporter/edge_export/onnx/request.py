@@ -8,9 +8,12 @@ from typing import Any, Literal, get_args
 
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
+from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError
 from edge_export.output.bundle_part import BundlePart
 from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
+from edge_runtime.bundle.tokenizer_json import check_file
+from edge_runtime.errors import BundleError
 
 OnnxWeights = Literal["f32", "f16", "int8", "int4"]
 ONNX_WEIGHTS: tuple[OnnxWeights, ...] = get_args(OnnxWeights)
@@ -79,6 +82,11 @@ def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource) -> None:
     for source in (target, drafter):
         if source.gguf is not None:
             raise ExportError(f"{source.origin} is a GGUF; ONNX graphs are made from a checkpoint, give its folder or hub id")
+    assert target.tokenizer is not None  # only a GGUF has none
+    try:
+        check_file(target.tokenizer.folder / TOKENIZER_NAME)
+    except BundleError as error:
+        raise ExportError(f"{error}, or export GGUF files, whose tokenizer is llama.cpp's") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,14 @@ With quantization/calibration.py the only module that imports torch and transfor
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_devices.machine.memory import available_memory_bytes
 from edge_export.errors import ParityError
@@ -48,6 +50,10 @@ _REFUSED = "the bundle is refused (--no-verify skips this check)"
 _NOT_COMPARED = re.compile(r"vision|audio|lm_head|masked_embedding")
 
 
+# Values by the names of a text-only checkpoint, read one tensor at a time.
+Weights = Mapping[str, Callable[[], NDArray[Any]]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Limits of equality: largest logit difference, mean KL in nats, shares of equal greedy tokens and drafts."""
@@ -60,7 +66,10 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceRequest:
-    """What transformers runs. `parameters` counts both models; `window` and `context` are the target's, in tokens."""
+    """What transformers runs. `parameters` counts both models; `window` and `context` are the target's, in tokens.
+
+    `target_weights` and `drafter_weights` are those of a text model, where transformers cannot read the folder's own.
+    """
 
     target_folder: Path
     drafter_folder: Path
@@ -69,6 +78,8 @@ class ReferenceRequest:
     window: int
     context: int
     threads: int
+    target_weights: Weights | None = None
+    drafter_weights: Weights | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +186,10 @@ def reference_rows(request: ReferenceRequest, tokens: list[int], rowsets: list[R
     torch.set_num_threads(request.threads)
     try:
         with torch.inference_mode():
-            target = load_reference(request.target_folder)
+            target = load_reference(request.target_folder, request.target_weights)
             ids = torch.tensor([tokens[:-1]])
             output = target(input_ids=ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=ROWS)
-            assistant = load_reference(request.drafter_folder)
+            assistant = load_reference(request.drafter_folder, request.drafter_weights)
             if as_llama:
                 assistant.config.use_ordered_embeddings = False
             seen = request.window - 1 if as_llama else len(tokens)
@@ -230,24 +241,50 @@ def _agreement(assistant: Any, rows: ReferenceRows, tokens: list[int], rowset: R
     return agreed / (len(rowset.contexts) * DRAFT_LENGTH)
 
 
-def load_reference(folder: Path) -> Any:
-    """Loads a checkpoint in float32; raises ParityError if transformers does not find every weight of the text model in it."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def load_reference(folder: Path, weights: Weights | None = None) -> Any:
+    """Loads a checkpoint in float32, or with these weights; raises ParityError if a weight of the text model is not in it."""
     from transformers.utils import logging
 
     said, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
-        )
+        model, lacking = _loaded(folder) if weights is None else _filled(folder, weights)
     finally:
         logging.set_verbosity(said)
         if bars:
             logging.enable_progress_bar()
-    missing = sorted(name for name in report["missing_keys"] if not _NOT_COMPARED.search(name))
+    missing = sorted(name for name in lacking if not _NOT_COMPARED.search(name))
     if missing:
         raise ParityError(f"transformers finds no {missing[0]} in {folder}; it cannot be the reference; {_REFUSED}")
     return model.eval()
+
+
+def _loaded(folder: Path) -> tuple[Any, list[str]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
+    )
+    return model, list(report["missing_keys"])
+
+
+def _filled(folder: Path, weights: Weights) -> tuple[Any, list[str]]:
+    """The text model of a config, with given weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if not hasattr(config, "backbone_hidden_size"):
+        config = config.get_text_config()
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, read in weights.items():
+            if name in state:
+                state[name].copy_(torch.from_numpy(read()))
+    return model, [name for name in state if name not in weights]

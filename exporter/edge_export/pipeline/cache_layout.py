@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint, check_pair
+from edge_export.checkpoint.published.sizes import SIZES
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, Architecture, CacheLayout, LayerCache
 
 CACHE_DTYPE = "f16"
 # llama.cpp rounds its caches up to this many rows (src/llama-kv-cache-iswa.cpp).
 ROW_STEP = 256
-# (layers, hidden size) of the published members.
-FAMILIES = {(35, 1536): "E2B", (42, 2560): "E4B", (48, 3840): "12B", (30, 2816): "26B-A4B", (60, 5376): "31B"}
 
 
 def cache_layout(target: Checkpoint, drafter: Checkpoint, context: int) -> CacheLayout:
@@ -53,7 +52,7 @@ def architecture(target: Checkpoint, drafter: Checkpoint, context: int) -> Archi
     """Facts of the pair for the manifest; `context` is the context length the bundle is made for."""
     model, assistant = target.architecture, drafter.assistant
     return Architecture(
-        family=FAMILIES.get((model.layers, model.hidden_size), "custom"),
+        family=SIZES.get((model.layers, model.hidden_size), "custom"),
         hidden_size=model.hidden_size,
         layers=model.layers,
         vocab_size=model.vocab_size,

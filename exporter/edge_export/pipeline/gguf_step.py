@@ -202,6 +202,8 @@ def _parity(pair: GgufPair, request: ExportRequest, progress: Progress) -> dict[
             window=target.source.checkpoint.architecture.window,
             context=target.source.checkpoint.architecture.context,
             threads=request.thread_count,
+            target_weights=target.source.checkpoint.weights,
+            drafter_weights=drafter.source.checkpoint.weights,
         ),
         progress.say,
     )

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.files.limited_read import read_at_most
-from edge_export.checkpoint.checkpoint import TEXT_PREFIXES
+from edge_export.checkpoint.published.tensor_prefixes import text_name
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError, ParityError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
-from edge_export.parity.reference import DRAFT_LENGTH, ReferenceRows, load_reference, why_no_reference
+from edge_export.parity.reference import DRAFT_LENGTH, ReferenceRows, Weights, load_reference, why_no_reference
 from edge_export.quantization.importance import ChannelSums
 from edge_runtime.bundle.manifest import ImportanceSource
 
@@ -46,6 +46,8 @@ class CalibrationRequest:
     window: int
     context: int
     threads: int
+    target_weights: Weights | None = None
+    drafter_weights: Weights | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +127,9 @@ def _chunks(request: CalibrationRequest, text: str) -> list[list[int]]:
 def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[int], None]) -> tuple[_Sums, _Sums]:
     import torch
 
-    target, drafter = load_reference(request.target_folder), None
+    target, drafter = load_reference(request.target_folder, request.target_weights), None
     if request.drafter_folder is not None:
-        drafter = load_reference(request.drafter_folder)
+        drafter = load_reference(request.drafter_folder, request.drafter_weights)
         # The dense head has the same input row as the sparse one.
         drafter.config.use_ordered_embeddings = False
     sums = _Sums(), _Sums()
@@ -189,14 +191,14 @@ def _listening(model: Any, sums: _Sums) -> Iterator[None]:
     hooks = []
     for name, module in model.named_modules() if model is not None else ():
         if isinstance(module, torch.nn.Linear):
-            short = gguf_name(text_name(f"{name}.weight"))
+            short = gguf_name(_text_name(f"{name}.weight"))
             if name == "lm_head":
                 # A drafter's head runs on every row that counts, a target's does not (see _run).
                 short = _HEAD if _tied(model) and hasattr(model, "pre_projection") else None
             if short is not None and not stays_float32(short, 2):
                 hooks.append(module.register_forward_pre_hook(partial(_add_inputs, sums, short)))
         elif name.endswith(".experts") and hasattr(module, "gate_up_proj"):
-            names = tuple(gguf_name(text_name(f"{name}.{weight}")) or "" for weight in ("gate_up_proj", "down_proj"))
+            names = tuple(gguf_name(_text_name(f"{name}.{weight}")) or "" for weight in ("gate_up_proj", "down_proj"))
             hooks.append(module.register_forward_pre_hook(partial(_add_inputs_experts, sums, names)))
     try:
         yield
@@ -222,12 +224,9 @@ def _add_inputs_experts(sums: _Sums, names: tuple[str, ...], module: Any, inputs
         sums.add(names[1], module.act_fn(gate) * up, expert, experts)
 
 
-def text_name(name: str) -> str:
-    """The name that a weight of a multimodal model has in a text-only one; other names stay."""
-    for prefix, short in TEXT_PREFIXES.items():
-        if name.startswith(prefix):
-            return short + name[len(prefix) :]
-    return name
+def _text_name(name: str) -> str:
+    """The name that a weight of transformers' model has in a text-only one."""
+    return text_name(name, multimodal=False) or name
 
 
 def _tied(model: Any) -> bool:

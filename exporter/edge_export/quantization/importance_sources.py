@@ -84,6 +84,8 @@ def _calibrated(
             window=model.architecture.window,
             context=model.architecture.context,
             threads=threads,
+            target_weights=model.weights,
+            drafter_weights=drafter.checkpoint.weights if with_drafter else None,
         ),
         progress,
     )

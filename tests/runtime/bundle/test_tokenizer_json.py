@@ -69,6 +69,35 @@ def test_the_forms_in_which_gemma_was_published_are_read(opened: Open) -> None:
     assert opened(model=SOUND["model"] | {"vocab": named}).encode(TEXT) == whole
 
 
+@pytest.mark.parametrize("pattern", ["[^\n]+|[\n]+", r"[^\n]+|[\n]+", r"[a-z0-9_]+|\s|[^a-z]", "x"])
+def test_a_split_in_linear_time_is_run(pattern: str, opened: Open, tmp_path: Path) -> None:
+    """llama.cpp's own rule for Gemma 4 is one: runs of newlines apart from the rest."""
+    vocabulary = opened(pre_tokenizer=split({"Regex": pattern}))
+    assert b"".join(map(vocabulary.piece, vocabulary.encode(TEXT, add_bos=False))).decode() == TEXT
+    tokenizer_file.check_file(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["[^\n]+[\n]+", "(a+)+", "a++", "a*", "[a-z]{2,}", "[a&&b]+", "[[:alpha:]]+", "a+?", r"\Ka", "a|", "", "a|ab", "[a-z]+$", "(?i)a"],
+)
+def test_a_split_that_may_take_longer_is_refused(pattern: str, opened: Open, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="Gemma's tokenizers do not have"):
+        opened(pre_tokenizer=split({"Regex": pattern}))
+    with pytest.raises(BundleError, match="Gemma's tokenizers do not have"):
+        tokenizer_file.check_file(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"pre_tokenizer": 1}', '{"decoder": {"type": "Sequence"}}', '{"normalizer": {"type": "Replace"}}']
+)
+def test_a_malformed_file_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text)
+    with pytest.raises(BundleError, match=r"take the tokenizer\.json of the checkpoint|copy the bundle again"):
+        tokenizer_file.check_file(path)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

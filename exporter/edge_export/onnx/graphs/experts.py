@@ -71,7 +71,9 @@ def add_experts(
     flat = graph.op("Reshape", value, graph.integers([-1, model.hidden_size]))
     shares = _shares(graph, model, weights, norm(flat, graph.weight(weights.scale)))
     inputs = norm(flat, graph.weight(weights.norms["pre_feedforward_layernorm_2"]))
-    chosen = graph.op("Greater", graph.op("ReduceMax", shares, graph.integers([0]), keepdims=0), graph.floats(0))
+    # An expert's scale may be negative.
+    largest = graph.op("ReduceMax", graph.op("Abs", shares), graph.integers([0]), keepdims=0)
+    chosen = graph.op("Greater", largest, graph.floats(0))
     each = graph.ops("Split", [graph.op("Cast", chosen, to=7)], model.experts, axis=0, num_outputs=model.experts)
     parts = [_expert(graph, expert, each[expert], shares, inputs, weights.experts[expert], gated) for expert in range(model.experts)]
     # Parts come expert by expert, in the order of the nonzero shares when experts are rows.

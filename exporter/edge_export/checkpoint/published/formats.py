@@ -1,0 +1,76 @@
+"""Quantized formats of checkpoints: which one a config.json names, and what to give instead of one that is not read.
+
+Formats and their keys: transformers' quantizers, compressed-tensors' config, MLX's convert.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from edge_export.checkpoint.published.sizes import size_of
+from edge_export.errors import CheckpointError
+
+ADAPTER_NAME = "adapter_config.json"
+_METHODS = {
+    "bitsandbytes": "bitsandbytes weights",
+    "gptq": "GPTQ weights",
+    "awq": "AWQ weights",
+    "auto-round": "AutoRound weights",
+    "auto_round": "AutoRound weights",
+    "torchao": "torchao weights",
+    "quanto": "Quanto weights",
+    "hqq": "HQQ weights",
+    "mxfp4": "MXFP4 weights",
+    "fp8": "FP8 weights",
+    "fbgemm_fp8": "FP8 weights",
+}
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raises CheckpointError for a folder that holds a PEFT adapter and no model."""
+    if (folder / ADAPTER_NAME).is_file() and not any(folder.glob("model*.safetensors")):
+        raise CheckpointError(
+            f"{folder} holds a PEFT adapter, not a model; merge it into its base model first"
+            " (merge_and_unload, then save_pretrained of model and tokenizer)"
+        )
+
+
+def refuse_quantized(config: dict[str, Any], path: Path) -> None:
+    """Raises CheckpointError if a parsed config.json names a quantized format; `path` is for messages."""
+    found = _section(config)
+    if found is not None:
+        raise CheckpointError(f"{path}: the checkpoint holds {_described(found)}, which are not read; {_instead(config)}")
+
+
+def _section(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the object that describes the quantization, from any of the places where it is written; None if there is none."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "quantization", "compression_config"):
+            found = place.get(key)
+            if found is not None:
+                return found if isinstance(found, dict) else {"quant_method": str(found)}
+    return None
+
+
+def _described(section: dict[str, Any]) -> str:
+    method, kind = str(section.get("quant_method", "")).lower(), str(section.get("format", "")).lower()
+    algorithm = str(section.get("quant_algo", section.get("mode", ""))).lower()
+    for name, wording in (("nvfp4", "NVFP4"), ("mxfp4", "MXFP4"), ("mxfp8", "MXFP8"), ("fp8", "FP8"), ("float-quantized", "FP8")):
+        if name in kind or name in algorithm:
+            return f"{wording} weights"
+    if method == "gemma":
+        return "the QAT weights for mobile, whose activations are rounded too: without that rounding the model's answers get much worse"
+    if method == "compressed-tensors":
+        return f"compressed-tensors weights of the format {kind or 'unknown'!r:.40}"
+    if not method and "group_size" in section:
+        return "MLX weights"
+    return _METHODS.get(method, f"weights quantized by {method or 'an unnamed method'!r:.40}")
+
+
+def _instead(config: dict[str, Any]) -> str:
+    size = size_of(config)
+    if size is None:
+        return "give the unquantized checkpoint (bf16) that it was made from"
+    return f"give the bf16 checkpoint that it was made from, such as google/gemma-4-{size}-it or -it-qat-q4_0-unquantized"

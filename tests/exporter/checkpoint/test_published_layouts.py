@@ -1,0 +1,195 @@
+"""Checkpoints in the layouts in which Gemma 4 was published or saved by other tools: they open, or are refused with what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
+from edge_export.checkpoint.sources import resolve_pair
+from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, read_vocabulary
+from edge_export.errors import CheckpointError
+from tiny_members import FULL, SLIDING, write_member
+
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture
+def copy(member_folder: Folders, tmp_path: Path) -> Folders:
+    return lambda name: Path(shutil.copytree(member_folder(name), tmp_path / name, dirs_exist_ok=True))
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    change(data)
+    path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
+
+
+def renamed(folder: Path, rename: Callable[[str], str]) -> None:
+    """Saves all shards as one file, with other names."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {rename(name): tensor for path in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(path).items()}
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(tensors, folder / SINGLE_NAME, metadata={"format": "pt"})
+
+
+def drop_added(folder: Path, text: str) -> None:
+    """Removes a piece that occurs in no merge from a tokenizer, added or not: its id becomes a hole."""
+
+    def change(tokenizer: dict[str, Any]) -> None:
+        tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["content"] != text]
+        del tokenizer["model"]["vocab"][text]
+
+    edit(folder / "tokenizer.json", change)
+
+
+@pytest.mark.parametrize("half", ["e2b", "e2b-assistant"])
+def test_an_added_token_that_one_half_lacks_refuses_no_pair(half: str, member_folder: Folders, copy: Folders) -> None:
+    folders = {name: member_folder(name) for name in ("e2b", "e2b-assistant")}
+    folders[half] = copy(half)
+    whole = read_vocabulary(folders["e2b"] if half != "e2b" else folders["e2b-assistant"])
+    drop_added(folders[half], "<|think|>")
+    target, drafter = resolve_pair(str(folders["e2b"]), str(folders["e2b-assistant"]))
+    for source in (target, drafter):
+        assert source.tokenizer is not None
+        assert source.tokenizer.pieces == whole.pieces
+        assert source.tokenizer.types == whole.types
+        assert source.tokenizer.types[whole.pieces.index("<|think|>")] == CONTROL
+
+
+@pytest.mark.parametrize("half", ["e2b", "e2b-assistant"])
+def test_pieces_that_both_halves_have_must_agree(half: str, member_folder: Folders, copy: Folders) -> None:
+    folders = {name: member_folder(name) for name in ("e2b", "e2b-assistant")}
+    folders[half] = copy(half)
+
+    def exchange(tokenizer: dict[str, Any]) -> None:
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["e"], vocabulary["t"] = vocabulary["t"], vocabulary["e"]
+
+    edit(folders[half] / "tokenizer.json", exchange)
+    with pytest.raises(CheckpointError, match="their tokenizers differ, first in the piece"):
+        resolve_pair(str(folders["e2b"]), str(folders["e2b-assistant"]))
+
+
+def test_a_piece_that_was_not_added_may_not_be_missing(member_folder: Folders, copy: Folders) -> None:
+    folder = copy("e2b-assistant")
+    edit(folder / "tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].pop("e"))
+    with pytest.raises(CheckpointError, match=r"their tokenizers differ, first in the piece 'e' \(id None against"):
+        resolve_pair(str(member_folder("e2b")), str(folder))
+
+
+def test_the_layers_of_a_saved_config_are_numbered_with_zeros(tmp_path: Path) -> None:
+    """transformers writes '04' and '09' where a model has more than nine layers."""
+    layers = {"num_hidden_layers": 15, "layer_types": ([SLIDING] * 4 + [FULL]) * 3, "num_kv_shared_layers": 5}
+    folder = write_member("e2b-text", tmp_path / "saved", **layers)
+    keys = list(json.loads((folder / "config.json").read_text())["per_layer_config"])
+    assert keys == ["04", "09", "14"]
+    assert open_checkpoint(folder).architecture.full_head_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "rename"),
+    [
+        ("e2b", lambda name: name.replace("model.language_model.", "model.language_model.model.", 1)),
+        ("e2b", lambda name: name.replace("model.language_model.", "language_model.model.", 1)),
+        ("e2b", lambda name: name.replace("model.language_model.", "language_model.", 1)),
+        ("12b", lambda name: name.replace("model.language_model.", "model.", 1)),
+        ("e2b-text", lambda name: name.replace("model.", "model.language_model.", 1)),
+    ],
+)
+def test_old_prefixes_are_read(name: str, rename: Callable[[str], str], copy: Folders, member_folder: Folders) -> None:
+    plain, folder = open_checkpoint(member_folder(name)), copy(name)
+    renamed(folder, rename)
+    opened = open_checkpoint(folder)
+    assert opened.tensors.keys() == plain.tensors.keys()
+    assert opened.architecture == plain.architecture
+    # transformers does not know these names, so the reference gets the values.
+    assert plain.weights is None
+    assert opened.weights is not None
+    value = opened.weights["model.layers.0.mlp.up_proj.weight"]()
+    assert value.dtype == np.float32
+    assert value.shape == opened.tensors["model.layers.0.mlp.up_proj.weight"].shape
+
+
+def test_an_index_beside_a_single_file_is_not_read(copy: Folders) -> None:
+    folder = copy("e2b")
+    plain = open_checkpoint(folder)
+    index = (folder / INDEX_NAME).read_text()
+    renamed(folder, str)
+    (folder / INDEX_NAME).write_text(index)
+    assert open_checkpoint(folder).tensors.keys() == plain.tensors.keys()
+
+
+def test_the_first_name_of_the_experts_size_is_read(copy: Folders) -> None:
+    folder = copy("26b-a4b")
+    plain = open_checkpoint(folder).architecture
+
+    def first_name(config: dict[str, Any]) -> None:
+        config["text_config"]["expert_intermediate_size"] = config["text_config"].pop("moe_intermediate_size")
+
+    edit(folder / "config.json", first_name)
+    assert open_checkpoint(folder).architecture == plain
+
+
+def test_a_list_of_templates_gives_its_default(copy: Folders) -> None:
+    folder = copy("e2b")
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    edit(folder / "tokenizer_config.json", lambda config: config.update(chat_template=templates))
+    assert read_vocabulary(folder).chat_template == "plain"
+    edit(folder / "tokenizer_config.json", lambda config: config.update(chat_template=templates[:1]))
+    assert read_vocabulary(folder).chat_template == "tools"
+    edit(folder / "tokenizer_config.json", lambda config: config.update(chat_template=[templates[0], templates[0] | {"name": "other"}]))
+    with pytest.raises(CheckpointError, match="none of its 2 chat templates is named default"):
+        read_vocabulary(folder)
+
+
+def test_a_per_layer_table_of_another_vocabulary_is_refused(copy: Folders) -> None:
+    folder = copy("e2b")
+    edit(folder / "config.json", lambda config: config["text_config"].update(vocab_size_per_layer_input=500))
+    with pytest.raises(CheckpointError, match="vocab_size_per_layer_input is 500, not vocab_size 512: every token needs its row"):
+        open_checkpoint(folder)
+
+
+def test_an_adapter_is_to_be_merged(copy: Folders, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds a PEFT adapter, not a model; merge it into its base model first"):
+        open_checkpoint(tmp_path)
+    merged = copy("e2b")
+    (merged / "adapter_config.json").write_text("{}")
+    open_checkpoint(merged)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes weights"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}}, "NVFP4 weights"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "NVFP4 weights"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}, "FP8 weights"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "FP8 weights"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "MLX weights"),
+        ({"quantization_config": {"quant_method": "gemma", "num_bits": 4}}, "whose activations are rounded too"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "GPTQ weights"),
+        ({"quantization_config": {"quant_method": "new"}}, "weights quantized by 'new'"),
+        ({"quantization_config": 7}, "weights quantized by '7'"),
+    ],
+)
+@pytest.mark.parametrize("inner", [False, True])
+def test_other_quantized_formats_are_named(section: dict[str, Any], words: str, inner: bool, copy: Folders) -> None:
+    folder = copy("12b")
+    edit(folder / "config.json", lambda config: (config["text_config"] if inner else config).update(section))
+    with pytest.raises(CheckpointError, match=f"{words}.*which are not read; give the unquantized checkpoint"):
+        open_checkpoint(folder)
+    sizes = {"num_hidden_layers": 48, "hidden_size": 3840}
+    edit(folder / "config.json", lambda config: config["text_config"].update(sizes))
+    with pytest.raises(CheckpointError, match="such as google/gemma-4-12B-it or -it-qat-q4_0-unquantized"):
+        open_checkpoint(folder)
