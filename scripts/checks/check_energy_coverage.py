@@ -2,8 +2,9 @@
 
     python scripts/checks/check_energy_coverage.py --runs 1000
 
-Each run is a complete measurement by the protocol of docs/energy.md. Device and meter are drawn at random from ranges
-(tests/support/simulated_meter.py). A thousand runs take a minute or two per meter.
+Each run is a complete measurement by the protocol of docs/energy.md. Device and meter are drawn at random from ranges: one workload
+(tests/support/simulated_meter.py), and requests of three phases with calibration loops on a device that heats up and throttles
+(tests/support/simulated_phases.py). A thousand runs take a minute or two per meter and simulator.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 from edge_devices.energy.report import make_report
 from edge_devices.errors import MeasurementError
 from simulated_meter import COUNTER, GAUGE, SAMPLER, draw, simulate
+from simulated_phases import PHASES, draw_phased, simulate_phased
 
 METERS = (COUNTER, SAMPLER, GAUGE)
 
@@ -87,6 +89,51 @@ def coverage(meter: str, runs: int, first: int = 0) -> Coverage:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PhasedCoverage:
+    """The row of one meter on the device with phases; `phases`: how often each phase's interval contains its joules per request."""
+
+    meter: str
+    runs: int
+    mean_error: float
+    median_error: float
+    covered: float
+    phases: dict[str, float]
+
+
+def phased_coverage(meter: str, runs: int, first: int = 0) -> PhasedCoverage:
+    """Simulates `runs` measurements with phases. Raises MeasurementError if one is refused."""
+    errors, covered, phases = [], [], {phase: list[bool]() for phase in PHASES}
+    for seed in range(first, first + runs):
+        log, truth = simulate_phased(draw_phased(meter, seed))
+        (variant,) = make_report(log).variants
+        figure = variant.joules_per_output_token
+        if figure is None or variant.n < 2:
+            raise MeasurementError(f"{meter}, seed {seed}: {variant.refused}")
+        errors.append(figure.value / truth.joules_per_token - 1)
+        covered.append(figure.low <= truth.joules_per_token <= figure.high)
+        for phase, held in phases.items():
+            joules = variant.phase_joules[phase]
+            held.append(joules.low <= truth.joules[phase] / truth.requests <= joules.high)
+    return PhasedCoverage(
+        meter=meter,
+        runs=runs,
+        mean_error=fmean(errors),
+        median_error=median(map(abs, errors)),
+        covered=fmean(covered),
+        phases={phase: fmean(held) for phase, held in phases.items()},
+    )
+
+
+def phased_table(rows: list[PhasedCoverage]) -> Iterator[str]:
+    """Yields the lines of the second Markdown table in docs/energy.md."""
+    yield f"| meter, {rows[0].runs} runs with phases | median error | mean error | J/output token holds the truth | {' | '.join(PHASES)} |"
+    yield "|---|---|---|---|" + "---|" * len(PHASES)
+    for row in rows:
+        held = " | ".join(f"{row.phases[phase]:.1%}" for phase in PHASES)
+        yield f"| {row.meter} | {row.median_error:.2%} | {row.mean_error:+.2%} | {row.covered:.1%} | {held} |"
+
+
 def table(rows: list[Coverage]) -> Iterator[str]:
     """Yields the lines of the Markdown table in docs/energy.md."""
     yield f"| meter | counted of {rows[0].runs} | too short, refused | median error | mean error | interval holds the truth | above idle |"
@@ -103,12 +150,13 @@ def table(rows: list[Coverage]) -> Iterator[str]:
 @click.option("--first", type=click.IntRange(min=0), default=0, help="The first seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(runs: int, first: int, as_json: bool) -> None:
-    """Print the coverage table."""
+    """Print the coverage tables."""
     rows = [coverage(meter, runs, first) for meter in METERS]
+    phased = [phased_coverage(meter, runs, first) for meter in METERS]
     if as_json:
-        click.echo(json.dumps({"meters": [asdict(row) for row in rows]}))
+        click.echo(json.dumps({"meters": [asdict(row) for row in rows], "phases": [asdict(row) for row in phased]}))
         return
-    for line in table(rows):
+    for line in (*table(rows), "", *phased_table(phased)):
         click.echo(line)
 
 

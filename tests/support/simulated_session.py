@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from edge_devices.energy.protocol import Plan, Work, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.run_log import RunLog
+from edge_devices.errors import MeterError
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
 from edge_devices.meters.recorded_system import RecordedSystem, Recording
 
@@ -19,6 +20,7 @@ class SimulatedMachine:
     def __init__(self, kind: Kind = Kind.COUNTER, *, refresh_s: float = 0.001, files: dict[str, str] | None = None) -> None:
         self.now, self.energy, self.watts = 0.0, 0.0, IDLE_WATTS
         self.recorder: Recorder | None = None
+        self.broken = False  # the meter cannot be read
         self.recording = Recording(files=files if files is not None else {})
         self.system = RecordedSystem(self.recording, clock=self.clock, sleep=self.sleep)
         self.facts = MeterFacts(
@@ -53,6 +55,8 @@ class SimulatedMachine:
 
     def read(self) -> Sample:
         """The true energy, or the true power with a ripple that makes every reading a new one."""
+        if self.broken:
+            raise MeterError("the charger was plugged in")
         ripple = 0.001 * ((self.now * 7919) % 1 - 0.5)
         return Sample(self.now, self.energy if self.facts.kind is Kind.COUNTER else self.watts + ripple)
 
@@ -81,9 +85,9 @@ class SimulatedMachine:
 PLAN = Plan(repeats=5, rest_s=3.0, warm_ups=1)
 
 
-def run_protocol(machine: SimulatedMachine, workloads, plan: Plan = PLAN, load_step=None) -> RunLog:
+def run_protocol(machine: SimulatedMachine, workloads, plan: Plan = PLAN, load_step=None, keep=lambda _: None) -> RunLog:
     """Runs the protocol and returns its log."""
     measured = characterise_meter(machine.system, machine, machine.load)
     machine.recorder = Recorder(machine.system, machine)
     machine.recorder.poll()
-    return measure(machine.system, machine.recorder, workloads, measured, plan, load_step)
+    return measure(machine.system, machine.recorder, workloads, measured, plan, load_step, keep)

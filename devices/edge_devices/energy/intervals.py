@@ -67,12 +67,21 @@ def mean_interval(values: Sequence[float], times: Sequence[float], *, resolution
     return of_error(mean, scatter / math.sqrt(n), freedom, n)
 
 
-def ratio_interval(values: Sequence[float], baselines: Sequence[float]) -> Interval:
-    """Returns value / baseline of pairs: the geometric mean of their ratios. Raises MeasurementError for fewer than 2 pairs."""
+def widened(interval: Interval, errors: Sequence[tuple[float, float]]) -> Interval:
+    """Returns the interval with further independent errors, given as (standard error, degrees of freedom)."""
+    error, freedom = combined([(interval.error, interval.freedom), *errors])
+    return of_error(interval.value, error, freedom, interval.n)
+
+
+def ratio_interval(values: Sequence[float], baselines: Sequence[float], errors: Sequence[tuple[float, float]] = ()) -> Interval:
+    """Returns value / baseline of pairs: the geometric mean of their ratios. `errors`: relative ones that all pairs share.
+
+    Raises MeasurementError for fewer than 2 pairs.
+    """
     if len(values) != len(baselines) or len(values) < 2 or min(*values, *baselines) <= 0:
         raise MeasurementError(f"{len(values)} and {len(baselines)} repeats form no pairs; run both variants equally often, at least twice")
     logs = [math.log(v / b) for v, b in zip(values, baselines, strict=True)]
-    inner = mean_interval(logs, range(len(logs)))
+    inner = widened(mean_interval(logs, range(len(logs))), errors)
     value, low, high = (math.exp(x) for x in (inner.value, inner.low, inner.high))
     return Interval(value=value, low=low, high=high, n=inner.n, error=inner.error * value, freedom=inner.freedom)
 

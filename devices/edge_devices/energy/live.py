@@ -11,11 +11,12 @@ from typing import Any
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.intervals import Interval, of_error
 from edge_devices.energy.recorder import Recorder
-from edge_devices.energy.text import NO_METER, figure_text
+from edge_devices.energy.text import figure_text
 from edge_devices.energy.windows import MIN_UPDATES, measure_window
 from edge_devices.errors import DeviceError, MeasurementError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, MeterFacts
+from edge_devices.meters.search import NO_METER
 from edge_devices.meters.trace import Trace
 
 MIN_REFRESHES = 50
@@ -44,7 +45,7 @@ class RunEnergy:
     def sentence(self) -> str:
         """Returns the one line to show."""
         if self.facts is None:
-            return NO_METER
+            return self.reason or NO_METER
         label = "ESTIMATE, nothing was measured: " if self.facts.is_estimate else ""
         if self.joules_per_token is None:
             return f"{label}no energy figure from {self.facts.name}: {self.reason}"
@@ -63,7 +64,9 @@ class RunEnergy:
 class EnergyWatch:
     """Reads a meter while a with block runs; then call `energy(tokens)`. Without a meter it does nothing."""
 
-    def __init__(self, system: System, meter: Meter | None) -> None:
+    def __init__(self, system: System, meter: Meter | None, reason: str = "") -> None:
+        """`reason`: why there is no meter."""
+        self._reason = reason
         self._recorder = Recorder(system, meter, interval_s=watch_interval(meter.facts)) if meter else None
         self._window = (0.0, 0.0)
 
@@ -81,7 +84,7 @@ class EnergyWatch:
     def energy(self, tokens: int) -> RunEnergy:
         """Returns the energy of the block, and that per emitted token; a reason instead where the run was too short for the meter."""
         if self._recorder is None:
-            return RunEnergy(facts=None)
+            return RunEnergy(facts=None, reason=self._reason)
         return run_energy(self._recorder.trace, self._recorder.faults, *self._window, tokens)
 
 

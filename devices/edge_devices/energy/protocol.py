@@ -64,6 +64,25 @@ class Work:
 
 
 Workload = Callable[[], Work]
+
+
+@dataclass(frozen=True)
+class PhaseLoop:
+    """A loop of one phase alone. `prepare` runs before each window, which so measures nothing but `work`."""
+
+    prepare: Callable[[], None]
+    work: Workload
+
+    def __call__(self) -> Work:
+        """Runs the loop once."""
+        return self.work()
+
+
+def _prepare(workload: Workload) -> None:
+    if isinstance(workload, PhaseLoop):
+        workload.prepare()
+
+
 Load = Callable[[], AbstractContextManager[object]]
 
 
@@ -108,10 +127,12 @@ def measure(
     characteristics: Characteristics,
     plan: Plan = Plan(),
     load_step: Load | None = None,
+    keep: Callable[[RunLog], None] = lambda _: None,
 ) -> RunLog:
     """Measures every workload `plan.repeats` times, in turn, every second round in reverse order, between two idle windows.
 
-    The recorder must be running. `load_step`: a plain load that marks times on an external meter's recording. Raises
+    The recorder must be running. `load_step`: a plain load that marks times on an external meter's recording. `keep` gets the log after
+    every window. A meter that failed during all windows of a round ends the measurement early, with what it measured until then. Raises
     MeasurementError if the machine's state forbids a measurement.
     """
     facts = recorder.trace.facts
@@ -134,7 +155,9 @@ def measure(
             log.loads.append(_load(system, load_step, load_s))
             system.sleep(rest_s)
     log.idles.append(_idle(system, recorder, characteristics))
+    keep(log)
     for workload in workloads.values():
+        _prepare(workload)
         for _ in range(plan.warm_ups):
             workload()
     if plan.soak and workloads and not _soak(system, recorder, next(iter(workloads.values())), log, window_s):
@@ -143,9 +166,19 @@ def measure(
         names = list(workloads)
         for name in names if repeat % 2 == 0 else reversed(names):
             log.runs.append(_run(system, recorder, name, repeat, workloads[name], window_s, log))
+            keep(log)
             system.sleep(plan.rest_s)
+        if names and all(_failed(log, run) for run in log.runs[-len(names) :]):
+            log.warnings.append(f"stopped after {repeat + 1} of {plan.repeats} repeats: {log.faults[-1][1]}")
+            keep(log)
+            return log
     log.idles.append(_idle(system, recorder, characteristics))
+    keep(log)
     return log
+
+
+def _failed(log: RunLog, run: Run) -> bool:
+    return any(run.start_s <= time_s <= run.end_s for time_s, _ in log.faults)
 
 
 def _load(system: System, load_step: Load, seconds: float) -> tuple[float, float]:
@@ -163,6 +196,7 @@ def _idle(system: System, recorder: Recorder, characteristics: Characteristics) 
 
 def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: Workload, window_s: float, log: RunLog) -> Run:
     """Repeats one workload until the window is full; its expected time follows from the variant's earlier runs."""
+    _prepare(workload)
     before = read_state(system)
     start_s, done = recorder.mark(), [workload()]
     while system.clock() - start_s < window_s:
@@ -196,7 +230,10 @@ def _soak(system: System, recorder: Recorder, workload: Workload, log: RunLog, w
     while system.clock() - begin < MAX_SOAK_S:
         run = _run(system, recorder, "soak", len(windows), workload, window_s, log)
         # An external meter's readings come later: speed and temperature decide alone.
-        watts = measure_window(recorder.trace, run.start_s, run.end_s, log.characteristics).watts if recorder.trace.times else 0.0
+        try:
+            watts = measure_window(recorder.trace, run.start_s, run.end_s, log.characteristics).watts if recorder.trace.times else 0.0
+        except MeasurementError:
+            return False
         windows.append((watts, run.emitted_tokens / run.seconds, run.after.temperature_c or 0.0))
         powers, speeds, degrees = zip(*windows[-SOAK_WINDOWS:], strict=True)
         still = max(powers) - min(powers) <= SOAK_WATTS * max(powers) and max(speeds) - min(speeds) <= SOAK_SPEED * max(speeds)

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, ratio_interval
+from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, ratio_interval, widened
+from edge_devices.energy.phases import NO_DECODING, PREFILL, PhaseShares, PhaseWatts, share_out
 from edge_devices.energy.run_log import Run, RunLog
-from edge_devices.energy.windows import MIN_UPDATES, PhaseShares, WindowEnergy, measure_window, share_out
+from edge_devices.energy.windows import MIN_UPDATES, WindowEnergy, measure_window
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import disturbances
 from edge_devices.meters.base import Kind
 
 CALIBRATION = "calibrate:"  # prefix of the variants that run one phase alone
-PREFILL = "prefill"
 LEAST_SIGNAL = 3.0  # standard errors: less energy above idle is not distinguishable from zero
 
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """Idle power: mean watts before and after the runs; `error` includes the drift between them."""
+    """Idle power: mean watts before and after the runs; `error` includes the drift between them, unknown where `windows` is 1."""
 
     watts: float
     error: float
     freedom: float
     drift_watts: float
+    windows: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +87,18 @@ class ValidRun:
 
     @property
     def decode_joules(self) -> float:
-        """Joules of everything but the prefill."""
-        return sum(j for phase, j in self.shares.joules.items() if phase != PREFILL) if self.run.phases else self.window.joules
+        """Joules of everything but the prefill and the time between requests."""
+        return sum(self.shares.joules[phase] for phase in self.decoding) if self.run.phases else self.window.joules
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of the phases of decoding."""
+        return sum(s for phase, s in self.run.phases.items() if phase != PREFILL) or self.run.seconds
+
+    @property
+    def decoding(self) -> set[str]:
+        """The phases whose joules count per emitted token."""
+        return self.shares.joules.keys() - NO_DECODING
 
     @property
     def middle_s(self) -> float:
@@ -107,14 +119,14 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
     """Computes the report; raises MeasurementError if no run counts, or if the external meter's table is missing."""
     if not log.trace.times:
         raise MeasurementError("the log holds no readings because its meter is external; give that meter's table with --external TABLE")
-    powers = _phase_powers(log)
+    powers, idle = _phase_powers(log), _idle(log)
     counted: dict[str, list[ValidRun]] = {}
     refused: dict[str, list[str]] = {}
     for run in log.runs:
         if run.variant.startswith(CALIBRATION):
             continue
         counted.setdefault(run.variant, [])
-        entry, reasons = _count(log, run, powers)
+        entry, reasons = _count(log, run, powers, idle)
         if entry is None:
             refused.setdefault(run.variant, []).append(f"repeat {run.repeat}: {'; '.join(reasons)}")
         else:
@@ -124,7 +136,6 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
         raise MeasurementError(f"no run counts: {first}")
     if baseline is not None and baseline not in counted:
         raise MeasurementError(f"the log has no variant {baseline!r} to compare with; it has {', '.join(counted)}")
-    idle = _idle(log)
     base = counted[baseline] if baseline else None
     variants = [_variant(name, runs, refused.get(name, []), idle, base if name != baseline else None) for name, runs in counted.items()]
     return Report(
@@ -135,8 +146,8 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
         systematic=log.facts.systematic,
         idle=idle,
         variants=variants,
-        warnings=log.warnings,
-        phase_watts={phase: watts for phase, (watts, _) in powers.items()},
+        warnings=[*log.warnings, *_idle_warnings(idle)],
+        phase_watts={phase: power.watts for phase, power in powers.items()},
     )
 
 
@@ -145,7 +156,7 @@ def exclusion_reasons(log: RunLog, run: Run) -> list[str]:
     return _count(log, run, {})[1]
 
 
-def _count(log: RunLog, run: Run, powers: dict[str, tuple[float, float]]) -> tuple[ValidRun | None, list[str]]:
+def _count(log: RunLog, run: Run, powers: Mapping[str, PhaseWatts], idle: Idle | None = None) -> tuple[ValidRun | None, list[str]]:
     try:
         window = measure_window(log.trace, run.start_s, run.end_s, log.characteristics)
     except MeasurementError as error:
@@ -153,12 +164,19 @@ def _count(log: RunLog, run: Run, powers: dict[str, tuple[float, float]]) -> tup
     reasons = exclusions(log, run, window)
     if reasons:
         return None, reasons
-    shares = share_out(window.joules, run.phases, powers, error_joules=window.error_watts * window.seconds)
+    shares = share_out(
+        window.joules,
+        run.phases,
+        powers,
+        error_joules=window.error_watts * window.seconds,
+        window_s=window.seconds,
+        idle_watts=idle.watts if idle else 0.0,
+    )
     return ValidRun(run=run, window=window, shares=shares), []
 
 
-def _phase_powers(log: RunLog) -> dict[str, tuple[float, float]]:
-    """Mean power and its standard error of each phase that has calibration runs."""
+def _phase_powers(log: RunLog) -> dict[str, PhaseWatts]:
+    """Mean power of each phase that has calibration runs."""
     windows: dict[str, list[WindowEnergy]] = {}
     for run in log.runs:
         if run.variant.startswith(CALIBRATION):
@@ -168,41 +186,52 @@ def _phase_powers(log: RunLog) -> dict[str, tuple[float, float]]:
     powers = {}
     for phase, found in windows.items():
         if len(found) >= 2:
-            mean = mean_interval([w.watts for w in found], [w.start_s for w in found])
-            powers[phase] = (mean.value, mean.error)
+            mean = mean_interval([w.watts for w in found], [w.start_s for w in found], resolution=fmean(w.resolution_watts for w in found))
+            powers[phase] = PhaseWatts(watts=mean.value, error=mean.error, freedom=mean.freedom)
         else:
-            powers[phase] = (found[0].watts, found[0].error_watts)
+            powers[phase] = PhaseWatts(watts=found[0].watts, error=found[0].error_watts, freedom=found[0].freedom)
     return powers
 
 
 def _idle(log: RunLog) -> Idle | None:
-    windows = [measure_window(log.trace, start, end, log.characteristics) for start, end in log.idles]
+    windows = []
+    for start_s, end_s in log.idles:
+        with contextlib.suppress(MeasurementError):  # such as a charger that was plugged in before the last one
+            windows.append(measure_window(log.trace, start_s, end_s, log.characteristics))
     if not windows:
         return None
     drift = windows[-1].watts - windows[0].watts
     # Between the two windows idle power may have been anything between them: uniform over their difference.
     parts = [(w.error_watts / len(windows), w.freedom) for w in windows]
     error, freedom = combined([*parts, (abs(drift) / 12**0.5, float("inf"))])
-    return Idle(watts=fmean(w.watts for w in windows), error=error, freedom=freedom, drift_watts=drift)
+    return Idle(watts=fmean(w.watts for w in windows), error=error, freedom=freedom, drift_watts=drift, windows=len(windows))
+
+
+def _idle_warnings(idle: Idle | None) -> list[str]:
+    if idle is None:
+        return ["idle power was not measured: no figure is above idle"]
+    return ["idle power was measured once: its drift is not in the intervals above idle"] if idle.windows < 2 else []
 
 
 def _variant(name: str, runs: Sequence[ValidRun], refused: list[str], idle: Idle | None, baseline: Sequence[ValidRun] | None) -> Variant:
     if not runs:
         return Variant(name=name, n=0, refused=refused)
     ratio = _ratio(runs, baseline) if baseline is not None else None
-    decode_s = sum(s for r in runs for phase, s in r.run.phases.items() if phase != PREFILL) or sum(r.run.seconds for r in runs)
     return Variant(
         name=name,
         n=len(runs),
         refused=refused,
-        joules_per_output_token=_per(runs, lambda r: r.decode_joules, lambda r: r.run.emitted_tokens),
+        joules_per_output_token=_per_of(runs, runs[0].decoding, lambda r: r.decode_joules, lambda r: r.run.emitted_tokens),
         net_joules_per_output_token=_net(runs, idle) if idle else None,
-        joules_per_prompt_token=_per(
-            runs, lambda r: r.shares.joules.get(PREFILL, 0.0), lambda r: r.run.prompt_tokens if PREFILL in r.run.phases else 0
+        joules_per_prompt_token=_per_of(
+            runs,
+            {PREFILL},
+            lambda r: r.shares.joules.get(PREFILL, 0.0),
+            lambda r: r.run.prompt_tokens if PREFILL in r.run.phases else 0,
         ),
         joules_per_request=_per(runs, lambda r: r.window.joules, lambda r: r.run.requests),
         watts=_per(runs, lambda r: r.window.watts, lambda _: 1),
-        tokens_per_second=sum(r.run.emitted_tokens for r in runs) / decode_s,
+        tokens_per_second=sum(r.run.emitted_tokens for r in runs) / sum(r.decode_s for r in runs),
         phase_method=runs[0].shares.method,
         phase_joules=_by_phase(runs),
         closes=all(r.shares.closes for r in runs),
@@ -225,10 +254,39 @@ def _per(runs: Sequence[ValidRun], joules: Callable[[ValidRun], float], count: C
     return of_error(values[0], values[0] * relative, window.freedom, 1)
 
 
+def _per_of(
+    runs: Sequence[ValidRun], phases: Collection[str], joules: Callable[[ValidRun], float], count: Callable[[ValidRun], int]
+) -> Interval | None:
+    """Joules of some phases per unit, with the errors of their shares, which are the same in every repeat."""
+    inner = _per(runs, joules, count)
+    return widened(inner, [(inner.value * error, freedom) for error, freedom in _share_errors(runs, phases)]) if inner else None
+
+
+def _share_errors(
+    runs: Sequence[ValidRun], phases: Collection[str], others: Sequence[ValidRun] = (), their_phases: Collection[str] = ()
+) -> list[tuple[float, float]]:
+    """Relative errors, with degrees of freedom, of the joules of `phases`, from the errors of the phases' powers.
+
+    With `others`, of the ratio to their joules of `their_phases`. No loop does exactly what requests do: what power × seconds is off
+    by is an error of each power too.
+    """
+    known: dict[str, tuple[float, float]] = {}
+    for run in (*runs, *others):
+        known.update(run.shares.errors)
+    closures = [r.shares.closure or 0.0 for r in (*runs, *others)]
+    misfit = abs(fmean(closures))
+    found = []
+    for phase, (error, freedom) in known.items():
+        weight = fmean(r.shares.sensitivity(phases).get(phase, 0.0) for r in runs)
+        weight -= fmean(r.shares.sensitivity(their_phases).get(phase, 0.0) for r in others) if others else 0.0
+        found += [(abs(weight) * error, freedom), (abs(weight) * misfit, math.inf)]
+    return found
+
+
 def _by_phase(runs: Sequence[ValidRun]) -> dict[str, Interval]:
     found = {}
     for phase in dict.fromkeys(p for r in runs for p in r.shares.joules):
-        joules = _per(runs, lambda r, phase=phase: r.shares.joules.get(phase, 0.0), lambda r: r.run.requests)  # type: ignore[misc]
+        joules = _per_of(runs, {phase}, lambda r, phase=phase: r.shares.joules.get(phase, 0.0), lambda r: r.run.requests)  # type: ignore[misc]
         if joules is not None:
             found[phase] = joules
     return found
@@ -236,16 +294,14 @@ def _by_phase(runs: Sequence[ValidRun]) -> dict[str, Interval]:
 
 def _net(runs: Sequence[ValidRun], idle: Idle) -> Interval | None:
     """Joules above idle per emitted token: minus idle power × decode time, errors added. None if lost in the error."""
-
-    def decode_s(r: ValidRun) -> float:
-        return sum(s for phase, s in r.run.phases.items() if phase != PREFILL) or r.run.seconds
-
-    inner = _per(runs, lambda r: r.decode_joules - idle.watts * decode_s(r), lambda r: r.run.emitted_tokens)
+    inner = _per(runs, lambda r: r.decode_joules - idle.watts * r.decode_s, lambda r: r.run.emitted_tokens)
     if inner is None:
         return None
-    seconds_per_token = sum(map(decode_s, runs)) / sum(r.run.emitted_tokens for r in runs)
-    error, freedom = combined([(inner.error, inner.freedom), (seconds_per_token * idle.error, idle.freedom)])
-    return of_error(inner.value, error, freedom, inner.n) if inner.value >= LEAST_SIGNAL * error else None
+    tokens = sum(r.run.emitted_tokens for r in runs)
+    gross = sum(r.decode_joules for r in runs) / tokens
+    shared = [(gross * error, freedom) for error, freedom in _share_errors(runs, runs[0].decoding)]
+    net = widened(inner, [(sum(r.decode_s for r in runs) / tokens * idle.error, idle.freedom), *shared])
+    return net if net.value >= LEAST_SIGNAL * net.error else None
 
 
 def _ratio(runs: Sequence[ValidRun], baseline: Sequence[ValidRun]) -> Interval | None:
@@ -258,7 +314,9 @@ def _ratio(runs: Sequence[ValidRun], baseline: Sequence[ValidRun]) -> Interval |
     ]
     if len(pairs) < 2:
         return None
-    return ratio_interval(*([side.decode_joules / side.run.emitted_tokens for side in column] for column in zip(*pairs, strict=True)))
+    ours, base = ([pair[side] for pair in pairs] for side in (0, 1))
+    values, baselines = ([r.decode_joules / r.run.emitted_tokens for r in column] for column in (ours, base))
+    return ratio_interval(values, baselines, _share_errors(ours, ours[0].decoding, base, base[0].decoding))
 
 
 LONGEST_OVERRUN = 1.25

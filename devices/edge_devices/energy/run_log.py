@@ -6,15 +6,17 @@ run, warning. Times are seconds on the clock that decoding is timed with.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
-from edge_devices.files.atomic_write import write_text
+from edge_devices.files.atomic_write import destination_of
 from edge_devices.files.limited_read import lines_at_most
 from edge_devices.machine.state import DeviceState
 from edge_devices.meters.base import MeterFacts, Sample
@@ -23,6 +25,14 @@ from edge_devices.meters.trace import Trace
 SCHEMA = 1
 MAX_LINE_CHARS = 1 << 20
 MAX_LINES = 50_000_000  # half a day at 1 kHz
+PARTIAL = ".partial"
+LISTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "faults": lambda fault: {"kind": "fault", "t": fault[0], "reason": fault[1]},
+    "idles": lambda span: {"kind": "idle", "start": span[0], "end": span[1]},
+    "loads": lambda span: {"kind": "load", "start": span[0], "end": span[1]},
+    "runs": lambda run: {"kind": "run", **asdict(run)},
+    "warnings": lambda text: {"kind": "warning", "text": text},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,25 +72,67 @@ class RunLog:
     runs: list[Run] = field(default_factory=list)
     faults: list[tuple[float, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    stopped: bool = False  # by Ctrl-C, before the end
+
+
+class LogFile:
+    """A log that is written while it is measured. It is named *.partial until it is closed, and kept after an error or Ctrl-C.
+
+    Every `keep` appends what is new, so that a process which is killed leaves all earlier windows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises MeasurementError if it cannot be written."""
+        self.path = path
+        self._written = dict.fromkeys(LISTS, 0)
+        self._samples = -1  # the header is still to be written
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.path = destination_of(path)
+            self._partial = self.path.with_name(self.path.name + PARTIAL)
+            self._file = self._partial.open("w", encoding="utf-8")
+        except OSError as error:
+            raise MeasurementError(f"{path} cannot be written ({error.strerror}); choose another place") from error
+
+    def keep(self, log: RunLog, raw: Sequence[str] = ()) -> None:
+        """Appends what the log holds since the last call. `raw`: the meter's raw reading at each sample. Raises MeasurementError."""
+        try:
+            self._file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in self._new(log, raw))
+            self._file.flush()
+        except OSError as error:
+            raise MeasurementError(f"{self.path} cannot be written ({error.strerror}); free some disk space") from error
+
+    def _new(self, log: RunLog, raw: Sequence[str]) -> Iterator[dict[str, Any]]:
+        if self._samples < 0:
+            self._samples = 0
+            yield {"kind": "header", "schema": SCHEMA, "meter": log.facts.to_json(), "environment": log.environment}
+            yield {"kind": "characteristics", **log.characteristics.to_json()}
+        readings = len(raw) if raw else len(log.trace.values)  # the recorder's thread may be adding one
+        for i in range(self._samples, min(readings, len(log.trace.times), len(log.trace.values))):
+            yield {"kind": "sample", "t": log.trace.times[i], "v": log.trace.values[i], "raw": raw[i] if raw else ""}
+            self._samples = i + 1
+        for name, record in LISTS.items():
+            entries = getattr(log, name)
+            yield from map(record, entries[self._written[name] :])
+            self._written[name] = len(entries)
+
+    def __enter__(self) -> LogFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Gives the file its name if it holds a run, or no error ended it; else removes it."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+            if kind is None or self._written["runs"]:
+                self._partial.replace(self.path)
+            else:
+                self._partial.unlink()
 
 
 def write_log(path: Path, log: RunLog, raw: list[str] | None = None) -> None:
-    """Writes a log atomically. `raw`: the meter's raw reading at each sample."""
-    write_text(
-        path, (json.dumps(record, ensure_ascii=False) + "\n" for record in _records(log, raw or [""] * len(log.trace.times))), parents=True
-    )
-
-
-def _records(log: RunLog, raw: list[str]) -> Iterator[dict[str, Any]]:
-    yield {"kind": "header", "schema": SCHEMA, "meter": log.facts.to_json(), "environment": log.environment}
-    yield {"kind": "characteristics", **log.characteristics.to_json()}
-    for time_s, value, reading in zip(log.trace.times, log.trace.values, raw, strict=True):
-        yield {"kind": "sample", "t": time_s, "v": value, "raw": reading}
-    yield from ({"kind": "fault", "t": time_s, "reason": reason} for time_s, reason in log.faults)
-    yield from ({"kind": "idle", "start": start_s, "end": end_s} for start_s, end_s in log.idles)
-    yield from ({"kind": "load", "start": start_s, "end": end_s} for start_s, end_s in log.loads)
-    yield from ({"kind": "run", **asdict(run)} for run in log.runs)
-    yield from ({"kind": "warning", "text": text} for text in log.warnings)
+    """Writes a complete log. `raw`: the meter's raw reading at each sample."""
+    with LogFile(path) as file:
+        file.keep(log, raw or ())
 
 
 def read_log(path: Path) -> RunLog:
@@ -89,6 +141,9 @@ def read_log(path: Path) -> RunLog:
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(lines_at_most(file, MAX_LINE_CHARS, MAX_LINES), start=1):
+                if log is not None and _is_cut(line):
+                    log.warnings.append("the log's last line is incomplete and was left out: its writer was stopped")
+                    break
                 try:
                     record = json.loads(line)
                     log = _take(log, record.pop("kind"), record)
@@ -101,6 +156,17 @@ def read_log(path: Path) -> RunLog:
     if log is None or not log.characteristics.refresh_s > 0:
         raise MeasurementError(f"{path} holds no measurement; use the file that the run wrote")
     return log
+
+
+def _is_cut(line: str) -> bool:
+    """Returns whether this is the incomplete line that a writer leaves when it is killed."""
+    if line.endswith("\n"):
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return True
+    return False
 
 
 def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:

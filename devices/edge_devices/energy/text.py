@@ -8,8 +8,7 @@ from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import Report, Variant
 from edge_devices.meters.base import Finding, State
-
-NO_METER = "no energy meter on this machine"
+from edge_devices.meters.search import NO_METER
 
 
 def meter_lines(findings: Sequence[Finding], seen: Mapping[str, Characteristics | str] | None = None) -> list[str]:

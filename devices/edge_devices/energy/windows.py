@@ -1,20 +1,15 @@
-"""Energy of a window of time, and of the phases within it.
+"""Energy of a window of time.
 
 A window's energy is a difference of a counter or the integral of a sampler. Near its edges, readings still reflect the time outside:
 the lead-in is left out, and the mean power of the rest is multiplied by the window's whole length.
-
-Phases (prefill, draft, verify) are too short for any meter. Calibrated: a loop of each phase alone gives its power; energy is power × time,
-and the sum is compared with the window's. Time-proportional: without known powers all phases share the mean power and are labelled so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
-from typing import Any
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
@@ -144,43 +139,3 @@ def _sampling_error(values: list[float]) -> tuple[float, float]:
 def _longest_gap(times: list[float], start_s: float, end_s: float) -> float:
     edges = [start_s, *times, end_s]
     return max(b - a for a, b in pairwise(edges))
-
-
-CLOSURE = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseShares:
-    """Joules per phase. `method`: measured (one phase), calibrated or time_proportional.
-
-    `closure`: (sum - measured) / measured, None where not tested; `closes`: within the tolerance.
-    """
-
-    joules: Mapping[str, float]
-    method: str
-    closure: float | None
-    closes: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
-        return asdict(self)
-
-
-def share_out(
-    joules: float, seconds: Mapping[str, float], watts: Mapping[str, tuple[float, float]], *, error_joules: float = 0.0
-) -> PhaseShares:
-    """Divides a window's joules among its phases. `watts`: power and its standard error of the calibrated phases.
-
-    The sum closes when it is within 5 % of what was measured, or within two standard errors of it.
-    """
-    total = sum(seconds.values())
-    if len(seconds) <= 1 or total <= 0:
-        return PhaseShares(joules=dict.fromkeys(seconds, joules), method="measured", closure=None, closes=True)
-    if not seconds.keys() <= watts.keys():
-        shares = {phase: joules * s / total for phase, s in seconds.items()}
-        return PhaseShares(joules=shares, method="time_proportional", closure=None, closes=True)
-    shares = {phase: watts[phase][0] * s for phase, s in seconds.items()}
-    difference = sum(shares.values()) - joules
-    error = math.hypot(error_joules, *(watts[phase][1] * s for phase, s in seconds.items()))
-    closes = abs(difference) <= max(CLOSURE * abs(joules), 2 * error)
-    return PhaseShares(joules=shares, method="calibrated", closure=difference / joules if joules else math.inf, closes=closes)

@@ -12,12 +12,14 @@ from edge_devices.meters import windows_emi as emi
 from edge_devices.meters.android import battery as android_battery
 from edge_devices.meters.android import power_rails as android_rails
 from edge_devices.meters.android import power_stats as android_powerstats
-from edge_devices.meters.base import Finding, Meter, State
+from edge_devices.meters.base import Finding, Meter, Scope, State
 from edge_devices.meters.linux import hwmon, jetson, rapl, raspberry_pi
 from edge_devices.meters.linux import laptop_battery as battery
 
 # The order is the order of preference: sensed or counted close to the work first, slow gauges of the whole device last.
 SOURCES = (jetson, hwmon, rapl, emi, android_rails, android_powerstats, raspberry_pi, powermetrics, battery, android_battery, nvml)
+
+NO_METER = "no energy meter on this machine"
 
 
 def find_meters(system: System) -> list[Finding]:
@@ -33,10 +35,13 @@ def find_meters(system: System) -> list[Finding]:
 
 
 def choose_meter(findings: Sequence[Finding], name: str | None = None) -> Meter | None:
-    """Returns the named meter, or the first usable one; None if there is none. Raises MeterError if the named one is not usable."""
+    """Returns the named meter, or the first usable one; None if there is none. Raises MeterError if the named one is not usable.
+
+    A graphics board is taken by name only: bundles run on the processor, whose work an idle board's joules are not.
+    """
     usable = [f for f in findings if f.meter is not None]
     if name is None:
-        return usable[0].meter if usable else None
+        return next((f.meter for f in usable if not _is_gpu(f)), None)
     for finding in findings:
         if finding.name == name and finding.meter is not None:
             return finding.meter
@@ -44,3 +49,14 @@ def choose_meter(findings: Sequence[Finding], name: str | None = None) -> Meter 
             raise MeterError(f"the meter {name} is {finding.state}: {finding.reason}" + (f"; {finding.remedy}" if finding.remedy else ""))
     known = ", ".join(f.name for f in usable) or "none"
     raise MeterError(f"no meter {name!r} on this machine, usable: {known}; `edge-devices meters` lists all")
+
+
+def no_meter_reason(findings: Sequence[Finding]) -> str:
+    """Returns why `choose_meter` takes none: what exists but cannot be read, and why, or that nothing was found."""
+    found = [f"{f.name}: {f.reason}" + (f"; {f.remedy}" if f.remedy else "") for f in findings if f.state is State.PRESENT]
+    found += [f"{f.name} counts the graphics board alone, and is read with --meter {f.name}" for f in findings if _is_gpu(f)]
+    return f"{NO_METER} can be used ({'; '.join(found)})" if found else NO_METER
+
+
+def _is_gpu(finding: Finding) -> bool:
+    return finding.meter is not None and finding.meter.facts.scope is Scope.GPU

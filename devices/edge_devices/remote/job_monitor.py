@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from edge_devices.machine.memory import available_memory_bytes
 from edge_devices.machine.state import DeviceState, read_state
 from edge_devices.machine.system import System
+from edge_devices.remote.keep_awake import WAKE, kept_awake
 
 INTERVAL_SECONDS = 5.0
 MAX_WAIT_SECONDS = 1800.0
@@ -59,11 +60,14 @@ def wait_for_unplugging(recorder: StateRecorder, system: System) -> bool:
     return False
 
 
-def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: float) -> int:
-    """Runs a command to its end, with a sample every `interval_s` seconds; returns its exit code. SIGTERM is passed on to the command."""
+def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: float, system: System) -> int:
+    """Runs a command to its end, with a sample every `interval_s` seconds; returns its exit code. SIGTERM is passed on to the command.
+
+    A phone is kept awake meanwhile.
+    """
     recorder.sample()
     recorder.write("begin")
-    with subprocess.Popen(list(command), stdin=subprocess.DEVNULL) as process:
+    with kept_awake(system) as phone, subprocess.Popen(list(command), stdin=subprocess.DEVNULL) as process:
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
             while True:
@@ -71,6 +75,8 @@ def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: f
                     code = process.wait(timeout=interval_s)
                     break
                 except subprocess.TimeoutExpired:
+                    if phone:
+                        system.run(list(WAKE))
                     recorder.sample()
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -96,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.wait_unplugged and not wait_for_unplugging(recorder, system):
             print(f"the device was still charging after {MAX_WAIT_SECONDS / 60:.0f} minutes", file=sys.stderr)
             return STILL_CHARGING
-        return run_monitored(command, recorder, given.every)
+        return run_monitored(command, recorder, given.every, system)
 
 
 if __name__ == "__main__":

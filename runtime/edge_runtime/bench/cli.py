@@ -15,8 +15,9 @@ import click
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.energy.report import Report
 from edge_devices.energy.run_log import RunLog
-from edge_devices.energy.text import NO_METER, report_lines
+from edge_devices.energy.text import report_lines
 from edge_devices.energy.virtual_meters import EXTERNAL, VIRTUAL
+from edge_devices.errors import DeviceError
 from edge_devices.files.atomic_write import write_text
 from edge_devices.machine.cpu_affinity import MOST_THREADS
 from edge_devices.meters.base import Meter
@@ -270,19 +271,26 @@ def report_again(report: Path, energy: Path | None, external: Path | None, outpu
 
 def measure_all(request: BenchRequest, runs: Path | None, energy: Path | None, meter_name: str | None, outputs: Outputs) -> bool:
     """Measures, then measures energy if `energy` is given, and writes the results; returns whether it was interrupted."""
-    meter = find_meter(meter_name)
+    meter, reason = find_meter(meter_name)
     if energy and meter is None:
         raise RequestError(
-            f"{NO_METER}; leave --energy out, see edge-devices meters, or use --meter {EXTERNAL} with a meter that writes a table"
+            f"{reason}; leave --energy out, see edge-devices meters, or use --meter {EXTERNAL} with a meter that writes a table"
         )
-    measured, stopped = measure(request, runs, "" if energy else NO_METER if meter is None else NO_ENERGY)
+    measured, stopped = measure(request, runs, "" if energy else reason or NO_ENERGY)
     records, joules, log = collect(measured), None, None
+    failure: DeviceError | None = None
     if energy and meter and not stopped:
         try:
             joules, log = measure_joules(request, energy, meter)
+            stopped = log.stopped
         except KeyboardInterrupt:
             stopped = True
+        except DeviceError as error:  # the speeds are measured, and are not lost with it
+            failure = error
+            records = collect([*measured, Note(text=f"no energy figures: {error}")])
     outputs.write(figures(records, joules, log if joules else None))
+    if failure is not None:
+        raise failure
     if log is not None and joules is None:
         note(f"the {EXTERNAL} meter's table is still needed: edge-bench --report {energy} --external TABLE")
     return stopped

@@ -14,7 +14,7 @@ from edge_devices.energy.live import EnergyWatch, RunEnergy, SharedWatch
 from edge_devices.energy.virtual_meters import VIRTUAL, requested_meter
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
-from edge_devices.meters.search import find_meters
+from edge_devices.meters.search import find_meters, no_meter_reason
 from edge_runtime.calibration.first_use import PowerSource
 from edge_runtime.calibration.power_probe import PowerProbe
 from edge_runtime.config.schema import OBJECTIVES
@@ -30,10 +30,11 @@ class EnergyValues:
     objective: str | None
     power: PhasePower | PowerSource | None
     explain: bool
+    reason: str = ""  # why there is no meter
 
     def watch(self) -> EnergyWatch:
         """Returns the energy measurement of one run."""
-        return EnergyWatch(self.system, self.meter)
+        return EnergyWatch(self.system, self.meter, self.reason)
 
     def shared_watch(self) -> SharedWatch | None:
         """Returns the energy measurement of concurrent requests; None without a meter."""
@@ -84,13 +85,21 @@ def energy_values(values: dict[str, Any], notify: Callable[[str], None], *, poli
     if taken.phase_power is not None and taken.objective == "time":
         raise click.UsageError("--phase-power is for --objective energy; leave one of them out")
     system = System()
-    meter = requested_meter(system, find_meters(system), taken.meter)
+    findings = find_meters(system)
+    meter = requested_meter(system, findings, taken.meter)
     power: PhasePower | PowerSource | None = None
     if taken.phase_power is not None:
         power = read_phase_power(taken.phase_power)
     elif meter is not None and not meter.facts.is_estimate:
         power = PowerProbe(system=system, meter=meter, notify=notify)
-    return EnergyValues(system=system, meter=meter, objective=taken.objective, power=power, explain=taken.explain)
+    return EnergyValues(
+        system=system,
+        meter=meter,
+        objective=taken.objective,
+        power=power,
+        explain=taken.explain,
+        reason="" if meter else no_meter_reason(findings),
+    )
 
 
 def energy_record(energy: RunEnergy) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from click.testing import CliRunner
 from edge_devices.cli import main
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external_meter import import_csv, with_external_meter
-from edge_devices.energy.protocol import BusyLoad, measure
+from edge_devices.energy.phases import PhaseWatts, share_out
+from edge_devices.energy.protocol import BusyLoad, PhaseLoop, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, read_log, write_log
 from edge_devices.energy.text import report_lines
 from edge_devices.energy.virtual_meters import PendingExternalMeter
-from edge_devices.energy.windows import measure_window, share_out
+from edge_devices.energy.windows import measure_window
 from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.state import DeviceState
 from edge_devices.machine.system import System
@@ -117,10 +118,34 @@ def test_phases_by_calibration_and_by_time():
     assert plain.joules_per_prompt_token.value == pytest.approx(20.0 / 100, rel=1e-3)
 
 
-def test_shares_that_do_not_close_are_flagged():
-    assert not share_out(100.0, {"draft": 1.0, "verify": 1.0}, {"draft": (50.0, 0.0), "verify": (80.0, 0.0)}).closes
-    assert share_out(100.0, {"draft": 1.0, "verify": 1.0}, {"draft": (50.0, 0.0), "verify": (80.0, 20.0)}).closes
+def test_phases_share_what_the_window_measured():
+    powers = {"draft": PhaseWatts(watts=50.0), "verify": PhaseWatts(watts=150.0)}
+    shares = share_out(100.0, {"draft": 1.0, "verify": 1.0}, powers)
+    assert shares.joules == pytest.approx({"draft": 25.0, "verify": 75.0})
+    assert not shares.closes
+    assert shares.closure == pytest.approx(1.0)
+    uncertain = share_out(100.0, {"draft": 1.0, "verify": 1.0}, {**powers, "verify": PhaseWatts(watts=150.0, error=60.0)})
+    assert uncertain.closes
     assert share_out(100.0, {"draft": 1.0}, {}).method == "measured"
+
+
+def test_time_in_no_phase_takes_between_idle_and_the_mean():
+    shares = share_out(10.0, {"prefill": 1.0, "verify": 8.0}, {}, window_s=10.0, idle_watts=0.5)
+    assert shares.joules["other"] == pytest.approx(10 * 0.75 / 9.75)
+    assert sum(shares.joules.values()) == pytest.approx(10.0)
+    assert shares.sensitivity({"verify"})["verify"] == pytest.approx(1 - shares.joules["verify"] / 10)
+
+
+def test_what_prepares_a_loop_is_outside_its_window():
+    machine = SimulatedMachine()
+
+    def prefill() -> None:
+        machine.workload(30.0, decode_s=5.0)()
+
+    report = make_report(
+        run_protocol(machine, {"plain": machine.workload(10.0), "calibrate:draft": PhaseLoop(prefill, machine.workload(7.0))})
+    )
+    assert report.phase_watts == pytest.approx({"draft": 7.0}, rel=1e-3)
 
 
 def test_a_throttled_board_is_refused():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from edge_devices.cli import main
+from edge_devices.energy.protocol import Plan
 from edge_devices.energy.report import make_report
-from edge_devices.energy.run_log import read_log, write_log
+from edge_devices.energy.run_log import LogFile, read_log, write_log
 from edge_devices.errors import EdgeError, MeasurementError
+from simulated_session import SimulatedMachine, run_protocol
 
 
 def test_everything_is_recomputed_from_the_log(log, tmp_path):
@@ -69,3 +72,63 @@ def test_a_log_that_cannot_be_written_leaves_nothing(log, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(EdgeError, match="cannot be written"):
         write_log(tmp_path / "file" / "run.jsonl", log)
+
+
+def test_a_killed_measurement_leaves_its_windows(log, tmp_path):
+    file = LogFile(tmp_path / "run.jsonl")
+    short = replace(log, runs=log.runs[:3], idles=log.idles[:1])
+    file.keep(short)
+    partial = tmp_path / "run.jsonl.partial"
+    with partial.open("a", encoding="utf-8") as cut:
+        cut.write('{"kind": "sample", "t": 1')
+    kept = read_log(partial)
+    assert len(kept.runs) == 3
+    assert "incomplete" in kept.warnings[-1]
+    file.keep(log)
+    with file:
+        pass
+    assert not partial.exists()
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    machine = SimulatedMachine()
+    work, calls = machine.workload(12.0), []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) > 40:
+            raise KeyboardInterrupt
+        return work()
+
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(KeyboardInterrupt), LogFile(path) as file:
+        run_protocol(machine, {"plain": interrupted}, keep=lambda log: file.keep(log, machine.recorder.raw))
+    kept = read_log(path)
+    assert len(kept.runs) >= 2
+    report = make_report(kept)
+    assert report.variants[0].joules_per_output_token.value == pytest.approx(12 * 2 / 50, rel=1e-3)
+    assert "measured once" in report.warnings[-1]
+
+
+def test_a_charger_in_the_middle_costs_only_what_it_spoils():
+    machine = SimulatedMachine()
+    work, calls = machine.workload(12.0), []
+
+    def until_plugged():
+        calls.append(1)
+        machine.broken = len(calls) > 50
+        return work()
+
+    log = run_protocol(machine, {"plain": until_plugged}, Plan(repeats=10, rest_s=3.0, warm_ups=1))
+    report = make_report(log)
+    (plain,) = report.variants
+    assert plain.n >= 4
+    assert len(plain.refused) == 1
+    assert plain.joules_per_output_token.value == pytest.approx(12 * 2 / 50, rel=1e-3)
+    assert any(f"stopped after {plain.n + 1} of 10 repeats: the charger" in text for text in report.warnings)
+
+
+def test_an_idle_window_without_readings_is_left_out(log):
+    report = make_report(replace(log, idles=[log.idles[0], (1e6, 1e6 + 30)]))
+    assert report.idle.windows == 1
+    assert report.variants[0].n == 5

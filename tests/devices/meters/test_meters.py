@@ -18,11 +18,11 @@ from edge_devices.machine.system import System
 from edge_devices.meters.android.battery import current_unit, parse_dumpsys, volts_of
 from edge_devices.meters.android.power_rails import parse_rails
 from edge_devices.meters.apple import package_watts, parse_powermetrics
-from edge_devices.meters.base import Kind, Scope, State, usable
+from edge_devices.meters.base import Kind, MeterFacts, Scope, State, present, usable
 from edge_devices.meters.counter_wrap import Unwrapped
 from edge_devices.meters.linux.raspberry_pi import parse_pmic
 from edge_devices.meters.recorded_system import RecordedSystem, Recording, read_recording
-from edge_devices.meters.search import choose_meter, find_meters
+from edge_devices.meters.search import choose_meter, find_meters, no_meter_reason
 from recordings import FIXTURES, recorded
 from simulated_session import SimulatedMachine
 
@@ -322,3 +322,16 @@ def test_listing_says_why():
     )
     assert "--meter external" in text
     assert "no energy meter" not in "\n".join(meter_lines(find_meters(recorded("rapl-laptop"))))
+
+
+def test_a_graphics_board_is_read_by_name_only_and_a_denied_meter_is_named():
+    class Board:
+        facts = MeterFacts(name="nvml:0", kind=Kind.COUNTER, scope=Scope.GPU, source="", refresh_s=0.1, resolution=0.001, poll_s=0.1)
+
+    findings = [usable(Board()), present("rapl:package", "denied to this user", "sudo chmod a+r FILES")]
+    assert choose_meter(findings) is None
+    assert choose_meter(findings, "nvml:0").facts.name == "nvml:0"
+    reason = no_meter_reason(findings)
+    assert "rapl:package: denied to this user; sudo chmod a+r FILES" in reason
+    assert "--meter nvml:0" in reason
+    assert no_meter_reason([]) == "no energy meter on this machine"

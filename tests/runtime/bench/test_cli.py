@@ -142,7 +142,7 @@ def test_energy_comes_from_its_log(made_up, tmp_path):
 
 
 def test_without_a_meter_energy_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "find_meter", lambda _: None)
+    monkeypatch.setattr(cli, "find_meter", lambda _: (None, "no energy meter on this machine"))
     monkeypatch.setattr(cli, "measure", lambda *_: pytest.fail("measured"))
     result = bench("bundle", "--energy", tmp_path / "energy.jsonl")
     assert result.exit_code == 1

@@ -110,6 +110,8 @@ def test_energy_workloads_do_what_they_say():
     assert (first.emitted_tokens, first.prompt_tokens, second.prompt_tokens) == (8, 3, 2)
     assert set(first.phases) == {"prefill", "draft", "verify"}
     assert set(work["plain"]().phases) == {"prefill", "plain"}
+    for name in ("calibrate:plain", "calibrate:verify", "calibrate:draft"):
+        work[name].prepare()
     session.target.rows.clear()
     assert set(work["calibrate:plain"]().phases) == {"plain"}
     assert session.target.rows == [1] * LOOP

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_devices.energy.run_log import PARTIAL
 from edge_devices.errors import LinkError
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.memory import byte_text
@@ -199,10 +200,12 @@ def _collect(transport: Transport, job: str, request: RemoteRequest, folder: Pat
     for name in (LOG, WATCH):
         _pull_if_present(transport, posixpath.join(job, name), folder / name)
     if not _pull_if_present(transport, posixpath.join(job, RUNS), folder / RUNS):
-        _pull_if_present(transport, posixpath.join(job, f"{RUNS}.partial"), folder / RUNS)
+        _pull_if_present(transport, posixpath.join(job, f"{RUNS}{PARTIAL}"), folder / RUNS)
         _cut_last_line(folder / RUNS)
     if request.energy:
-        _pull_if_present(transport, posixpath.join(job, ENERGY), folder / ENERGY)
+        name = posixpath.join(job, ENERGY)
+        if not _pull_if_present(transport, name, folder / ENERGY):
+            _pull_if_present(transport, name + PARTIAL, folder / ENERGY)
     history = read_job_history(folder / WATCH) if (folder / WATCH).exists() else JobHistory(samples=(), ended=False)
     incidents = find_incidents(history, status)
     _raise_for(transport, status, folder, incidents)

@@ -10,14 +10,15 @@ from pathlib import Path
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external_meter import import_csv, with_external_meter
-from edge_devices.energy.protocol import BusyLoad, Plan, Work, Workload, characterise_meter, measure
+from edge_devices.energy.phases import PREFILL
+from edge_devices.energy.protocol import BusyLoad, PhaseLoop, Plan, Work, Workload, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
-from edge_devices.energy.report import CALIBRATION, PREFILL, Report, make_report
-from edge_devices.energy.run_log import MAX_LINE_CHARS, RunLog, read_log, write_log
+from edge_devices.energy.report import CALIBRATION, Report, make_report
+from edge_devices.energy.run_log import MAX_LINE_CHARS, LogFile, RunLog, read_log
 from edge_devices.energy.virtual_meters import EXTERNAL, PendingExternalMeter, requested_meter
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
-from edge_devices.meters.search import find_meters
+from edge_devices.meters.search import find_meters, no_meter_reason
 from edge_runtime.bench.measure.prompts import PreparedPrompt
 from edge_runtime.bench.measure.runners import EdgeRunner, Place
 from edge_runtime.bench.measure.schedule import DOMAINS_PART
@@ -30,10 +31,17 @@ DRAFT_LENGTH = 3
 LOOP = 20
 
 
-def find_meter(name: str | None = None) -> Meter | None:
-    """Returns the named meter, or the first usable one; None when there is none. Raises MeterError if the named one cannot be used."""
+def find_meter(name: str | None = None) -> tuple[Meter | None, str]:
+    """Returns the named meter, or the first usable one; None, with the reason, when there is none.
+
+    Raises MeterError if the named one cannot be used.
+    """
     system = System()
-    return PendingExternalMeter() if name == EXTERNAL else requested_meter(system, find_meters(system), name)
+    if name == EXTERNAL:
+        return PendingExternalMeter(), ""
+    findings = find_meters(system)
+    meter = requested_meter(system, findings, name)
+    return meter, "" if meter else no_meter_reason(findings)
 
 
 def is_energy_log(path: Path) -> bool:
@@ -60,9 +68,10 @@ def read_energy(path: Path, external: Path | None = None) -> tuple[Report, RunLo
 def measure_energy(
     path: Path, meter: Meter, workloads: Mapping[str, Workload], *, threads: int, system: System | None = None, repeats: int = REPEATS
 ) -> tuple[Report | None, RunLog]:
-    """Runs the protocol, writes its log and computes the figures; None for an external meter, whose table is not available yet.
+    """Runs the protocol, writes its log window by window and computes the figures.
 
-    Raises MeasurementError where the machine's state forbids it.
+    The report is None for an external meter, whose table is not available yet. Ctrl-C after the first window ends it with what there is
+    (`RunLog.stopped`). Raises MeasurementError where the machine's state forbids it, or no repeat counts; the log is kept then too.
     """
     system, awaited = system or System(), isinstance(meter, PendingExternalMeter)
 
@@ -70,9 +79,24 @@ def measure_energy(
         return BusyLoad(threads)
 
     characteristics = Characteristics.expected(meter.facts) if awaited else characterise_meter(system, meter, load)
-    with Recorder(system, meter) as recorder:
-        log = measure(system, recorder, workloads, characteristics, Plan(repeats=repeats), load if awaited else None)
-    write_log(path, log, recorder.raw)
+    kept: RunLog | None = None
+
+    with LogFile(path) as file, Recorder(system, meter) as recorder:
+
+        def keep(log: RunLog) -> None:
+            nonlocal kept
+            kept = log
+            file.keep(log, recorder.raw)
+
+        try:
+            log = measure(system, recorder, workloads, characteristics, Plan(repeats=repeats), load if awaited else None, keep)
+        except KeyboardInterrupt:
+            if kept is None or not kept.runs:
+                raise
+            log = kept
+            log.stopped = True
+            log.warnings.append("stopped by Ctrl-C before the end: figures have fewer repeats, and some may be missing")
+            keep(log)
     return (None if awaited else _figures(log)), log
 
 
@@ -108,6 +132,7 @@ def _requests(runner: EdgeRunner, variant: Variant, prompts: Sequence[PreparedPr
 
 
 def _calibration_loops(session: Session, prompt: PreparedPrompt) -> dict[str, Workload]:
+    """Loops of one phase each. The prefill that forwards and drafts need comes before the window, else its joules would count as theirs."""
     target, drafter, ids = session.target, session.drafter, list(prompt.ids)
 
     def start_text() -> None:
@@ -121,24 +146,22 @@ def _calibration_loops(session: Session, prompt: PreparedPrompt) -> dict[str, Wo
 
     def forwards(phase: str, rows: int) -> Workload:
         def work() -> Work:
-            start_text()
             begin = time.perf_counter()
             for _ in range(LOOP):
                 target.verify([ids[-1]] * rows)
                 target.rollback(len(ids))
             return Work(emitted_tokens=0, phases={phase: time.perf_counter() - begin})
 
-        return work
+        return PhaseLoop(start_text, work)
 
     loops: dict[str, Workload] = {PREFILL: prefill, "plain": forwards("plain", 1), "verify": forwards("verify", DRAFT_LENGTH + 1)}
     if drafter is not None:
 
         def draft() -> Work:
-            start_text()
             begin = time.perf_counter()
             for _ in range(LOOP):
                 drafter.draft(ids[-1], DRAFT_LENGTH)
             return Work(emitted_tokens=0, phases={"draft": time.perf_counter() - begin})
 
-        loops["draft"] = draft
+        loops["draft"] = PhaseLoop(start_text, draft)  # a draft follows a row of the newest forward
     return {CALIBRATION + phase: loop for phase, loop in loops.items()}
