@@ -10,7 +10,9 @@ import click
 
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.external_meter import import_csv, with_external_meter
+from edge_devices.energy.external.clock import with_external_meter
+from edge_devices.energy.external.columns import COLUMNS_HELP, parse_choice
+from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.protocol import BusyLoad, characterise_meter
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import read_log
@@ -66,6 +68,7 @@ Examples:
   edge-devices probe --record my-device
   edge-devices energy run.jsonl --baseline plain
   edge-devices energy run.jsonl --external usb-meter.csv
+  edge-devices energy run.jsonl --external ppk2.csv --columns volts=5.1
 """
 
 
@@ -189,12 +192,13 @@ def captured_lines(recording: Recording) -> list[str]:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="The table of a meter in the supply line, in place of the log's samples.",
 )
+@click.option("--columns", metavar="KEY=NAME,...", help=COLUMNS_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def energy(log: Path, baseline: str | None, external: Path | None, as_json: bool) -> None:
+def energy(log: Path, baseline: str | None, external: Path | None, columns: str | None, as_json: bool) -> None:
     """Compute joules per token from the raw log of a run; needs no device."""
     measured = read_log(log)
     if external is not None:
-        measured = with_external_meter(measured, import_csv(external))
+        measured = with_external_meter(measured, import_csv(external, parse_choice(columns or "")))
     report = make_report(measured, baseline=baseline)
     if as_json:
         click.echo(json.dumps(report.to_json()))

@@ -13,6 +13,7 @@ from typing import Any, cast
 import click
 
 from edge_devices.command_line import one_sentence_errors
+from edge_devices.energy.external.columns import COLUMNS_HELP
 from edge_devices.energy.report import Report
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import report_lines
@@ -198,6 +199,7 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Rep
     metavar="TABLE",
     help="With --report of an energy log: use this table of an external meter in place of the log's readings.",
 )
+@click.option("--columns", metavar="KEY=NAME,...", help=COLUMNS_HELP)
 @click.option("--json", "json_path", help="Write the figures to this file; - is standard output, in place of the tables.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with plots to this file. Needs edge-mtp[report].")
 @click.option(
@@ -222,7 +224,7 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
         if wants_devices(values) or values["compare"]:
             measure_elsewhere(bundle, values, outputs)
         elif report is not None:
-            report_again(report, values["energy"], values["external"], outputs)
+            report_again(report, values["energy"], values["external"], values["columns"], outputs)
         else:
             stopped = measure_all(bench_request(cast(Path, bundle), values), runs, values["energy"], values["meter"], outputs)
     if stopped:
@@ -239,6 +241,8 @@ def check_usage(bundle: Path | None, values: dict[str, Any]) -> None:
         raise click.UsageError("give a BUNDLE to measure, or --report with a file from --runs")
     if report is not None and values["runs"] is not None:
         raise click.UsageError("--report does not measure, so it cannot write --runs; leave one of them out")
+    if values["columns"] is not None and values["external"] is None:
+        raise click.UsageError("--columns is for the table of --external; add it, or leave --columns out")
     if values["external"] is not None and report is None:
         raise click.UsageError("--external needs --report with an energy log; add it, or leave --external out")
 
@@ -254,18 +258,18 @@ def measure_elsewhere(bundle: Path | None, values: dict[str, Any], outputs: Outp
         write_comparison(results, values["compare"] or ((values["results"],) if values["fleet"] else ()), outputs.json_path, outputs.html)
 
 
-def report_again(report: Path, energy: Path | None, external: Path | None, outputs: Outputs) -> None:
+def report_again(report: Path, energy: Path | None, external: Path | None, columns: str | None, outputs: Outputs) -> None:
     """Computes the figures of records, of an energy log, or of both again. Raises RequestError for files that do not match."""
     if report.exists() and not report.is_file():
         raise RequestError(f"{report} is not a regular file; give a file that edge-bench --runs wrote")
     if is_energy_log(report):
         if energy is not None:
             raise RequestError(f"{report} is an energy log itself; --energy is for a file from --runs")
-        outputs.write_energy(*read_energy(report, external))
+        outputs.write_energy(*read_energy(report, external, columns))
         return
     if external is not None and energy is None:
         raise RequestError(f"--external needs an energy log, which {report} is not; add --energy LOG")
-    joules, log = read_energy(energy, external) if energy else (None, None)
+    joules, log = read_energy(energy, external, columns) if energy else (None, None)
     outputs.write(figures(read_records(report), joules, log))
 
 

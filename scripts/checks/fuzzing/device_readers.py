@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_devices.energy.external_meter import import_csv
+from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.run_log import read_log
 from edge_devices.errors import DeviceError
 from edge_devices.machine.detection import detect_device

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from edge_devices.cli import main
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.external_meter import import_csv, with_external_meter
+from edge_devices.energy.external.clock import with_external_meter
+from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.phases import PhaseWatts, share_out
 from edge_devices.energy.protocol import BusyLoad, PhaseLoop, measure
 from edge_devices.energy.recorder import Recorder

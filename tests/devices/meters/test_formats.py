@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_devices.energy.external_meter import clock_offset, import_csv
+from edge_devices.energy.external.clock import clock_offset
+from edge_devices.energy.external.table import import_csv
 from edge_devices.errors import DeviceError, MeasurementError, MeterError
 from edge_devices.machine.system import CommandResult, System
 from edge_devices.meters import nvidia as nvml
@@ -43,7 +44,8 @@ def test_fnirsi_log():
         ("time_s,voltage_V,current_A\n0,5,1\n1,5,2\n", 10.0),
         ("Timestamp (ms);Power (mW)\n0;4000\n1000;5000\n", 5.0),
         ("# a note\nt\tW\n0\t1\n1\t2.5\n", 2.5),
-        ("time,energy_Wh\n0,0\n1,1\n", 3600.0),
+        ("time,energy_Wh\n0,0\n1,0.01\n", 36.0),
+        ("time;W\n0;1\n1;1,5\n", 1.5),
     ],
 )
 def test_tables(tmp_path, text, value):
@@ -59,7 +61,7 @@ def test_tables(tmp_path, text, value):
         ("time,voltage\n0,5\n1,5\n", "have no time"),
         ("time,W\n0,1\n", "1 rows"),
         ("time,W\n0,1\n1,\n", "row 3"),
-        ("time;W\n0;1\n1;1,5\n", "row 3"),
+        ("time;W\n0;1\n1;1,5 W\n", "row 3"),
         ("time,W\n0,1\n1,inf\n", "row 3"),
     ],
 )

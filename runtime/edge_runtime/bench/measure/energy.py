@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.external_meter import import_csv, with_external_meter
+from edge_devices.energy.external.clock import with_external_meter
+from edge_devices.energy.external.columns import parse_choice
+from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.phases import PREFILL
 from edge_devices.energy.protocol import BusyLoad, PhaseLoop, Plan, Work, Workload, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
@@ -54,14 +56,15 @@ def is_energy_log(path: Path) -> bool:
     return isinstance(first, dict) and first.get("kind") == "header" and "meter" in first
 
 
-def read_energy(path: Path, external: Path | None = None) -> tuple[Report, RunLog]:
-    """Computes the figures of a log of `measure_energy`, from the table of an `external` meter if given.
+def read_energy(path: Path, external: Path | None = None, columns: str | None = None) -> tuple[Report, RunLog]:
+    """Computes the figures of a log of `measure_energy`, from the table of an `external` meter if given, with `columns` as
+    `--columns` takes them.
 
     Raises DeviceError if it is none, or no repeat counts.
     """
     log = read_log(path)
     if external is not None:
-        log = with_external_meter(log, import_csv(external))
+        log = with_external_meter(log, import_csv(external, parse_choice(columns or "")))
     return _figures(log), log
 
 

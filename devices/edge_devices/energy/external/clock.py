@@ -1,106 +1,22 @@
-"""Recordings of external meters: a table of any logger, the offset of its clock, and a run log with its readings.
-
-The table has a time column with volts × amperes, watts, or joules. Its clock is the logger's own; the offset is found from load steps.
-"""
+"""The offset of an external meter's clock, found from load steps, and a run log with its readings."""
 
 from __future__ import annotations
 
-import math
-import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 from edge_devices.energy.characteristics import Characteristics, change_times
 from edge_devices.energy.run_log import RunLog
-from edge_devices.errors import MeasurementError, MeterError
-from edge_devices.files.limited_read import lines_at_most
-from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
+from edge_devices.errors import MeasurementError
+from edge_devices.meters.base import Kind, Sample
 from edge_devices.meters.trace import Trace
 
-TIME = {"t": 1.0, "time": 1.0, "timestamp": 1.0, "times": 1.0, "seconds": 1.0, "timems": 1e-3, "timestampms": 1e-3}
-VOLTS = {"v": 1.0, "voltage": 1.0, "voltagev": 1.0, "volts": 1.0, "voltagemv": 1e-3}
-AMPERES = {"a": 1.0, "current": 1.0, "currenta": 1.0, "amps": 1.0, "amperes": 1.0, "currentma": 1e-3, "currentua": 1e-6}
-WATTS = {"w": 1.0, "power": 1.0, "powerw": 1.0, "watts": 1.0, "powermw": 1e-3}
-JOULES = {"j": 1.0, "energy": 1.0, "energyj": 1.0, "energyws": 1.0, "joules": 1.0, "energywh": 3600.0, "energymwh": 3.6}
-MAX_ROWS = 10_000_000
-MAX_LINE_CHARS = 4096
 MIN_FIT = 0.5  # share of the power's variance that the steps must explain
 MAX_RIVAL_SHARE = 0.9  # of the best fit
 MAX_RECORDING_S = 6 * 3600.0
 Span = tuple[float, float]  # seconds
-
-
-def import_csv(path: Path, *, scope: Scope = Scope.EXTERNAL) -> Trace:
-    """Reads a table with a header line, separated by commas, semicolons, tabs or blanks. Joules are preferred to watts, watts to V × A.
-
-    Decreasing times (loggers that stamp whole packets) are set to the latest time. Raises MeterError if needed columns are missing.
-    """
-    rows = _rows(path)
-    header = next(rows, [])
-    columns = {re.sub(r"[^a-z]", "", name.lower().replace("µ", "u")): i for i, name in enumerate(header)}
-    time = _column(columns, TIME)
-    joules, watts, volts, amperes = (_column(columns, names) for names in (JOULES, WATTS, VOLTS, AMPERES))
-    factors = [c for c in ((joules,) if joules else (watts,) if watts else (volts, amperes)) if c]
-    if time is None or not factors or (not joules and not watts and len(factors) < 2):
-        raise MeterError(
-            f"{path}: the columns {', '.join(header) or '(none)'} have no time with joules, watts, or volts and amperes; rename them"
-        )
-    samples: list[Sample] = []
-    for number, row in enumerate(rows, start=2):
-        if number > MAX_ROWS:
-            raise MeterError(f"{path} has more than {MAX_ROWS} rows; cut it to the measured part")
-        figures = [_figure(path, number, row, column) for column in (time, *factors)]
-        samples.append(Sample(max(figures[0], samples[-1].time_s if samples else -math.inf), math.prod(figures[1:])))
-    if len(samples) < 2:
-        raise MeterError(f"{path} has {len(samples)} rows of figures; at least 2 are needed")
-    gaps = sorted(b.time_s - a.time_s for a, b in pairwise(samples) if b.time_s > a.time_s)
-    spacing = gaps[len(gaps) // 2] if gaps else 1.0
-    facts = MeterFacts(
-        name=f"csv:{path.name}",
-        kind=Kind.COUNTER if joules else Kind.SAMPLER,
-        scope=scope,
-        source=str(path.name),
-        refresh_s=spacing,
-        resolution=_resolution(samples),
-        poll_s=spacing,
-        systematic="see the meter's data sheet",
-    )
-    return Trace.of(facts, samples)
-
-
-def _rows(path: Path) -> Iterator[list[str]]:
-    try:
-        with path.open(encoding="utf-8-sig", errors="replace") as file:
-            for line in lines_at_most(file, MAX_LINE_CHARS, 2 * MAX_ROWS):
-                text = line.strip()
-                if text and not text.startswith("#"):
-                    separator = next((s for s in (";", ",", "\t") if s in text), None)
-                    yield [cell.strip().strip('"') for cell in text.split(separator)]
-    except OSError as error:
-        raise MeterError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _column(columns: dict[str, int], names: dict[str, float]) -> tuple[int, float] | None:
-    return next(((columns[name], scale) for name, scale in names.items() if name in columns), None)
-
-
-def _figure(path: Path, number: int, row: Sequence[str], column: tuple[int, float]) -> float:
-    text = row[column[0]] if column[0] < len(row) else ""
-    try:
-        figure = float(text) * column[1]
-    except ValueError:
-        figure = math.nan
-    if not math.isfinite(figure):
-        raise MeterError(f"{path}: row {number} holds {text!r} where a number is needed (decimal points, no commas)")
-    return figure
-
-
-def _resolution(samples: Sequence[Sample]) -> float:
-    steps = [abs(b.value - a.value) for a, b in pairwise(samples) if a.value != b.value]
-    return min(steps, default=0.0)
 
 
 def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:

@@ -1,0 +1,1 @@
+"""Meters in the supply line: their tables, and the offset of their clocks."""

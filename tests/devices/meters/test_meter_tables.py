@@ -1,0 +1,121 @@
+"""Tables as meters write them. Headers and layouts are those of the named sources; the figures are made up: 5 W."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edge_devices.energy.external.columns import parse_choice
+from edge_devices.energy.external.table import import_csv
+from edge_devices.errors import MeterError
+from edge_devices.meters.base import Kind
+
+UM25C = (
+    "Date;Voltage (V);Intensity (A);Power (W);Resistance (Ohm);USB D+ (V);USB D- (V);Charging Mode;Temperature (°C);Model;Recording;"
+    "Record duration (sec);Record intensity (A);Record capacity (Ah);Record energy (Wh);Capacity (Ah);Energy (Wh)\n"
+)
+MONSOON = "Time (s),Main Avg Current (mA),Main Avg Voltage (V),Main Avg Power (mW),USB Avg Power (mW)\n"
+# name, source, text, --columns, watts
+TABLES = [
+    (
+        "UM25C",
+        "valletw/pyummeter, pyummeter/export_csv.py",
+        UM25C
+        + "".join(
+            f"2026-11-22 10:00:0{i}.123456;5.0;1.0;5.0;5.0;2.7;2.7;DCP1;25;UM25C;0;0;0.1;0.0;0.0;0.001;0.00{i}\n" for i in range(1, 4)
+        ),
+        "",
+        5.0,
+    ),
+    ("nRF PPK2", "NordicSemiconductor/pc-nrfconnect-ppk", "Timestamp(ms),Current(uA),D0-D7\n0,1000000,0\n1,1000000,0\n", "volts=5", 5.0),
+    ("PPK2, mA", "the same, chart in mA", "Timestamp(ms),Current(mA)\n0,1000\n1,1000\n", "volts=5", 5.0),
+    (
+        "Monsoon",
+        "scripts that read PowerTool's columns 'Time (s)' and 'Main Avg Power (mW)'",
+        MONSOON + "0,1000,5,5000,0\n0.1,1000,5,5000,0\n",
+        "",
+        5.0,
+    ),
+    ("Joulescope, no header", "current, voltage and power after the time", "0,1.0,5.0,5.0\n0.5,0.8,5.0,4.0\n1,1.2,5.0,6.0\n", "", 5.0),
+    ("WITRN", "WITRN Meter: hh:mm:ss.mmm;V;A", "23:59:59.500;5,00;1,0\n23:59:59.900;5,00;1,0\n00:00:00.300;5,00;1,0\n", "", 5.0),
+    ("CurrentRanger", "vitormhenrique/CurrentRangerApp, Workspaces", "timestamp,amps,voltage_v\n1700000000,1,5\n1700000001,1,5\n", "", 5.0),
+    (
+        "Home Assistant",
+        "history export: entity_id,state,last_changed",
+        "entity_id,state,last_changed\nsensor.plug_power,4.0,2026-04-24T10:00:00.000Z\nsensor.plug_power,unavailable,2026-04-24T10:00:05.000Z\n"
+        "sensor.plug_power,6.0,2026-04-24T10:00:10.000Z\n",
+        "",
+        5.0,
+    ),
+    (
+        "R&S NGM",
+        "a logger of NGM20x supplies: UnixTime,StringTime,Ah,Wh,VAvg,IAvg,WAvg",
+        "UnixTime,StringTime,Ah,Wh,VAvg,IAvg,WAvg,NSamplesBlock\n1700000000.0,2023-11-14 22:13:20,0,0,5,1,5,10\n"
+        "1700000001.0,2023-11-14 22:13:21,0,0.001,5,1,5,10\n",
+        "",
+        5.0,
+    ),
+    (
+        "FNIRSI",
+        "baryluk/fnirsi-usb-power-data-logger",
+        "timestamp voltage_V current_A energy_Ws\n0.0 5.0 1.0 0.0\n1.0 5.0 1.0 5.0\n",
+        "",
+        5.0,
+    ),
+    ("date and time apart", "bench meters", "Date,Time,Voltage(V),Current(A)\n22.11.2026,10:00:00,5,1\n22.11.2026,10:00:01,5,1\n", "", 5.0),
+    ("decimal commas", "German locale", "Zeit;Time (s);Power (W)\nx;0,0;4,5\nx;1,0;5,5\n", "", 5.0),
+    ("epoch in microseconds", "loggers", "timestamp,power_W\n1700000000000000,5\n1700000001000000,5\n", "", 5.0),
+    ("header repeated", "loggers that restart", "time,W\n0,5\n1,5\ntime,W\n2,5\n3,5\n", "", 5.0),
+    ("kWh", "smart plugs", "time,Energy (kWh)\n0,1.000\n3600,1.005\n", "", 5.0),
+    ("a preamble", "loggers", "Exported by X\nSerial: 1\n\nTime [s],Power [mW]\n0,5000\n1,5000\n", "", 5.0),
+    ("named columns", "any", "zeit,strom,spannung\n0,1000,5\n1,1000,5\n", "time=zeit,current=strom,voltage=spannung,unit=mA", 5.0),
+    ("numbered columns", "any", "0,5,1000\n1,5,1000\n", "time=1,voltage=2,current=3,unit=mA", 5.0),
+]
+
+
+def read(tmp_path: Path, text: str, columns: str = ""):
+    path = tmp_path / "meter.csv"
+    path.write_text(text, encoding="utf-8")
+    return import_csv(path, parse_choice(columns))
+
+
+@pytest.mark.parametrize(("text", "columns", "watts"), [row[2:] for row in TABLES], ids=[row[0] for row in TABLES])
+def test_tables_of_real_meters(tmp_path, text, columns, watts):
+    trace = read(tmp_path, text, columns)
+    span = trace.times[-1] - trace.times[0]
+    assert span > 0
+    if trace.facts.kind is Kind.COUNTER:
+        assert (trace.values[-1] - trace.values[0]) / span == pytest.approx(watts)
+    else:
+        assert sum(trace.values) / len(trace.values) == pytest.approx(watts)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("time,voltage,current\n0,5.1,1200\n1,5.1,1200\n", "6.12e[+]03 W on average.*unit=mA"),
+        ("time,power\n0,5100\n1,5100\n", "5.1e[+]03 W on average.*mW"),
+        ("time,energy\n0,0\n3600,0.005\n", "'energy' names no unit"),
+        ("Timestamp(ms),Current(uA)\n0,5000\n1,5000\n", "amperes and no volts.*volts=5.1"),
+        ("0,5,1\n1,5,1\n", "has no header"),
+        ("time,Energy (J)\n0,100\n1,90\n2,95\n", "less energy than the row before"),
+        ("entity_id,state,last_changed\nsensor.a_power,1,2026-01-01T00:00:00Z\nsensor.b_power,2,2026-01-01T00:00:01Z\n", "2 sensors"),
+        ("entity_id,state,last_changed\nsensor.a_energy,1,2026-01-01T00:00:00Z\nsensor.a_energy,2,2026-01-01T00:00:01Z\n", "unit=kWh"),
+    ],
+)
+def test_what_cannot_be_right_is_asked_about(tmp_path, text, says):
+    with pytest.raises(MeterError, match=says):
+        read(tmp_path, text)
+
+
+def test_a_counter_that_begins_again_is_continued(tmp_path):
+    trace = read(tmp_path, "time,Energy (J)\n" + "".join(f"{t},{(t % 50) * 5}\n" for t in range(100)))
+    assert trace.values[-1] == pytest.approx(49 * 5 * 2)
+    assert "began again 1 times" in trace.facts.notes[0]
+
+
+@pytest.mark.parametrize("columns", ["time", "colour=red", "unit=parsec", "volts=230000", "volts=x", "power=nothing"])
+def test_wrong_columns(tmp_path, columns):
+    with pytest.raises(MeterError):
+        read(tmp_path, "time,W\n0,5\n1,5\n", columns)
