@@ -45,12 +45,14 @@ ALLOWED_NAMES = frozenset(
     {
         "3-Clause BSD License",
         "Apache 2.0 License",
+        "Apache License, Version 2.0",
         "Apache Software License",
         "BSD",
         "BSD License",
         "ISC License (ISCL)",
         "MIT License",
         "Mozilla Public License 2.0 (MPL 2.0)",
+        "Public Domain",
         "Python Software Foundation License",
     }
 )
@@ -62,8 +64,11 @@ _UNREACHABLE = re.compile(
 
 
 def is_allowed(licence: str) -> bool:
-    """Returns whether the licences of a package, joined by ";", are all permitted. Each is a name or an SPDX expression."""
-    parts = [part.strip() for part in licence.split(";")]
+    """Returns whether the licences of a package, joined by ";", are all permitted.
+
+    Each is a name, an SPDX expression, or a complete text, whose first line is its name.
+    """
+    parts = [part.strip().partition("\n")[0] for part in licence.split(";")]
     return all(part in ALLOWED_NAMES or _is_allowed_expression(part) for part in parts)
 
 

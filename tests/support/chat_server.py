@@ -66,18 +66,28 @@ def scripted_worker(
 
 
 @contextlib.contextmanager
-def scripted_server(*replies: Any, key: str | None = None, **sessions: Any) -> Iterator[Scripted]:
+def scripted_server(*replies: Any, key: str | None = None, origins: Sequence[str] = (), **sessions: Any) -> Iterator[Scripted]:
     """Serves scripted replies on a free port until the block ends."""
     import uvicorn
 
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.http.connections import server_config
     from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard
+    from edge_runtime.server.model_card import ModelCard
     from edge_runtime.session.monitor import Monitor
 
     worker, together, notes = scripted_worker(*replies, **sessions)
-    app = make_app(Api(worker, Monitor(), model="scripted", created_at="2026-01-01T00:00:00Z"))
-    server = uvicorn.Server(server_config(Guard(app, hosts=LOOPBACK_NAMES, key=key), 64))
+    card = ModelCard(
+        name="scripted",
+        context=2048,
+        sessions=1,
+        drafter="none",
+        files_format="gguf",
+        template="",
+        manifest=worker._sessions[0].bundle.manifest,
+    )
+    app = make_app(Api(worker, Monitor(), card))
+    server = uvicorn.Server(server_config(Guard(app, hosts=LOOPBACK_NAMES, key=key, origins=origins), 64))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         worker.start()

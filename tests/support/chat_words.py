@@ -56,7 +56,7 @@ class ChatWords:
             if word in self.control_tokens and (parse_special or word in self.visible):
                 ids.append(CONTROL.index(word))
             else:
-                ids += [FIRST_BYTE + byte for byte in word.encode()]
+                ids += [FIRST_BYTE + byte for byte in word.encode("utf-8", "replace")]
         return ids
 
     def piece(self, token: int, *, special: bool = False) -> bytes:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from datetime import datetime
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -18,46 +18,96 @@ from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError, to_api_error
 from edge_runtime.server.http.body import parse_json, read_body
 from edge_runtime.server.http.page import page
-from edge_runtime.server.requests.completions import CompletionRequest, read_chat, read_completion
-from edge_runtime.server.responses import ChatFormat, CompletionFormat, ResponseFormat
+from edge_runtime.server.model_card import ModelCard
+from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion
+from edge_runtime.server.requests.ollama import only_loads, read_ollama_chat, read_ollama_generate
+from edge_runtime.server.requests.responses_api import read_response
+from edge_runtime.server.requests.tokenize import read_detokenize, read_tokenize
+from edge_runtime.server.responses.chat import ChatFormat
+from edge_runtime.server.responses.completion import CompletionFormat
+from edge_runtime.server.responses.ollama import OllamaFormat
+from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
+from edge_runtime.server.responses.responses_api import ResponsesFormat
 from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, unless_disconnected
 from edge_runtime.session.monitor import Monitor
 from edge_runtime.session.prometheus import CONTENT_TYPE
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
+_OLLAMA = "/api/"
 
 
 class Api:
-    """The handlers of the routes. `model` is the model's id for clients, `created_at` the time of the bundle's export (ISO 8601)."""
+    """The handlers of the routes. `model` describes the model to clients."""
 
-    def __init__(self, worker: Worker, monitor: Monitor, *, model: str, created_at: str) -> None:
+    def __init__(self, worker: Worker, monitor: Monitor, model: ModelCard) -> None:
         self._worker = worker
         self._monitor = monitor
-        self._name = model
-        self._model = {"id": model, "object": "model", "created": _epoch(created_at), "owned_by": "edge-mtp"}
+        self._model = model
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        return await self._respond(request, read_chat, ChatFormat(self._name))
+        return await self._respond(request, read_chat, lambda _, read: ChatFormat(self._model.name, read))
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions."""
-        return await self._respond(request, read_completion, CompletionFormat(self._name))
+        return await self._respond(request, read_completion, lambda _, read: CompletionFormat(self._model.name, read))
+
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        return await self._respond(request, read_response, lambda body, _: ResponsesFormat(self._model.name, body))
+
+    async def ollama_chat(self, request: Request) -> Response:
+        """POST /api/chat."""
+        return await self._respond(request, read_ollama_chat, lambda *_: OllamaFormat(self._model.name, chat=True))
+
+    async def ollama_generate(self, request: Request) -> Response:
+        """POST /api/generate."""
+        return await self._respond(request, read_ollama_generate, lambda *_: OllamaFormat(self._model.name, chat=False))
+
+    async def ollama_show(self, request: Request) -> Response:
+        """POST /api/show."""
+        body = await _body(request)
+        name = body.get("model") or body.get("name")
+        if not self._model.is_called(name):
+            raise self._no_such_model()
+        return Json200(self._model.ollama_details())
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        tokens = await asyncio.wrap_future(self._worker.encode(read_tokenize(await _body(request))))
+        return Json200({"tokens": tokens, "count": len(tokens), "max_model_len": self._model.context})
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        text = self._worker.decode(read_detokenize(await _body(request)))
+        return Json200({"content": text, "prompt": text})
 
     async def models(self, _request: Request) -> Response:
         """GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [self._model]})
+        return Json200({"object": "list", "data": [self._model.openai_model()]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/ID."""
-        if request.path_params["name"] != self._name:
-            raise ApiError(404, f"this server has no such model; use {self._name!r}", param="model", code="model_not_found")
-        return JSONResponse(self._model)
+        if not self._model.is_called(request.path_params["name"]):
+            raise self._no_such_model()
+        return Json200(self._model.openai_model())
+
+    async def props(self, _request: Request) -> Response:
+        """GET /props, as llama-server has it."""
+        return Json200(self._model.props())
+
+    async def ollama_tags(self, _request: Request) -> Response:
+        """GET /api/tags and /api/ps."""
+        return Json200({"models": [self._model.ollama_model()]})
+
+    async def ollama_version(self, _request: Request) -> Response:
+        """GET /api/version."""
+        return Json200(self._model.ollama_version())
 
     async def health(self, _request: Request) -> Response:
         """GET /health."""
         running, waiting = self._worker.load()
-        return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
+        return Json200({"status": "ok", "running": running, "waiting": waiting})
 
     async def metrics(self, _request: Request) -> Response:
         """GET /metrics, for Prometheus."""
@@ -68,34 +118,51 @@ class Api:
         text, headers = page()
         return HTMLResponse(text, headers=headers)
 
-    async def _respond(self, request: Request, read: Callable[[dict[str, Any]], CompletionRequest], form: ResponseFormat) -> Response:
+    async def _respond(
+        self, request: Request, read: Callable[[Json], ApiRequest], make_format: Callable[[Json, ApiRequest], ResponseFormat]
+    ) -> Response:
         try:
-            completion = read(parse_json(await read_body(request.stream(), request.headers.get("content-length"))))
-            pending = PendingResponse(self._worker, completion, form)
+            body = await _body(request)
+            api_request = read(body)
+            form = make_format(body, api_request)
+            if isinstance(form, OllamaFormat) and only_loads(body):
+                return Json200(form.loaded())
+            pending = PendingResponse(self._worker, api_request, form)
             try:
                 await unless_disconnected(request.receive, pending.wait_started())
-                if not completion.stream:
-                    return JSONResponse(await unless_disconnected(request.receive, pending.complete()))
+                if not api_request.stream:
+                    return Json200(await unless_disconnected(request.receive, pending.complete()))
             except BaseException:
                 pending.cancel()
                 raise
-            return EventStream(pending)
+            return PieceStream(pending)
         except (ClientDisconnect, ClientDisconnected):
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
+    def _no_such_model(self) -> ApiError:
+        return ApiError(404, f"this server has no such model; use {self._model.name!r}", param="model", code="model_not_found")
 
-class EventStream(Response):
-    """A streamed failure. The request is cancelled when the client disconnects."""
 
-    media_type = "text/event-stream"
+class Json200(Response):
+    """A JSON object. Unlike Starlette's it takes any str, surrogates that are no half of a pair too."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Returns the body."""
+        return encoded(content)
+
+
+class PieceStream(Response):
+    """A streamed response. The request is cancelled when the client disconnects."""
 
     def __init__(self, pending: PendingResponse) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(media_type=pending.media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._pending = pending
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends events until the answer ends or the client disconnects."""
+        """Sends pieces until the answer ends or the client disconnects."""
         try:
             await unless_disconnected(receive, self._send_all(send))
         except ClientDisconnected:
@@ -105,19 +172,19 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._pending.stream():
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        async for piece in self._pending.stream():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
-async def error_response(_request: Request, error: Exception) -> Response:
-    """Returns any failure in the API's error format."""
+async def error_response(request: Request, error: Exception) -> Response:
+    """Returns any failure in the error format of the path's API."""
     if isinstance(error, HTTPException):
         error = ApiError(
             error.status_code, f"{error.detail}: this server has no such path or method; see GET /v1/models", headers=error.headers
         )
     failure = to_api_error(error)
-    return JSONResponse(failure.to_json(), failure.status, failure.headers)
+    return Json200(failure.body(ollama=request.url.path.startswith(_OLLAMA)), failure.status, failure.headers)
 
 
 def make_app(api: Api) -> Starlette:
@@ -126,10 +193,20 @@ def make_app(api: Api) -> Starlette:
         routes=[
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.completion, methods=["POST"]),
+            Route("/v1/responses", api.responses, methods=["POST"]),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
+            Route("/tokenize", api.tokenize, methods=["POST"]),
+            Route("/detokenize", api.detokenize, methods=["POST"]),
+            Route("/props", api.props),
             Route("/health", api.health),
             Route("/metrics", api.metrics),
+            Route("/api/chat", api.ollama_chat, methods=["POST"]),
+            Route("/api/generate", api.ollama_generate, methods=["POST"]),
+            Route("/api/show", api.ollama_show, methods=["POST"]),
+            Route("/api/tags", api.ollama_tags),
+            Route("/api/ps", api.ollama_tags),
+            Route("/api/version", api.ollama_version),
             Route("/", api.page),
         ],
         # Starlette logs a traceback for errors that only the handler of Exception matches.
@@ -142,8 +219,5 @@ def make_app(api: Api) -> Starlette:
     )
 
 
-def _epoch(moment: str) -> int:
-    try:
-        return int(datetime.fromisoformat(moment).timestamp())
-    except ValueError:
-        return 0
+async def _body(request: Request) -> Json:
+    return parse_json(await read_body(request.stream(), request.headers.get("content-length")))

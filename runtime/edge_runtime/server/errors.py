@@ -22,8 +22,12 @@ class ApiError(EdgeRuntimeError):
         self.code = code
         self.headers = dict(headers or {})
 
+    def body(self, *, ollama: bool) -> dict[str, Any]:
+        """Returns the body of the response, in Ollama's form or OpenAI's."""
+        return {"error": str(self)} if ollama else self.to_json()
+
     def to_json(self) -> dict[str, Any]:
-        """The body of the response."""
+        """Returns OpenAI's form."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 

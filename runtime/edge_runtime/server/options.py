@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,11 @@ _SHARED = frozenset(
         "sessions",
         "waiting",
         "api_key",
+        "allow_origin",
+        "allow_host",
     ]
 )
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^/\s]+/?", re.IGNORECASE)
 serve_options = option_group(
     click.option("--serve", is_flag=True, help="Serve the OpenAI API and a chat page over HTTP instead of generating."),
     click.option("--host", default="127.0.0.1", help="Serve: address to listen on; 0.0.0.0 is all addresses."),
@@ -53,6 +57,10 @@ serve_options = option_group(
         "--waiting", type=click.IntRange(min=0), default=16, help="Serve: number of requests that may wait; further ones get status 503."
     ),
     click.option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Serve: API key that clients must send."),
+    click.option(
+        "--allow-origin", multiple=True, metavar="ORIGIN", help="Serve: website whose scripts may use the server; repeatable; * is all."
+    ),
+    click.option("--allow-host", multiple=True, metavar="NAME", help="Serve: further name in the Host header, as of a proxy; repeatable."),
 )
 
 
@@ -65,6 +73,8 @@ class ServeOptions:
     sessions: int
     waiting: int
     api_key: str | None
+    allow_origin: tuple[str, ...] = ()
+    allow_host: tuple[str, ...] = ()
     serve: bool = True
 
 
@@ -81,6 +91,9 @@ def serve_values(values: dict[str, Any]) -> ServeOptions | None:
         raise click.UsageError(f"{_written(context, unfit)}: not with --serve; each request sets it")
     if options.api_key is not None and not (options.api_key.strip() and options.api_key.isascii()):
         raise click.UsageError("--api-key is empty or not ASCII; give a key, such as one from 'openssl rand -hex 16'")
+    for origin in options.allow_origin:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise click.UsageError(f"--allow-origin {origin!r} is no origin; write scheme and host, such as https://chat.example, or *")
     return options
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,10 +12,12 @@ from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard, host_name
+from edge_runtime.server.model_card import ModelCard
 from edge_runtime.server.options import KEY_VARIABLE, ServeOptions
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import open_sessions
-from edge_runtime.text.chat_template import bundle_template
+from edge_runtime.session.session import Session
+from edge_runtime.text.chat_template import ROLE, bundle_template
 
 INSTALL = "pip install 'edge-mtp[serve]'"
 # Connections beyond running and waiting requests: idle ones, and those for the page, models, health and metrics.
@@ -39,8 +41,9 @@ def serve(
         for session in sessions.sessions:
             session.profit()  # measures costs on first use, before any client waits
         worker = Worker(sessions, bundle_template(first.bundle, first.vocabulary), waiting=options.waiting, notify=announce, watch=watch)
-        api = Api(worker, first.monitor, model=folder.resolve().name, created_at=first.bundle.manifest.created_at)
-        guard = Guard(make_app(api), hosts=allowed_hosts(options.host), key=options.api_key)
+        api = Api(worker, first.monitor, _model_card(folder, first, options.sessions))
+        hosts = allowed_hosts(options.host, options.allow_host)
+        guard = Guard(make_app(api), hosts=hosts, key=options.api_key, origins=options.allow_origin)
         config = server_config(guard, options.sessions + options.waiting + _EXTRA_CONNECTIONS)
         worker.start()
         try:
@@ -53,9 +56,14 @@ def serve(
         announce("ended")
 
 
-def allowed_hosts(host: str) -> frozenset[str] | None:
-    """Returns the allowed names of the Host header; None allows any, for addresses other than loopback, whose names are unknown here."""
-    return LOOPBACK_NAMES | {host.lower()} if is_loopback(host) else None
+def allowed_hosts(host: str, further: Sequence[str] = ()) -> frozenset[str] | None:
+    """Returns the allowed names of the Host header; None allows any.
+
+    That is so for addresses other than loopback, whose names are unknown here, unless there are `further` names.
+    """
+    if not further and not is_loopback(host):
+        return None
+    return LOOPBACK_NAMES | {host.lower(), *(name.lower() for name in further)}
 
 
 def is_loopback(host: str) -> bool:
@@ -64,6 +72,20 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host_name(host).lower() == "localhost"
+
+
+def _model_card(folder: Path, session: Session, sessions: int) -> ModelCard:
+    bundle = session.bundle
+    formats = [file for file in bundle.manifest.files if file.role == "target"]
+    return ModelCard(
+        name=folder.resolve().name,
+        context=session.target.context,
+        sessions=sessions,
+        drafter=session.drafter_kind,
+        files_format=formats[0].format if formats else "",
+        template=bundle.path(ROLE).read_text(encoding="utf-8") if bundle.has(ROLE) else "",
+        manifest=bundle.manifest,
+    )
 
 
 def _open_socket(options: ServeOptions) -> socket.socket:

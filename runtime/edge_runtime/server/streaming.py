@@ -1,19 +1,17 @@
-"""A request in the event loop: turns the worker's stream events into one response or into server-sent events."""
+"""A request in the event loop: turns the worker's stream events into one response or into a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
 
 from edge_runtime.server.engine.jobs import Failed, Finished, Output, StreamEvent
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import to_api_error
-from edge_runtime.server.requests.completions import CompletionRequest
-from edge_runtime.server.responses import Json, ResponseFormat, usage
-from edge_runtime.text.channels import Event
+from edge_runtime.server.requests.completions import ApiRequest
+from edge_runtime.server.responses.response_format import Answer, Json, ResponseFormat
 
 Result = TypeVar("Result")
 
@@ -25,66 +23,77 @@ class ClientDisconnected(Exception):
 class PendingResponse:
     """One submitted request. Call `wait_started`, then either `complete` or `stream` once; always call `cancel` at the end."""
 
-    def __init__(self, worker: Worker, request: CompletionRequest, form: ResponseFormat) -> None:
+    def __init__(self, worker: Worker, request: ApiRequest, form: ResponseFormat) -> None:
         """Raises ApiError if the worker's queue is full."""
-        self._request = request
         self._form = form
-        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+        self._choices = len(request.choices)
+        self._events: asyncio.Queue[tuple[int, StreamEvent]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._job = worker.submit(request, self._deliver)
+        self._jobs = worker.submit(request.choices, self._deliver)
+
+    @property
+    def media_type(self) -> str:
+        """The type of the stream."""
+        return self._form.media_type
 
     def cancel(self) -> None:
         """Ends the request early; has no effect on a finished one."""
-        self._job.cancel()
+        for job in self._jobs:
+            job.cancel()
 
     async def wait_started(self) -> None:
-        """Waits until a session takes the request. Raises ApiError if it is refused."""
+        """Waits until a session takes the request, or its first choice. Raises ApiError if it is refused."""
         await self._next()
 
     async def complete(self) -> Json:
         """Returns the complete answer in one object. Raises ApiError."""
-        events: list[Event] = []
-        while True:
-            event = await self._next()
+        outputs: list[list[Output]] = [[] for _ in range(self._choices)]
+        finished: dict[int, Finished] = {}
+        while len(finished) < self._choices:
+            choice, event = await self._next()
             if isinstance(event, Output):
-                events += event.events
+                outputs[choice].append(event)
             elif isinstance(event, Finished):
-                return self._form.complete(events, event.reason) | {"usage": usage(event.stats, event.energy)}
+                finished[choice] = event
+        return self._form.complete(
+            [
+                Answer(
+                    events=[event for output in outputs[i] for event in output.events],
+                    logprobs=[one for output in outputs[i] for one in output.logprobs],
+                    finished=finished[i],
+                )
+                for i in range(self._choices)
+            ]
+        )
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yields the answer as server-sent events. A failure is the last event."""
-        for chunk in self._form.first():
-            yield self._chunk(chunk)
-        while True:
-            event = await self._events.get()
+        """Yields the answer in pieces. A failure is the last of them."""
+        running = self._choices
+        for piece in self._form.begin():
+            yield piece
+        while running:
+            choice, event = await self._events.get()
+            pieces: list[bytes] = []
             if isinstance(event, Failed):
-                yield _encoded(to_api_error(event.error).to_json())
-                return
-            if isinstance(event, Output):
-                for chunk in self._form.chunks(event.events):
-                    yield self._chunk(chunk, usage(event.stats))
+                self.cancel()
+                pieces, running = self._form.failed(to_api_error(event.error)), 0
+            elif isinstance(event, Output):
+                pieces = self._form.output(choice, event)
             elif isinstance(event, Finished):
-                final_usage = usage(event.stats, event.energy)
-                yield self._chunk(self._form.last(event.reason), final_usage)
-                if self._request.usage_at_end:
-                    yield _encoded(self._form.usage_chunk() | {"usage": final_usage})
-                yield b"data: [DONE]\n\n"
-                return
+                running -= 1
+                pieces = self._form.end(choice, event) + ([] if running else self._form.finish())
+            for piece in pieces:
+                yield piece
 
-    async def _next(self) -> StreamEvent:
-        event = await self._events.get()
+    async def _next(self) -> tuple[int, StreamEvent]:
+        choice, event = await self._events.get()
         if isinstance(event, Failed):
             raise to_api_error(event.error) from event.error
-        return event
+        return choice, event
 
-    def _chunk(self, chunk: Json, usage_so_far: Json | None = None) -> bytes:
-        if self._request.usage_always:
-            return _encoded(chunk | {"usage": usage_so_far})
-        return _encoded(chunk | {"usage": None} if self._request.usage_at_end else chunk)
-
-    def _deliver(self, event: StreamEvent) -> None:
+    def _deliver(self, choice: int, event: StreamEvent) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed, so there is no client left
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[MutableMapping[str, Any]]], work: Coroutine[Any, Any, Result]) -> Result:
@@ -107,7 +116,3 @@ async def unless_disconnected(receive: Callable[[], Awaitable[MutableMapping[str
 async def _disconnected(receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _encoded(value: Json) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"

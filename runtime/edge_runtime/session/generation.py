@@ -11,6 +11,7 @@ import numpy as np
 
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE, acceptance_rule
 from edge_runtime.decoding.constrained_acceptance import constrained
+from edge_runtime.decoding.logprobs import LogprobRule, TokenLogprob
 from edge_runtime.decoding.loop import Decoding, Round, decode
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy
@@ -34,7 +35,7 @@ class GenerationOptions:
     `stop` strings end the text before them. `chunk_size` is the least number of tokens per piece of text, except for the last piece.
     `on_round` is called after each round, before its text is yielded. `reuse_prefix` keeps the cache's rows as far as the prompt begins
     with their tokens: fast in a chat, but rows that another request computed in batches of other sizes may differ in their last bits.
-    `constraint` describes the valid texts.
+    `constraint` describes the valid texts. `logprobs` records each token's log probability and those of that many likeliest tokens.
     """
 
     max_tokens: int = 128
@@ -45,6 +46,7 @@ class GenerationOptions:
     on_round: Callable[[Round], None] | None = None
     reuse_prefix: bool = False
     constraint: ConstraintSource | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "chunk_size"):
@@ -116,6 +118,7 @@ class Generation:
     ) -> None:
         self.stats = DecodeStats(prompt_tokens=len(prompt))
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []  # of `tokens`, if the options ask for them
         self.prompt = list(prompt)
         self.options = options
         self.monitor = monitor
@@ -125,6 +128,8 @@ class Generation:
         rule = acceptance_rule(options.sampling, options.acceptance, prompt)
         if constraint is not None:
             rule = constrained(rule, constraint)
+        if options.logprobs is not None:
+            rule = LogprobRule(rule, options.logprobs)
         self.decoding = Decoding(
             pair.target, self.prompt[-1], policy, max_tokens=options.max_tokens, rule=rule, is_stop=self._detokenizer.is_stop
         )
@@ -200,6 +205,8 @@ class Generation:
         stats.draft_seconds += one.draft_seconds
         stats.verify_seconds += one.verify_seconds
         self.tokens += one.tokens
+        if isinstance(self.decoding.rule, LogprobRule):
+            self.logprobs += self.decoding.rule.take(len(one.tokens))
         self.monitor.record_round(one, stats)
         if self.options.on_round:
             self.options.on_round(one)

@@ -74,6 +74,7 @@ class Session:
         on_round: Callable[[Round], None] | None = None,
         reuse_prefix: bool = False,
         constraint: ConstraintSource | None = None,
+        logprobs: int | None = None,
     ) -> Generation:
         """Starts a request, greedy by default. `prompt` is text or token ids.
 
@@ -92,6 +93,7 @@ class Session:
             chunk_size=self.settings.chunk_size if chunk_size is None else chunk_size,
             reuse_prefix=reuse_prefix,
             constraint=constraint,
+            logprobs=logprobs,
         )
         ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:

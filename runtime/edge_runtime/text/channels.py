@@ -34,7 +34,7 @@ class Thought:
 
 
 Event = Text | Thought | ToolCall
-_Place = Literal["answer", "name", "thought", "call"]
+Place = Literal["answer", "name", "thought", "call"]
 
 
 class ChannelParser:
@@ -56,7 +56,7 @@ class ChannelParser:
             if text in control
         }
         self._stops = StopStrings(stop)
-        self._place: _Place = "answer"
+        self._place: Place = "answer"
         self._characters = TextStream()
         self._held = ""
 
@@ -64,6 +64,11 @@ class ChannelParser:
     def stopped_by(self) -> str | None:
         """The stop string that ended the answer, if one did."""
         return self._stops.found
+
+    @property
+    def place(self) -> Place:
+        """What the newest token belongs to; a mark belongs to what it begins."""
+        return self._place
 
     def feed(self, token: int) -> list[Event]:
         """Takes one token; returns the events that became final, possibly none."""

@@ -34,7 +34,18 @@ class Regex:
     pattern: str
 
 
-ConstraintSource = JsonSchema | Gbnf | Regex
+@dataclass(frozen=True)
+class ToolCalls:
+    """The output is a call of one of the functions, each with the JSON schema of its parameters, in Gemma 4's notation.
+
+    With `several` it is one call or more.
+    """
+
+    functions: tuple[tuple[str, Mapping[str, Any] | None], ...]
+    several: bool = False
+
+
+ConstraintSource = JsonSchema | Gbnf | Regex | ToolCalls
 
 
 class Constraint(Protocol):

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
-from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema
+from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, ToolCalls
 from edge_runtime.text.grammar_limits import read_grammar, read_pattern, read_schema
+from edge_runtime.text.tool_grammar import tool_call_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
@@ -52,6 +53,7 @@ class Grammars:
             raise RequestError("the vocabulary has no end token, so no grammar could end; leave the constraint out")
         self._library = llguidance
         self._eog = vocabulary.eog_tokens
+        self._control = vocabulary.control_tokens
         self._size = size
         pieces = _Pieces(vocabulary, size)
         self._tokenizer = llguidance.LLTokenizer(
@@ -73,6 +75,8 @@ class Grammars:
             return f"start: %json {json.dumps(_with_bounded_blanks(read_schema(source.schema)))}"
         if isinstance(source, Gbnf):
             return _lark_from_gbnf(read_grammar(source.text))
+        if isinstance(source, ToolCalls):
+            return tool_call_grammar(source, self._control)
         return f"start: /{self._library.regex_to_lark(read_pattern(source.pattern), '')}/"
 
     def _limits(self) -> LLParserLimits:

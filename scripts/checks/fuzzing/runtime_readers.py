@@ -18,6 +18,8 @@ from edge_runtime.drafting.phase_power import read_phase_power
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.http.body import parse_json
 from edge_runtime.server.requests.completions import read_chat, read_completion
+from edge_runtime.server.requests.ollama import read_ollama_chat
+from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.session import chat_file
 from edge_runtime.session.chat import ChatSettings
 from edge_runtime.session.kv_state_file import load_state
@@ -71,7 +73,8 @@ def _state(folder: Path, _: Path | None) -> Read:
 def _request(_: Path, __: Path | None) -> Read:
     def read(data: bytes) -> None:
         body = parse_json(data)
-        (read_completion if "prompt" in body else read_chat)(body)
+        read = read_response if "input" in body else read_ollama_chat if "options" in body else read_chat
+        (read_completion if "prompt" in body else read)(body)
 
     return read
 

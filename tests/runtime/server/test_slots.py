@@ -19,7 +19,7 @@ def slot(number: int, cache: Sequence[int], last_used: int = 0) -> Slot:
 
 def job(*ids: int, seed: int | None = None) -> Job:
     sampling = SamplingParams(seed=seed)
-    asked = CompletionRequest(prompt=ids, max_tokens=1, sampling=sampling, stop=(), stream=False, usage_at_end=False, usage_always=False)
+    asked = CompletionRequest(prompt=ids, max_tokens=1, sampling=sampling, stop=())
     made = Job(asked, lambda _: None)
     made.ids = list(ids)
     return made

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 from edge_devices.energy.live import RunEnergy, Share, SharedWatch
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
+from edge_runtime.decoding.logprobs import TokenLogprob
 from edge_runtime.decoding.loop import Round
-from edge_runtime.server.engine.jobs import Finished, Job, Output, Started
+from edge_runtime.server.engine.jobs import Finished, FinishReason, Job, Output, OutputLogprob, Started
 from edge_runtime.server.engine.output_parser import OutputParser, TextParser, merged
 from edge_runtime.server.requests.messages import Conversation
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
-from edge_runtime.text.channels import ChannelParser, Event
+from edge_runtime.text.channels import ChannelParser, Event, Text
 from edge_runtime.text.chat_template import ChatTemplate
 
 
@@ -35,6 +37,7 @@ class ActiveRequest:
             reuse_prefix=not request.repeatable,
             policy=session.settings.new_policy() if request.repeatable else None,
             constraint=request.constraint,
+            logprobs=request.logprobs,
         )
         self._parser: OutputParser
         if isinstance(request.prompt, Conversation):
@@ -43,7 +46,8 @@ class ActiveRequest:
             self._parser = TextParser(session.vocabulary, request.stop)
         self._chunk_size = session.settings.chunk_size
         self._pending: list[Event] = []
-        self._tokens = self._delivered = 0
+        self._tokens = self._delivered = self._thoughts = 0
+        self._logprobs = _AnswerLogprobs(session)
         self._watch = watch
         self._energy: RunEnergy | None = None
         self._share: Share | None = watch.begin() if watch else None
@@ -59,10 +63,14 @@ class ActiveRequest:
 
     def take(self, one: Round) -> None:
         """Parses a round's tokens; delivers output once `chunk_size` tokens are pending."""
-        for token in one.tokens:
+        first = len(self.generation.tokens) - len(one.tokens)
+        for i, token in enumerate(one.tokens):
             if not self.stopped:
                 self._tokens += 1
                 self._pending += self._parser.feed(token)
+                self._thoughts += self._parser.place in ("name", "thought")
+                if self.generation.logprobs and self._parser.place == "answer":
+                    self._logprobs.add(self.generation.logprobs[first + i])
         if self._tokens - self._delivered >= self._chunk_size:
             self._flush()
 
@@ -77,13 +85,41 @@ class ActiveRequest:
         self._pending += self._parser.finish()
         self._flush()
         stopped = self.stopped or self.generation.finish_reason == "stop"
-        self.job.deliver(Finished(reason="stop" if stopped else "length", stats=self._stats(), energy=self._energy))
+        reason: FinishReason = "stop" if stopped else "length"
+        self.job.deliver(Finished(reason=reason, stats=self._stats(), energy=self._energy, thought_tokens=self._thoughts))
 
     def _flush(self) -> None:
         if self._pending:
-            self.job.deliver(Output(events=merged(self._pending), stats=self._stats()))
+            logprobs = self._logprobs.take(sum(len(event.text.encode()) for event in self._pending if isinstance(event, Text)))
+            self.job.deliver(Output(events=merged(self._pending), stats=self._stats(), logprobs=logprobs))
             self._pending.clear()
             self._delivered = self._tokens
 
     def _stats(self) -> DecodeStats:
         return replace(self.generation.stats, tokens=self._tokens)
+
+
+class _AnswerLogprobs:
+    """Holds the log probabilities of the answer's tokens until their text is delivered; those of held-back stop strings never are."""
+
+    def __init__(self, session: Session) -> None:
+        self._vocabulary = session.vocabulary
+        self._control = frozenset(session.vocabulary.control_tokens.values())
+        self._held: deque[OutputLogprob] = deque()
+        self._missing = 0
+
+    def add(self, one: TokenLogprob) -> None:
+        """Adds the newest token, unless it is a control token or has no text."""
+        piece = self._vocabulary.piece(one.token)
+        if piece and one.token not in self._control:
+            top = tuple((self._vocabulary.piece(token, special=True), logprob) for token, logprob in one.top)
+            self._held.append(OutputLogprob(piece=piece, logprob=one.logprob, top=top))
+
+    def take(self, size: int) -> tuple[OutputLogprob, ...]:
+        """Returns the entries of the tokens that begin in the next `size` bytes of the answer."""
+        found = []
+        self._missing += size
+        while self._missing > 0 and self._held:
+            found.append(self._held.popleft())
+            self._missing -= len(found[-1].piece)
+        return tuple(found)

@@ -20,20 +20,34 @@ class Started:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutputLogprob:
+    """A token of the answer as bytes, its log probability, and the likeliest tokens of its position with theirs."""
+
+    piece: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Output:
-    """Output since the previous event. `stats` is a snapshot whose `tokens` end where the visible answer does."""
+    """Output since the previous event. `stats` is a snapshot whose `tokens` end where the visible answer does.
+
+    `logprobs` are those of the tokens whose text begins in `events`, if the request wants them.
+    """
 
     events: tuple[Event, ...]
     stats: DecodeStats
+    logprobs: tuple[OutputLogprob, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The last event of an answer. `stats` as in `Output`; `energy` is None without a meter."""
+    """The last event of an answer. `stats` as in `Output`; `energy` is None without a meter. `thought_tokens` are among the tokens."""
 
     reason: FinishReason
     stats: DecodeStats
     energy: RunEnergy | None
+    thought_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

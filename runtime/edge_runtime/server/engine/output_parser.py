@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from edge_runtime.interfaces import Vocabulary
-from edge_runtime.text.channels import Event, Text, Thought
+from edge_runtime.text.channels import Event, Place, Text, Thought
 from edge_runtime.text.stream import OutputText
 
 
@@ -16,6 +16,10 @@ class OutputParser(Protocol):
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the answer; None if none did."""
+
+    @property
+    def place(self) -> Place:
+        """What the newest token belongs to."""
 
     def feed(self, token: int) -> list[Event]:
         """Returns the events that are final after this token."""
@@ -28,6 +32,7 @@ class TextParser:
     """Treats all tokens as text: for completions, which have no channels."""
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str]) -> None:
+        self.place: Place = "answer"
         self._vocabulary = vocabulary
         self._text = OutputText(stop)
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.server.engine.active_request import ActiveRequest
 from edge_runtime.server.engine.jobs import Failed, Job, StreamEvent
+from edge_runtime.server.engine.prompts import Prompts
 from edge_runtime.server.engine.slots import Slot, choose_slot
 from edge_runtime.server.errors import ApiError
-from edge_runtime.server.requests.completions import CompletionRequest
-from edge_runtime.server.requests.messages import Conversation
+from edge_runtime.server.requests.completions import CompletionRequest, Prompt
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation
 from edge_runtime.text.chat_template import ChatTemplate
@@ -48,6 +50,9 @@ class Worker:
         self._last_used = [0] * len(self._sessions)
         self._clock = 0
         self._thread = threading.Thread(target=self._run, name="edge-mtp worker", daemon=True)
+        # Templates and tokenizers have a thread of their own, so that a long prompt does not delay the rounds of other requests.
+        self._prompts = Prompts(sessions.sessions[0], template)
+        self._encoder = ThreadPoolExecutor(1, "edge-mtp prompts")
 
     def start(self) -> None:
         """Starts the worker thread."""
@@ -68,22 +73,39 @@ class Worker:
         running = len(self._active)
         return running, max(0, self._submitted - running)
 
-    def submit(self, request: CompletionRequest, deliver: Callable[[StreamEvent], None]) -> Job:
-        """Accepts a request. Raises ApiError (503) if the queue is full or the server is shutting down."""
+    def encode(self, prompt: Prompt) -> Future[list[int]]:
+        """Returns the token ids of a prompt, from the thread for prompts. Raises ApiError when the server is shutting down."""
         with self._lock:
             if self._stopping:
                 raise _shutting_down()
-            if self._submitted >= self._capacity:
+            return self._encoder.submit(self._prompts.encode, prompt)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, control tokens included. Raises RequestError for ids that are not in the vocabulary."""
+        return self._prompts.decode(tokens)
+
+    def submit(self, requests: Sequence[CompletionRequest], deliver: Callable[[int, StreamEvent], None]) -> list[Job]:
+        """Accepts requests, all or none; `deliver` gets the place of each among them with its events.
+
+        Raises ApiError (503) if the queue is full or the server is shutting down; 400 if it will never have room for as many.
+        """
+        with self._lock:
+            if self._stopping:
+                raise _shutting_down()
+            if len(requests) > self._capacity:
+                raise ApiError(400, f"the request has {len(requests)} answers; this server queues at most {self._capacity}", param="n")
+            if self._submitted + len(requests) > self._capacity:
                 raise ApiError(
                     503,
                     f"{self._submitted} requests are running or waiting, which is the limit; try again soon",
                     code="queue_full",
                     headers={"Retry-After": str(RETRY_SECONDS)},
                 )
-            self._submitted += 1
-        job = Job(request, deliver)
-        self._inbox.put(job)
-        return job
+            self._submitted += len(requests)
+            jobs = [Job(request, functools.partial(deliver, number)) for number, request in enumerate(requests)]
+            for job in jobs:
+                self._encoder.submit(self._admit, job)
+        return jobs
 
     def _run(self) -> None:
         while not self._stopping:
@@ -94,6 +116,9 @@ class Worker:
                 self._step()
             except Exception as error:  # noqa: BLE001 - no failure of one request may end the worker
                 self._fail_all(error)
+        with self._lock:
+            pass  # a request that was accepted before the shutdown is in the queue now
+        self._encoder.shutdown()
         self._receive()
         self._fail_all(_shutting_down())
 
@@ -103,35 +128,18 @@ class Worker:
             job = self._inbox.get(block=not (self._waiting or self._active or self._stopping))
             while True:
                 if job is not None:
-                    self._admit(job)
+                    self._waiting.append(job)
                 job = self._inbox.get_nowait()
 
     def _admit(self, job: Job) -> None:
+        """Encodes the prompt and queues the job, in the thread for prompts."""
         try:
-            job.ids = self._encode(job.request)
+            if not (self._stopping or job.cancelled):
+                job.ids = self._prompts.encode(job.request.prompt)
         except Exception as error:  # noqa: BLE001 - a chat template is a program of the bundle and may raise anything
             self._fail(job, error)
         else:
-            self._waiting.append(job)
-
-    def _encode(self, request: CompletionRequest) -> list[int]:
-        """Returns the prompt's token ids. Raises RequestError if they do not fit."""
-        session = self._sessions[0]
-        prompt = request.prompt
-        if isinstance(prompt, Conversation):
-            ids = self._template.encode(prompt.messages, tools=prompt.tools, thinking=prompt.thinking)
-        else:
-            ids = session.vocabulary.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        size = session.bundle.manifest.architecture.vocab_size
-        if ids and not 0 <= min(ids) <= max(ids) < size:
-            raise RequestError(f"the prompt has a token id outside 0..{size - 1}; check the ids")
-        if len(ids) >= session.target.context:
-            raise ApiError(
-                400,
-                f"the prompt has {len(ids)} tokens, but prompt and answer share a context of {session.target.context}; shorten it",
-                code="context_length_exceeded",
-            )
-        return ids
+            self._inbox.put(job)
 
     def _drop_cancelled(self) -> None:
         """Removes cancelled requests."""

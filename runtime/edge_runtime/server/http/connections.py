@@ -66,6 +66,9 @@ class TimedProtocol(H11Protocol):
             self._unread = None
         super().resume_writing()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Says nothing: the guard refuses these requests."""
+
     def _close_oldest_idle(self) -> None:
         waiting = [(other._head.when(), other) for other in self.connections if isinstance(other, TimedProtocol) and other._head]
         if waiting:

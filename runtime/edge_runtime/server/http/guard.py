@@ -1,13 +1,13 @@
-"""ASGI middleware that refuses other websites, other Host names and requests without the API key.
+"""ASGI middleware that refuses other websites, other Host names, websockets and requests without the API key.
 
-Starlette's TrustedHostMiddleware does not answer in the API's error format, so it is not used.
+Starlette's TrustedHostMiddleware and CORSMiddleware do not answer in the API's error format, so they are not used.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 from edge_runtime.server.errors import ApiError
@@ -22,12 +22,23 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN_PATHS = frozenset({"/", "/health"})
 
 
-class Guard:
-    """Passes allowed requests on to `app`. `hosts` None accepts any Host header; `key` None requires no key."""
+# What scripts of allowed websites may send; the headers of a preflight are repeated.
+_METHODS = "GET, POST, OPTIONS"
+_PREFLIGHT_SECONDS = 600
+_OLLAMA = "/api/"
 
-    def __init__(self, app: App, *, hosts: frozenset[str] | None, key: str | None) -> None:
+
+class Guard:
+    """Passes allowed requests on to `app`.
+
+    `hosts` None accepts any Host header; `key` None requires no key. `origins` are the websites (scheme://host:port) whose scripts may
+    use the server; "*" is all of them.
+    """
+
+    def __init__(self, app: App, *, hosts: frozenset[str] | None, key: str | None, origins: Collection[str] = ()) -> None:
         self._app = app
         self._hosts = hosts
+        self._origins = frozenset(origin.lower().rstrip("/") for origin in origins)
         self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -35,23 +46,43 @@ class Guard:
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        refusal = self._refusal(scope["path"], headers)
-        if refusal is None:
-            await self._app(scope, receive, send)
+        permission = self._permission(headers)
+        preflight = bool(permission) and scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+        refusal = self._refusal(scope["path"], headers, preflight)
+        sends = _adding(send, permission) if permission else send
+        if refusal is not None:
+            await send_error(sends, refusal, ollama=scope["path"].startswith(_OLLAMA))
+        elif preflight:
+            await _permit(sends, headers)
         else:
-            await send_error(send, refusal)
+            await self._app(scope, receive, sends)
 
-    def _refusal(self, path: str, headers: Mapping[str, str]) -> ApiError | None:
+    def _permission(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Returns the headers that let a script of an allowed website read the response."""
+        origin = headers.get("origin", "")
+        if not origin or not ("*" in self._origins or origin.lower() in self._origins):
+            return {}
+        return {"access-control-allow-origin": origin, "vary": "Origin"}
+
+    def _refusal(self, path: str, headers: Mapping[str, str], preflight: bool) -> ApiError | None:
         host, origin = headers.get("host", "").lower(), headers.get("origin")
+        if "upgrade" in headers.get("connection", "").lower() and headers.get("upgrade", "").lower() == "websocket":
+            return ApiError(400, "this server has no websockets; send plain HTTP requests", code="no_websocket")
         # DNS rebinding: a website whose name resolves to this address still sends its own name.
         if self._hosts is not None and host_name(host) not in self._hosts:
             return ApiError(
-                403, f"the Host header {host[:80]!r} is not a name of this server; use the address that it prints", code="wrong_host"
+                403,
+                f"the Host header {host[:80]!r} is no name of this server; use the address that it prints, or --allow-host",
+                code="wrong_host",
             )
         # Browsers send a script's origin; scripts of other websites must not use this server.
-        if origin is not None and origin.lower().partition("://")[2] != host:
-            return ApiError(403, f"requests from {origin[:80]!r} are refused; only this server's own page may call it", code="wrong_origin")
-        if self._key is not None and path not in OPEN_PATHS and not self._has_key(headers.get("authorization", "")):
+        if origin is not None and origin.lower().partition("://")[2] != host and not self._permission(headers):
+            return ApiError(
+                403,
+                f"requests from {origin[:80]!r} are refused; allow that website with --allow-origin when you start the server",
+                code="wrong_origin",
+            )
+        if self._key is not None and not preflight and path not in OPEN_PATHS and not self._has_key(headers.get("authorization", "")):
             return ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
         return None
 
@@ -67,12 +98,34 @@ def host_name(host: str) -> str:
     return host.partition(":")[0]
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    """Sends an error as a complete response."""
-    body = json.dumps(error.to_json()).encode()
+async def send_error(send: Send, error: ApiError, *, ollama: bool = False) -> None:
+    """Sends an error as a complete response, in the form of OpenAI or of Ollama."""
+    body = json.dumps(error.body(ollama=ollama)).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     pairs = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": pairs})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _permit(send: Send, headers: Mapping[str, str]) -> None:
+    """Answers a preflight request of an allowed website."""
+    wanted = headers.get("access-control-request-headers", "")[:1000]
+    allowed = {"access-control-allow-methods": _METHODS, "access-control-max-age": str(_PREFLIGHT_SECONDS)}
+    if wanted:
+        allowed["access-control-allow-headers"] = wanted
+    pairs = [(name.encode(), value.encode("latin-1")) for name, value in allowed.items()]
+    await send({"type": "http.response.start", "status": 204, "headers": pairs})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _adding(send: Send, headers: Mapping[str, str]) -> Send:
+    pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+
+    async def adding(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *pairs]}
+        await send(message)
+
+    return adding

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.server.errors import invalid
-from edge_runtime.server.requests.fields import Fields
+from edge_runtime.server.requests.constraints import read_constraint
+from edge_runtime.server.requests.fields import Fields, fields_of
 from edge_runtime.server.requests.messages import Conversation, read_messages, read_tools
-from edge_runtime.text.constraints import JsonSchema
-from edge_runtime.text.grammar import INSTALL
-from edge_runtime.text.stream import StopStrings
+from edge_runtime.server.requests.sampling import SAMPLING_FIELDS, next_seed, read_sampling, read_stops
+from edge_runtime.text.constraints import ConstraintSource
 
-MAX_STOPS = 16
-MAX_BIASES = 1024
+MAX_CHOICES = 32
+MAX_PROMPTS = 32
 COMPLETION_TOKENS = 16  # the API's own default for /v1/completions
-_SEEDS = 1 << 64
 # Sent by general-purpose clients; they have no effect here.
 _IGNORED = {
     "metadata",
     "model",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
@@ -31,23 +30,7 @@ _IGNORED = {
     "user",
     "verbosity",
 }
-_SHARED = {
-    "frequency_penalty",
-    "logit_bias",
-    "logprobs",
-    "max_tokens",
-    "min_p",
-    "n",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_k",
-    "top_p",
-}
+_SHARED = SAMPLING_FIELDS | {"logprobs", "max_tokens", "n", "stream", "stream_options"}
 _CHAT = (
     _IGNORED
     | _SHARED
@@ -59,6 +42,7 @@ _CHAT = (
         "max_completion_tokens",
         "messages",
         "modalities",
+        "parallel_tool_calls",
         "prediction",
         "reasoning_effort",
         "response_format",
@@ -69,20 +53,22 @@ _CHAT = (
     }
 )
 _COMPLETION = _IGNORED | _SHARED | {"best_of", "echo", "prompt", "suffix"}
+Prompt = str | tuple[int, ...] | Conversation
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """A valid request. `prompt` is text, token ids or a conversation; `max_tokens` None means up to the end of the context."""
+    """One answer to generate. `prompt` is text, token ids or a conversation; `max_tokens` None means up to the end of the context.
 
-    prompt: str | tuple[int, ...] | Conversation
+    `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities.
+    """
+
+    prompt: Prompt
     max_tokens: int | None
     sampling: SamplingParams
     stop: tuple[str, ...]
-    stream: bool
-    usage_at_end: bool
-    usage_always: bool
-    constraint: JsonSchema | None = None
+    constraint: ConstraintSource | None = None
+    logprobs: int | None = None
 
     @property
     def repeatable(self) -> bool:
@@ -90,110 +76,114 @@ class CompletionRequest:
         return self.sampling.seed is not None
 
 
-def read_chat(body: dict[str, Any]) -> CompletionRequest:
+@dataclass(frozen=True, kw_only=True)
+class ApiRequest:
+    """A valid request: `n` choices for each prompt, those of the first prompt first, and how they are sent."""
+
+    choices: tuple[CompletionRequest, ...]
+    n: int = 1
+    stream: bool = False
+    usage_at_end: bool = False
+    usage_always: bool = False
+
+
+def read_chat(body: dict[str, Any]) -> ApiRequest:
     """Reads the body of a POST to /v1/chat/completions. Raises ApiError."""
     fields = Fields(body)
     fields.only(_CHAT)
-    fields.refuse("logprobs", False)
-    fields.refuse("top_logprobs", 0)
     fields.refuse("modalities", ["text"], why="the model outputs text only")
-    for name in ("audio", "prediction", "web_search_options"):
+    for name in ("audio", "web_search_options"):
         fields.refuse(name)
     for name in ("functions", "function_call"):
         fields.refuse(name, [], "none", why="it is deprecated; send tools")
+    _check_prediction(fields)
     limit = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-    constraint, tools = _constraint(fields), read_tools(fields)
-    if constraint is not None and tools:
-        raise fields.wrong("tools", "cannot be combined with a JSON response_format; send one of the two")
-    thinking = _thinking(fields) and constraint is None  # thoughts are not JSON
+    tools = read_tools(fields)
+    constraint = read_constraint(fields, tools)
+    thinking = _thinking(fields) and constraint is None  # a constrained answer has no place for thoughts
     conversation = Conversation(messages=read_messages(fields), tools=tools, thinking=thinking)
-    return _request(fields, conversation, fields.integer(limit, 1, 1 << 31), constraint)
+    return _request(fields, (conversation,), fields.integer(limit, 1, 1 << 31), constraint=constraint, logprobs=_chat_logprobs(fields))
 
 
-def read_completion(body: dict[str, Any]) -> CompletionRequest:
+def read_completion(body: dict[str, Any]) -> ApiRequest:
     """Reads the body of a POST to /v1/completions. Raises ApiError."""
     fields = Fields(body)
     fields.only(_COMPLETION)
-    fields.refuse("logprobs")
-    fields.refuse("best_of", 1, why="only one answer per prompt is generated")
+    fields.refuse("best_of", 1, fields.get("n"), why="it must be n")
     fields.refuse("echo", False)
     fields.refuse("suffix", "")
-    return _request(fields, _prompt(fields), fields.integer("max_tokens", 1, 1 << 31, COMPLETION_TOKENS))
+    limit = fields.integer("max_tokens", 1, 1 << 31, COMPLETION_TOKENS)
+    logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
+    return _request(fields, read_prompts(fields.get("prompt")), limit, logprobs=logprobs)
+
+
+def read_prompts(prompt: object) -> tuple[Prompt, ...]:
+    """Returns the prompts of a completion: a string, token ids, or a list of either. Raises ApiError."""
+    one = _prompt(prompt)
+    if one is not None:
+        return (one,)
+    several = [_prompt(item) for item in prompt] if isinstance(prompt, list) else []
+    if not several or None in several:
+        raise invalid("prompt must be a string, a list of token ids, or a list of these", "prompt")
+    if len(several) > MAX_PROMPTS:
+        raise invalid(f"prompt has {len(several)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
+    return tuple(item for item in several if item is not None)
 
 
 def _request(
-    fields: Fields, prompt: str | tuple[int, ...] | Conversation, max_tokens: int | None, constraint: JsonSchema | None = None
-) -> CompletionRequest:
-    fields.refuse("n", 1, why="only one answer per prompt is generated")
+    fields: Fields,
+    prompts: Sequence[Prompt],
+    max_tokens: int | None,
+    *,
+    constraint: ConstraintSource | None = None,
+    logprobs: int | None = None,
+) -> ApiRequest:
+    n = fields.integer("n", 1, MAX_CHOICES, 1) or 1
+    if n * len(prompts) > MAX_CHOICES:
+        raise fields.wrong("n", f"is {n}, with {len(prompts)} prompts {n * len(prompts)} answers; at most {MAX_CHOICES} are allowed")
     stream = fields.flag("stream")
     options = Fields(fields.object("stream_options") or {}, "stream_options")
     if "stream_options" in fields and not stream:
         raise fields.wrong("stream_options", "requires stream to be true; set it, or leave stream_options out")
     options.only({"include_usage", "continuous_usage_stats", "include_obfuscation"})
-    return CompletionRequest(
-        prompt=prompt,
-        max_tokens=max_tokens,
-        sampling=_sampling(fields),
-        stop=_stops(fields),
+    sampling, stop = read_sampling(fields), read_stops(fields)
+    return ApiRequest(
+        choices=tuple(
+            CompletionRequest(
+                prompt=prompt,
+                max_tokens=max_tokens,
+                sampling=replace(sampling, seed=next_seed(sampling.seed, number)),
+                stop=stop,
+                constraint=constraint,
+                logprobs=logprobs,
+            )
+            for prompt in prompts
+            for number in range(n)
+        ),
+        n=n,
         stream=stream,
         usage_at_end=options.flag("include_usage"),
         usage_always=options.flag("continuous_usage_stats"),
-        constraint=constraint,
     )
 
 
-def _sampling(fields: Fields) -> SamplingParams:
-    seed = fields.integer("seed", -(1 << 63), _SEEDS - 1)
-    return SamplingParams(
-        temperature=fields.number("temperature", 0, 2, 1),
-        top_k=fields.integer("top_k", 0, 1 << 31, 0) or 0,
-        top_p=fields.number("top_p", 1e-9, 1, 1),
-        min_p=fields.number("min_p", 0, 1, 0),
-        repetition_penalty=fields.number("repetition_penalty", 0.1, 10, 1),
-        frequency_penalty=fields.number("frequency_penalty", -2, 2, 0),
-        presence_penalty=fields.number("presence_penalty", -2, 2, 0),
-        logit_bias=_biases(fields),
-        seed=None if seed is None else seed % _SEEDS,
-    )
+def _chat_logprobs(fields: Fields) -> int | None:
+    wanted = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS, 0) or 0
+    if top and not wanted:
+        raise fields.wrong("top_logprobs", "requires logprobs to be true; set it, or leave top_logprobs out")
+    return top if wanted else None
 
 
-def _biases(fields: Fields) -> dict[int, float]:
-    biases = Fields(fields.object("logit_bias") or {}, "logit_bias")
-    names = list(fields.object("logit_bias") or {})
-    if len(names) > MAX_BIASES:
-        raise fields.wrong("logit_bias", f"has {len(names)} tokens; at most {MAX_BIASES} are allowed")
-    for name in names:
-        if not (name.isascii() and name.isdecimal() and len(name) < 10):
-            raise fields.wrong("logit_bias", f"names {name[:20]!r}; its keys must be token ids")
-    return {int(name): biases.number(name, -100, 100, 0) for name in names}
-
-
-def _stops(fields: Fields) -> tuple[str, ...]:
-    stop = fields.get("stop")
-    stops = (stop,) if isinstance(stop, str) else tuple(fields.items("stop", MAX_STOPS))
-    if not all(isinstance(one, str) for one in stops):
-        raise fields.wrong("stop", "must be a string or a list of strings")
-    StopStrings(stops)  # raises RequestError for empty and overlong ones
-    return stops
-
-
-def _constraint(fields: Fields) -> JsonSchema | None:
-    """Returns the constraint that response_format requests."""
-    response_format = Fields(fields.object("response_format") or {}, "response_format")
-    kind = response_format.text("type", "text")
-    if kind == "text":
-        return None
-    if kind not in ("json_object", "json_schema"):
-        raise response_format.wrong("type", f"is {str(kind)[:40]!r}; it must be text, json_object or json_schema")
-    if find_spec("llguidance") is None:
-        raise fields.wrong("response_format", f"needs llguidance on the server; install it with: {INSTALL}", code="unsupported_parameter")
-    if kind == "json_object":
-        return JsonSchema({"type": "object"})
-    named = Fields(response_format.object("json_schema") or {}, "response_format.json_schema")
-    schema = named.object("schema")
-    if schema is None:
-        raise named.wrong("schema", "is missing; give the JSON schema of the answer")
-    return JsonSchema(schema)
+def _check_prediction(fields: Fields) -> None:
+    """Checks a predicted output. It is a hint for drafts, which this server makes from other sources, so it changes nothing."""
+    prediction = Fields(fields.object("prediction") or {}, "prediction")
+    if "prediction" in fields and prediction.text("type") != "content":
+        raise prediction.wrong("type", "must be 'content'")
+    content = prediction.get("content")
+    if content is not None and not isinstance(content, str):
+        for i, part in enumerate(prediction.items("content", MAX_PROMPTS)):
+            fields_of(part, f"prediction.content[{i}]").text("text")
 
 
 def _thinking(fields: Fields) -> bool:
@@ -203,12 +193,9 @@ def _thinking(fields: Fields) -> bool:
     return template.flag("enable_thinking", effort not in ("none", "minimal"))
 
 
-def _prompt(fields: Fields) -> str | tuple[int, ...]:
-    prompt = fields.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return tuple(prompt)
-    raise invalid("prompt must be one string or one list of token ids; send several prompts as several requests", "prompt")
+def _prompt(value: object) -> str | tuple[int, ...] | None:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(type(token) is int for token in value):
+        return tuple(value)
+    return None

@@ -49,9 +49,6 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
 
 def read_tools(body: Fields) -> tuple[Mapping[str, Any], ...]:
     """Returns the function declarations; none if tool_choice is "none". Raises ApiError."""
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise body.wrong("tool_choice", "must be 'auto' or 'none'; this server cannot force a call", code="unsupported_parameter")
     tools = []
     for i, item in enumerate(body.items("tools", MAX_TOOLS)):
         fields = fields_of(item, f"tools[{i}]")
@@ -66,7 +63,7 @@ def read_tools(body: Fields) -> tuple[Mapping[str, Any], ...]:
             "parameters": function.object("parameters"),
         }
         tools.append({"type": "function", "function": {key: value for key, value in declared.items() if value is not None}})
-    return () if choice == "none" else tuple(tools)
+    return () if body.get("tool_choice") == "none" else tuple(tools)
 
 
 def _content(fields: Fields) -> str:

@@ -1,0 +1,118 @@
+"""What clients can learn about the model, in the forms of OpenAI, llama-server and Ollama."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from edge_runtime.bundle.manifest import Manifest
+
+Json = dict[str, Any]
+# The release of Ollama whose API is spoken; clients read it to learn what they may send.
+OLLAMA_VERSION = "0.12.0"
+_LATEST = ":latest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """`name` is the model's id for clients, `context` its tokens per request, `sessions` how many requests run at once."""
+
+    name: str
+    context: int
+    sessions: int
+    drafter: str
+    files_format: str
+    template: str
+    manifest: Manifest
+
+    def is_called(self, name: object) -> bool:
+        """Whether a client means this model: by its name, with or without Ollama's tag."""
+        return isinstance(name, str) and name.removesuffix(_LATEST) == self.name
+
+    def openai_model(self) -> Json:
+        """Returns the model of /v1/models, with vLLM's `max_model_len` and llama-server's `meta`."""
+        facts = self.manifest.architecture
+        meta = {
+            "n_ctx": self.context,
+            "n_ctx_train": facts.context_length,
+            "n_vocab": facts.vocab_size,
+            "n_embd": facts.hidden_size,
+            "n_params": facts.parameters,
+        }
+        created = int(self._created.timestamp())
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "edge-mtp",
+            "max_model_len": self.context,
+            "meta": meta,
+        }
+
+    def props(self) -> Json:
+        """Returns llama-server's /props, as far as it applies, and what decodes."""
+        return {
+            "model_alias": self.name,
+            "default_generation_settings": {"n_ctx": self.context, "params": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}},
+            "total_slots": self.sessions,
+            "chat_template": self.template,
+            "modalities": {"vision": False, "audio": False},
+            "drafter": self.drafter,
+        }
+
+    def ollama_model(self) -> Json:
+        """Returns the model of /api/tags and /api/ps."""
+        return {
+            "name": f"{self.name}{_LATEST}",
+            "model": f"{self.name}{_LATEST}",
+            "modified_at": self._created.isoformat(),
+            "expires_at": "9999-12-31T23:59:59Z",
+            "size": sum(file.bytes for file in self.manifest.files),
+            "size_vram": 0,
+            "digest": "",
+            "context_length": self.context,
+            "details": self._details(),
+        }
+
+    def ollama_details(self) -> Json:
+        """Returns the response of /api/show."""
+        facts = self.manifest.architecture
+        return {
+            "modelfile": "",
+            "parameters": f"num_ctx {self.context}",
+            "template": self.template,
+            "modified_at": self._created.isoformat(),
+            "details": self._details(),
+            "model_info": {
+                "general.architecture": "gemma4",
+                "general.parameter_count": facts.parameters,
+                "gemma4.context_length": self.context,
+                "gemma4.embedding_length": facts.hidden_size,
+                "gemma4.block_count": facts.layers,
+            },
+            "capabilities": ["completion", "tools", "thinking"],
+        }
+
+    def ollama_version(self) -> Json:
+        """Returns the response of /api/version."""
+        return {"version": OLLAMA_VERSION}
+
+    def _details(self) -> Json:
+        facts = self.manifest.architecture
+        billions = facts.parameters / 1e9
+        return {
+            "parent_model": "",
+            "format": self.files_format,
+            "family": "gemma4",
+            "families": ["gemma4"],
+            "parameter_size": f"{billions:.1f}B" if billions >= 1 else f"{facts.parameters / 1e6:.1f}M",
+            "quantization_level": next((file.quantization or "" for file in self.manifest.files if file.role == "target"), ""),
+        }
+
+    @property
+    def _created(self) -> datetime:
+        try:
+            return datetime.fromisoformat(self.manifest.created_at)
+        except ValueError:
+            return datetime.fromtimestamp(0).astimezone()

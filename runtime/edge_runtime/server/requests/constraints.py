@@ -1,0 +1,73 @@
+"""What a request demands of the answer: JSON by `response_format`, or a call by `tool_choice`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from edge_runtime.server.requests.fields import Fields
+from edge_runtime.text.constraints import JsonSchema, ToolCalls
+from edge_runtime.text.grammar import INSTALL
+
+
+def read_constraint(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> JsonSchema | ToolCalls | None:
+    """Returns the constraint of a chat request that declares `tools`. Raises ApiError."""
+    demanded = _tool_calls(fields, tools)
+    schema = _json_schema(fields)
+    if schema is not None and tools:
+        raise fields.wrong("tools", "cannot be combined with a JSON response_format; send one of the two")
+    return demanded or schema
+
+
+def read_tool_choice(fields: Fields) -> str:
+    """Returns auto, none, required, or name:FUNCTION. Raises ApiError."""
+    choice = fields.get("tool_choice")
+    if choice is None or choice in ("auto", "none", "required"):
+        return choice or "auto"
+    if isinstance(choice, dict):
+        chosen = Fields(choice, "tool_choice")
+        if chosen.text("type") == "function":
+            name = Fields(chosen.object("function") or {}, "tool_choice.function").text("name")
+            if name:
+                return f"name:{name}"
+    raise fields.wrong("tool_choice", "must be 'auto', 'none', 'required' or a function: {'type': 'function', 'function': {'name': NAME}}")
+
+
+def _tool_calls(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> ToolCalls | None:
+    choice = read_tool_choice(fields)
+    if choice in ("auto", "none"):
+        return None
+    declared = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    if not declared:
+        raise fields.wrong("tool_choice", "demands a call, but there are no tools; declare the function")
+    if choice == "required":
+        _require_library(fields, "tool_choice")
+        return ToolCalls(tuple(declared.items()), several=fields.flag("parallel_tool_calls", True))
+    name = choice.removeprefix("name:")
+    if name not in declared:
+        raise fields.wrong("tool_choice", f"names {name[:60]!r}, which is not among the tools; declare it")
+    _require_library(fields, "tool_choice")
+    return ToolCalls(((name, declared[name]),))
+
+
+def _json_schema(fields: Fields) -> JsonSchema | None:
+    response_format = Fields(fields.object("response_format") or {}, "response_format")
+    kind = response_format.text("type", "text")
+    if kind == "text":
+        return None
+    if kind not in ("json_object", "json_schema"):
+        raise response_format.wrong("type", f"is {str(kind)[:40]!r}; it must be text, json_object or json_schema")
+    _require_library(fields, "response_format")
+    if kind == "json_object":
+        return JsonSchema({"type": "object"})
+    named = Fields(response_format.object("json_schema") or {}, "response_format.json_schema")
+    schema = named.object("schema")
+    if schema is None:
+        raise named.wrong("schema", "is missing; give the JSON schema of the answer")
+    return JsonSchema(schema)
+
+
+def _require_library(fields: Fields, name: str) -> None:
+    if find_spec("llguidance") is None:
+        raise fields.wrong(name, f"needs llguidance on the server; install it with: {INSTALL}", code="unsupported_parameter")

@@ -1,0 +1,122 @@
+"""POST /api/chat and /api/generate of Ollama: maps their fields to those of /v1/chat/completions, which are then read as such."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from edge_runtime.server.errors import invalid
+from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion
+from edge_runtime.server.requests.fields import Fields, fields_of
+from edge_runtime.server.requests.messages import MAX_CALLS, MAX_MESSAGES
+
+_IGNORED = {"keep_alive", "model"}
+_COMMON = {"format", "logprobs", "options", "stream", "think", "top_logprobs"}
+# Ollama's name -> ours. Other options choose how Ollama loads or computes a model, which this server's own options do.
+_OPTIONS = {
+    "frequency_penalty": "frequency_penalty",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "repeat_penalty": "repetition_penalty",
+    "seed": "seed",
+    "stop": "stop",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+}
+_WHOLE_CONTEXT = 1 << 31
+Json = dict[str, Any]
+
+
+def read_ollama_chat(body: Json) -> ApiRequest:
+    """Reads the body of a POST to /api/chat. Raises ApiError."""
+    fields = Fields(body)
+    fields.only(_IGNORED | _COMMON | {"messages", "tools"})
+    chat = _common(fields) | {"tools": fields.get("tools"), "messages": _messages(fields)}
+    return _streamed(read_chat(chat), fields)
+
+
+def read_ollama_generate(body: Json) -> ApiRequest:
+    """Reads the body of a POST to /api/generate. Raises ApiError."""
+    fields = Fields(body)
+    fields.only(_IGNORED | _COMMON | {"context", "images", "prompt", "raw", "suffix", "system", "template"})
+    fields.refuse("images", [], why="the model accepts text only")
+    fields.refuse("context", [], why="it is deprecated; use /api/chat")
+    fields.refuse("suffix", "")
+    fields.refuse("template", "", why="the bundle's chat template is used")
+    prompt, common = fields.text("prompt", "") or "", _common(fields)
+    if fields.flag("raw"):
+        for name in ("logprobs", "top_logprobs", "response_format", "chat_template_kwargs"):
+            common.pop(name, None)
+        return _streamed(read_completion(common | {"prompt": prompt, "max_tokens": common.get("max_tokens", _WHOLE_CONTEXT)}), fields)
+    system = fields.text("system")
+    before = [{"role": "system", "content": system}] if system else []
+    return _streamed(read_chat(common | {"messages": [*before, {"role": "user", "content": prompt}]}), fields)
+
+
+def only_loads(body: Json) -> bool:
+    """Whether a request has neither prompt nor messages: Ollama loads the model then, which is loaded here already."""
+    return not body.get("prompt") and not body.get("messages")
+
+
+def streams(body: Json) -> bool:
+    """Whether the response is streamed, which is Ollama's default."""
+    return Fields(body).flag("stream", True)
+
+
+def _common(fields: Fields) -> Json:
+    options = Fields(fields.object("options") or {}, "options")
+    chat = {ours: options.get(name) for name, ours in _OPTIONS.items() if name in options}
+    limit = options.integer("num_predict", -2, _WHOLE_CONTEXT)
+    if limit is not None and limit > 0:
+        chat["max_tokens"] = limit
+    thinking = fields.get("think")
+    if thinking not in (None, True, False, "low", "medium", "high"):
+        raise fields.wrong("think", "must be true, false, 'low', 'medium' or 'high'")
+    if thinking:
+        chat["chat_template_kwargs"] = {"enable_thinking": True}
+    form = fields.get("format")
+    if form == "json":
+        chat["response_format"] = {"type": "json_object"}
+    elif isinstance(form, dict):
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form}}
+    elif form not in (None, ""):
+        raise fields.wrong("format", "must be 'json' or a JSON schema")
+    if fields.flag("logprobs"):
+        chat |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
+    return chat
+
+
+def _messages(fields: Fields) -> list[Json]:
+    """Returns the messages; calls get ids, and results those of the calls they answer, by their names or in their order."""
+    found: list[Json] = []
+    unanswered: list[tuple[str, str]] = []
+    for i, item in enumerate(fields.items("messages", MAX_MESSAGES)):
+        message = fields_of(item, f"messages[{i}]")
+        message.refuse("images", [], why="the model accepts text only")
+        role = message.text("role") or ""
+        one: Json = {"role": role, "content": message.text("content", "")}
+        if role == "assistant":
+            one["reasoning_content"] = message.text("thinking")
+            if calls := [_call(fields_of(call, message.place("tool_calls"))) for call in message.items("tool_calls", MAX_CALLS)]:
+                one["tool_calls"] = [call | {"id": f"call_{i}_{number}"} for number, call in enumerate(calls)]
+                unanswered += [(call["function"]["name"], call["id"]) for call in one["tool_calls"]]
+        elif role == "tool":
+            name = message.text("tool_name") or message.text("name")
+            answered = next((pair for pair in unanswered if name in (None, pair[0])), None)
+            if answered is None:
+                raise invalid(f"messages[{i}] is the result of no call; send the assistant's message with the call before it", "messages")
+            unanswered.remove(answered)
+            one["tool_call_id"] = answered[1]
+        found.append(one)
+    return found
+
+
+def _call(call: Fields) -> Json:
+    function = Fields(call.object("function") or {}, call.place("function"))
+    return {"type": "function", "function": {"name": function.text("name"), "arguments": json.dumps(function.object("arguments") or {})}}
+
+
+def _streamed(request: ApiRequest, fields: Fields) -> ApiRequest:
+    return replace(request, stream=fields.flag("stream", True))

@@ -1,0 +1,159 @@
+"""POST /v1/responses: maps its fields to those of /v1/chat/completions, which are then read as such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edge_runtime.server.errors import ApiError, invalid
+from edge_runtime.server.requests.completions import ApiRequest, read_chat
+from edge_runtime.server.requests.fields import Fields, fields_of
+from edge_runtime.server.requests.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from edge_runtime.server.requests.sampling import SAMPLING_FIELDS
+
+_IGNORED = {
+    "metadata",
+    "model",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "truncation",
+    "user",
+}
+_MAPPED = {
+    "background",
+    "conversation",
+    "include",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "prompt",
+    "reasoning",
+    "stream",
+    "stream_options",
+    "text",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+}
+_LOGPROBS = "message.output_text.logprobs"
+_TEXT_PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text"}
+Json = dict[str, Any]
+
+
+def read_response(body: Json) -> ApiRequest:
+    """Reads the body of a POST to /v1/responses. Raises ApiError."""
+    fields = Fields(body)
+    fields.only(_IGNORED | _MAPPED | SAMPLING_FIELDS)
+    for name in ("previous_response_id", "conversation"):
+        fields.refuse(name, why="this server keeps no conversations; send all items as input")
+    fields.refuse("background", False)
+    fields.refuse("prompt", why="this server keeps no prompt templates; send input")
+    options = Fields(fields.object("stream_options") or {}, "stream_options")
+    options.only({"include_obfuscation"})
+    chat: Json = {name: body[name] for name in SAMPLING_FIELDS | {"stream", "parallel_tool_calls"} if body.get(name) is not None}
+    chat["messages"] = _messages(fields)
+    chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1, 1 << 31)
+    chat["tools"] = [_tool(fields_of(item, f"tools[{i}]")) for i, item in enumerate(fields.items("tools", MAX_TOOLS))]
+    chat["tool_choice"] = _tool_choice(fields)
+    chat["response_format"] = _format(Fields(fields.object("text") or {}, "text"))
+    chat["reasoning_effort"] = Fields(fields.object("reasoning") or {}, "reasoning").text("effort")
+    if "top_logprobs" in fields or _LOGPROBS in fields.items("include", 16):
+        chat |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
+    return read_chat(chat)
+
+
+def _messages(fields: Fields) -> list[Json]:
+    given = fields.get("input")
+    if isinstance(given, str):
+        messages: list[Json] = [{"role": "user", "content": given}]
+    elif isinstance(given, list):
+        messages = []
+        for i, item in enumerate(fields.items("input", MAX_MESSAGES)):
+            _add_item(messages, fields_of(item, f"input[{i}]"))
+    else:
+        raise invalid("input must be a string or a list of items", "input")
+    for message in messages:
+        message.pop("open", None)
+    if instructions := fields.text("instructions"):
+        first = messages[0] if messages else {}
+        if first.get("role") in ("system", "developer"):  # templates take one system message, at the beginning
+            first["content"] = f"{instructions}\n\n{first['content']}"
+        else:
+            messages.insert(0, {"role": "system", "content": instructions})
+    return messages
+
+
+def _add_item(messages: list[Json], item: Fields) -> None:
+    """Adds one item; thoughts, text and calls of one answer become one message."""
+    kind = item.text("type", "message")
+    if kind == "message":
+        message = {"role": item.text("role") or "", "content": _text(item, "content")}
+        if message["role"] == "assistant":
+            _answer(messages)["content"] += message["content"]
+        else:
+            messages.append(message)
+    elif kind == "reasoning":
+        thoughts = _text(item, "content") or _text(item, "summary")
+        _answer(messages)["reasoning_content"] = thoughts or None
+    elif kind == "function_call":
+        function = {"name": item.text("name") or "", "arguments": item.text("arguments") or "{}"}
+        call = {"id": item.text("call_id") or "", "type": "function", "function": function}
+        _answer(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        messages.append({"role": "tool", "tool_call_id": item.text("call_id") or "", "content": _text(item, "output")})
+    else:
+        raise item.wrong("type", f"is {str(kind)[:40]!r}; this server takes messages, reasoning, function calls and their outputs")
+
+
+def _answer(messages: list[Json]) -> Json:
+    """Returns the assistant message that the last items make up."""
+    if not (messages and messages[-1].get("open")):
+        messages.append({"role": "assistant", "content": "", "open": True})
+    return messages[-1]
+
+
+def _text(item: Fields, name: str) -> str:
+    content = item.get(name)
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [fields_of(part, item.place(f"{name}[{i}]")) for i, part in enumerate(item.items(name, MAX_PARTS))]
+    for part in parts:
+        if part.text("type") not in _TEXT_PARTS:
+            raise part.wrong("type", f"is {str(part.get('type'))[:40]!r}; the model accepts text only", code="unsupported_parameter")
+    return "".join(part.text("text") or "" for part in parts)
+
+
+def _tool(tool: Fields) -> Json:
+    if tool.text("type") != "function":
+        raise tool.wrong("type", "must be 'function'; this server runs no tools of its own", code="unsupported_parameter")
+    if not tool.text("name"):
+        raise tool.wrong("name", "is missing; name the function")
+    return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
+
+
+def _tool_choice(fields: Fields) -> object:
+    choice = fields.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(text: Fields) -> Json | None:
+    text.only({"format", "verbosity"})
+    wanted = text.object("format")
+    if wanted is None:
+        return None
+    if wanted.get("type") != "json_schema":
+        return wanted
+    if not isinstance(wanted.get("schema"), dict):
+        raise _no_schema()
+    return {"type": "json_schema", "json_schema": {"schema": wanted["schema"]}}
+
+
+def _no_schema() -> ApiError:
+    return invalid("text.format.schema is missing; give the JSON schema of the answer", "text.format.schema")

@@ -1,0 +1,1 @@
+"""Responses in the formats of the APIs, complete or streamed."""

@@ -1,0 +1,96 @@
+"""Responses of Ollama's /api/chat and /api/generate: lines of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from edge_runtime.server.engine.jobs import Finished, Output, OutputLogprob
+from edge_runtime.server.errors import ApiError
+from edge_runtime.server.responses.logprobs import chat_logprobs
+from edge_runtime.server.responses.response_format import Answer, Json, encoded
+from edge_runtime.server.responses.usage import timings
+from edge_runtime.session.stats import DecodeStats
+from edge_runtime.text.channels import Event, Text, Thought
+from edge_runtime.text.tool_calls import ToolCall
+
+_NANOSECONDS = 1_000_000_000
+
+
+class OllamaFormat:
+    """One response; `chat` says which of the two."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, model: str, *, chat: bool) -> None:
+        self._model = model
+        self._chat = chat
+
+    def begin(self) -> list[bytes]:
+        """Returns nothing: nothing precedes the text."""
+        return []
+
+    def output(self, choice: int, output: Output) -> list[bytes]:  # noqa: ARG002
+        """Returns one line."""
+        return [self._line(self._body(output.events, output.logprobs) | {"done": False})]
+
+    def end(self, choice: int, finished: Finished) -> list[bytes]:  # noqa: ARG002
+        """Returns the last line, with the reason and the figures."""
+        return [self._line(self._body((), ()) | _end(finished))]
+
+    def finish(self) -> list[bytes]:
+        """Returns nothing: the last line is the end."""
+        return []
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        """Returns the error as a line."""
+        return [encoded({"error": str(error)}) + b"\n"]
+
+    def complete(self, answers: Sequence[Answer]) -> Json:
+        """Returns the response."""
+        answer = answers[0]
+        return self._stem() | self._body(answer.events, answer.logprobs) | _end(answer.finished)
+
+    def loaded(self) -> Json:
+        """Returns the response to a request that only loads the model."""
+        return self._stem() | self._body((), ()) | {"done": True, "done_reason": "load"}
+
+    def _body(self, events: Sequence[Event], logprobs: Sequence[OutputLogprob]) -> Json:
+        text = "".join(_text_of(event) for event in events)
+        thoughts = "".join(event.text for event in events if isinstance(event, Thought))
+        calls = [event for event in events if isinstance(event, ToolCall) and event.arguments is not None]
+        body: Json = {"role": "assistant", "content": text} if self._chat else {"response": text}
+        if thoughts:
+            body["thinking"] = thoughts
+        if calls and self._chat:
+            body["tool_calls"] = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+        found: Json = {"message": body} if self._chat else body
+        return found | {"logprobs": chat_logprobs(logprobs)} if logprobs else found
+
+    def _stem(self) -> Json:
+        return {"model": self._model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+
+    def _line(self, body: Json) -> bytes:
+        return encoded(self._stem() | body) + b"\n"
+
+
+def _text_of(event: Event) -> str:
+    if isinstance(event, Text):
+        return event.text
+    return event.raw if isinstance(event, ToolCall) and event.arguments is None else ""
+
+
+def _end(finished: Finished) -> Json:
+    stats: DecodeStats = finished.stats
+    prompt, answer = stats.prefill_seconds, stats.decode_seconds
+    return {
+        "done": True,
+        "done_reason": finished.reason,
+        "total_duration": round((prompt + answer) * _NANOSECONDS),
+        "load_duration": 0,
+        "prompt_eval_count": stats.prompt_tokens,
+        "prompt_eval_duration": round(prompt * _NANOSECONDS),
+        "eval_count": stats.tokens,
+        "eval_duration": round(answer * _NANOSECONDS),
+        **timings(stats),
+    }

@@ -1,0 +1,184 @@
+"""Responses of /v1/responses: a list of items (thoughts, messages, calls), complete or as typed events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edge_runtime.server.engine.jobs import Finished, Output, OutputLogprob
+from edge_runtime.server.errors import ApiError
+from edge_runtime.server.responses.logprobs import chat_logprobs
+from edge_runtime.server.responses.response_format import Answer, Json, server_sent
+from edge_runtime.server.responses.usage import responses_usage
+from edge_runtime.text.channels import Event, Text, Thought
+from edge_runtime.text.tool_calls import ToolCall
+
+# Fields of the request that the response repeats, with their defaults.
+_REPEATED: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "reasoning": None,
+    "temperature": 1,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1,
+    "user": None,
+}
+
+
+class ResponsesFormat:
+    """One response to the request `body`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, model: str, body: Mapping[str, Any]) -> None:
+        repeated = {name: body[name] if body.get(name) is not None else default for name, default in _REPEATED.items()}
+        self._response: Json = {
+            "id": f"resp_{secrets.token_hex(16)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            **repeated,
+            "store": False,
+            "previous_response_id": None,
+            "truncation": "disabled",
+            "output": [],
+            "usage": None,
+        }
+        self._number = 0
+        self._open: Json | None = None
+        self._text = ""
+        self._logprobs: list[Json] = []
+
+    def begin(self) -> list[bytes]:
+        """Returns the events that the response was created and is in progress."""
+        return [self._event("response.created", response=self._response), self._event("response.in_progress", response=self._response)]
+
+    def output(self, choice: int, output: Output) -> list[bytes]:  # noqa: ARG002
+        """Returns the events of new output; an item begins and ends where its kind changes."""
+        pending: Sequence[OutputLogprob] = output.logprobs
+        events: list[bytes] = []
+        for event in output.events:
+            fitting, pending = (pending, ()) if isinstance(event, Text) else ((), pending)
+            events += self._add(event, chat_logprobs(fitting))
+        return events
+
+    def end(self, choice: int, finished: Finished) -> list[bytes]:  # noqa: ARG002
+        """Returns the end of the last item, and of the response."""
+        status = "completed" if finished.reason == "stop" else "incomplete"
+        events = self._close(status)
+        self._response |= {
+            "status": status,
+            "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
+            "usage": responses_usage(finished.stats, finished.thought_tokens, finished.energy),
+        }
+        return [*events, self._event(f"response.{status}", response=self._response)]
+
+    def finish(self) -> list[bytes]:
+        """Returns nothing: the response's last event is the end."""
+        return []
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        """Returns the error event and the failed response."""
+        reason = {"code": error.code or "server_error", "message": str(error)}
+        self._response |= {"status": "failed", "error": reason}
+        return [self._event("error", **reason, param=error.param), self._event("response.failed", response=self._response)]
+
+    def complete(self, answers: Sequence[Answer]) -> Json:
+        """Returns the response."""
+        answer = answers[0]
+        self.output(0, Output(events=tuple(answer.events), stats=answer.finished.stats, logprobs=tuple(answer.logprobs)))
+        self.end(0, answer.finished)
+        return self._response
+
+    def _add(self, event: Event, logprobs: list[Json]) -> list[bytes]:
+        if isinstance(event, ToolCall):
+            if event.arguments is not None:
+                return [*self._close(), *self._call(event)]
+            event = Text(event.raw)  # an unreadable call is passed on as text
+        kind = "reasoning" if isinstance(event, Thought) else "message"
+        begun = self._begin(kind)
+        assert self._open is not None
+        self._text += event.text
+        self._logprobs += logprobs
+        place = {"item_id": self._open["id"], "output_index": self._index, "content_index": 0, "delta": event.text}
+        if kind == "reasoning":
+            return [*begun, self._event("response.reasoning_text.delta", **place)]
+        return [*begun, self._event("response.output_text.delta", **place, logprobs=logprobs)]
+
+    def _begin(self, kind: str) -> list[bytes]:
+        """Opens an item, unless one of this kind is open."""
+        if self._open is not None and self._open["type"] == kind:
+            return []
+        closed = self._close()
+        if kind == "reasoning":
+            self._open = {"id": f"rs_{secrets.token_hex(12)}", "type": kind, "status": "in_progress", "summary": [], "content": []}
+        else:
+            self._open = {"id": f"msg_{secrets.token_hex(12)}", "type": kind, "role": "assistant", "status": "in_progress", "content": []}
+        self._text, self._logprobs = "", []
+        added = self._event("response.output_item.added", output_index=self._index, item=self._open)
+        place = {"item_id": self._open["id"], "output_index": self._index, "content_index": 0}
+        return [*closed, added, self._event("response.content_part.added", **place, part=self._part())]
+
+    def _close(self, status: str = "completed") -> list[bytes]:
+        """Closes the open item; its text is complete."""
+        if (item := self._open) is None:
+            return []
+        part = self._part()
+        place = {"item_id": item["id"], "output_index": self._index, "content_index": 0}
+        name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+        logprobs = {} if item["type"] == "reasoning" else {"logprobs": self._logprobs}
+        item |= {"status": status, "content": [part]}
+        events = [
+            self._event(f"response.{name}.done", **place, text=self._text, **logprobs),
+            self._event("response.content_part.done", **place, part=part),
+            self._event("response.output_item.done", output_index=self._index, item=item),
+        ]
+        self._response["output"].append(item)
+        self._open = None
+        return events
+
+    def _part(self) -> Json:
+        assert self._open is not None
+        if self._open["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": self._text}
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": list(self._logprobs)}
+
+    def _call(self, call: ToolCall) -> list[bytes]:
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        item = {
+            "id": f"fc_{secrets.token_hex(12)}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": f"call_{secrets.token_hex(8)}",
+            "name": call.name,
+            "arguments": "",
+        }
+        index, place = self._index, {"item_id": item["id"], "output_index": self._index}
+        added = self._event("response.output_item.added", output_index=index, item=item)
+        item |= {"status": "completed", "arguments": arguments}
+        self._response["output"].append(item)
+        return [
+            added,
+            self._event("response.function_call_arguments.delta", **place, delta=arguments),
+            self._event("response.function_call_arguments.done", **place, name=call.name, arguments=arguments),
+            self._event("response.output_item.done", output_index=index, item=item),
+        ]
+
+    @property
+    def _index(self) -> int:
+        return len(self._response["output"])
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        value = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return server_sent(value, kind)

@@ -1,0 +1,110 @@
+"""The `usage` object: tokens, drafts, times and energy of a request."""
+
+from __future__ import annotations
+
+from edge_devices.energy.intervals import Interval
+from edge_devices.energy.live import RunEnergy
+from edge_runtime.server.responses.response_format import Json
+from edge_runtime.session.stats import DecodeStats
+
+
+class UsageCount:
+    """The usage of a response while it is generated. `n` choices share a prompt, which counts once."""
+
+    def __init__(self, choices: int, n: int) -> None:
+        self._stats = [DecodeStats() for _ in range(choices)]
+        self._n = n
+        self._energy: RunEnergy | None = None
+
+    def update(self, choice: int, stats: DecodeStats, energy: RunEnergy | None = None) -> None:
+        """Takes the newest figures of a choice. Energy is reported for responses of one choice: it cannot be split."""
+        self._stats[choice] = stats
+        self._energy = energy if len(self._stats) == 1 else None
+
+    @property
+    def stats(self) -> DecodeStats:
+        """The sum of all choices; seconds are those of the slowest, as choices run at the same time."""
+        every = self._stats
+        if len(every) == 1:
+            return every[0]
+        return DecodeStats(
+            prompt_tokens=sum(one.prompt_tokens for one in every[:: self._n]),
+            reused_tokens=sum(one.reused_tokens for one in every[:: self._n]),
+            tokens=sum(one.tokens for one in every),
+            drafted=sum(one.drafted for one in every),
+            accepted=sum(one.accepted for one in every),
+            prefill_seconds=max(one.prefill_seconds for one in every),
+            first_token_seconds=min(one.first_token_seconds for one in every),
+            decode_seconds=max(one.decode_seconds for one in every),
+        )
+
+    def to_json(self) -> Json:
+        """Returns the `usage` object of the OpenAI API."""
+        return usage(self.stats, self._energy)
+
+
+def usage(stats: DecodeStats, energy: RunEnergy | None = None) -> Json:
+    """Returns the `usage` object: the API's counts, then our additions.
+
+    Drafts are reported as the API's predicted tokens, except that rejected drafts do not count as completion tokens.
+    """
+    counts = {
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.tokens,
+        "total_tokens": stats.prompt_tokens + stats.tokens,
+        "prompt_tokens_details": {"cached_tokens": stats.reused_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": stats.accepted,
+            "rejected_prediction_tokens": stats.drafted - stats.accepted,
+        },
+        **timings(stats),
+    }
+    return counts if energy is None else counts | {"energy": energy_usage(energy)}
+
+
+def timings(stats: DecodeStats) -> Json:
+    """Returns drafts and times, which no API has."""
+    return {
+        "drafted_tokens": stats.drafted,
+        "accepted_tokens": stats.accepted,
+        "tokens_per_second": stats.tokens_per_second,
+        "time_to_first_token_seconds": stats.first_token_seconds,
+        "prefill_seconds": stats.prefill_seconds,
+    }
+
+
+def responses_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy | None = None) -> Json:
+    """Returns the `usage` object of /v1/responses."""
+    counts = {
+        "input_tokens": stats.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": stats.reused_tokens},
+        "output_tokens": stats.tokens,
+        "output_tokens_details": {"reasoning_tokens": thought_tokens},
+        "total_tokens": stats.prompt_tokens + stats.tokens,
+        **timings(stats),
+    }
+    return counts if energy is None else counts | {"energy": energy_usage(energy)}
+
+
+def energy_usage(energy: RunEnergy) -> Json:
+    """Returns a request's energy: the machine's joules while it ran, idle power and other load included.
+
+    Joules per token are null if other requests ran at the same time.
+    """
+
+    def figure(value: Interval | None) -> Json:
+        record = value.to_json() if value else {}
+        return {"value": record.get("value"), "low": record.get("low"), "high": record.get("high")}
+
+    joules, per_token = figure(energy.joules), figure(energy.joules_per_token)
+    return {
+        "joules": joules["value"],
+        "joules_interval": [joules["low"], joules["high"]],
+        "joules_per_token": per_token["value"],
+        "joules_per_token_interval": [per_token["low"], per_token["high"]],
+        "scope": energy.facts.scope if energy.facts else None,
+        "meter": energy.facts.name if energy.facts else None,
+        "estimate": energy.facts.is_estimate if energy.facts else False,
+        "shared_with": energy.shared_with,
+        "reason": energy.reason or None,
+    }

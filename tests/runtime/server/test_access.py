@@ -1,0 +1,143 @@
+"""Who may use the server and how: websites, websockets, texts that are no text, prompts that are too long."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
+pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
+
+from chat_server import Scripted, scripted_server
+from edge_runtime.server.serve import allowed_hosts
+
+ALLOWED = "https://chat.example"
+HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+
+
+def send(server: Scripted, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    try:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        text = response.read()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, json.loads(text) if text else None
+    finally:
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Scripted]:
+    with scripted_server("Hello.", key="secret", origins=[ALLOWED]) as running:
+        yield running
+
+
+def test_an_allowed_website_may_call_with_the_key(server: Scripted) -> None:
+    preflight = {"Origin": ALLOWED, "Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization,content-type"}
+    status, headers, _ = send(server, "OPTIONS", "/v1/chat/completions", **preflight)
+    assert (status, headers["access-control-allow-origin"]) == (204, ALLOWED)
+    assert headers["access-control-allow-headers"] == "authorization,content-type"
+    assert "POST" in headers["access-control-allow-methods"]
+    status, headers, body = send(server, "POST", "/v1/chat/completions", HI, Origin=ALLOWED, Authorization="Bearer secret")
+    assert (status, headers["access-control-allow-origin"]) == (200, ALLOWED)
+    assert body["choices"][0]["message"]["content"] == "Hello."
+    status, headers, _ = send(server, "POST", "/v1/chat/completions", HI, Origin=ALLOWED)
+    assert (status, headers["access-control-allow-origin"]) == (401, ALLOWED), "the script may read why"
+
+
+def test_other_websites_may_not(server: Scripted) -> None:
+    for origin in ("https://chat.example.evil", "http://chat.example", "null", "https://other.example"):
+        status, headers, _ = send(server, "OPTIONS", "/v1/models", Origin=origin, Access_Control_Request_Method="GET")
+        assert (status, "access-control-allow-origin" in headers) == (403, False)
+
+
+def test_names_of_the_host_header() -> None:
+    assert allowed_hosts("127.0.0.1") == {"localhost", "127.0.0.1", "::1"}
+    assert allowed_hosts("0.0.0.0") is None
+    assert allowed_hosts("0.0.0.0", ["My.Name"]) == {"localhost", "127.0.0.1", "::1", "0.0.0.0", "my.name"}
+
+
+def test_a_websocket_is_refused(server: Scripted) -> None:
+    upgrade = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec_WebSocket_Version": "13",
+        "Sec_WebSocket_Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+    }
+    status, _, body = send(server, "GET", "/", **upgrade)
+    assert (status, body["error"]["code"]) == (400, "no_websocket")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/api/chat", "/tokenize"])
+def test_a_name_that_is_no_text_is_a_clients_mistake(server: Scripted, path: str) -> None:
+    status, _, body = send(server, "POST", path, b'{"\\ud800": 1}', Authorization="Bearer secret")
+    assert status == 400
+    assert "not supported" in str(body["error"])
+
+
+def test_half_a_surrogate_in_a_message_is_replaced(server: Scripted) -> None:
+    body = b'{"messages": [{"role": "user", "content": "a\\ud800b"}], "temperature": 0}'
+    assert send(server, "POST", "/v1/chat/completions", body, Authorization="Bearer secret")[0] == 200
+
+
+def test_tokens_and_model_details() -> None:
+    with scripted_server("Hello.") as server:
+        _, _, body = send(server, "POST", "/tokenize", {"content": "hé"})
+        assert body == {"tokens": [2, *(100 + byte for byte in "hé".encode())], "count": 4, "max_model_len": 2048}
+        assert send(server, "POST", "/detokenize", {"tokens": body["tokens"]})[2]["content"] == "<bos>hé"
+        chat = send(server, "POST", "/tokenize", {"messages": HI["messages"]})[2]
+        usage = send(server, "POST", "/v1/chat/completions", HI)[2]["usage"]
+        assert chat["count"] == usage["prompt_tokens"]
+        assert send(server, "POST", "/detokenize", {"tokens": [10**6]})[0] == 400
+        assert send(server, "GET", "/props")[2]["default_generation_settings"]["n_ctx"] == 2048
+        assert send(server, "GET", "/v1/models")[2]["data"][0]["max_model_len"] == 2048
+
+
+def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenized() -> None:
+    with scripted_server("Hello.", count=2) as server:
+        vocabulary = server.worker._sessions[0].vocabulary
+        texts: list[int] = []
+        encode = vocabulary.encode
+        vocabulary.encode = lambda text, **options: (texts.append(len(text)), encode(text, **options))[1]  # type: ignore[method-assign]
+        for path, body in {
+            "/v1/completions": {"prompt": "word " * 400_000},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "word " * 400_000}]},
+        }.items():
+            status, _, found = send(server, "POST", path, body)
+            assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+        assert max(texts, default=0) < 100_000
+
+
+def test_a_slow_tokenizer_delays_nobodys_rounds() -> None:
+    with scripted_server("x" * 300, count=2) as server:
+        vocabulary = server.worker._sessions[0].vocabulary
+        encode, slow, going = vocabulary.encode, threading.Event(), threading.Event()
+
+        def wait(text: str, **options: Any) -> list[int]:
+            if "slow" in text:
+                slow.set()
+                going.wait(30)
+            return encode(text, **options)
+
+        vocabulary.encode = wait  # type: ignore[method-assign]
+        server.together.before_forward = lambda: time.sleep(0.002)
+        done: list[int] = []
+        first = threading.Thread(target=lambda: done.append(send(server, "POST", "/v1/chat/completions", HI)[0]))
+        first.start()
+        while server.worker.load()[0] == 0:
+            time.sleep(0.001)
+        second = threading.Thread(target=lambda: send(server, "POST", "/v1/completions", {"prompt": "slow"}))
+        second.start()
+        slow.wait(30)
+        first.join()
+        assert done == [200], "it ended while the other prompt was being tokenized"
+        going.set()
+        second.join()

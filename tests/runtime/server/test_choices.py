@@ -1,0 +1,129 @@
+"""Several answers, log probabilities and demanded calls, over scripted chats."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
+pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
+openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
+
+from chat_server import Scripted, scripted_server
+
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+def client_of(server: Scripted) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+def ask(server: Scripted, **fields: Any) -> Any:
+    return client_of(server).chat.completions.create(**{"model": "scripted", "messages": HI, "temperature": 0, **fields})
+
+
+def test_n_answers_have_their_numbers_and_one_prompt() -> None:
+    with scripted_server("hello", count=2) as server:
+        answer = ask(server, n=3)
+        assert [(choice.index, choice.message.content) for choice in answer.choices] == [(i, "hello") for i in range(3)]
+        one = ask(server)
+        assert answer.usage.prompt_tokens == one.usage.prompt_tokens
+        assert answer.usage.completion_tokens == 3 * one.usage.completion_tokens
+        chunks = list(ask(server, n=3, stream=True, stream_options={"include_usage": True}))
+        for i in range(3):
+            mine = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == i]
+            assert "".join(choice.delta.content or "" for choice in mine) == "hello"
+            assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["stop"]
+        assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
+        with pytest.raises(openai.BadRequestError, match="at most 6"):
+            ask(server, n=7)
+
+
+def test_log_probabilities_are_those_of_the_answers_tokens() -> None:
+    with scripted_server("<|channel>thought\nhm<channel|>né, end") as server:
+        choice = ask(server, logprobs=True, top_logprobs=3, stop=", en").choices[0]
+        entries = choice.logprobs.content
+        assert (choice.message.content, b"".join(bytes(entry.bytes) for entry in entries)) == ("né", "né".encode())
+        assert all(-1e-6 < entry.logprob <= 0 for entry in entries), "the script is certain"
+        for entry in entries:
+            assert len(entry.top_logprobs) == 3
+            assert entry.top_logprobs[0].bytes == entry.bytes
+            assert entry.top_logprobs[1].logprob == pytest.approx(-100, abs=0.1)
+        chunks = list(ask(server, logprobs=True, stream=True))
+        streamed = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+        assert b"".join(bytes(entry.bytes) for entry in streamed) == "né, end".encode()
+        assert ask(server).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_call_is_made(stream: bool) -> None:
+    """The script wants to chat; the grammar leaves it no choice but a call, whose free parts the model fills with its blanks."""
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    parameters = {
+        "type": "object",
+        "properties": {"zone": {"enum": ["UTC", "CET"]}, "day": {"const": 3}, "exact": {"type": "boolean"}},
+        "required": ["zone", "day", "exact"],
+    }
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("now", "then")]
+    with scripted_server("I would rather chat.") as server:
+        for choice in ("required", {"type": "function", "function": {"name": "then"}}):
+            answer = ask(server, tools=tools, tool_choice=choice, parallel_tool_calls=False, stream=stream, max_tokens=200)
+            if stream:
+                chunks = [chunk.choices[0] for chunk in answer]
+                calls, reason = [call for chunk in chunks for call in chunk.delta.tool_calls or []], chunks[-1].finish_reason
+            else:
+                calls, reason = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
+            assert (len(calls), reason) == (1, "tool_calls")
+            assert calls[0].function.name in ({"now", "then"} if choice == "required" else {"then"})
+            arguments = json.loads(calls[0].function.arguments)
+            assert set(arguments) == {"zone", "day", "exact"}
+            assert arguments["zone"] in ("UTC", "CET")
+            assert arguments["day"] == 3
+            assert type(arguments["exact"]) is bool
+
+
+def test_several_prompts_have_an_answer_each(several: str) -> None:
+    client = openai.OpenAI(base_url=f"{several}/v1", api_key="none", max_retries=0, timeout=120)
+    prompts = ["def add(a, b):", "class Stack:"]
+
+    def complete(prompt: Any, **fields: Any) -> Any:
+        return client.completions.create(model="any", prompt=prompt, max_tokens=12, temperature=0, **fields)
+
+    alone = [complete(prompt).choices[0].text for prompt in prompts]
+    together = complete(prompts)
+    assert [choice.text for choice in together.choices] == alone
+    assert [choice.text for choice in complete(prompts, n=2).choices] == [alone[0], alone[0], alone[1], alone[1]]
+    streamed = ["", ""]
+    for chunk in complete(prompts, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == alone
+    sampled = client.completions.create(model="any", prompt="#", max_tokens=12, temperature=1, seed=5, n=3)
+    assert len({choice.text for choice in sampled.choices}) > 1, "each choice has a seed of its own"
+
+
+def test_log_probabilities_of_the_pair(several: str) -> None:
+    client = openai.OpenAI(base_url=f"{several}/v1", api_key="none", max_retries=0, timeout=120)
+    choice = client.completions.create(model="any", prompt="def add(a, b):", max_tokens=20, temperature=0, logprobs=5).choices[0]
+    logprobs = choice.logprobs
+    assert "".join(logprobs.tokens) == choice.text
+    assert [choice.text[at : at + len(token)] for at, token in zip(logprobs.text_offset, logprobs.tokens, strict=True)] == logprobs.tokens
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert logprob == max(top.values()) == top[token], "greedy takes the likeliest"
+        assert sum(math.exp(value) for value in top.values()) <= 1 + 1e-6
+
+
+def test_a_demanded_call_of_the_pair(several: str) -> None:
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    client = openai.OpenAI(base_url=f"{several}/v1", api_key="none", max_retries=0, timeout=120)
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["ok"]}
+    tools: Any = [{"type": "function", "function": {"name": "count", "parameters": parameters}}]
+    for drawing in ({"temperature": 0}, {"temperature": 1, "seed": 1}):
+        answer = client.chat.completions.create(
+            model="any", messages=HI, tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=100, **drawing
+        )
+        arguments = json.loads(answer.choices[0].message.tool_calls[0].function.arguments)
+        assert type(arguments["ok"]) is bool
+        assert set(arguments) <= {"n", "ok"}

@@ -1,0 +1,86 @@
+"""POST /v1/responses through the openai client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
+pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
+openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
+
+from chat_server import Scripted, scripted_server
+
+CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
+TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}]
+
+
+def respond(server: Scripted, **fields: Any) -> Any:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
+    return client.responses.create(**{"model": "scripted", "input": "hi", "temperature": 0, **fields})
+
+
+def test_a_response_has_thoughts_text_and_calls_as_items() -> None:
+    with scripted_server(f"<|channel>thought\nclock<channel|>so {CALL}<|tool_response>", "noon") as server:
+        first = respond(server, tools=TOOLS, instructions="Be brief.", metadata={"a": "b"})
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        assert (first.status, first.output_text, first.output[0].content[0].text) == ("completed", "so ", "clock")
+        assert (first.instructions, first.metadata, first.store) == ("Be brief.", {"a": "b"}, False)
+        call = first.output[2]
+        assert (call.name, json.loads(call.arguments)) == ("now", {"zone": "UTC"})
+        assert first.usage.output_tokens_details.reasoning_tokens == len("thought\nclock") + 1
+        items = [{"role": "user", "content": "hi"}, *(item.model_dump(exclude_none=True) for item in first.output)]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
+        assert respond(server, tools=TOOLS, input=[*items, result]).output_text == "noon"
+
+
+def test_a_stream_is_the_same_in_events() -> None:
+    with scripted_server(f"<|channel>thought\nclock<channel|>so {CALL}<|tool_response>") as server:
+        events = list(respond(server, tools=TOOLS, stream=True))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "so "
+        assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "clock"
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [item.id for item in done] == [item.id for item in events[-1].response.output]
+        assert json.loads(next(e.arguments for e in events if e.type == "response.function_call_arguments.done")) == {"zone": "UTC"}
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        with client, client.responses.stream(model="scripted", input="hi", tools=TOOLS) as stream:
+            for _ in stream:
+                pass
+            assert stream.get_final_response().output_text == "so ", "the client's own accumulation"
+
+
+def test_limits_and_log_probabilities() -> None:
+    with scripted_server("Hello, friend.") as server:
+        cut = respond(server, max_output_tokens=5, include=["message.output_text.logprobs"], top_logprobs=2)
+        assert (cut.status, cut.incomplete_details.reason, cut.output_text) == ("incomplete", "max_output_tokens", "Hello")
+        assert "".join(entry.token for entry in cut.output[0].content[0].logprobs) == "Hello"
+        assert len(cut.output[0].content[0].logprobs[0].top_logprobs) == 2
+
+
+def test_json_is_demanded_as_text_format() -> None:
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    schema = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"], "additionalProperties": False}
+    with scripted_server('{"ok":true}') as server:
+        answer = respond(server, text={"format": {"type": "json_schema", "name": "x", "schema": schema}}, max_output_tokens=50)
+        assert json.loads(answer.output_text) == {"ok": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"previous_response_id": "resp_1"}, "keeps no conversations"),
+        ({"background": True}, "not supported"),
+        ({"tools": [{"type": "web_search"}]}, "no tools of its own"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "takes messages"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text only"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "earlier message"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "schema is missing"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(fields: Any, says: str) -> None:
+    with scripted_server("ok") as server, pytest.raises(openai.BadRequestError, match=says):
+        respond(server, **fields)
