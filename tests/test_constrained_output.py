@@ -78,7 +78,7 @@ def test_greedy_output_is_valid_and_that_of_plain_decoding(session: Session, nam
         assert generation.stats.accepted > 0
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "match"])
+@pytest.mark.parametrize("acceptance", ["block", "rejection", "match"])
 @pytest.mark.parametrize("name", CASES)
 def test_sampled_output_is_valid(session: Session, name: str, acceptance: str) -> None:
     constraint, check = CASES[name]

@@ -89,7 +89,7 @@ class Soak:
             max_tokens=chance.choice((1, 8, 64, 200, 400)),
             draft_length=chance.randint(0, self.session.settings.longest_draft) if fixed else None,
             sampling=SamplingParams(temperature=0.9, top_p=0.95, seed=chance.randrange(1 << 30)) if sampled else GREEDY_PARAMS,
-            acceptance=chance.choice(("rejection", "match")),
+            acceptance=chance.choice(("block", "rejection", "match")),
             reuse_prefix=chance.random() < 0.3,
             stop=("return",) if chance.random() < 0.1 else (),
             on_round=self._failing if chance.random() < 0.02 else None,

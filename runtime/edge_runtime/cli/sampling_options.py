@@ -51,7 +51,7 @@ sampling_options = option_group(
         "--acceptance",
         type=click.Choice(ACCEPTANCE_METHODS),
         default=DEFAULT_ACCEPTANCE,
-        help="How sampled drafts are verified: rejection sampling, or match with the token that the target samples.",
+        help="How sampled drafts are verified: as a block, one by one (rejection), or by match with the token that the target samples.",
     ),
     click.option("--json-schema", metavar="FILE|JSON", help="Generate only JSON that matches this schema."),
     click.option("--grammar", metavar="FILE", type=click.Path(path_type=Path), help="Generate only text that this GBNF grammar allows."),

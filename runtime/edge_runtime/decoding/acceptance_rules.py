@@ -1,4 +1,4 @@
-"""Acceptance rules: how a request samples its drafts and which are accepted: greedy, by match, or by rejection sampling."""
+"""Acceptance rules: how a request samples its drafts and which are accepted: greedy, by match, by rejection sampling, or as a block."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_match, accept_by_rejection, accept_greedy
+from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_block, accept_by_match, accept_by_rejection, accept_greedy
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import NothingToDraw, Sampler, SamplingParams
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, Logits
 
-ACCEPTANCE_METHODS = ("rejection", "match")
 # The faster one at temperatures 0.3, 0.7 and 1.0 (scripts/benchmarks/bench_sampling.py; README, results).
-DEFAULT_ACCEPTANCE = "rejection"
+DEFAULT_ACCEPTANCE = "block"
 
 
 class AcceptanceRule(Protocol):
@@ -120,10 +119,13 @@ class RejectionRule(_SampledRule):
         if self._drawn != list(drafts[: len(self._drawn)]):
             raise BackendError(f"the drafter drew {self._drawn} but returned {list(drafts)}; it must return all tokens it drew, in order")
         proposed = [*self._proposed, *(Distribution.certain(draft) for draft in drafts[len(self._drawn) :])]
-        result = accept_by_rejection(drafts, proposed, lambda position: self._target(drafts, logits, position), self._random)
+        result = self._verdict(drafts, proposed, lambda position: self._target(drafts, logits, position))
         self._proposed.clear()
         self._remember([*drafts[: result.accepted], result.next_token])
         return result
+
+    def _verdict(self, drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution]) -> VerifyResult:
+        return accept_by_rejection(drafts, proposed, target, self._random)
 
     def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
         try:
@@ -135,6 +137,19 @@ class RejectionRule(_SampledRule):
         return self._drawn[-1]
 
 
+class BlockRule(RejectionRule):
+    """Drafts as `RejectionRule`, and accepts them by block verification, which keeps more of them."""
+
+    def _verdict(self, drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution]) -> VerifyResult:
+        return accept_by_block(drafts, proposed, target, self._random)
+
+
+_SAMPLED_RULES: dict[str, type[BlockRule | RejectionRule | MatchRule]] = {
+    "block": BlockRule,
+    "rejection": RejectionRule,
+    "match": MatchRule,
+}
+ACCEPTANCE_METHODS = tuple(_SAMPLED_RULES)
 GREEDY = GreedyRule()
 
 
@@ -146,4 +161,4 @@ def acceptance_rule(params: SamplingParams, method: str, past: Sequence[int]) ->
     if params.temperature == 0 and not sampler.adjusts:
         return GREEDY
     random = np.random.default_rng(params.seed).random
-    return (RejectionRule if method == "rejection" else MatchRule)(sampler, past, random)
+    return _SAMPLED_RULES[method](sampler, past, random)

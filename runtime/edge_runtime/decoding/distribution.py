@@ -49,8 +49,15 @@ class Distribution:
 
         Returns `self` if nothing is left, as for equal distributions.
         """
-        left = np.maximum(self.probabilities - other._at(self.tokens), 0.0)
-        return Distribution.proportional(self.tokens, left) if left.any() else self
+        return self.proportional_to(self.excess(other))
+
+    def excess(self, other: Distribution, share: float = 1.0) -> Weights:
+        """Returns max(share * self - other, 0) at each of `tokens`, float64 [n], not normalised."""
+        return np.maximum(share * self.probabilities - other._at(self.tokens), 0.0)
+
+    def proportional_to(self, weights: Weights) -> Distribution:
+        """Returns the distribution over `tokens` in proportion to `weights` float64 [n], `self` if all are 0."""
+        return Distribution.proportional(self.tokens, weights) if weights.any() else self
 
     def _at(self, tokens: Tokens) -> Weights:
         if np.array_equal(tokens, self.tokens):  # usually two complete vocabularies

@@ -23,6 +23,9 @@ PENALTY_WINDOW = 64
 # Far above any logit and far below the float32 limit, so that no sum overflows.
 MOST_PENALTY = 1e6
 
+# Logits per block in the search for the greatest ones.
+_BLOCK = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -168,10 +171,24 @@ def _top_k(row: Logits, k: int) -> Tokens:
     """Returns ascending indices of the k greatest logits (0: all that are not banned); of equal ones at the threshold the first."""
     if not 0 < k < row.size:
         return np.arange(row.size) if row.min() > -np.inf else np.flatnonzero(row > -np.inf)
-    edge = np.partition(row, -k)[-k]
-    above = np.flatnonzero(row > edge)
-    level = np.flatnonzero(row == edge)[: k - len(above)]
+    candidates = _above_bound(row, k)
+    values = row[candidates]
+    edge = np.partition(values, -k)[-k]
+    above = candidates[values > edge]
+    level = candidates[values == edge][: k - len(above)]
     return np.sort(np.concatenate([above, level]))
+
+
+def _above_bound(row: Logits, k: int) -> Tokens:
+    """Returns ascending indices of at least the k greatest logits and all that equal the least of them, few of a large vocabulary.
+
+    Each of the k blocks with the greatest maxima has a logit of at least the k-th maximum, so the k greatest logits are no less.
+    """
+    blocks = row.size // _BLOCK
+    if blocks <= k:
+        return np.arange(row.size)
+    maxima = row[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
+    return np.flatnonzero(row >= np.partition(maxima, -k)[-k])
 
 
 def _nucleus(weights: Weights, share: float) -> Tokens:

@@ -10,13 +10,14 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
 
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, MatchRule, RejectionRule, acceptance_rule
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, MatchRule, RejectionRule, acceptance_rule
 from edge_runtime.decoding.constrained_acceptance import constrained
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.prompt_lookup import LookupDrafter
 from edge_runtime.errors import RequestError
 from edge_runtime.text.constraints import Constraint, Regex
 from edge_runtime.text.grammar import Grammars
+from enumeration import Choices, distribution_of
 from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, chi_square_p, random_rows, write
 from tables import TableVocabulary
 
@@ -104,7 +105,7 @@ def test_sampled_keeps_the_distribution(pattern, method, drafter):
     params = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.4)
     target, random = StochasticTarget(TARGET), np.random.default_rng(21).random
     opened = DRAFTERS[drafter](target) if drafter else None
-    rule = {"rejection": RejectionRule, "match": MatchRule}[method]
+    rule = {"block": BlockRule, "rejection": RejectionRule, "match": MatchRule}[method]
     observed = Counter(run(target, opened, rule(Sampler(params), PROMPT, random), pattern, length=3) for _ in range(RUNS))
     assert chi_square_p(observed, exact(params, pattern)) > 1e-3
 
@@ -236,3 +237,18 @@ def test_the_targets_logits_stay_as_they_are():
     for rule in (GREEDY, acceptance_rule(SamplingParams(seed=1), "rejection", PROMPT)):
         constrained(rule, constrain("a+")).accept([0], rows)
         assert np.array_equal(rows, before)
+
+
+@pytest.mark.parametrize("drafter", ["random", "sparse", "certain"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_block_verification_keeps_the_distribution_exactly(pattern, drafter, monkeypatch):
+    """By enumeration of everything that the implementation can do."""
+    params = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.4)
+
+    def once(choices: Choices) -> tuple[int, ...]:
+        target = StochasticTarget(TARGET)
+        rule = BlockRule(Sampler(params), PROMPT, choices.uniform)
+        return run(target, DRAFTERS[drafter](target), rule, pattern, length=2)
+
+    found, wanted = distribution_of(once, monkeypatch), exact(params, pattern)
+    assert max(abs(found.get(outcome, 0.0) - wanted.get(outcome, 0.0)) for outcome in {*found, *wanted}) < 1e-12

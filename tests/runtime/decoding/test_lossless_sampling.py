@@ -13,7 +13,7 @@ import pytest
 
 from edge_runtime.decoding import acceptance_rules as rules
 from edge_runtime.decoding.acceptance import VerifyResult
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, MatchRule, RejectionRule
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, BlockRule, MatchRule, RejectionRule
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
 from edge_runtime.errors import BackendError
@@ -63,7 +63,7 @@ def count(drafter: str | None, params: SamplingParams, make_rule, *, seed: int, 
 
 
 def rule_class(method: str):
-    return {"rejection": RejectionRule, "match": MatchRule}[method]
+    return {"block": BlockRule, "rejection": RejectionRule, "match": MatchRule}[method]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -213,10 +213,11 @@ def test_leaving_drafts_unverified_keeps_the_distribution(method):
     assert (left_out > 0) == (method == "match")
 
 
-def test_the_chi_square_sees_why_rejection_must_verify_all_drafts(monkeypatch):
+@pytest.mark.parametrize("method", ["block", "rejection"])
+def test_the_chi_square_sees_why_rejection_must_verify_all_drafts(method, monkeypatch):
     """What a draft made the drafter think of the next one says what was drawn: to drop it then is to draw again."""
     monkeypatch.setattr(RejectionRule, "accept", forgiving(RejectionRule.accept))
-    likely, left_out = choosy("rejection", bold=True)
+    likely, left_out = choosy(method, bold=True)
     assert left_out > 0
     assert likely < BIASED
 

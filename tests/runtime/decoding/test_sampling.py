@@ -183,3 +183,13 @@ def test_equal_distributions_leave_the_distribution_itself():
     whole = Distribution.proportional(np.arange(3), np.array([1.0, 2.0, 3.0]))
     assert whole.less(whole) is whole
     assert whole.less(Distribution.certain(1)).tokens.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("k", [1, 3, 40])
+def test_top_k_of_a_large_vocabulary_is_that_of_a_sort(k):
+    random = np.random.default_rng(k)
+    for distinct in (5, 50, 10**6):
+        row = (random.integers(0, distinct, 20000) / distinct).astype(np.float32)
+        row[random.integers(0, row.size, 100)] = -np.inf
+        found = Sampler(SamplingParams(top_k=k))(row).tokens
+        assert found.tolist() == sorted(np.argsort(-row, kind="stable")[:k].tolist())

@@ -187,7 +187,7 @@ def test_a_policy_is_told_what_happened():
     assert rounds[:3] == [2, 6, 6]
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "match"])
+@pytest.mark.parametrize("acceptance", ["block", "rejection", "match"])
 def test_a_seed_repeats_a_sampled_run(acceptance):
     # The scripted logits are one against zeros: a flat distribution, so two seeds agree by no chance worth naming.
     def run(seed: int) -> list[int]:

@@ -1,0 +1,151 @@
+"""Block verification proven by enumeration: the exact distribution of what the implementation writes, to the twelfth place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edge_runtime.decoding.acceptance import accept_by_block, accept_by_rejection
+from edge_runtime.decoding.acceptance_rules import BlockRule, RejectionRule
+from edge_runtime.decoding.distribution import Distribution
+from edge_runtime.decoding.sampling import Sampler, SamplingParams
+from enumeration import Choices, distribution_of
+from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, exact, random_rows, write
+
+SIZE, PROMPT = 3, [1, 2]
+TARGET = random_rows(1, SIZE)
+EXACT = 1e-12
+
+OPTIONS = {
+    "plain": SamplingParams(),
+    "temperature": SamplingParams(temperature=0.6),
+    "top-k": SamplingParams(top_k=2),
+    "top-p": SamplingParams(top_p=0.8),
+    "min-p": SamplingParams(min_p=0.2),
+    "penalties": SamplingParams(repetition_penalty=1.5, frequency_penalty=0.6, presence_penalty=0.5, penalty_window=2),
+    "bias": SamplingParams(logit_bias={0: 1.5, 2: -np.inf}),
+    "all": SamplingParams(temperature=0.8, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=-0.3, logit_bias={2: 1.0}),
+}
+DRAFTERS = {
+    "right": lambda target: StochasticDrafter(target, TARGET),
+    "wrong": lambda target: StochasticDrafter(target, lambda context: -TARGET(context)),
+    "random": lambda target: StochasticDrafter(target, random_rows(2, SIZE)),
+    "sparse": lambda target: StochasticDrafter(target, random_rows(3, SIZE), support=lambda c: [(c[-1] + 2) % SIZE, (c[-1] + 1) % SIZE]),
+    "certain": lambda target: CertainDrafter(target, random_rows(4, SIZE)),
+}
+
+
+class StoppingDrafter(StochasticDrafter):
+    """Ends a draft after any token 0: how long a draft is depends on what was drawn."""
+
+    def draft(self, last, draft_length, sampler=None, should_continue=None):
+        drawn: list[int] = []
+        return super().draft(last, draft_length, lambda *row: drawn.append(sampler(*row)) or drawn[-1], lambda _: drawn[-1] != 0)
+
+
+class ExtendedDrafter(StochasticDrafter):
+    """Appends a token that was not drawn, depending on what was."""
+
+    def draft(self, last, draft_length, sampler=None, should_continue=None):
+        drafts = super().draft(last, draft_length - 1, sampler)
+        return [*drafts, (sum(drafts) + last) % SIZE]
+
+
+DRAFTERS["stopping"] = lambda target: StoppingDrafter(target, random_rows(5, SIZE))
+DRAFTERS["extended"] = lambda target: ExtendedDrafter(target, random_rows(6, SIZE))
+
+
+def written(monkeypatch, rule, drafter, params, *, length, tokens):
+    def run(choices: Choices) -> tuple[int, ...]:
+        target = StochasticTarget(TARGET)
+        return write(
+            target, DRAFTERS[drafter](target), PROMPT, rule(Sampler(params), PROMPT, choices.uniform), length=length, tokens=tokens
+        )
+
+    return distribution_of(run, monkeypatch)
+
+
+def largest_difference(found, wanted) -> float:
+    return max(abs(found.get(outcome, 0.0) - wanted.get(outcome, 0.0)) for outcome in {*found, *wanted})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_keeps_the_distribution_exactly(name, monkeypatch):
+    found = written(monkeypatch, BlockRule, "random", OPTIONS[name], length=2, tokens=3)
+    assert largest_difference(found, exact(TARGET, OPTIONS[name], PROMPT, 3)) < EXACT
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_keeps_the_distribution_exactly(drafter, monkeypatch):
+    found = written(monkeypatch, BlockRule, drafter, OPTIONS["all"], length=3, tokens=4)
+    assert largest_difference(found, exact(TARGET, OPTIONS["all"], PROMPT, 4)) < EXACT
+
+
+def test_the_enumeration_sees_a_wrong_rule(monkeypatch):
+    """The residual of token-by-token rejection does not fit block verification."""
+    monkeypatch.setattr(Distribution, "excess", lambda self, other, share=1.0: np.maximum(self.probabilities - other._at(self.tokens), 0.0))
+    found = written(monkeypatch, BlockRule, "random", OPTIONS["plain"], length=2, tokens=3)
+    assert largest_difference(found, exact(TARGET, OPTIONS["plain"], PROMPT, 3)) > 1e-3
+
+
+def accepted_on_average(monkeypatch, accept, p, q, length) -> float:
+    """Expected accepted drafts of one round; `p` and `q` give the distributions after a context."""
+
+    def run(choices: Choices) -> int:
+        drafts: list[int] = []
+        for _ in range(length):
+            drafts.append(q(drafts).draw(choices.uniform()))
+        proposed = [q(drafts[:i]) for i in range(length)]
+        return accept(drafts, proposed, lambda i: p(drafts[:i]), choices.uniform).accepted
+
+    return sum(accepted * share for accepted, share in distribution_of(run, monkeypatch).items())
+
+
+def random_model(seed: int, sharpness: float):
+    table: dict[tuple[int, ...], Distribution] = {}
+    random = np.random.default_rng(seed)
+
+    def after(context) -> Distribution:
+        if tuple(context) not in table:
+            table[tuple(context)] = Distribution.proportional(np.arange(SIZE), random.dirichlet(np.full(SIZE, sharpness)))
+        return table[tuple(context)]
+
+    return after
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_never_fewer_tokens_than_token_by_token(length, monkeypatch):
+    gains = []
+    for seed in range(12):
+        p, q = random_model(seed, 0.7), random_model(100 + seed, 0.7)
+        block, tokenwise = (accepted_on_average(monkeypatch, accept, p, q, length) for accept in (accept_by_block, accept_by_rejection))
+        gains.append(block / tokenwise)
+    assert min(gains) > 1 - 1e-9
+    assert length == 1 or max(gains) > 1.05
+
+
+def test_a_likely_token_makes_up_for_an_unlikely_one(monkeypatch):
+    """The example of the paper's figure 1: independent tokens, p = (1/3, 2/3), q = (2/3, 1/3)."""
+    p, q = (Distribution(np.arange(2), np.array(row)) for row in ([1 / 3, 2 / 3], [2 / 3, 1 / 3]))
+    models = (lambda _: p, lambda _: q, 2)
+    assert accepted_on_average(monkeypatch, accept_by_rejection, *models) == pytest.approx(10 / 9)
+    assert accepted_on_average(monkeypatch, accept_by_block, *models) == pytest.approx(11 / 9)
+
+
+def test_one_draft_is_judged_as_by_rejection(monkeypatch):
+    found = [written(monkeypatch, rule, "random", OPTIONS["all"], length=1, tokens=2) for rule in (BlockRule, RejectionRule)]
+    assert largest_difference(*found) < EXACT
+
+
+def test_a_draft_that_is_the_target_is_accepted_whole(monkeypatch):
+    p = random_model(3, 0.7)
+    assert accepted_on_average(monkeypatch, accept_by_block, p, p, 3) == pytest.approx(3)
+
+
+def test_nothing_after_an_impossible_draft_is_read():
+    def target(position: int) -> Distribution:
+        assert position == 0
+        return Distribution.certain(1)
+
+    verdict = accept_by_block([0, 1], [Distribution.certain(0), Distribution.certain(1)], target, lambda: 0.5)
+    assert (verdict.accepted, verdict.next_token) == (0, 1)

@@ -1,0 +1,89 @@
+"""The exact distribution of what a random procedure returns: runs it once for every sequence of its random choices.
+
+The procedure takes its uniform numbers from `Choices.uniform` and draws from `Distribution.draw`, which `Choices.patch` replaces. A number
+is never drawn: a comparison with it is a choice between two outcomes of known probability.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+
+from edge_runtime.decoding.distribution import Distribution
+
+Outcome = TypeVar("Outcome", bound=Hashable)
+
+
+class Choices:
+    """The choices of one run: the first are given, the others take their first outcome."""
+
+    def __init__(self, given: Sequence[int]) -> None:
+        self._given = given
+        self.taken: list[tuple[int, Sequence[float]]] = []
+
+    def choose(self, probabilities: Sequence[float]) -> int:
+        place = len(self.taken)
+        index = self._given[place] if place < len(self._given) else next(i for i, share in enumerate(probabilities) if share > 0)
+        self.taken.append((index, probabilities))
+        return index
+
+    def uniform(self) -> Any:
+        return _Uniform(self, 1.0)
+
+    @property
+    def probability(self) -> float:
+        product = 1.0
+        for index, probabilities in self.taken:
+            product *= probabilities[index]
+        return product
+
+    def following(self) -> list[int] | None:
+        """The choices of the next run, in lexical order; None after the last."""
+        for place in range(len(self.taken) - 1, -1, -1):
+            index, probabilities = self.taken[place]
+            if (more := next((i for i in range(index + 1, len(probabilities)) if probabilities[i] > 0), None)) is not None:
+                return [*(earlier for earlier, _ in self.taken[:place]), more]
+        return None
+
+
+@dataclass(frozen=True)
+class _Uniform:
+    """A uniform number in [0, scale) that is not drawn."""
+
+    choices: Choices
+    scale: float
+
+    def __mul__(self, factor: float) -> _Uniform:
+        return _Uniform(self.choices, self.scale * float(factor))
+
+    def __lt__(self, limit: float) -> bool:
+        below = min(1.0, max(0.0, float(limit) / self.scale))
+        return self.choices.choose([1 - below, below]) == 1
+
+    def __ge__(self, limit: float) -> bool:
+        return not self < limit
+
+
+def distribution_of(run: Callable[[Choices], Outcome], monkeypatch: pytest.MonkeyPatch) -> dict[Outcome, float]:
+    """Returns the probability of each outcome of `run`."""
+
+    def draw(self: Distribution, uniform: _Uniform) -> int:
+        return int(self.tokens[uniform.choices.choose(self.probabilities.tolist())])
+
+    monkeypatch.setattr(Distribution, "draw", draw)
+    found: dict[Outcome, float] = defaultdict(float)
+    for choices, outcome in _runs(run):
+        found[outcome] += choices.probability
+    return found
+
+
+def _runs(run: Callable[[Choices], Outcome]) -> Iterator[tuple[Choices, Outcome]]:
+    given: list[int] | None = []
+    while given is not None:
+        choices = Choices(given)
+        yield choices, run(choices)
+        given = choices.following()
