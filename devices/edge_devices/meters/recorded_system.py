@@ -60,6 +60,7 @@ COMMANDS = {
         ("cmd", "battery", "get", "-f", "current_now"),
         ("dumpsys", "powerstats"),
         ("getprop", "ro.soc.model"),
+        ("getprop", "ro.product.manufacturer"),
     ),
     "raspberry": (("vcgencmd", "pmic_read_adc"), ("vcgencmd", "get_throttled"), ("vcgencmd", "measure_temp")),
     "darwin": (("powermetrics", "-n", "1", "-i", "1000", "--samplers", "cpu_power"),),

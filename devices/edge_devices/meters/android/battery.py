@@ -14,12 +14,16 @@ from edge_devices.errors import MeterError
 from edge_devices.machine.android import parse_dumpsys
 from edge_devices.machine.power_supply import SUPPLIES, Supply, external_power, read_fields
 from edge_devices.machine.system import System
+from edge_devices.meters.android.battery_counters import read_current
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
 
 PLAUSIBLE_WATTS = (0.1, 15.0)
 AMPERES = {"µA": 1e-6, "mA": 1e-3}
 UNSUPPORTED = -(1 << 31)
 DISCHARGING = "3"  # BatteryManager.BATTERY_STATUS_DISCHARGING
+CELL_VOLTS, ONE_CELL = 3.85, 5.0
+PACK_VOLTS = (2.5, 10.0)  # one or two lithium cells in series
+TWO_CELL_MAKERS = ("oneplus", "oppo", "realme", "vivo")
 SERVICE, SYSFS = "android:battery", "android:battery-sysfs"
 SYSFS_NAMES = ("battery", "bms", "main")
 UNPLUG = "unplug the cable and measure on the device alone; never use `dumpsys battery unplug`, which only fakes it"
@@ -33,10 +37,25 @@ class Gauge(NamedTuple):
 
 
 def volts_of(text: str) -> float:
-    """Reads the voltage: millivolts, on old systems volts."""
-    if not re.fullmatch(r"\d{1,6}", text):
+    """Reads the voltage: millivolts, on some systems microvolts or whole volts, which stand for the middle of what a cell can have."""
+    if not re.fullmatch(r"\d{1,8}", text) or not int(text):
         raise MeterError(f"the battery's voltage reads {text!r}, which is not a voltage; use another meter")
-    return int(text) / 1000 if int(text) >= 100 else float(text)
+    number = int(text)
+    volts = number * 1e-6 if number >= 1_000_000 else number * 1e-3 if number >= 100 else CELL_VOLTS * max(1, round(number / CELL_VOLTS))
+    if not PACK_VOLTS[0] <= volts <= PACK_VOLTS[1]:
+        raise MeterError(f"the battery's voltage reads {text!r}, {volts:g} V, which no phone's battery has; use another meter")
+    return volts
+
+
+def voltage_notes(text: str, maker: str) -> tuple[str, ...]:
+    """Returns what a reader of the figures must know of the voltage they were computed with."""
+    if re.fullmatch(r"\d{1,2}", text):
+        return (f"the voltage is told in whole volts ({text}): {volts_of(text):g} V taken, up to 15 % off",)
+    if volts_of(text) > ONE_CELL:
+        return (f"{volts_of(text):.3g} V: two cells in series, and their power together",)
+    if maker.lower() in TWO_CELL_MAKERS:
+        return (f"{maker} builds phones with two cells in series: if this is one, its power is twice these figures; compare a USB meter's",)
+    return ()
 
 
 def require_unplugged(fields: dict[str, str]) -> None:
@@ -62,7 +81,7 @@ def current_unit(current: int, volts: float) -> str:
 class GaugeMeter:
     """Current × voltage of the gauge, in watts; the unit follows from the first current that is not 0."""
 
-    def __init__(self, system: System, name: str, source: str, read_gauge: Callable[[System], Gauge]) -> None:
+    def __init__(self, system: System, name: str, source: str, read_gauge: Callable[[System], Gauge], notes: tuple[str, ...] = ()) -> None:
         self._system = system
         self._read_gauge = read_gauge
         self._unit = _first_unit(system, read_gauge)
@@ -78,7 +97,7 @@ class GaugeMeter:
             lag_s=7.0,
             needs="the cable unplugged",
             systematic="gauge gain 1-5 %",
-            notes=(f"current taken as {self._unit}, sign dropped", "whole device: display and radios included"),
+            notes=(f"current taken as {self._unit}, sign dropped", "whole device: display and radios included", *notes),
         )
 
     def read(self) -> Sample | None:
@@ -106,14 +125,25 @@ def read_service(system: System) -> Gauge:
         raise MeterError(f"`dumpsys battery` failed: {state.errors.strip() or state.code}")
     fields = parse_dumpsys(state.text)
     require_unplugged(fields)
+    return Gauge(_service_current(system, fields) or None, volts_of(fields.get("voltage", "")))
+
+
+def _service_current(system: System, fields: dict[str, str]) -> int:
+    """The current from `cmd battery`, from Samsung's line in `dumpsys battery`, or from perfetto."""
     answer = system.run(["cmd", "battery", "get", "-f", "current_now"])
     text = answer.text.strip()
-    if not re.fullmatch(r"-?\d{1,12}", text):
-        output = text.splitlines()[0] if text else answer.errors.strip()
-        raise MeterError(f"`cmd battery get -f current_now` answered {output!r}; this Android is too old for it; use another meter")
-    if int(text) == UNSUPPORTED:
-        raise MeterError("the battery service reports that it cannot measure the current; use a meter in the supply line")
-    return Gauge(int(text) or None, volts_of(fields.get("voltage", "")))
+    if not re.fullmatch(r"-?\d{1,12}", text) or int(text) == UNSUPPORTED:
+        text = fields.get("current now", "")
+    if re.fullmatch(r"-?\d{1,12}", text):
+        return int(text)
+    current = read_current(system)
+    if current is None:
+        output = answer.text.strip().splitlines()[0] if answer.text.strip() else answer.errors.strip()
+        raise MeterError(
+            f"`cmd battery get -f current_now` answered {output!r}, and neither `dumpsys battery` nor perfetto has the current;"
+            " use a meter in the supply line"
+        )
+    return current
 
 
 def read_sysfs(system: System, folder: str) -> Gauge:
@@ -137,7 +167,7 @@ def find(system: System) -> list[Finding]:
     """Returns the findings of both ways to the gauge; an empty list on other machines."""
     if not system.is_android:
         return []
-    findings = [_finding(system, SERVICE, "cmd battery get -f current_now, dumpsys battery", read_service)]
+    findings = [_finding(system, SERVICE, "cmd battery get -f current_now, dumpsys battery or perfetto", read_service)]
     folders = [f"{SUPPLIES}/{n}" for n in SYSFS_NAMES if system.exists(f"{SUPPLIES}/{n}")]
     if not folders:
         return [*findings, absent(SYSFS, f"none of {', '.join(SYSFS_NAMES)} below /{SUPPLIES}")]
@@ -146,7 +176,15 @@ def find(system: System) -> list[Finding]:
 
 def _finding(system: System, name: str, source: str, read_gauge: Callable[[System], Gauge]) -> Finding:
     try:
-        return usable(GaugeMeter(system, name, source, read_gauge))
+        return usable(GaugeMeter(system, name, source, read_gauge, _notes(system)))
     except MeterError as error:
         denied = isinstance(error.__cause__, PermissionError)
         return present(name, str(error), "use android:battery, which the shell user may read; or root" if denied else "")
+
+
+def _notes(system: System) -> tuple[str, ...]:
+    maker = system.run(["getprop", "ro.product.manufacturer"]).text.strip()
+    try:
+        return voltage_notes(parse_dumpsys(system.run(["dumpsys", "battery"]).text).get("voltage", ""), maker[:32])
+    except MeterError:  # a frozen service, or none: the gauge's own reading says so
+        return ()
