@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -27,7 +27,7 @@ MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
 class Checkpoint:
     """An opened checkpoint. `tensors` are those of the text model under their text-only names (model.layers.0....), in file order.
 
-    `left_out` names groups of tensors that are not exported.
+    `others` are all other tensors under their own names; `left_out` names groups of tensors that are not exported.
     """
 
     folder: Path
@@ -36,6 +36,7 @@ class Checkpoint:
     architecture: TextArchitecture
     tensors: dict[str, StoredTensor]
     left_out: tuple[str, ...]
+    others: dict[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -83,7 +84,15 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     if model_type in ASSISTANT_TYPES:
         left_out += _groups({name: tensors[name] for name in tensors if name.startswith("masked_embedding.")})
     _check_tensors(folder, tensors, needed_shapes(architecture), allowed_shapes(architecture))
-    return Checkpoint(folder=folder, config=config, model_type=model_type, architecture=architecture, tensors=tensors, left_out=left_out)
+    return Checkpoint(
+        folder=folder,
+        config=config,
+        model_type=model_type,
+        architecture=architecture,
+        tensors=tensors,
+        left_out=left_out,
+        others=others,
+    )
 
 
 def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:

@@ -98,6 +98,7 @@ def export_request(options: ExportOptions, models: tuple[str, str], config: Spec
         onnx=options.onnx_request(),
         importance=options.importance(),
         sign=options.sign,
+        media=options.media,
     )
 
 

@@ -10,6 +10,7 @@ import click
 
 from edge_devices.command_line import option_group
 from edge_export.checkpoint.reference_pair import reference_pair
+from edge_export.checkpoint.safetensors import FLOAT_BYTES, FloatType
 from edge_export.onnx.request import BLOCKS, DEVICE_WEIGHTS, DEVICES, KV_KINDS, ONNX_WEIGHTS, OnnxRequest
 from edge_export.pipeline.gguf_step import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
 from edge_export.quantization.importance_sources import ImportanceSources
@@ -24,6 +25,7 @@ Examples:
   edge-export google/gemma-4-E2B-it google/gemma-4-E2B-it-assistant -o e2b
   edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --context 8192
   edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
+  edge-export ./target ./drafter -o my-bundle --media f16
   edge-export target-q4_0.gguf ./drafter -o my-bundle --force
   edge-export ./target ./drafter --plan --profile raspberry-pi-5
   edge-export --reference-pair -o reference
@@ -32,6 +34,7 @@ Examples:
   edge-export --package android-arm64 -o phone-package
 """
 _PATH = click.Path(path_type=Path)
+MEDIA_TYPES = tuple(FLOAT_BYTES)
 
 export_options = option_group(
     click.argument("target", required=False),
@@ -50,6 +53,11 @@ export_options = option_group(
         type=click.Choice(QUANTIZATIONS),
         help="Quantization of the drafter's GGUF."
         f"  [default: {DRAFTER_QUANTIZATION}, which is nearly lossless and only a few percent of the target's size]",
+    ),
+    click.option(
+        "--media",
+        type=click.Choice(MEDIA_TYPES),
+        help="Add the encoder of images and sound, with weights of this type, for E2B and E4B.  [default: text only]",
     ),
     click.option("--onnx-target", type=click.Choice(ONNX_WEIGHTS), help="Weight type of the target's ONNX graphs.  [default: int4]"),
     click.option("--onnx-drafter", type=click.Choice(ONNX_WEIGHTS), help="Weight type of the drafter's ONNX graph.  [default: int8]"),
@@ -135,6 +143,7 @@ class ExportOptions:
     as_json: bool
     shipped: bool
     phase_power: Path | None
+    media: FloatType | None
     onnx: dict[str, Any]
 
     def check(self, *, planning: bool) -> None:
@@ -153,6 +162,8 @@ class ExportOptions:
 
     def _check_formats(self) -> None:
         onnx = self.onnx
+        if self.formats == "onnx" and self.media:
+            raise click.UsageError("--media writes a GGUF file; leave it out with --format onnx")
         if self.formats == "gguf" and any(onnx.values()):
             raise click.UsageError("the --onnx options and --device need --format onnx or both")
         if onnx["device"] not in (None, "static") and onnx["onnx_block"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -180,14 +180,40 @@ def rope_factors(model: TextArchitecture) -> NDArray[np.float32]:
 
 
 def _header(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: Vocabulary, tensors: tuple[PlannedTensor, ...]) -> bytes:
-    writer = gguf.GGUFWriter(path=None, arch=architecture_name(checkpoint.architecture))
-    for tensor in tensors:
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=GGML_TYPES[tensor.type])
+    return header_of(
+        architecture_name(checkpoint.architecture),
+        gguf.GGUFType.MODEL,
+        checkpoint,
+        tensors,
+        types=[GGML_TYPES[tensor.type] for tensor in tensors],
+        entries=architecture_entries(checkpoint, int(FILE_TYPES[weight_type])),
+        last=vocabulary_entries(vocabulary),
+    )
+
+
+def header_of(
+    architecture: str,
+    kind: str,
+    checkpoint: Checkpoint,
+    tensors: Sequence[PlannedTensor | RawTensor],
+    *,
+    types: Sequence[int],
+    entries: list[Entry],
+    last: Sequence[Entry] = (),
+) -> bytes:
+    """Returns the header of a file of tensors in these ggml types; `last` are keys behind the quantization's version.
+
+    Raises CheckpointError if a value of the checkpoint's files fits no key.
+    """
+    writer = gguf.GGUFWriter(path=None, arch=architecture)
+    for tensor, number in zip(tensors, types, strict=True):
+        raw = gguf.GGMLQuantizationType(number)
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=raw)
     with unfit_values(checkpoint.folder):
-        add_general(writer, checkpoint.folder, checkpoint.config)
-        _add_entries(writer, architecture_entries(checkpoint, int(FILE_TYPES[weight_type])))
+        add_general(writer, checkpoint.folder, checkpoint.config, kind)
+        _add_entries(writer, entries)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        _add_entries(writer, vocabulary_entries(vocabulary))
+        _add_entries(writer, list(last))
         return _header_bytes(writer)
 
 
@@ -201,7 +227,7 @@ def _header_bytes(writer: Any) -> bytes:
     return file.getvalue()
 
 
-def add_general(writer: Any, folder: Path, config: dict[str, Any]) -> None:
+def add_general(writer: Any, folder: Path, config: dict[str, Any], kind: str = gguf.GGUFType.MODEL) -> None:
     """Adds the general.* keys, as llama.cpp's converter writes them; `config` is its config.json.
 
     Raises CheckpointError for a file beyond the limits; values that fit no key are found only when the header is written (`unfit_values`).
@@ -218,7 +244,7 @@ def add_general(writer: Any, folder: Path, config: dict[str, Any]) -> None:
     metadata.name = metadata.name if metadata.name is not None else folder.name
     if metadata.size_label is None and total > 0:
         metadata.size_label = gguf.size_label(total, shared, expert, experts)
-    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_type(kind)
     metadata.set_gguf_meta_model(writer)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from edge_export.checkpoint.sources import ResolvedSource, resolve_pair
 from edge_export.checkpoint.tensor_shapes import SPARSE_HEAD
 from edge_export.errors import ExportError
+from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
 from edge_export.gguf.split_head import can_split
 from edge_export.onnx.request import OnnxFiles, check_onnx_sources
 from edge_export.output.atomic_folder import check_output, partial_folder, sync_files
@@ -26,7 +27,7 @@ from edge_export.quantization.importance import Importance
 from edge_export.quantization.importance_sources import importance_of_pair
 from edge_export.quantization.llama_quantize import check_quantization
 from edge_runtime.bundle.bundle import Bundle, open_bundle
-from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, CacheLayout, Manifest, RuntimeSettings
+from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, CacheLayout, Manifest, MediaInputs, RuntimeSettings
 from edge_runtime.config.yaml_file import CONFIG_NAME, config_text
 
 
@@ -40,6 +41,7 @@ class _Job:
     layout: CacheLayout
     split: bool
     left_out: tuple[tuple[str, str], ...]
+    media: MediaInputs | None
 
 
 def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
@@ -93,6 +95,11 @@ def _open_job(request: ExportRequest) -> _Job:
     sparse = split or (request.onnx is not None and drafter.checkpoint.assistant.ordered_embeddings)
     if request.config.drafter.sparse_output and not sparse:
         raise ExportError(f"{request.drafter} gives no split drafter, which drafter.sparse_output true asks for; leave that key out")
+    if request.media is not None and target.gguf is not None:
+        raise ExportError(
+            f"{request.target} is a GGUF, which has no towers for images and sound; give the checkpoint, or leave --media out"
+        )
+    media = None if request.media is None else media_architecture(target.checkpoint)
     left_out = ((part.role, name) for part in pair for name in part.checkpoint.left_out)
     return _Job(
         request=request,
@@ -100,7 +107,12 @@ def _open_job(request: ExportRequest) -> _Job:
         context=context,
         layout=layout,
         split=split,
-        left_out=tuple((role, name) for role, name in left_out if not (sparse and name.startswith(SPARSE_HEAD))),
+        left_out=tuple(
+            (role, name)
+            for role, name in left_out
+            if not (sparse and name.startswith(SPARSE_HEAD)) and not (media is not None and name.startswith(TOWERS))
+        ),
+        media=None if media is None else media_inputs(media),
     )
 
 
@@ -150,4 +162,5 @@ def _manifest(
         runtime=RuntimeSettings(context=job.context),
         onnx=None if onnx is None else onnx.graphs,
         static=None if onnx is None else onnx.static,
+        media=job.media,
     )

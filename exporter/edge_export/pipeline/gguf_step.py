@@ -11,6 +11,7 @@ from typing import Any
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
+from edge_export.gguf.media_encoder import plan_encoder
 from edge_export.gguf.split_body import write_body
 from edge_export.gguf.split_head import head_bytes, output_rows, write_head
 from edge_export.gguf.writer import GgufPlan, plan_gguf
@@ -20,6 +21,7 @@ from edge_export.pipeline.bundle_files import copy_file
 from edge_export.pipeline.request import ExportRequest, Progress
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.llama_quantize import DIRECT, IMPORTANCE_TYPES, expected_bytes, library_version, quantize_gguf
+from edge_runtime.bundle.manifest import MEDIA_ENCODER
 
 TARGET_QUANTIZATION = "q4_0"
 DRAFTER_QUANTIZATION = "q8_0"
@@ -61,11 +63,12 @@ class GgufModel:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufPair:
-    """The two GGUF files of a bundle; `split` adds a split drafter."""
+    """The two GGUF files of a bundle; `split` adds a split drafter, `encoder` that of images and sound."""
 
     target: GgufModel
     drafter: GgufModel
     split: bool
+    encoder: GgufPlan | None = None
 
     @property
     def models(self) -> tuple[GgufModel, GgufModel]:
@@ -84,6 +87,7 @@ def plan_pair(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource
         target=_plan(pair[0], request.target_quantization, TARGET_QUANTIZATION, folder),
         drafter=_plan(pair[1], request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
         split=split,
+        encoder=None if request.media is None else plan_encoder(pair[0].checkpoint, request.media),
     )
     check_space(planned, folder)
     return planned
@@ -119,6 +123,7 @@ def _plan(source: ResolvedSource, wanted: str | None, default: str, folder: Path
 def check_space(pair: GgufPair, folder: Path) -> None:
     """Raises ExportError if the disk has no room for the unquantized files and the bundle together."""
     needed = _SMALL_FILES_BYTES + sum(model.needed_bytes for model in pair.models)
+    needed += pair.encoder.bytes if pair.encoder is not None else 0
     if pair.split:
         quantization, checkpoint = pair.drafter.quantization, pair.drafter.source.checkpoint
         needed += head_bytes(checkpoint, expected_bytes(checkpoint.assistant.hidden_size, quantization))
@@ -140,6 +145,8 @@ def make_gguf(
     parts = [_part(model.role, model.exported, model) for model in pair.models]
     if pair.split:
         parts += _make_split(pair.drafter, progress)
+    if pair.encoder is not None and request.media is not None:
+        parts.append(_make_encoder(pair, pair.encoder, request.media, progress))
     parity = _parity(pair, request, progress)
     for model in pair.models:
         if not model.direct:
@@ -176,6 +183,13 @@ def _make_split(drafter: GgufModel, progress: Progress) -> list[BundlePart]:
     progress.step("Write the split drafter's head", head_bytes(checkpoint, rows.bytes // rows.shape[1]))
     write_head(checkpoint, drafter.exported, head, progress.advance)
     return [_part("drafter_body", body, drafter), _part("drafter_head", head, drafter)]
+
+
+def _make_encoder(pair: GgufPair, plan: GgufPlan, weight_type: FloatType, progress: Progress) -> BundlePart:
+    path = pair.target.exported.parent / f"media-encoder-{weight_type}.gguf"
+    progress.step(f"Convert the media encoder to {weight_type}", plan.bytes)
+    plan.write(path, progress.advance)
+    return BundlePart(role=MEDIA_ENCODER, path=path, format="gguf", quantization=weight_type)
 
 
 def _parity(pair: GgufPair, request: ExportRequest, progress: Progress) -> dict[str, Any]:

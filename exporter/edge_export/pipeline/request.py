@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from edge_devices.machine.facts import usable_processors
+from edge_export.checkpoint.safetensors import FloatType
 from edge_export.onnx.request import OnnxRequest
 from edge_export.quantization.importance_sources import ImportanceSources
 from edge_runtime.config.schema import SpeculativeConfig
@@ -37,6 +38,7 @@ class ExportRequest:
     `threads`: None means one per usable processor.
     `gguf`, `onnx`: which formats to write; at least one of them.
     `config`: run settings for the bundle's config.yaml, over the defaults.
+    `media`: weight type of the encoder of images and sound, None leaves it out.
     `importance`: importance matrices, or the text to compute them from. `sign`: private key that signs the manifest.
     """
 
@@ -54,6 +56,7 @@ class ExportRequest:
     config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     importance: ImportanceSources = field(default_factory=ImportanceSources)
     sign: Path | None = None
+    media: FloatType | None = None
 
     @property
     def thread_count(self) -> int:

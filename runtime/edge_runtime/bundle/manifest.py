@@ -13,6 +13,8 @@ MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20
 # A draft is never longer than this (see docs/bundle.md, rewind slack).
 MAX_DRAFT_LENGTH = 12
+# The role of the encoder of images and sound.
+MEDIA_ENCODER = "media_encoder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +180,24 @@ class Architecture:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MediaTokens:
+    """The tokens around an image or a sound, and the `placeholder` that a chat template writes for it."""
+
+    begin: int
+    placeholder: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaInputs:
+    """What the target takes beside text. `bidirectional`: the rows of an image attend to each other in both directions."""
+
+    image: MediaTokens
+    audio: MediaTokens | None = None
+    bidirectional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class RuntimeSettings:
     """Settings that the exporter recommends; the configuration and the command line override them."""
 
@@ -202,6 +222,7 @@ class Manifest:
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     onnx: OnnxGraphs | None = None
     static: StaticGraphs | None = None
+    media: MediaInputs | None = None
 
     def to_json(self) -> str:
         """Returns the exact text of manifest.json, with its hash, ending in a newline."""
@@ -213,4 +234,6 @@ class Manifest:
             del data["onnx"], data["cache_layout"]["buffers"]
         if self.static is None:
             del data["static"]
+        if self.media is None:
+            del data["media"]
         return with_hash(data)

@@ -1,0 +1,201 @@
+"""The vision and audio towers of a multimodal checkpoint: their config and the shapes of their tensors.
+
+Source of the facts: transformers, models/gemma4/modeling_gemma4.py. What llama.cpp has built in (tools/mtmd/models/gemma4*.cpp) must be in
+the config too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from edge_export.checkpoint.tensor_shapes import Shapes
+from edge_export.errors import CheckpointError
+
+VISION, AUDIO = "model.vision_tower.", "model.audio_tower."
+EMBED_VISION, EMBED_AUDIO = "model.embed_vision.embedding_projection.weight", "model.embed_audio.embedding_projection.weight"
+MELS = 128
+BOUNDS = ("input_max", "input_min", "output_max", "output_min")
+_LARGEST = 1 << 20
+_VISION_BUILT_IN: dict[str, Any] = {"patch_size": 16, "pooling_kernel_size": 3, "rms_norm_eps": 1e-6, "standardize": False}
+_AUDIO_BUILT_IN: dict[str, Any] = {
+    "attention_chunk_size": 12,
+    "attention_context_left": 13,
+    "attention_context_right": 0,
+    "attention_logit_cap": 50.0,
+    "conv_kernel_size": 5,
+    "residual_weight": 0.5,
+    "rms_norm_eps": 1e-6,
+}
+_TOKEN_KEYS = {"image": ("boi_token_id", "image_token_id", "eoi_token_id"), "audio": ("boa_token_id", "audio_token_id", "eoa_token_index")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTower:
+    """The vision tower: `positions` is the number of rows of each of the two position tables."""
+
+    hidden_size: int
+    feed_forward: int
+    layers: int
+    heads: int
+    positions: int
+    clipped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioTower:
+    """The audio tower: `channels` are those of the two convolutions, `output_size` that of the rows before the embedder."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    channels: tuple[int, int]
+    output_size: int
+    clipped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaArchitecture:
+    """What a model takes beside text; `text_size` is the width of a soft row. Tokens are (begin, placeholder, end)."""
+
+    vision: VisionTower
+    audio: AudioTower | None
+    text_size: int
+    image_tokens: tuple[int, int, int]
+    audio_tokens: tuple[int, int, int] | None
+
+    def shapes(self) -> Shapes:
+        """Names and shapes of all tensors of the towers."""
+        shapes = _vision_shapes(self.vision) | {EMBED_VISION: (self.text_size, self.vision.hidden_size)}
+        if self.audio is not None:
+            shapes |= _audio_shapes(self.audio) | {EMBED_AUDIO: (self.text_size, self.audio.output_size)}
+        return shapes
+
+
+def parse_media(config: dict[str, Any], where: str, text_size: int, vocab_size: int) -> MediaArchitecture:
+    """Reads a checkpoint's config. Raises CheckpointError if it has no vision tower, or one that llama.cpp would compute differently."""
+    vision, audio = config.get("vision_config"), config.get("audio_config")
+    text = config.get("text_config")
+    if not isinstance(vision, dict) or not isinstance(text, dict) or config.get("model_type") != "gemma4":
+        raise CheckpointError(f"{where} has no vision tower of the kind of E2B and E4B; leave --media out")
+    if text.get("use_bidirectional_attention") is not None:
+        raise CheckpointError(f"{where}: images of this model attend to later rows, which is not supported; leave --media out")
+    return MediaArchitecture(
+        vision=_vision(vision, where),
+        audio=_audio(audio, where) if isinstance(audio, dict) else None,
+        text_size=text_size,
+        image_tokens=_tokens(config, "image", where, vocab_size),
+        audio_tokens=_tokens(config, "audio", where, vocab_size) if isinstance(audio, dict) else None,
+    )
+
+
+def _vision(config: dict[str, Any], where: str) -> VisionTower:
+    where = f"{where}: vision_config"
+    _check_built_in(config, _VISION_BUILT_IN, where)
+    rope = config.get("rope_parameters") or {}
+    if isinstance(rope, dict) and rope.get("rope_theta", 100.0) != 100.0:
+        raise CheckpointError(f"{where} has rope_theta {rope['rope_theta']!r}, llama.cpp computes with 100; leave --media out")
+    tower = VisionTower(
+        hidden_size=_count(config, "hidden_size", where),
+        feed_forward=_count(config, "intermediate_size", where),
+        layers=_count(config, "num_hidden_layers", where),
+        heads=_count(config, "num_attention_heads", where),
+        positions=_count(config, "position_embedding_size", where),
+        clipped=config.get("use_clipped_linears") is True,
+    )
+    if config.get("num_key_value_heads") != tower.heads or config.get("head_dim") != tower.hidden_size / tower.heads:
+        raise CheckpointError(f"{where} has heads that do not share hidden_size evenly; leave --media out")
+    return tower
+
+
+def _audio(config: dict[str, Any], where: str) -> AudioTower:
+    where = f"{where}: audio_config"
+    _check_built_in(config, _AUDIO_BUILT_IN, where)
+    channels = config.get("subsampling_conv_channels")
+    if not (isinstance(channels, list) and len(channels) == 2 and all(type(n) is int and 0 < n <= _LARGEST for n in channels)):
+        raise CheckpointError(f"{where} has subsampling_conv_channels {str(channels)[:40]}, not two counts; use an unmodified config")
+    tower = AudioTower(
+        hidden_size=_count(config, "hidden_size", where),
+        layers=_count(config, "num_hidden_layers", where),
+        heads=_count(config, "num_attention_heads", where),
+        channels=(channels[0], channels[1]),
+        output_size=_count(config, "output_proj_dims", where),
+        clipped=config.get("use_clipped_linears") is True,
+    )
+    if tower.hidden_size % tower.heads:
+        raise CheckpointError(f"{where} has heads that do not share hidden_size evenly; leave --media out")
+    return tower
+
+
+def _check_built_in(config: dict[str, Any], built_in: dict[str, Any], where: str) -> None:
+    for key, value in built_in.items():
+        if config.get(key, value) != value:
+            raise CheckpointError(f"{where} has {key} {str(config[key])[:40]}, llama.cpp computes with {value}; leave --media out")
+
+
+def _count(config: dict[str, Any], key: str, where: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or not 0 < value <= _LARGEST:
+        raise CheckpointError(f"{where} has {key} {str(value)[:40]}, not a positive number; use an unmodified config")
+    return value
+
+
+def _tokens(config: dict[str, Any], kind: str, where: str, vocab_size: int) -> tuple[int, int, int]:
+    found = [config.get(key) for key in _TOKEN_KEYS[kind]]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in found):
+        raise CheckpointError(f"{where}: {', '.join(_TOKEN_KEYS[kind])} are {found}, not ids of the vocabulary; use an unmodified config")
+    begin, placeholder, end = (int(str(token)) for token in found)
+    return begin, placeholder, end
+
+
+def _linear(name: str, rows: int, columns: int, clipped: bool) -> Shapes:
+    bounds: Shapes = {f"{name}.{bound}": () for bound in BOUNDS} if clipped else {}
+    return {f"{name}.linear.weight": (rows, columns)} | bounds
+
+
+def _vision_shapes(tower: VisionTower) -> Shapes:
+    size, wide, clipped = tower.hidden_size, tower.feed_forward, tower.clipped
+    shapes: Shapes = {
+        f"{VISION}patch_embedder.input_proj.weight": (size, 16 * 16 * 3),
+        f"{VISION}patch_embedder.position_embedding_table": (2, tower.positions, size),
+    }
+    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    for layer in range(tower.layers):
+        at = f"{VISION}encoder.layers.{layer}."
+        shapes |= {f"{at}{norm}.weight": (size,) for norm in norms}
+        shapes |= {f"{at}self_attn.{norm}.weight": (size // tower.heads,) for norm in ("q_norm", "k_norm")}
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            shapes |= _linear(f"{at}self_attn.{name}", size, size, clipped)
+        for name in ("gate_proj", "up_proj"):
+            shapes |= _linear(f"{at}mlp.{name}", wide, size, clipped)
+        shapes |= _linear(f"{at}mlp.down_proj", size, wide, clipped)
+    return shapes
+
+
+def _audio_shapes(tower: AudioTower) -> Shapes:
+    size, clipped, (first, second) = tower.hidden_size, tower.clipped, tower.channels
+    at = f"{AUDIO}subsample_conv_projection."
+    shapes: Shapes = {
+        f"{at}layer0.conv.weight": (first, 1, 3, 3),
+        f"{at}layer0.norm.weight": (first,),
+        f"{at}layer1.conv.weight": (second, first, 3, 3),
+        f"{at}layer1.norm.weight": (second,),
+        f"{at}input_proj_linear.weight": (size, MELS // 4 * second),
+        f"{AUDIO}output_proj.weight": (tower.output_size, size),
+        f"{AUDIO}output_proj.bias": (tower.output_size,),
+    }
+    for layer in range(tower.layers):
+        at = f"{AUDIO}layers.{layer}."
+        norms = [f"feed_forward{i}.{norm}_layer_norm" for i in (1, 2) for norm in ("pre", "post")]
+        norms += ["lconv1d.pre_layer_norm", "lconv1d.conv_norm", "norm_pre_attn", "norm_post_attn", "norm_out"]
+        shapes |= {f"{at}{norm}.weight": (size,) for norm in norms}
+        shapes |= {f"{at}self_attn.per_dim_scale": (size // tower.heads,), f"{at}self_attn.relative_k_proj.weight": (size, size)}
+        shapes[f"{at}lconv1d.depthwise_conv1d.weight"] = (size, 1, 5)
+        for i in (1, 2):
+            shapes |= _linear(f"{at}feed_forward{i}.ffw_layer_1", 4 * size, size, clipped)
+            shapes |= _linear(f"{at}feed_forward{i}.ffw_layer_2", size, 4 * size, clipped)
+        shapes |= _linear(f"{at}lconv1d.linear_start", 2 * size, size, clipped)
+        shapes |= _linear(f"{at}lconv1d.linear_end", size, size, clipped)
+        for name in ("q_proj", "k_proj", "v_proj", "post"):
+            shapes |= _linear(f"{at}self_attn.{name}", size, size, clipped)
+    return shapes

@@ -1,0 +1,109 @@
+"""The media encoder against llama.cpp's own converter, and towers that are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("torch", reason="tiny checkpoints are made with torch")
+pytest.importorskip("transformers", reason="tiny checkpoints are made with transformers")
+
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.safetensors import FloatType
+from edge_export.errors import CheckpointError
+from edge_export.gguf.media_encoder import USE_GELU, media_architecture, plan_encoder
+from tiny_media import MEDIA_IDS, write_media_member
+
+WEIGHT_TYPES: list[FloatType] = ["f32", "f16", "bf16"]
+# torch's softplus is up to one unit off the nearest float32; ours is the nearest.
+ROUNDED = ".per_dim_scale.weight"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("media")
+    return {"both": write_media_member(root / "both"), "vision": write_media_member(root / "vision", audio=False, dtype="float32")}
+
+
+def write(folder: Path, path: Path, kind: FloatType, **options) -> Path:
+    plan, written = plan_encoder(open_checkpoint(folder), kind, **options), []
+    plan.write(path, written.append)
+    assert plan.bytes == sum(written) == path.stat().st_size
+    return path
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("kind", WEIGHT_TYPES)
+@pytest.mark.parametrize("name", ["both", "vision"])
+def test_every_byte_is_the_converters(name, kind, folders, tmp_path):
+    sources = os.environ.get("EDGE_MTP_LLAMA_CPP")
+    if not sources or not (Path(sources) / "convert_hf_to_gguf.py").is_file():
+        pytest.skip("EDGE_MTP_LLAMA_CPP does not name a folder with llama.cpp's convert_hf_to_gguf.py")
+    theirs = tmp_path / "theirs.gguf"
+    script = [sys.executable, f"{sources}/convert_hf_to_gguf.py", str(folders[name]), "--mmproj", "--outfile", str(theirs)]
+    environment = os.environ | {"PYTHONPATH": f"{sources}{os.pathsep}{sources}/gguf-py"}
+    done = subprocess.run([*script, "--outtype", kind], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours = write(folders[name], tmp_path / "ours.gguf", kind, use_gelu=False)
+    wanted, found = bytearray(theirs.read_bytes()), bytearray(ours.read_bytes())
+    for tensor in gguf.GGUFReader(theirs).tensors:
+        if tensor.name.endswith(ROUNDED):
+            place = slice(tensor.data_offset, tensor.data_offset + tensor.n_bytes)
+            mine, reference = (np.frombuffer(bytes(data[place]), np.int32) for data in (found, wanted))
+            assert np.abs(mine - reference).max() <= 1
+            found[place] = wanted[place]
+    assert found == wanted
+
+
+def test_the_activation_is_named(folders, tmp_path):
+    with_key = gguf.GGUFReader(write(folders["both"], tmp_path / "a.gguf", "f16"))
+    without = gguf.GGUFReader(write(folders["both"], tmp_path / "b.gguf", "f16", use_gelu=False))
+    assert set(with_key.fields) - set(without.fields) == {USE_GELU}
+    assert with_key.fields[USE_GELU].contents() is True
+
+
+def test_tokens_and_towers_are_read(folders):
+    media = media_architecture(open_checkpoint(folders["both"]))
+    assert media.image_tokens == (MEDIA_IDS["<|image>"], MEDIA_IDS["<|image|>"], MEDIA_IDS["<image|>"])
+    assert media.audio_tokens == (MEDIA_IDS["<|audio>"], MEDIA_IDS["<|audio|>"], MEDIA_IDS["<audio|>"])
+    assert media_architecture(open_checkpoint(folders["vision"])).audio is None
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "message"),
+    [
+        ("vision_config", "patch_size", 14, "patch_size 14, llama.cpp computes with 16"),
+        ("vision_config", "num_hidden_layers", 3, "is missing"),
+        ("vision_config", "num_hidden_layers", 1, "is no tensor of the towers"),
+        ("vision_config", "hidden_size", "x", "not a positive number"),
+        ("audio_config", "conv_kernel_size", 7, "conv_kernel_size 7"),
+        ("audio_config", "subsampling_conv_channels", [1, 2, 3], "not two counts"),
+        ("text_config", "use_bidirectional_attention", "vision", "attend to later rows"),
+        (None, "image_token_id", 512, "not ids of the vocabulary"),
+        (None, "vision_config", None, "no vision tower"),
+    ],
+)
+def test_another_tower_is_refused(part, key, value, message, folders, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(folders["both"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (config if part is None else config[part])[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        plan_encoder(open_checkpoint(folder), "f16")
+
+
+def test_another_normalization_is_refused(folders, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(folders["both"], folder)
+    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+    with pytest.raises(CheckpointError, match=r"image_mean is \[0.5, 0.5, 0.5\]"):
+        plan_encoder(open_checkpoint(folder), "f16")

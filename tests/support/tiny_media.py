@@ -1,0 +1,112 @@
+"""A tiny random multimodal pair with E2B's traits, as transformers writes it: both towers, clip bounds that bite, media tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tiny_members import MEMBERS, write_member
+
+# The text of each media token, and its key in config.json.
+MEDIA_TOKENS = {
+    "<|image>": "boi_token_id",
+    "<|image|>": "image_token_id",
+    "<image|>": "eoi_token_id",
+    "<|audio>": "boa_token_id",
+    "<|audio|>": "audio_token_id",
+    "<audio|>": "eoa_token_index",
+}
+VOCABULARY = 512
+FIRST_MEDIA_TOKEN = VOCABULARY - len(MEDIA_TOKENS)
+MEDIA_IDS = {text: FIRST_MEDIA_TOKEN + i for i, text in enumerate(MEDIA_TOKENS)}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 128,
+    "use_clipped_linears": True,
+}
+AUDIO = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [128, 4],
+    "output_proj_dims": 48,
+    "use_clipped_linears": True,
+}
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|turn>' + m['role'] + '\\n' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}<|image|>{% else %}<|audio|>{% endif %}"
+    "{% endfor %}{% endif %}{{ '<turn|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"
+)
+
+
+def write_media_member(folder: Path, *, audio: bool = True, dtype: str = "bfloat16", **text: Any) -> Path:
+    """Writes a target with a vision tower and, unless `audio` is False, an audio tower."""
+    import torch
+    import transformers
+
+    ids = {key: MEDIA_IDS[token] for token, key in MEDIA_TOKENS.items()}
+    config = transformers.Gemma4Config(
+        text_config=transformers.Gemma4TextConfig(**MEMBERS["e2b"].text | text),
+        vision_config=transformers.Gemma4VisionConfig(**VISION),
+        audio_config=transformers.Gemma4AudioConfig(**AUDIO) if audio else None,
+        **ids,
+    )
+    torch.manual_seed(5)
+    model = transformers.Gemma4ForConditionalGeneration(config)
+    generator = torch.Generator().manual_seed(13)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.copy_(_values(name, tensor, generator))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    write_media_tokenizer(folder)
+    processor = {"image_processor": {"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0], "image_seq_length": 280}}
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def _values(name: str, tensor: Any, generator: Any) -> Any:
+    import torch
+
+    random = torch.randn(tensor.shape, generator=generator)
+    if name.endswith(("input_min", "output_min")):
+        return -2.0 - random.abs()
+    if name.endswith(("input_max", "output_max")):
+        return 2.0 + random.abs()
+    if "norm" in name or name.endswith(("layer_scalar", "per_dim_scale")):
+        return 1.0 + 0.1 * random
+    return 0.3 * random if tensor.ndim < 2 else random * min(0.5, 1.5 / tensor.shape[-1] ** 0.5)
+
+
+def write_media_tokenizer(folder: Path) -> None:
+    """The tokenizer of the tiny members, whose last pieces become the media tokens, and a template that writes media."""
+    from tiny_members import write_tokenizer
+
+    write_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    model = tokenizer["model"]
+    gone = {piece for piece, index in model["vocab"].items() if index >= FIRST_MEDIA_TOKEN}
+    model["vocab"] = {piece: index for piece, index in model["vocab"].items() if piece not in gone} | MEDIA_IDS
+    model["merges"] = [merge for merge in model["merges"] if "".join(merge) not in gone]
+    tokenizer["added_tokens"] += [tokenizer["added_tokens"][0] | {"id": index, "content": text} for text, index in MEDIA_IDS.items()]
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def write_media_assistant(folder: Path) -> Path:
+    """Writes the assistant of `write_media_member`'s target, with the same tokenizer."""
+    write_member("e2b-assistant", folder)
+    write_media_tokenizer(folder)
+    return folder
