@@ -134,7 +134,7 @@ def test_the_command_refuses_in_one_sentence(exported_pair: Path, probe_memory: 
         (("--grammar", str(tmp_path / "none.gbnf")), 1, "none.gbnf cannot be read"),
         (("--regex", "("), 1, "unclosed group"),
         (("--regex", "a", "--json-schema", "{}"), 2, "exclude each other"),
-        (("--regex", "a", "--compare"), 2, "no grammar"),
+        (("--regex", "a", "--compare"), 2, "grammars"),
     ):
         result = run(exported_pair, *arguments)
         assert result.exit_code == code

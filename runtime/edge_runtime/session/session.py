@@ -25,7 +25,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
 from edge_runtime.session.kv_state_file import load_state, save_state
 from edge_runtime.session.monitor import Monitor, MonitorOptions
-from edge_runtime.text.constraints import ConstraintSource
+from edge_runtime.text.constraints import Constraint, ConstraintSource
 from edge_runtime.text.grammar import grammars_for
 
 
@@ -75,13 +75,14 @@ class Session:
         reuse_prefix: bool = False,
         constraint: ConstraintSource | None = None,
         logprobs: int | None = None,
+        compiled: Constraint | None = None,
     ) -> Generation:
         """Starts a request, greedy by default. `prompt` is text or token ids.
 
         `draft_length` 0 is plain decoding; a `policy` replaces it. With neither, the session's settings decide, with a safety net.
         `acceptance` is "rejection" or "match": both keep the target's distribution. `chunk_size` None takes the settings' value. With a
         `constraint` (a JsonSchema, Gbnf or Regex) the text is always valid, with drafts as without. The other options are described
-        at `GenerationOptions`.
+        at `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
         Raises RequestError if the prompt does not fit or an option is out of range, BackendError if a constraint's library is missing.
         """
         options = GenerationOptions(
@@ -103,7 +104,7 @@ class Session:
         vocabulary_size = self.bundle.manifest.architecture.vocab_size
         if sampling.logit_bias and max(sampling.logit_bias) >= vocabulary_size:
             raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
-        enforced = None if constraint is None else grammars_for(self.vocabulary, vocabulary_size).constrain(constraint)
+        enforced = self.compile_constraint(constraint) if compiled is None else compiled
         monitor = self.monitor.start_request(self._log_settings(options, draft_length, policy))
         if policy is None and draft_length is None:
             # Profit knows what drafts cost; the safety net does not, and would only interfere.
@@ -111,6 +112,15 @@ class Session:
         elif policy is None:
             policy = Fixed(self.draft_length_for(draft_length))
         return Generation(self._parts, ids, policy=policy, options=options, monitor=monitor, constraint=enforced)
+
+    def compile_constraint(self, constraint: ConstraintSource | None) -> Constraint | None:
+        """Returns the constraint of one request in its initial state, None for none. Any thread may call it, while a request runs too.
+
+        Raises RequestError if it cannot be compiled within the limits, BackendError if its library is missing.
+        """
+        if constraint is None:
+            return None
+        return grammars_for(self.vocabulary, self.bundle.manifest.architecture.vocab_size).constrain(constraint)
 
     def profit(self) -> Profit | None:
         """Returns the session's `profit` policy, which learns from request to request; None if another one is configured."""

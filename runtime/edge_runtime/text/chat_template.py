@@ -48,7 +48,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, vocabulary: Vocabulary, *, name: str = "the chat template", stop: Sequence[str] = ()) -> None:
-        from edge_runtime.text.template_sandbox import FAILURES, compile_template
+        from edge_runtime.text.template.sandbox import FAILURES, compile_template
 
         self.stop = tuple(stop)
         self.name = name

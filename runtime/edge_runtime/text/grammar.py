@@ -1,4 +1,7 @@
-"""Constraints enforced by llguidance, which computes the tokens that a grammar allows. The only module that imports it."""
+"""Constraints enforced by llguidance, which computes the tokens that a grammar allows.
+
+A grammar from outside can need minutes and gigabytes, at any step: its matcher is in a child process with limits (`isolation`), except
+where the system cannot fork."""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +19,14 @@ from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, ToolCalls
 from edge_runtime.text.grammar_limits import read_grammar, read_pattern, read_schema
+from edge_runtime.text.isolation import matcher_host, process
+from edge_runtime.text.isolation.matcher_host import Matcher
+from edge_runtime.text.isolation.remote_matcher import RemoteMatcher
 from edge_runtime.text.tool_grammar import tool_call_grammar
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits
-
-Result = TypeVar("Result")
 
 INSTALL = "pip install 'edge-mtp[grammar]'"
 # Tokens that begin with this byte are special to llguidance; no UTF-8 text has it.
 _MARKER = b"\xff"
-# The library recurses over a grammar; see grammar_limits.
-_STACK_BYTES = 64 << 20
 # All tokens that spell valid text are allowed, not only those that the tokenizer would choose.
 _HEADER = '%llguidance {"no_forcing": true}\n'
 # One space, or line breaks and an indentation, so that a model cannot emit blanks for ever. A schema's "x-guidance" overrides this.
@@ -46,28 +44,32 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary, size: int) -> None:
         """Raises BackendError if llguidance is not installed, RequestError for a vocabulary without an end token."""
         try:
-            import llguidance
+            self._library = matcher_host.library()
         except ImportError as error:
             raise BackendError(f"constrained output needs llguidance, which is not installed; run: {INSTALL}") from error
         if not vocabulary.eog_tokens:
             raise RequestError("the vocabulary has no end token, so no grammar could end; leave the constraint out")
-        self._library = llguidance
         self._eog = vocabulary.eog_tokens
         self._control = vocabulary.control_tokens
         self._size = size
-        pieces = _Pieces(vocabulary, size)
-        self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(pieces), eos_token=sorted(vocabulary.eog_tokens), slices=[_STRING]
-        )
-        pieces.tokens.clear()  # the library has copied them
+        pieces, ends = _pieces(vocabulary, size), sorted(vocabulary.eog_tokens)
+        self._host = self._tokenizer = None
+        if process.AVAILABLE:
+            self._host = process.Host(matcher_host.__name__, matcher_host.packed_setup(pieces, ends, [_STRING]))
+        else:
+            self._tokenizer = matcher_host.new_tokenizer(self._library, pieces, ends, [_STRING])
 
     def constrain(self, source: ConstraintSource) -> Constraint:
         """Returns a constraint in its initial state. Raises RequestError, with the library's reason, if it cannot be compiled."""
-        grammar = _HEADER + self._lark(source)
-        matcher = _on_deep_stack(lambda: self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits()))
-        constraint = _LlguidanceConstraint(matcher, self._eog, self._size)
+        constraint = _LlguidanceConstraint(self._matcher(self._lark(source)), self._eog, self._size)
         constraint.allowed(())  # fails for a grammar that allows no text
         return constraint
+
+    def _matcher(self, lark: str) -> Matcher:
+        grammar = _HEADER + lark
+        if self._host is not None:
+            return RemoteMatcher(self._host, grammar)
+        return matcher_host.on_deep_stack(lambda: matcher_host.new_matcher(self._library, self._tokenizer, grammar))
 
     def _lark(self, source: ConstraintSource) -> str:
         """Returns the grammar in the library's dialect of Lark."""
@@ -79,41 +81,32 @@ class Grammars:
             return tool_call_grammar(source, self._control)
         return f"start: /{self._library.regex_to_lark(read_pattern(source.pattern), '')}/"
 
-    def _limits(self) -> LLParserLimits:
-        return self._library.LLParserLimits(verbose_errors=False)
-
 
 _made: weakref.WeakKeyDictionary[Vocabulary, Grammars] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
 
 
 def grammars_for(vocabulary: Vocabulary, size: int) -> Grammars:
     """Returns the `Grammars` of a vocabulary, which all sessions on a model share; created on first use."""
-    if vocabulary not in _made:
-        _made[vocabulary] = Grammars(vocabulary, size)
-    return _made[vocabulary]
+    with _making:
+        if vocabulary not in _made:
+            _made[vocabulary] = Grammars(vocabulary, size)
+        return _made[vocabulary]
 
 
-class _Pieces:
-    """The tokenizer's interface that llguidance needs."""
+def _pieces(vocabulary: Vocabulary, size: int) -> list[bytes]:
+    """Returns the text of each token; a token without text is never allowed.
 
-    def __init__(self, vocabulary: Vocabulary, size: int) -> None:
-        self.eos_token_id = min(vocabulary.eog_tokens)
-        self.bos_token_id = None
-        self.special_token_ids: list[int] = []
-        # Tokens without text are never allowed. Control tokens count as such, even those with a text: inside a JSON string one would begin
-        # a tool call.
-        control = vocabulary.eog_tokens.union(vocabulary.control_tokens.values())
-        self.tokens = [b"" if token in control else _text(vocabulary.piece(token)) for token in range(size)]
-
-    def __call__(self, text: str) -> list[int]:
-        """Never called: the tokenizer's own choice of tokens would matter only if tokens were forced."""
-        raise NotImplementedError
+    Control tokens count as such, even those with a text: inside a JSON string one would begin a tool call.
+    """
+    control = vocabulary.eog_tokens.union(vocabulary.control_tokens.values())
+    return [b"" if token in control else _text(vocabulary.piece(token)) for token in range(size)]
 
 
 class _LlguidanceConstraint:
     """Implements `constraints.Constraint`. The matcher's state is after the emitted tokens and the drafts in `_path`."""
 
-    def __init__(self, matcher: LLMatcher, eog: frozenset[int], size: int) -> None:
+    def __init__(self, matcher: Matcher, eog: frozenset[int], size: int) -> None:
         self._matcher = matcher
         self._eog = eog
         self._size = size
@@ -129,9 +122,9 @@ class _LlguidanceConstraint:
         place = len(ahead)
         if list(ahead) != self._path[:place] or (mask := self._masks[place]) is None:
             self._go_to(ahead)
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            bits = self._matcher.compute_bitmask()
             self._check()
-            mask = np.unpackbits(bits, bitorder="little")[: self._size].view(np.bool_)
+            mask = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[: self._size].view(np.bool_)
             self._masks[place] = mask
         return mask
 
@@ -220,23 +213,12 @@ def _with_bounded_blanks(schema: dict[str, Any] | bool) -> dict[str, Any] | bool
 
 
 def _lark_from_gbnf(text: str) -> str:
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
     try:
-        return gbnf_to_lark(text)
+        return matcher_host.lark_from_gbnf(text)
     except RecursionError:
         raise RequestError("the grammar is nested too deeply; give its inner parts names") from None
     except Exception as error:  # noqa: BLE001 - the converter raises plain Exception for a rule that is missing or named twice
         raise RequestError(f"the grammar is not valid GBNF: {error}") from None
-
-
-def _on_deep_stack(work: Callable[[], Result]) -> Result:
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(work).result()
-    finally:
-        threading.stack_size(before)
 
 
 def _reason(error: str) -> str:

@@ -106,7 +106,7 @@ def _prompt(_: Path, bundle: Path | None) -> Read:
 
 
 def _template(_: Path, __: Path | None) -> Read:
-    from edge_runtime.text.template_sandbox import FAILURES, compile_template
+    from edge_runtime.text.template.sandbox import FAILURES, compile_template
 
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "tool_calls": []}]
 

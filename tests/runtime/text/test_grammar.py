@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, Regex
 from edge_runtime.text.grammar import Grammars, grammars_for
 from edge_runtime.text.grammar_limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS
+from edge_runtime.text.isolation import process
 from scripted import LetterVocabulary
 from tables import byte_vocabulary
 
@@ -286,6 +289,46 @@ def test_the_deepest_grammars_that_are_served_leave_the_process_alive():
     child = subprocess.run([sys.executable, "-c", DEEPEST], capture_output=True, text=True, env=environment, timeout=120)
     assert child.stdout.endswith("alive\n"), child.stdout + child.stderr
     assert child.returncode == 0
+
+
+HUGE = 10**9
+HOSTILE: dict[str, ConstraintSource] = {
+    "maxLength": JsonSchema({"type": "string", "maxLength": HUGE}),
+    "minLength": JsonSchema({"type": "string", "minLength": HUGE}),
+    "pattern and maxLength": JsonSchema({"type": "string", "pattern": "^.*a.{20}$", "maxLength": HUGE}),
+    "minItems": JsonSchema({"type": "array", "minItems": HUGE}),
+    "nested minItems": JsonSchema({"type": "array", "items": {"type": "array", "minItems": HUGE}, "minItems": HUGE}),
+    "maxItems": JsonSchema({"type": "array", "minItems": HUGE, "maxItems": HUGE, "items": {"enum": [1, 2]}}),
+    "minProperties": JsonSchema({"type": "object", "minProperties": HUGE}),
+    "a separator of its own": JsonSchema({"type": "array", "x-guidance": {"item_separator": "(.*a.{20}b)*"}}),
+    "a remainder": JsonSchema({"type": "integer", "multipleOf": 9973, "minimum": 3, "maximum": 10**17}),
+    "repeated": Regex(".{0,1000000000}"),
+    "repeated thrice": Regex("((a{1000}){1000}){1000}"),
+    "exponential": Regex("(.*a.{15}b)*"),
+    "classes intersected": Regex(r"([\w&&[^a]]{1,1000}){1,1000}"),
+    "look-ahead": Regex("(?=.*a.{20})(?=.*b.{20}).*"),
+    "many at once": Regex("(.{0,1000}a.{0,1000}b){1000}"),
+    "a repeated rule": Gbnf('root ::= a{0,1000000000}\na ::= [a-z] | "x" root "y"'),
+    "ambiguous": Gbnf('root ::= root root | root root root | [a-z] | "a" | root "a" root'),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_hostile_is_refused_or_served_within_the_limits(name):
+    before, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(RequestError):
+        walk(GRAMMARS.constrain(HOSTILE[name]), 1, 30)
+    assert time.process_time() - before < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 64 << 10
+    assert walk(GRAMMARS.constrain(SOURCES["regex"]), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not process.AVAILABLE, reason="needs fork")
+def test_a_compilation_that_takes_too_long_ends_with_the_reason():
+    schema = {"type": "object", "properties": {f"p{number}": True for number in range(20000)}}
+    with pytest.raises(RequestError, match="more than 5 s of processor time or 640 MB; simplify it"):
+        GRAMMARS.constrain(JsonSchema(schema))
 
 
 def test_a_missing_library_is_named(monkeypatch):

@@ -38,6 +38,7 @@ class ActiveRequest:
             policy=session.settings.new_policy() if request.repeatable else None,
             constraint=request.constraint,
             logprobs=request.logprobs,
+            compiled=job.constraint,
         )
         self._parser: OutputParser
         if isinstance(request.prompt, Conversation):

@@ -10,6 +10,7 @@ from edge_devices.energy.live import RunEnergy
 from edge_runtime.server.requests.completions import CompletionRequest
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Event
+from edge_runtime.text.constraints import Constraint
 
 FinishReason = Literal["stop", "length"]
 
@@ -61,12 +62,13 @@ StreamEvent = Started | Output | Finished | Failed
 
 
 class Job:
-    """A request in the worker's queue. The worker calls `deliver` in its own thread and sets `ids`, the prompt's tokens."""
+    """A request in the worker's queue. The worker calls `deliver` and sets `ids`, the prompt's tokens, and the compiled `constraint`."""
 
     def __init__(self, request: CompletionRequest, deliver: Callable[[StreamEvent], None]) -> None:
         self.request = request
         self.deliver = deliver
         self.ids: list[int] = []
+        self.constraint: Constraint | None = None
         self.passed_over = 0
         self.cancelled = False
 

@@ -23,6 +23,8 @@ from edge_runtime.session.generation import Generation
 from edge_runtime.text.chat_template import ChatTemplate
 
 RETRY_SECONDS = 2
+# Constraints that are compiled at the same time, each in a process of its own.
+COMPILERS = 2
 
 
 class Worker:
@@ -53,6 +55,7 @@ class Worker:
         # Templates and tokenizers have a thread of their own, so that a long prompt does not delay the rounds of other requests.
         self._prompts = Prompts(sessions.sessions[0], template)
         self._encoder = ThreadPoolExecutor(1, "edge-mtp prompts")
+        self._compilers = ThreadPoolExecutor(COMPILERS, "edge-mtp constraints")
 
     def start(self) -> None:
         """Starts the worker thread."""
@@ -119,6 +122,7 @@ class Worker:
         with self._lock:
             pass  # a request that was accepted before the shutdown is in the queue now
         self._encoder.shutdown()
+        self._compilers.shutdown()
         self._receive()
         self._fail_all(_shutting_down())
 
@@ -137,6 +141,19 @@ class Worker:
             if not (self._stopping or job.cancelled):
                 job.ids = self._prompts.encode(job.request.prompt)
         except Exception as error:  # noqa: BLE001 - a chat template is a program of the bundle and may raise anything
+            self._fail(job, error)
+        else:
+            if job.request.constraint is None:
+                self._inbox.put(job)
+            else:
+                self._compilers.submit(self._compile, job)
+
+    def _compile(self, job: Job) -> None:
+        """Compiles a job's constraint, in a thread of its own: that may take seconds, in which other requests go on."""
+        try:
+            if not (self._stopping or job.cancelled):
+                job.constraint = self._sessions[0].compile_constraint(job.request.constraint)
+        except Exception as error:  # noqa: BLE001 - no failure of one request may end the thread
             self._fail(job, error)
         else:
             self._inbox.put(job)

@@ -17,8 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-from edge_runtime.text import template_filters
-from edge_runtime.text.template_limits import BUDGET, LimitError, budget, measured
+from edge_runtime.text.template import filters as template_filters
+from edge_runtime.text.template.limits import BUDGET, LimitError, budget, measured
 
 FILTERS = (
     "abs",

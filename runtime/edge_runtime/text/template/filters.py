@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from typing import Any
 
-from edge_runtime.text.template_limits import BUDGET, LimitError, check_size, measured
+from edge_runtime.text.template.limits import BUDGET, LimitError, check_size, measured
 
 
 def counted(_context: Any, values: Iterable[Any]) -> Iterable[Any]:

@@ -1,0 +1,1 @@
+"""Work on hostile input in child processes whose time and memory the system limits."""

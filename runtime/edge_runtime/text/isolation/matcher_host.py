@@ -1,0 +1,165 @@
+"""llguidance inside limited children: the token table is built once in the host, each constraint has a child with its matcher.
+
+The only module that imports it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from edge_runtime.text.isolation.frames import receive, send
+from edge_runtime.text.isolation.host import limit_step
+
+Result = TypeVar("Result")
+
+MEMORY_BYTES = 640 << 20
+COMPILE_SECONDS, STEP_SECONDS = 5.0, 1.0
+_STACK_BYTES = 64 << 20
+COMPILE, MASK, VALIDATE, CONSUME, ROLL_BACK, ACCEPTING, FORCED = b"CMVTRAF"
+FAILED, STOPPED = 1, 2
+# Flags and a number; the mask, the forced bytes or the error follow.
+ANSWER = struct.Struct("<Bi")
+_COUNTS = struct.Struct("<III")
+
+
+class Matcher(Protocol):
+    """What the constraint uses of llguidance's matcher. It raises nothing: a failed matcher stays failed, and `get_error` says why."""
+
+    def is_error(self) -> bool:
+        """Whether a call failed."""
+
+    def get_error(self) -> str:
+        """The reason, empty without an error."""
+
+    def is_stopped(self) -> bool:
+        """Whether no text can follow."""
+
+    def is_accepting(self) -> bool:
+        """Whether the text could end here."""
+
+    def compute_bitmask(self) -> bytes:
+        """One bit per token: whether it may follow."""
+
+    def compute_ff_bytes(self) -> bytes:
+        """The bytes that must follow."""
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """How many of the tokens, from the first, may follow."""
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        """Adds tokens; an invalid one is an error."""
+
+    def rollback(self, count: int) -> bool:
+        """Removes the newest tokens."""
+
+
+def library() -> Any:
+    """The llguidance module. Raises ImportError if it is not installed."""
+    import llguidance
+
+    return llguidance
+
+
+def lark_from_gbnf(text: str) -> str:
+    """Converts a grammar. Raises RecursionError, or Exception for a rule that is missing or named twice."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    return str(gbnf_to_lark(text))
+
+
+def packed_setup(pieces: list[bytes], ends: list[int], slices: list[str]) -> bytes:
+    """Returns the first message: the text of each token, end tokens, and the library's slices."""
+    joined = "\x00".join(slices).encode()
+    numbers = struct.pack(f"<{len(ends) + len(pieces)}I", *ends, *map(len, pieces))
+    return b"".join((_COUNTS.pack(len(pieces), len(ends), len(joined)), numbers, joined, *pieces))
+
+
+def prepare(setup: bytes) -> tuple[Any, Any]:
+    """Returns the library and the tokenizer."""
+    count, end_count, slice_bytes = _COUNTS.unpack_from(setup)
+    numbers = struct.unpack_from(f"<{end_count + count}I", setup, _COUNTS.size)
+    place = _COUNTS.size + 4 * len(numbers)
+    slices = setup[place : place + slice_bytes].decode().split("\x00")
+    place, tokens = place + slice_bytes, []
+    for size in numbers[end_count:]:
+        tokens.append(setup[place : place + size])
+        place += size
+    ends = list(numbers[:end_count])
+    llguidance = library()
+    return llguidance, new_tokenizer(llguidance, tokens, ends, slices)
+
+
+def new_tokenizer(llguidance: Any, tokens: list[bytes], ends: list[int], slices: list[str]) -> Any:
+    """Returns the library's tokenizer; the library copies the tokens."""
+    pieces = _Pieces(tokens, ends)
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(pieces), eos_token=ends, slices=slices)
+
+
+def new_matcher(llguidance: Any, tokenizer: Any, grammar: str) -> Matcher:
+    """Returns the library's matcher for a grammar in its dialect of Lark."""
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher: Matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    return matcher
+
+
+def on_deep_stack(work: Callable[[], Result]) -> Result:
+    """Returns the result of `work`, run in a thread whose stack is deep enough for grammars within `grammar_limits`."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+    finally:
+        threading.stack_size(before)
+
+
+def serve(shared: tuple[Any, Any], connection: socket.socket) -> None:
+    """Compiles the grammar of the first message, and answers the calls that follow."""
+    first = receive(connection)
+    limit_step(COMPILE_SECONDS)
+    matcher = on_deep_stack(lambda: new_matcher(*shared, first[1:].decode()))
+    _reply(connection, matcher, 0, b"")
+    while True:
+        limit_step(0)
+        message = receive(connection)
+        limit_step(STEP_SECONDS)
+        number, data = _call(matcher, message[0], message[1:])
+        _reply(connection, matcher, number, data)
+
+
+def _call(matcher: Matcher, operation: int, body: bytes) -> tuple[int, bytes]:
+    if operation == MASK:
+        return 0, matcher.compute_bitmask()
+    if operation == FORCED:
+        return 0, matcher.compute_ff_bytes()
+    if operation == ACCEPTING:
+        return int(matcher.is_accepting()), b""
+    numbers = list(struct.unpack(f"<{len(body) // 4}I", body))
+    if operation == VALIDATE:
+        return matcher.validate_tokens(numbers), b""
+    if operation == CONSUME:
+        return int(matcher.consume_tokens(numbers)), b""
+    return int(matcher.rollback(numbers[0])), b""
+
+
+def _reply(connection: socket.socket, matcher: Matcher, number: int, data: bytes) -> None:
+    failed = matcher.is_error()
+    flags = (FAILED if failed else 0) | (STOPPED if matcher.is_stopped() else 0)
+    send(connection, ANSWER.pack(flags, number) + (matcher.get_error().encode("utf-8", "replace")[: 1 << 16] if failed else data))
+
+
+class _Pieces:
+    """The tokenizer's interface that llguidance needs."""
+
+    def __init__(self, tokens: list[bytes], ends: list[int]) -> None:
+        self.eos_token_id, self.bos_token_id = min(ends), None
+        self.special_token_ids: list[int] = []
+        self.tokens = tokens
+
+    def __call__(self, text: str) -> list[int]:
+        """Never called: the tokenizer's own choice of tokens would matter only if tokens were forced."""
+        raise NotImplementedError

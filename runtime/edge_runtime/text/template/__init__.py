@@ -1,0 +1,1 @@
+"""jinja2 for chat templates from outside: a sandbox with its filters and limits."""

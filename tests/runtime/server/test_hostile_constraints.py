@@ -1,0 +1,84 @@
+"""A constraint that costs seconds is compiled beside the worker: other clients are served meanwhile."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+for needed in ("uvicorn", "starlette", "llguidance"):
+    pytest.importorskip(needed, reason="needs edge-mtp[serve,grammar]")
+
+from chat_server import scripted_server
+from edge_runtime.errors import RequestError
+from edge_runtime.session.session import Session
+
+WAIT_S = 60.0
+
+
+def ask(url: str, schema: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
+    if schema is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(fields).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_others_are_served_while_a_constraint_is_compiled(monkeypatch):
+    """The compilation ends only when the others were served."""
+    served = threading.Event()
+    compile_constraint = Session.compile_constraint
+
+    def slow(self: Session, constraint: Any) -> Any:
+        assert constraint is None or served.wait(WAIT_S)
+        return compile_constraint(self, constraint)
+
+    monkeypatch.setattr(Session, "compile_constraint", slow)
+    answers: list[tuple[int, dict[str, Any]]] = []
+    with scripted_server("hello there") as server:
+        hostile = threading.Thread(target=lambda: answers.append(ask(server.url, {"type": "string", "maxLength": 10**9})))
+        hostile.start()
+        assert [ask(server.url)[0] for _ in range(3)] == [200, 200, 200]
+        served.set()
+        hostile.join()
+    assert answers[0][0] == 200
+
+
+def test_a_constraint_beyond_the_limits_is_the_clients_error(monkeypatch):
+    def fail(*_: Any) -> None:
+        raise RequestError("the grammar cannot be used: compiling it takes more than 5 s")
+
+    monkeypatch.setattr(Session, "compile_constraint", fail)
+    with scripted_server("hello there") as server:
+        status, answer = ask(server.url, {"type": "string"})
+        assert status == 400
+        assert "more than 5 s" in answer["error"]["message"]
+        assert server.worker.load() == (0, 0)
+    assert server.notes == []
+
+
+@pytest.mark.slow
+def test_others_are_served_beside_a_real_bomb():
+    bomb = {"type": "object", "properties": {f"p{number}": True for number in range(20000)}}
+    answers: list[tuple[int, dict[str, Any]]] = []
+    with scripted_server("hello there") as server:
+        ask(server.url, {"type": "string"})  # starts the host
+        hostile = threading.Thread(target=lambda: answers.append(ask(server.url, bomb)))
+        hostile.start()
+        count = 0
+        while hostile.is_alive() and count < 20:
+            assert ask(server.url)[0] == 200
+            count += hostile.is_alive()
+        hostile.join()
+    assert count > 3
+    assert (answers[0][0], "simplify it" in answers[0][1]["error"]["message"]) == (400, True)
