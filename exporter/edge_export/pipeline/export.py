@@ -19,6 +19,7 @@ from edge_export.output.bundle_part import BundlePart
 from edge_export.output.replaceable_folder import check_outside
 from edge_export.pipeline.bundle_files import bundle_config, copy_texts, hash_parts, hash_source
 from edge_export.pipeline.cache_layout import architecture, cache_layout
+from edge_export.pipeline.generation_defaults import generation_defaults
 from edge_export.pipeline.gguf_step import GgufPair, make_gguf, plan_pair
 from edge_export.pipeline.onnx_step import check_onnx_space, make_onnx, onnx_parity
 from edge_export.pipeline.request import DEFAULT_CONTEXT, ExportRequest, Progress
@@ -27,7 +28,15 @@ from edge_export.quantization.importance import Importance
 from edge_export.quantization.importance_sources import importance_of_pair
 from edge_export.quantization.llama_quantize import check_quantization
 from edge_runtime.bundle.bundle import Bundle, open_bundle
-from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, CacheLayout, Manifest, MediaInputs, RuntimeSettings
+from edge_runtime.bundle.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    CacheLayout,
+    GenerationDefaults,
+    Manifest,
+    MediaInputs,
+    RuntimeSettings,
+)
 from edge_runtime.config.yaml_file import CONFIG_NAME, config_text
 
 
@@ -42,6 +51,7 @@ class _Job:
     split: bool
     left_out: tuple[tuple[str, str], ...]
     media: MediaInputs | None
+    generation: GenerationDefaults | None
 
 
 def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
@@ -113,6 +123,7 @@ def _open_job(request: ExportRequest) -> _Job:
             if not (sparse and name.startswith(SPARSE_HEAD)) and not (media is not None and name.startswith(TOWERS))
         ),
         media=None if media is None else media_inputs(media),
+        generation=generation_defaults(target),
     )
 
 
@@ -163,4 +174,5 @@ def _manifest(
         onnx=None if onnx is None else onnx.graphs,
         static=None if onnx is None else onnx.static,
         media=job.media,
+        generation=job.generation,
     )

@@ -68,6 +68,7 @@ def open_bundle(folder: Path | str, *, check: CheckMode = "fast", public_key: Pa
     folder = Path(folder)
     manifest = _read_manifest(folder, public_key)
     _check_layout(folder, manifest.cache_layout, manifest.architecture)
+    _check_generation(folder, manifest)
     _check_list(folder, manifest.files)
     for entry in manifest.files:
         _check_file(folder, entry, check)
@@ -120,6 +121,12 @@ def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture)
         raise BundleError(f"{folder}: the drafter reads layers {read} that own no rows; export it again")
     if layout.rewind_slack < MAX_DRAFT_LENGTH:
         raise BundleError(f"{folder}: rewind slack {layout.rewind_slack} is below the longest draft {MAX_DRAFT_LENGTH}; export it again")
+
+
+def _check_generation(folder: Path, manifest: Manifest) -> None:
+    found, size = manifest.generation, manifest.architecture.vocab_size
+    if found is not None and any(token >= size for token in (*found.end_tokens, *found.suppress_tokens)):
+        raise BundleError(f"{folder}: the generation defaults name a token beyond the vocabulary of {size}; export it again")
 
 
 def _check_list(folder: Path, files: tuple[BundleFile, ...]) -> None:

@@ -206,6 +206,22 @@ class RuntimeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """What the target's generation_config.json says; None where it says nothing. `temperature` 0 is greedy.
+
+    `end_tokens` end a generation, besides the vocabulary's own; `suppress_tokens` are never generated.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    end_tokens: tuple[int, ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """All of manifest.json."""
 
@@ -223,6 +239,7 @@ class Manifest:
     onnx: OnnxGraphs | None = None
     static: StaticGraphs | None = None
     media: MediaInputs | None = None
+    generation: GenerationDefaults | None = None
 
     def to_json(self) -> str:
         """Returns the exact text of manifest.json, with its hash, ending in a newline."""
@@ -236,4 +253,6 @@ class Manifest:
             del data["static"]
         if self.media is None:
             del data["media"]
+        if self.generation is None:
+            del data["generation"]
         return with_hash(data)

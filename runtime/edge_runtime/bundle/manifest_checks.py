@@ -35,6 +35,11 @@ FROM_ZERO = frozenset(
         "eos_token",
         "eog_tokens",
         "control_tokens",
+        "temperature",
+        "top_k",
+        "min_p",
+        "end_tokens",
+        "suppress_tokens",
     }
 )
 

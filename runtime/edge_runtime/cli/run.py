@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from edge_devices.command_line import one_sentence_errors, take
-from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.cli.chat import MAX_INPUT, ChatValues, TerminalChat, chat_options, chat_values
 from edge_runtime.cli.comparison import compare, comparison_table
 from edge_runtime.cli.doctor import doctor_option
@@ -35,9 +35,10 @@ from edge_runtime.cli.options import (
     monitoring_options,
 )
 from edge_runtime.cli.plan import PlanValues, measure_plan, plan_options, plan_values, show_plan
-from edge_runtime.cli.sampling_options import request_values, sampling_options
+from edge_runtime.cli.sampling_options import given_values, request_values, sampling_options
 from edge_runtime.cli.screens import Explain, remarks, summary
 from edge_runtime.config.settings import load_settings
+from edge_runtime.decoding.default_sampling import default_sampling, over_defaults, sampling_sentence
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import OUT_OF_MEMORY, RequestError
 from edge_runtime.planning.device_speed import device_speed
@@ -92,7 +93,9 @@ class ModeValues:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of one invocation. `prompt` is None in a chat; `request` are keyword arguments for `Session.generate`."""
+    """The options of one invocation. `prompt` is None in a chat; `request` are keyword arguments for `Session.generate`,
+    of whose sampling the command line names what is `given`.
+    """
 
     prompt: str | None
     mode: ModeValues
@@ -106,11 +109,23 @@ class RunOptions:
     plan: PlanValues
     serve: ServeOptions | None
     request: Mapping[str, Any]
+    given: frozenset[str]
 
     @property
     def max_tokens(self) -> int:
         """The most tokens to generate, per answer in a chat."""
         return self.mode.max_tokens or (MAX_TOKENS if self.prompt is None else RUN_TOKENS)
+
+    def over_bundle(self, bundle: Bundle) -> RunOptions:
+        """Returns these options with the bundle's sampling where the command line says nothing, and prints what that is."""
+        if self.mode.comparing or self.mode.verify_lossless:
+            return self
+        chosen = self.request["sampling"]
+        sampling = over_defaults(chosen, self.given, default_sampling(bundle.manifest.generation, GREEDY_PARAMS))
+        if sampling == chosen:
+            return self
+        note(f"sampling as the model's generation_config says: {sampling_sentence(sampling)} (--temperature 0 is greedy)")
+        return replace(self, request={**self.request, "sampling": sampling})
 
     def load_options(self) -> LoadOptions:
         """Returns the options for `open_session`."""
@@ -152,6 +167,7 @@ def read_options(prompt: str | None, values: dict[str, Any]) -> RunOptions:
         chat=chat,
         cache=cache,
         energy=energy,
+        given=given_values(),
         request=request_values(values),
         drafting=drafting_values(values),
         backend=take(values, BackendValues),
@@ -351,6 +367,7 @@ def main(bundle: Path, prompt: str | None, **values: Any) -> None:
             serve(bundle, options.serve, options.load_options(), note, options.energy.shared_watch())
         else:
             with open_session(bundle, options.load_options()) as session:
+                options = options.over_bundle(session.bundle)
                 if prompt is None:
                     run_chat(session, options)
                 elif options.mode.comparing:

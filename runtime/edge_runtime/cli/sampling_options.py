@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,23 @@ def read_biases(_context: click.Context, parameter: click.Parameter, values: tup
 
 
 sampling_options = option_group(
-    click.option("--temperature", type=float, default=0.0, help="Sampling temperature; 0 is greedy, 1 the model's own distribution."),
-    click.option("--top-k", type=int, default=0, help="Sample from the K most likely tokens; 0 is all."),
-    click.option("--top-p", type=float, default=1.0, help="Sample from the most likely tokens whose probabilities add up to this."),
+    click.option(
+        "--temperature",
+        type=float,
+        default=0.0,
+        show_default="the bundle's, else 0",
+        help="Sampling temperature; 0 is greedy, 1 the model's own distribution.",
+    ),
+    click.option(
+        "--top-k", type=int, default=0, show_default="the bundle's, else 0", help="Sample from the K most likely tokens; 0 is all."
+    ),
+    click.option(
+        "--top-p",
+        type=float,
+        default=1.0,
+        show_default="the bundle's, else 1",
+        help="Sample from the most likely tokens whose probabilities add up to this.",
+    ),
     click.option("--min-p", type=float, default=0.0, help="Sample from tokens with at least this fraction of the highest probability."),
     click.option(
         "--repetition-penalty", type=float, default=1.0, help="Divide positive logits of recent tokens by this; multiply negative ones."
@@ -71,6 +85,14 @@ class OutputValues:
     regex: str | None
     stop: tuple[str, ...]
     chunk_size: int | None
+
+
+def given_values() -> frozenset[str]:
+    """The names of the `SamplingParams` that the command line gives."""
+    context, named = click.get_current_context(silent=True), {field.name for field in fields(SamplingParams)}
+    if context is None:
+        return frozenset(named)
+    return frozenset(name for name in named if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE)
 
 
 def request_values(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,10 @@ A round has two halves around the target's forward, so that one forward can serv
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from edge_runtime.decoding.acceptance_rules import GREEDY, AcceptanceRule
 from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult, Timing
@@ -32,7 +34,7 @@ class Decoding:
     """The state of one request between two rounds.
 
     `last` is the newest token. All tokens before it are in the target's cache, after every round. `is_stop` is called once for each
-    emitted token, in order; the first token for which it returns True is the last one emitted.
+    emitted token, in order; the first token for which it returns True is the last one emitted. `suppressed` tokens are never emitted.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Decoding:
         max_tokens: int,
         rule: AcceptanceRule = GREEDY,
         is_stop: Callable[[int], bool] = lambda _: False,
+        suppressed: Sequence[int] = (),
     ) -> None:
         self.last = last
         self.rule = rule
@@ -51,6 +54,7 @@ class Decoding:
         self._target = target
         self._policy = policy
         self._is_stop = is_stop
+        self._suppressed = list(suppressed)
         self._left = max_tokens
         self._plan = RoundPlan(0)
         self._start = self._room = self._steps = self._rows = 0
@@ -109,6 +113,9 @@ class Decoding:
         Of requests that share a round, one reports the timing to its policy: they share one cost model.
         """
         drafts, shadow = self._drafts, self._shadow
+        if self._suppressed:
+            # In the backend's own memory, before anything reads it: so greedy, sampled and constrained tokens are chosen from the others.
+            logits[:, self._suppressed] = -np.inf
         result = self.rule.accept(drafts, logits)
         tokens, self.stopped = _until_stop((*drafts[: result.accepted], result.next_token), self._is_stop)
         self._target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one before them

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edge_devices.energy.live import SharedWatch
+from edge_runtime.decoding.default_sampling import MODEL_SAMPLING, default_sampling, sampling_sentence
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard, host_name
@@ -47,6 +48,9 @@ def serve(
         config = server_config(guard, options.sessions + options.waiting + _EXTRA_CONNECTIONS)
         worker.start()
         try:
+            if first.bundle.manifest.generation is not None:
+                sampling = default_sampling(first.bundle.manifest.generation, MODEL_SAMPLING)
+                announce(f"requests that name no sampling get the model's generation_config: {sampling_sentence(sampling)}")
             _print_address(listener, options, announce)
             run_server(config, worker.stop, listener)
         finally:

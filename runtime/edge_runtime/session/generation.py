@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from edge_runtime.bundle.manifest import GenerationDefaults
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE, acceptance_rule
 from edge_runtime.decoding.constrained_acceptance import constrained
 from edge_runtime.decoding.logprobs import LogprobRule, TokenLogprob
@@ -61,11 +62,12 @@ class GenerationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedPair:
-    """The models that a request runs on; `drafter` may be None."""
+    """The models that a request runs on, and what the target says about generation; `drafter` may be None."""
 
     target: Target
     drafter: Drafter | None
     vocabulary: Vocabulary
+    generation: GenerationDefaults | None = None
 
 
 class _Detokenizer:
@@ -75,7 +77,8 @@ class _Detokenizer:
     memory until the next garbage collection.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], constraint: Constraint | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], constraint: Constraint | None, end_tokens: Sequence[int] = ()) -> None:
+        self._ends = vocabulary.eog_tokens | frozenset(end_tokens)
         self.text = OutputText(stop)
         self.constraint = constraint
         self._vocabulary = vocabulary
@@ -93,7 +96,7 @@ class _Detokenizer:
         # Without them the loop detokenizes nothing, and its seconds contain no text work.
         stopped = self._stops and self._feed(token)
         closed = self.constraint is not None and self.constraint.advance(token)
-        return stopped or closed or token in self._vocabulary.eog_tokens
+        return stopped or closed or token in self._ends
 
     def _feed(self, token: int) -> bool:
         self._fed += 1
@@ -123,7 +126,8 @@ class Generation:
         self.options = options
         self.monitor = monitor
         self._pair = pair
-        self._detokenizer = _Detokenizer(pair.vocabulary, options.stop, constraint)
+        defaults = pair.generation or GenerationDefaults()
+        self._detokenizer = _Detokenizer(pair.vocabulary, options.stop, constraint, defaults.end_tokens)
         self._taken = 0
         rule = acceptance_rule(options.sampling, options.acceptance, prompt)
         if constraint is not None:
@@ -131,7 +135,13 @@ class Generation:
         if options.logprobs is not None:
             rule = LogprobRule(rule, options.logprobs)
         self.decoding = Decoding(
-            pair.target, self.prompt[-1], policy, max_tokens=options.max_tokens, rule=rule, is_stop=self._detokenizer.is_stop
+            pair.target,
+            self.prompt[-1],
+            policy,
+            max_tokens=options.max_tokens,
+            rule=rule,
+            is_stop=self._detokenizer.is_stop,
+            suppressed=defaults.suppress_tokens,
         )
 
     @property

@@ -165,6 +165,7 @@ class _PairLoader:
     ) -> SessionParts:
         return SessionParts(
             bundle=self.bundle,
+            generation=self.bundle.manifest.generation,
             target=target,
             drafter=drafter,
             vocabulary=vocabulary,

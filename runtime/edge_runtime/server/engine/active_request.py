@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from edge_devices.energy.live import RunEnergy, Share, SharedWatch
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
+from edge_runtime.decoding.default_sampling import MODEL_SAMPLING, default_sampling, over_defaults
 from edge_runtime.decoding.logprobs import TokenLogprob
 from edge_runtime.decoding.loop import Round
 from edge_runtime.server.engine.jobs import Finished, FinishReason, Job, Output, OutputLogprob, Started
@@ -30,7 +31,7 @@ class ActiveRequest:
         self.generation: Generation = session.generate(
             job.ids,
             max_tokens=request.max_tokens or session.target.context,
-            sampling=request.sampling,
+            sampling=over_defaults(request.sampling, request.given, default_sampling(session.bundle.manifest.generation, MODEL_SAMPLING)),
             # A seed must repeat the answer. Rejection sampling draws depend on the drafts, reused rows may differ in their last bits,
             # and a policy that learned from other requests drafts other lengths: a repeatable request uses none of the three.
             acceptance="match" if request.repeatable else DEFAULT_ACCEPTANCE,

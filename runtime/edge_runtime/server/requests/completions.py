@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from edge_runtime.decoding.default_sampling import BUNDLE_NAMES
 from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.server.errors import invalid
@@ -60,12 +61,14 @@ Prompt = str | tuple[int, ...] | Conversation
 class CompletionRequest:
     """One answer to generate. `prompt` is text, token ids or a conversation; `max_tokens` None means up to the end of the context.
 
+    Of the sampling, the request names what is `given`; the bundle's own values count for the rest.
     `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities.
     """
 
     prompt: Prompt
     max_tokens: int | None
     sampling: SamplingParams
+    given: frozenset[str] = frozenset(BUNDLE_NAMES)
     stop: tuple[str, ...]
     constraint: ConstraintSource | None = None
     logprobs: int | None = None
@@ -147,12 +150,14 @@ def _request(
         raise fields.wrong("stream_options", "requires stream to be true; set it, or leave stream_options out")
     options.only({"include_usage", "continuous_usage_stats", "include_obfuscation"})
     sampling, stop = read_sampling(fields), read_stops(fields)
+    given = frozenset(name for name in BUNDLE_NAMES if fields.get(name) is not None)
     return ApiRequest(
         choices=tuple(
             CompletionRequest(
                 prompt=prompt,
                 max_tokens=max_tokens,
                 sampling=replace(sampling, seed=next_seed(sampling.seed, number)),
+                given=given,
                 stop=stop,
                 constraint=constraint,
                 logprobs=logprobs,
