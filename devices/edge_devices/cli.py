@@ -17,7 +17,7 @@ from edge_devices.energy.protocol import BusyLoad, characterise_meter
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import read_log
 from edge_devices.energy.text import meter_lines, report_lines
-from edge_devices.errors import DeviceError
+from edge_devices.errors import DeviceError, printable
 from edge_devices.machine.bandwidth import read_bandwidth
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.facts import usable_processors
@@ -181,7 +181,7 @@ def captured_lines(recording: Recording) -> list[str]:
     lines += [f"denied    /{path}" for path in recording.denied]
     lines += [f"command   {command} (exit code {code})" for command, (code, _) in recording.commands.items()]
     lines += [f"command   {command} (power rails alone, {len(trace)} bytes)" for command, trace in recording.traces.items()]
-    return lines or ["nothing: this machine has none of the files and commands that meters read"]
+    return list(map(printable, lines)) or ["nothing: this machine has none of the files and commands that meters read"]
 
 
 @main.command()

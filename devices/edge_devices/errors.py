@@ -15,9 +15,14 @@ _LONGEST = 1600
 OUT_OF_MEMORY = "there is not enough memory; close other programs"
 
 
+def printable(text: str) -> str:
+    """Returns a text with all control characters but line ends escaped, so that no device or file moves a terminal's cursor."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def one_line(text: str) -> str:
     """Returns a message with control characters escaped; of a very long one, only its beginning and its end."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    text = printable(text).replace("\n", "\\n")
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 3 // 4]} ... {text[-_LONGEST // 5 :]}"
 
 

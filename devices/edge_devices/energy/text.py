@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import Report, Variant
+from edge_devices.errors import printable
 from edge_devices.meters.base import Finding, State
 from edge_devices.meters.search import NO_METER
 
@@ -42,7 +43,7 @@ def meter_lines(findings: Sequence[Finding], seen: Mapping[str, Characteristics 
         lines.append(
             "a meter in the supply line that writes a table will do: edge-bench BUNDLE --energy LOG --meter external (docs/energy.md)"
         )
-    return lines
+    return list(map(printable, lines))
 
 
 def _measured(found: Characteristics) -> str:
@@ -63,7 +64,7 @@ def report_lines(report: Report) -> list[str]:
     for variant in report.variants:
         lines += _variant_lines(variant)
     lines += [f"note: {text}" for text in report.warnings]
-    return lines
+    return list(map(printable, lines))
 
 
 def _variant_lines(variant: Variant) -> list[str]:

@@ -31,7 +31,7 @@ def mem_available(meminfo: str) -> int | None:
     for line in meminfo.splitlines():
         name, _, value = line.partition(":")
         words = value.split()
-        if name == "MemAvailable" and words and words[0].isdigit():
+        if name == "MemAvailable" and words and words[0].isdecimal() and words[0].isascii():
             return int(words[0]) * 1024
     return None
 
@@ -68,7 +68,7 @@ def _group_available(root: Path) -> int | None:
         return None
     folder = root / "sys/fs/cgroup" / group.lstrip("/")
     most, used = (" ".join(_lines(folder / name)) for name in ("memory.max", "memory.current"))
-    if not most.isdigit() or not used.isdigit() or int(most) >= _NO_LIMIT:
+    if not most.isdecimal() or not used.isdecimal() or int(most) >= _NO_LIMIT:
         return None
     files = next((line.split()[1] for line in _lines(folder / "memory.stat") if line.startswith("file ")), "0")
     return max(0, int(most) - int(used) + int(files))

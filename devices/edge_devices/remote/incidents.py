@@ -66,7 +66,7 @@ def read_job_history(path: Path) -> JobHistory:
                     elif kind == "look":
                         samples.append(_sample(t, record))
                     ended = ended or kind == "end"
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                     reason = f"{path}: line {number} is not a record of the job monitor ({error!r})"
                     raise MeasurementError(f"{reason}; collect the run again") from error
     except OSError as error:

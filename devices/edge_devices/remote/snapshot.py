@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edge_devices.errors import one_line
 from edge_devices.machine.android import read_phone
 from edge_devices.machine.memory import mem_available
 from edge_devices.machine.state import DeviceState, read_state
 from edge_devices.meters.recorded_system import COMMANDS, FILES, RecordedSystem, Recording
-from edge_devices.transports.base import Transport, shell
+from edge_devices.transports.base import Transport, parse_integer, shell
 from edge_devices.transports.file_sync import free_bytes
 
 QUERIES = (
@@ -66,8 +67,8 @@ def take_snapshot(transport: Transport) -> DeviceSnapshot:
     doze = system.run(["dumpsys", "deviceidle", "enabled", "all"]).text.strip()
     model = system.run(["getprop", "ro.product.model"]).text.strip() if android else system.text_or("proc/device-tree/model").rstrip("\0")
     return DeviceSnapshot(
-        model=model,
-        architecture=system.run(["uname", "-m"]).text.strip(),
+        model=one_line(model),
+        architecture=one_line(system.run(["uname", "-m"]).text.strip()),
         android=android,
         state=read_state(system),
         free_bytes=free_bytes(transport, transport.folder),
@@ -90,7 +91,7 @@ def _parse(text: str) -> tuple[Recording, str | None]:
             denied.append(name)
         elif kind == "command":
             code, _, command = name.partition(" ")
-            commands[command] = (int(code) if code.isdigit() else 1, body)
+            commands[command] = (parse_integer(code) or 0 if code.isascii() and code.isdigit() else 1, body)
         elif kind == "screen" and "=" in body:
             screen = body.strip().partition("=")[2]
     return Recording(platform="linux", files=files, denied=tuple(denied), commands=commands), screen

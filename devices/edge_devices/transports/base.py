@@ -50,7 +50,8 @@ def parse_integer(text: str) -> int | None:
 
 def prepare_folder(transport: Transport) -> str:
     """Creates the transport's folder if needed and returns its absolute path. Raises TransportError if it is not writable."""
-    return shell(transport, 'mkdir -p "$1" && cd "$1" && pwd && test -w .', transport.folder).strip()
+    folder = transport.folder if transport.folder.startswith("/") else f"./{transport.folder}"  # it may begin with a dash
+    return shell(transport, 'mkdir -p "$1" && cd "$1" && pwd && test -w .', folder).strip()
 
 
 def last_line(done: CommandResult) -> str:

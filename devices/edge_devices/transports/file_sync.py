@@ -137,7 +137,7 @@ def free_bytes(transport: Transport, folder: str) -> int | None:
     """Returns the free bytes of the file system that holds a folder of the device, existing or not; None where df reports none."""
     nearest = 'd="$1"; while ! test -d "$d"; do n="$(dirname "$d")"; test "$n" = "$d" && break; d="$n"; done; '
     script = nearest + 'df -kP "$d" 2>/dev/null || df -k "$d"'
-    lines = shell(transport, script, folder).splitlines()
+    lines = shell(transport, script, folder if folder.startswith("/") else f"./{folder}").splitlines()
     numbers = re.findall(r"\s([0-9]{1,18})(?=\s)", lines[-1]) if len(lines) > 1 else []
     return int(numbers[2]) * 1024 if len(numbers) > 2 else None
 

@@ -34,8 +34,18 @@ for f in "$2" "$2.partial"; do test -f "$f" && echo "lines=$(wc -l < "$f")" && b
 echo log=; tail -n 5 log 2>/dev/null
 exit 0
 """
-# The job leads its session, so its process id is also that of the process group.
-STOP = 'cd "$1" && p="$(cat pid)" && { kill -TERM -- "-$p" || kill -TERM "$p"; } 2>/dev/null; exit 0'
+# The job leads its session, so its process id is also that of the process group. dash's kill takes no "--". After a restart of the device
+# the number belongs to another process.
+STOP = f"""
+cd "$1" 2>/dev/null || exit 0
+p="$(cat pid 2>/dev/null)"
+case "$p" in ''|0|1|*[!0-9]*) exit 0;; esac
+test "$(cat boot 2>/dev/null)" = "$(cat {BOOT_ID} 2>/dev/null)" || exit 0
+kill -TERM "-$p" 2>/dev/null || kill -TERM "$p" 2>/dev/null
+left=100; while kill -0 "-$p" 2>/dev/null && test $left -gt 0; do left=$((left - 1)); sleep 0.1; done
+kill -KILL "-$p" 2>/dev/null
+exit 0
+"""
 
 
 class JobState(StrEnum):
@@ -90,7 +100,7 @@ def _state(fields: dict[str, str], code: int | None) -> JobState:
 
 
 def stop_job(transport: Transport, job: str) -> None:
-    """Sends SIGTERM to a job and all its children."""
+    """Sends SIGTERM to a job and all its children, and SIGKILL to those that still run after 10 seconds."""
     shell(transport, STOP, job)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 import tempfile
@@ -14,6 +16,7 @@ from edge_devices.machine.system import CommandResult, run_command
 from edge_devices.transports.base import COMMAND_SECONDS, MAX_OUTPUT_BYTES, frame_command, last_line
 
 SSH_FAILED = 255
+PREFIX = "edge-ssh-"
 
 
 class SshTransport:
@@ -33,11 +36,12 @@ class SshTransport:
                 raise TransportError(f"{tool} is not installed; install OpenSSH's client")
         self.name, self.folder, self._host = f"ssh:{host}", folder, host
         # The socket's path must stay below 104 characters, so it lives in the system's own temporary folder.
-        sockets = tempfile.mkdtemp(prefix="edge-ssh-")
-        self._remove_sockets = weakref.finalize(self, shutil.rmtree, sockets, ignore_errors=True)
+        _clear_old_sockets()
+        sockets = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
         shared = ["ControlMaster=auto", f"ControlPath={sockets}/%C", "ControlPersist=60"]
         words = ["BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", *shared]
         self._options = [*options, *(part for word in words for part in ("-o", word))]
+        self._end_master = weakref.finalize(self, _end_master, list(self._options), host, sockets)
 
     def run(self, arguments: Sequence[str], *, seconds: float = COMMAND_SECONDS) -> CommandResult:
         """Runs a command on the host, in the home folder."""
@@ -55,8 +59,7 @@ class SshTransport:
 
     def close(self) -> None:
         """Closes the shared connection."""
-        run_command(["ssh", *self._options, "-O", "exit", "--", self._host], seconds=10)
-        self._remove_sockets()
+        self._end_master()
 
     def _batch(self, line: str) -> None:
         done = run_command(["sftp", "-q", *self._options, "-b", "-", "--", self._host], answer=f"{line}\n".encode(), seconds=3600)
@@ -76,6 +79,24 @@ class SshTransport:
             return TransportError(f"{self.name}: no host of this name; check it, or give an address")
         words = last_line(done) if errors.strip() else "no answer"
         return LinkError(f"{self.name}: the link broke ({words}); files on the device are kept")
+
+
+def _end_master(options: Sequence[str], host: str, sockets: str) -> None:
+    """Ends the shared connection, if there is one, and removes its folder."""
+    if any(Path(sockets).iterdir() if Path(sockets).is_dir() else ()):
+        run_command(["ssh", *options, "-O", "exit", "--", host], seconds=10)
+    shutil.rmtree(sockets, ignore_errors=True)
+
+
+def _clear_old_sockets() -> None:
+    """Removes the folders of processes of this user that were killed and no longer run."""
+    if not Path("/proc/self").exists():
+        return  # it cannot be told which processes run
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        number = folder.name.removeprefix(PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if number.isdecimal() and len(number) < 10 and folder.stat().st_uid == os.getuid() and not Path(f"/proc/{number}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def sftp_word(text: str) -> str:

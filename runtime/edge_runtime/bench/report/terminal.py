@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import click
 
+from edge_devices.errors import printable
 from edge_runtime.bench.report.figures import Figures
 from edge_runtime.bench.report.tables import TextTable, all_tables, machine_line, notes
 
@@ -23,16 +24,16 @@ LINE_SECONDS = 5.0
 
 def note(text: str) -> None:
     """Prints a message to standard error."""
-    click.echo(text, err=True)
+    click.echo(printable(text), err=True)
 
 
 def print_report(figures: Figures) -> None:
     """Prints all tables; in a terminal wide ones are wrapped, in a pipe they are not."""
     console = _console()
-    console.print(machine_line(figures.records.header))
+    console.print(printable(machine_line(figures.records.header)))
     _print_tables(console, all_tables(figures))
     for text in notes(figures):
-        console.print(f"note: {text}")
+        console.print(printable(f"note: {text}"))
 
 
 def print_tables(tables: Sequence[TextTable]) -> None:
@@ -52,7 +53,7 @@ def _print_tables(console: Console, tables: Sequence[TextTable]) -> None:
     for table in tables:
         console.print(_rich(table))
         if table.note:
-            console.print(table.note)
+            console.print(printable(table.note))
         console.print()
 
 
@@ -60,11 +61,11 @@ def _rich(table: TextTable) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(title=Text(table.title, style="bold"), title_justify="left")
+    drawn = Table(title=Text(printable(table.title), style="bold"), title_justify="left")
     for number, column in enumerate(table.columns):
-        drawn.add_column(Text(column), justify="right" if number else "left")
+        drawn.add_column(Text(printable(column)), justify="right" if number else "left")
     for row in table.rows:
-        drawn.add_row(*(Text(cell) for cell in row))
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
     return drawn
 
 
@@ -97,7 +98,7 @@ class BenchProgress:
 
     def message(self, text: str) -> None:
         """Prints a message above the bars."""
-        self._bars.console.print(text, markup=False, emoji=False, highlight=False)
+        self._bars.console.print(printable(text), markup=False, emoji=False, highlight=False)
 
     def __enter__(self) -> Self:
         self._bars.start()

@@ -1,0 +1,112 @@
+"""What a device sends is text of somebody else's: never printed as it came, never trusted to be a number, never left running."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from edge_devices.energy.text import meter_lines
+from edge_devices.errors import MeasurementError, one_line, printable
+from edge_devices.meters.base import present
+from edge_devices.remote.incidents import read_job_history
+from edge_devices.remote.snapshot import MARK, _parse
+from edge_devices.transports.base import prepare_folder, shell
+from edge_devices.transports.file_sync import free_bytes
+from edge_devices.transports.jobs import JobState, poll_job, start_job, stop_job
+from edge_devices.transports.ssh import PREFIX, _clear_old_sockets
+from edge_runtime.bench.report.tables import TextTable
+from edge_runtime.bench.report.terminal import note, print_tables
+from local_transport import LocalTransport
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07Pixel\x9b1m"
+
+
+def running(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_stopping_a_job_ends_its_children_too(tmp_path: Path) -> None:
+    transport = LocalTransport(tmp_path)
+    job = f"{prepare_folder(transport)}/runs/one"
+    start_job(transport, job, ["sh", "-c", "sleep 61 & sleep 62 & wait"])
+    group = int((Path(job) / "pid").read_text())
+    assert running(group)
+    stop_job(transport, job)
+    end = time.monotonic() + 10
+    while running(group) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not running(group)
+    assert poll_job(transport, job, "res").state is JobState.DIED
+
+
+def test_a_job_of_before_a_restart_is_nobody_elses_process(tmp_path: Path) -> None:
+    transport = LocalTransport(tmp_path)
+    with subprocess.Popen(["sleep", "63"], start_new_session=True) as other:
+        job = tmp_path / "job"
+        job.mkdir()
+        (job / "pid").write_text(str(other.pid))
+        (job / "boot").write_text("another boot\n")
+        stop_job(transport, str(job))
+        assert other.poll() is None
+        for text in ("0", "1", "-1", "x; touch owned", ""):
+            (job / "pid").write_text(text)
+            stop_job(transport, str(job))
+        assert not (job / "owned").exists()
+        other.kill()
+
+
+@pytest.mark.parametrize("name", ["-rf", "sub/-x", "relative"])
+def test_folders_that_look_like_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    transport = LocalTransport(tmp_path)
+    transport.folder = name
+    assert prepare_folder(transport) == str(tmp_path / name)
+    assert free_bytes(transport, name)
+    assert shell(transport, 'test -d "$1" && echo yes', str(tmp_path / name)).strip() == "yes"
+
+
+@pytest.mark.parametrize("code", ["²", "999999", "9" * 40, "", "-1"])
+def test_odd_exit_codes(code: str) -> None:
+    recording, _ = _parse(f"{MARK}command {code} uname -m\naarch64\n")
+    assert recording.commands["uname -m"][1] == "aarch64\n"
+
+
+@pytest.mark.parametrize("memory", ["Infinity", "1e999", '"x"', "[]"])
+def test_odd_records(tmp_path: Path, memory: str) -> None:
+    path = tmp_path / "watch.jsonl"
+    path.write_text(f'{{"kind": "look", "t": 1, "memory": {memory}, "state": {{}}}}\n')
+    with pytest.raises(MeasurementError, match="is not a record of the job monitor"):
+        read_job_history(path)
+
+
+def test_no_escape_sequence_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    note(f"[pi] {ESCAPE}")
+    print_tables([TextTable(name="a", title=ESCAPE, columns=("", ESCAPE), rows=((ESCAPE, "1"),), note=ESCAPE)])
+    shown = "".join(capsys.readouterr()) + "".join(meter_lines([present("battery", ESCAPE, ESCAPE)]))
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "\x9b" not in shown
+    assert "\\x1b[2J" in shown
+    assert printable("two\nlines") == "two\nlines"
+    assert one_line("two\nlines") == "two\\nlines"
+
+
+def test_folders_of_killed_ssh_masters_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    old, own = tmp_path / f"{PREFIX}{ended.pid}-x", tmp_path / f"{PREFIX}{os.getpid()}-x"
+    for folder in (old, own):
+        folder.mkdir()
+    _clear_old_sockets()
+    assert not old.exists()
+    assert own.exists()
