@@ -54,7 +54,7 @@ class ModelCard:
         """Returns llama-server's /props, as far as it applies, and what decodes."""
         return {
             "model_alias": self.name,
-            "default_generation_settings": {"n_ctx": self.context, "params": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}},
+            "default_generation_settings": {"n_ctx": self.context},
             "total_slots": self.sessions,
             "chat_template": self.template,
             "modalities": {"vision": False, "audio": False},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,15 @@ def say(browser: Any, text: str) -> None:
 
 
 def shown(browser: Any, selector: str) -> list[str]:
-    return [element.text for element in browser.find_elements(By.CSS_SELECTOR, selector)]
+    texts: list[str] = browser.execute_script("return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText)", selector)
+    return texts
+
+
+def fresh(browser: Any, url: str) -> None:
+    """Opens the page without a talk or settings of other tests."""
+    browser.get(url)
+    browser.execute_script("sessionStorage.clear(); localStorage.clear()")
+    browser.refresh()
 
 
 def until(browser: Any, condition: Any) -> None:
@@ -51,8 +60,8 @@ def test_a_chat_on_the_reference_pair(browser: Any, several: str, exported_pair:
     for text in ("def add(a, b):", "class Stack:"):
         say(browser, text)
         until(browser, lambda: idle(browser) and any(shown(browser, ".figures")))
-        assert shown(browser, ".user p") == [text]
-        assert all(shown(browser, ".assistant > p"))
+        assert shown(browser, ".user .text") == [text]
+        assert all(shown(browser, ".assistant .text"))
         assert "tok/s" in shown(browser, ".figures")[0]
         browser.find_element(By.ID, "new").click()
     assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth"), "it fits a phone's width"
@@ -63,37 +72,191 @@ def test_a_chat_on_the_reference_pair(browser: Any, several: str, exported_pair:
 def test_stop_ends_the_answer_and_keeps_what_was_said(browser: Any) -> None:
     with scripted_server(lambda turn, before: "w" * 1800 if turn == 0 else f"{before.count('w')} letters") as server:
         server.together.before_forward = lambda: time.sleep(0.005)
-        browser.get(server.url)
+        fresh(browser, server.url)
         say(browser, "long")
-        until(browser, lambda: "www" in "".join(shown(browser, ".assistant > p")))
+        until(browser, lambda: "www" in "".join(shown(browser, ".assistant .text")))
         browser.find_element(By.ID, "stop").click()
         until(browser, lambda: idle(browser))
-        said = shown(browser, ".assistant > p")[0]
+        said = shown(browser, ".assistant .text")[0]
         assert 0 < len(said) < 1800
-        assert "stopped" in shown(browser, ".figures")[0]
+        until(browser, lambda: "stopped" in shown(browser, ".figures")[0])
         until(browser, lambda: server.worker.load() == (0, 0))
         say(browser, "go on")
-        until(browser, lambda: idle(browser) and f"{len(said)} letters" in shown(browser, ".assistant > p"))
+        until(browser, lambda: idle(browser) and f"{len(said)} letters" in shown(browser, ".assistant .text"))
 
 
 def test_text_is_shown_as_text_and_thoughts_apart(browser: Any) -> None:
     with scripted_server("<|channel>thought\nsecret<channel|><b>bold</b> <img src=x onerror=alert(1)>") as server:
-        browser.get(server.url)
+        fresh(browser, server.url)
         say(browser, "<i>me</i>")
         until(browser, lambda: idle(browser) and bool(shown(browser, ".figures")[0]))
-        assert shown(browser, ".assistant > p") == ["<b>bold</b> <img src=x onerror=alert(1)>"]
-        assert shown(browser, ".user p") == ["<i>me</i>"]
-        assert browser.find_element(By.CSS_SELECTOR, "details p").get_attribute("textContent") == "secret"
+        assert shown(browser, ".assistant .text") == ["<b>bold</b> <img src=x onerror=alert(1)>"]
+        assert shown(browser, ".user .text") == ["<i>me</i>"]
+        assert browser.find_element(By.CSS_SELECTOR, "details .thoughts").get_attribute("textContent") == "secret"
         browser.find_element(By.ID, "new").click()
         assert shown(browser, "article") == []
 
 
 def test_errors_are_shown_and_a_key_can_be_typed(browser: Any) -> None:
     with scripted_server("ok", key="secret") as server:
-        browser.get(server.url)
+        fresh(browser, server.url)
         until(browser, lambda: browser.find_element(By.ID, "key").is_displayed())
         say(browser, "hi")
         until(browser, lambda: "API key" in "".join(shown(browser, ".error")))
         browser.find_element(By.ID, "key").send_keys("secret")
         say(browser, "hi")
-        until(browser, lambda: "ok" in shown(browser, ".assistant > p"))
+        until(browser, lambda: "ok" in shown(browser, ".assistant .text"))
+
+
+MARKDOWN = """# Plan
+
+Some **bold**, *slanted* and `code`, a [link](https://example.org) and <b>none</b>.
+
+1. one
+2. two
+   - inner
+
+| a | b |
+|---|---|
+| 1 | **2** |
+
+> quoted
+
+```python
+def add(a, b):
+    return a + b
+```
+
+[bad](javascript:alert(1))"""
+
+
+def test_markdown_is_elements_and_code_can_be_copied(browser: Any) -> None:
+    with scripted_server(MARKDOWN) as server:
+        fresh(browser, server.url)
+        say(browser, "hi")
+        until(browser, lambda: idle(browser) and bool(shown(browser, "figure code")))
+        assert shown(browser, ".text h2") == ["Plan"]
+        assert (shown(browser, ".text strong"), shown(browser, ".text em"), shown(browser, "p code")) == (
+            ["bold", "2"],
+            ["slanted"],
+            ["code"],
+        )
+        assert [link.get_attribute("href") for link in browser.find_elements(By.CSS_SELECTOR, ".text a")] == ["https://example.org/"]
+        assert (shown(browser, "ol > li > ul > li"), shown(browser, "td")) == (["inner"], ["1", "2"])
+        assert shown(browser, "blockquote") == ["quoted"]
+        assert shown(browser, "figure code") == ["def add(a, b):\n    return a + b"]
+        assert "monospace" in browser.find_element(By.CSS_SELECTOR, "figure code").value_of_css_property("font-family")
+        assert "<b>none</b>" in browser.find_element(By.CSS_SELECTOR, ".text p").text
+        browser.execute_script("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+        browser.find_element(By.CSS_SELECTOR, "button.copy").click()
+        until(browser, lambda: browser.execute_script("return window.copied") == "def add(a, b):\n    return a + b")
+
+
+def test_regenerate_edit_and_reload(browser: Any) -> None:
+    with scripted_server(lambda turn, before: f"{turn}: {before.count('<|turn>user')} asked, {'ho' in before}") as server:
+        fresh(browser, server.url)
+        say(browser, "hi")
+        until(browser, lambda: idle(browser) and shown(browser, ".assistant .text") == ["0: 1 asked, False"])
+        say(browser, "more")
+        until(browser, lambda: idle(browser) and shown(browser, ".assistant .text")[1:] == ["1: 2 asked, False"])
+        press(browser, "Regenerate")
+        until(browser, lambda: idle(browser) and shown(browser, ".assistant .text")[1:] == ["1: 2 asked, False"])
+        browser.refresh()
+        assert shown(browser, ".text") == ["hi", "0: 1 asked, False", "more", "1: 2 asked, False"]
+        press(browser, "Edit")
+        text = browser.find_element(By.ID, "text")
+        assert text.get_attribute("value") == "hi"
+        text.clear()
+        say(browser, "ho")
+        until(browser, lambda: idle(browser) and shown(browser, ".text") == ["ho", "0: 1 asked, True"])
+
+
+def test_settings_are_sent_and_kept(browser: Any) -> None:
+    with scripted_server(lambda _, before: "yes" if "Be brief." in before else "no") as server:
+        fresh(browser, server.url)
+        browser.find_element(By.ID, "settings-button").click()
+        browser.find_element(By.ID, "system").send_keys("Be brief.")
+        browser.find_element(By.ID, "temperature").send_keys("0.5")
+        browser.find_element(By.CSS_SELECTOR, "#drafts option[value='0']").click()
+        browser.execute_script(
+            "window.sent = []; const old = fetch; window.fetch = (url, o) => { sent.push(o?.body); return old(url, o); }"
+        )
+        say(browser, "hi")
+        until(browser, lambda: idle(browser) and shown(browser, ".assistant .text") == ["yes"])
+        body = json.loads(browser.execute_script("return sent[0]"))
+        assert (body["temperature"], body["draft_length"], body["messages"][0]["role"]) == (0.5, 0, "system")
+        browser.refresh()
+        assert browser.find_element(By.ID, "system").get_attribute("value") == "Be brief."
+        assert browser.find_element(By.ID, "drafts").get_attribute("value") == "0"
+
+
+def test_accepted_drafts_are_marked(browser: Any, several: str) -> None:
+    fresh(browser, several)
+    browser.find_element(By.ID, "settings-button").click()
+    browser.find_element(By.ID, "temperature").send_keys("0")
+    browser.find_element(By.ID, "marks").click()
+    say(browser, "def add(a, b):")
+    until(browser, lambda: idle(browser) and bool(shown(browser, ".figures")))
+    accepted = int(shown(browser, ".figures")[0].split(" of ")[0].rpartition(" ")[2])
+    marked = sum(len(text) for text in shown(browser, "mark"))
+    assert accepted > 0
+    assert 0 < marked < len(shown(browser, ".assistant .text")[0])
+    browser.find_element(By.ID, "marks").click()
+    until(browser, lambda: not shown(browser, "mark"))
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_contrast_is_at_least_4_5(browser: Any, theme: str) -> None:
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]})
+    with scripted_server("<|channel>thought\nhm<channel|>" + MARKDOWN) as server:
+        fresh(browser, server.url)
+        browser.find_element(By.ID, "settings-button").click()
+        say(browser, "hi")
+        until(browser, lambda: idle(browser) and bool(shown(browser, ".figures")))
+        low, measured = browser.execute_script(CONTRAST)
+        assert low == [], theme
+        assert measured > 30
+
+
+def test_a_screen_reader_hears_an_answer_once(browser: Any) -> None:
+    with scripted_server("The *whole* answer.") as server:
+        fresh(browser, server.url)
+        script = (
+            "window.heard = []; new MutationObserver(() => heard.push($('status').textContent)).observe($('status'), {childList: true})"
+        )
+        browser.execute_script(script)
+        say(browser, "hi")
+        until(browser, lambda: idle(browser) and bool(shown(browser, ".figures")))
+        assert browser.execute_script("return heard") == ["The model is answering.", "Answer: The whole answer."]
+        assert browser.execute_script("return $('talk').closest('[aria-live]')") is None
+        unnamed = "return [...document.querySelectorAll('button, input, select, textarea')].filter((e) => e.computedName === '').length"
+        assert browser.execute_script(unnamed) == 0
+
+
+def press(browser: Any, text: str) -> None:
+    browser.find_element(By.XPATH, f"//button[text()='{text}']").click()
+
+
+# The lowest contrast of each text to its background (WCAG 2.2, 1.4.3), where it is below 4.5.
+CONTRAST = """
+const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+const rgba = (color) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+  return [...canvas.getImageData(0, 0, 1, 1).data]; };
+const light = ([r, g, b]) => [r, g, b].map((v) => v / 255).map((v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+  .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+const back = (e) => { for (; e; e = e.parentElement) { const c = rgba(getComputedStyle(e).backgroundColor); if (c[3] === 255) return c; }
+  return [255, 255, 255]; };
+const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
+const found = [];
+let measured = 0;
+for (const e of document.body.querySelectorAll('*')) {
+  const written = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+  if (!e.checkVisibility() || !(written || e.matches('input, textarea, select'))) continue;
+  measured++;
+  for (const color of [getComputedStyle(e).color, ...(e.placeholder ? [getComputedStyle(e, '::placeholder').color] : [])]) {
+    const r = ratio(rgba(color), back(e));
+    if (r < 4.5) found.push([e.tagName, e.id, e.className, r]);
+  }
+}
+return [found, measured];
+"""

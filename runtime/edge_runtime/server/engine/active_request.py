@@ -36,10 +36,11 @@ class ActiveRequest:
             # and a policy that learned from other requests drafts other lengths: a repeatable request uses none of the three.
             acceptance="match" if request.repeatable else DEFAULT_ACCEPTANCE,
             reuse_prefix=not request.repeatable,
-            policy=session.settings.new_policy() if request.repeatable else None,
+            policy=session.settings.new_policy() if request.repeatable and request.draft_length is None else None,
             constraint=request.constraint,
             logprobs=request.logprobs,
             compiled=job.constraint,
+            draft_length=request.draft_length,
         )
         self._parser: OutputParser
         if isinstance(request.prompt, Conversation):
@@ -49,6 +50,8 @@ class ActiveRequest:
         self._chunk_size = session.settings.chunk_size
         self._pending: list[Event] = []
         self._tokens = self._delivered = self._thoughts = 0
+        self._spans: list[tuple[int, int]] = []
+        self._characters = 0
         self._logprobs = _AnswerLogprobs(session)
         self._watch = watch
         self._energy: RunEnergy | None = None
@@ -69,7 +72,7 @@ class ActiveRequest:
         for i, token in enumerate(one.tokens):
             if not self.stopped:
                 self._tokens += 1
-                self._pending += self._parser.feed(token)
+                self._feed(token, drafted=i < one.accepted)
                 self._thoughts += self._parser.place in ("name", "thought")
                 if self.generation.logprobs and self._parser.place == "answer":
                     self._logprobs.add(self.generation.logprobs[first + i])
@@ -90,11 +93,25 @@ class ActiveRequest:
         reason: FinishReason = "stop" if stopped else "length"
         self.job.deliver(Finished(reason=reason, stats=self._stats(), energy=self._energy, thought_tokens=self._thoughts))
 
+    def _feed(self, token: int, *, drafted: bool) -> None:
+        """Parses a token; a character or stop string that several tokens make up counts for the last of them."""
+        for event in self._parser.feed(token):
+            self._pending.append(event)
+            if isinstance(event, Text):
+                begin, self._characters = self._characters, self._characters + len(event.text)
+                if drafted and self._spans and self._spans[-1][1] == begin:
+                    begin = self._spans.pop()[0]
+                if drafted:
+                    self._spans.append((begin, self._characters))
+
     def _flush(self) -> None:
         if self._pending:
             logprobs = self._logprobs.take(sum(len(event.text.encode()) for event in self._pending if isinstance(event, Text)))
-            self.job.deliver(Output(events=merged(self._pending), stats=self._stats(), logprobs=logprobs))
+            spans = tuple(self._spans)
+            self.job.deliver(Output(events=merged(self._pending), stats=self._stats(), logprobs=logprobs, draft_spans=spans))
             self._pending.clear()
+            self._spans.clear()
+            self._characters = 0
             self._delivered = self._tokens
 
     def _stats(self) -> DecodeStats:

@@ -33,12 +33,14 @@ class OutputLogprob:
 class Output:
     """Output since the previous event. `stats` is a snapshot whose `tokens` end where the visible answer does.
 
-    `logprobs` are those of the tokens whose text begins in `events`, if the request wants them.
+    `logprobs` are those of the tokens whose text begins in `events`, if the request wants them. `draft_spans` are the places (begin, end;
+    in characters) of accepted drafts in the text of `events`.
     """
 
     events: tuple[Event, ...]
     stats: DecodeStats
     logprobs: tuple[OutputLogprob, ...] = ()
+    draft_spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""The chat page at /: one file without other resources, with a content security policy that allows requests to this server only."""
+"""The chat page at /: one file, put together of page.html, page.css, markdown.js and page.js, that loads nothing else.
+
+Its content security policy allows requests to this server only.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from functools import cache
 from importlib import resources
 
 _SCRIPT = re.compile("<script>(.*?)</script>", re.DOTALL)
+_PART = re.compile(r"\{\{([a-z.]+)\}\}")
 _STYLE = re.compile("<style>(.*?)</style>", re.DOTALL)
 
 
 @cache
 def page() -> tuple[str, dict[str, str]]:
     """Returns the page and its headers. The policy allows only the file's own script and style, by their hashes."""
-    text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    text = _PART.sub(lambda part: _read(part[1]), _read("page.html"))
     policy = (
         f"default-src 'none'; script-src {_hashes(_SCRIPT, text)}; style-src {_hashes(_STYLE, text)}; connect-src 'self';"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -27,6 +31,10 @@ def page() -> tuple[str, dict[str, str]]:
         "cache-control": "no-cache",
     }
     return text, headers
+
+
+def _read(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _hashes(pattern: re.Pattern[str], text: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.decoding.default_sampling import BUNDLE_NAMES
 from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS
 from edge_runtime.decoding.sampling import SamplingParams
@@ -31,7 +32,7 @@ _IGNORED = {
     "user",
     "verbosity",
 }
-_SHARED = SAMPLING_FIELDS | {"logprobs", "max_tokens", "n", "stream", "stream_options"}
+_SHARED = SAMPLING_FIELDS | {"draft_length", "logprobs", "max_tokens", "n", "stream", "stream_options"}
 _CHAT = (
     _IGNORED
     | _SHARED
@@ -62,7 +63,8 @@ class CompletionRequest:
     """One answer to generate. `prompt` is text, token ids or a conversation; `max_tokens` None means up to the end of the context.
 
     Of the sampling, the request names what is `given`; the bundle's own values count for the rest.
-    `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities.
+    `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities. `draft_length` None lets
+    the server decide.
     """
 
     prompt: Prompt
@@ -72,6 +74,7 @@ class CompletionRequest:
     stop: tuple[str, ...]
     constraint: ConstraintSource | None = None
     logprobs: int | None = None
+    draft_length: int | None = None
 
     @property
     def repeatable(self) -> bool:
@@ -88,6 +91,7 @@ class ApiRequest:
     stream: bool = False
     usage_at_end: bool = False
     usage_always: bool = False
+    draft_spans: bool = False
 
 
 def read_chat(body: dict[str, Any]) -> ApiRequest:
@@ -148,7 +152,8 @@ def _request(
     options = Fields(fields.object("stream_options") or {}, "stream_options")
     if "stream_options" in fields and not stream:
         raise fields.wrong("stream_options", "requires stream to be true; set it, or leave stream_options out")
-    options.only({"include_usage", "continuous_usage_stats", "include_obfuscation"})
+    options.only({"include_usage", "continuous_usage_stats", "draft_spans", "include_obfuscation"})
+    draft_length = fields.integer("draft_length", 0, MAX_DRAFT_LENGTH)
     sampling, stop = read_sampling(fields), read_stops(fields)
     given = frozenset(name for name in BUNDLE_NAMES if fields.get(name) is not None)
     return ApiRequest(
@@ -161,6 +166,7 @@ def _request(
                 stop=stop,
                 constraint=constraint,
                 logprobs=logprobs,
+                draft_length=draft_length,
             )
             for prompt in prompts
             for number in range(n)
@@ -169,6 +175,7 @@ def _request(
         stream=stream,
         usage_at_end=options.flag("include_usage"),
         usage_always=options.flag("continuous_usage_stats"),
+        draft_spans=options.flag("draft_spans"),
     )
 
 

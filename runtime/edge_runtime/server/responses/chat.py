@@ -36,10 +36,16 @@ class ChatFormat:
         """Returns the chunks; log probabilities are in the first one with text."""
         self._usage.update(choice, output.stats)
         pending: Sequence[OutputLogprob] = output.logprobs
-        chunks = []
+        chunks, at = [], 0
         for event in output.events:
-            fitting, pending = (pending, ()) if isinstance(event, Text) else ((), pending)
-            chunks.append(self._chunk(choice, self._delta(choice, event), logprobs=fitting))
+            fitting: Sequence[OutputLogprob] = ()
+            spans: list[list[int]] = []
+            if isinstance(event, Text):
+                fitting, pending = pending, ()
+                size = len(event.text)
+                cut = [[max(begin - at, 0), min(end - at, size)] for begin, end in output.draft_spans]
+                spans, at = [[begin, end] for begin, end in cut if begin < end], at + size
+            chunks.append(self._chunk(choice, self._delta(choice, event), logprobs=fitting, draft_spans=spans))
         return chunks
 
     def end(self, choice: int, finished: Finished) -> list[bytes]:
@@ -105,9 +111,19 @@ class ChatFormat:
     def _logprobs(self, entries: Sequence[OutputLogprob]) -> Json | None:
         return {"content": chat_logprobs(entries), "refusal": None} if self._request.choices[0].logprobs is not None else None
 
-    def _chunk(self, choice: int, delta: Json, finish: str | None = None, logprobs: Sequence[OutputLogprob] = ()) -> bytes:
+    def _chunk(
+        self,
+        choice: int,
+        delta: Json,
+        finish: str | None = None,
+        *,
+        logprobs: Sequence[OutputLogprob] = (),
+        draft_spans: Sequence[Sequence[int]] = (),
+    ) -> bytes:
         shown = self._logprobs(logprobs) if logprobs else None
-        chunk = {"index": choice, "delta": delta, "logprobs": shown, "finish_reason": finish}
+        chunk: Json = {"index": choice, "delta": delta, "logprobs": shown, "finish_reason": finish}
+        if self._request.draft_spans:
+            chunk["draft_spans"] = draft_spans
         value: Json = {**self._stem, "object": "chat.completion.chunk", "choices": [chunk]}
         if self._request.usage_always:
             value["usage"] = self._usage.to_json()

@@ -1,0 +1,268 @@
+// The chat: messages, their views, settings, and what is kept over a reload.
+
+const $ = (id) => document.getElementById(id);
+const PAINT_MS = 60, STORED_SETTINGS = ["system", "temperature", "drafts", "marks"];
+let talk = [];  // {role, content, thoughts, calls, figures, drafted, error}
+let running = null, editing = null;
+
+const stored = (where, name) => { try { return JSON.parse(where.getItem(`edge-mtp.${name}`)); } catch { return null; } };
+const store = (where, name, value) => { try { where.setItem(`edge-mtp.${name}`, JSON.stringify(value)); } catch { /* full, or not allowed */ } };
+const headers = () => ({ "Content-Type": "application/json", ...($("key").value && { Authorization: `Bearer ${$("key").value}` }) });
+
+function figures(usage) {
+  const parts = [`${usage.completion_tokens} tokens`, `${usage.tokens_per_second.toFixed(1)} tok/s`];
+  if (usage.drafted_tokens) parts.push(`${usage.accepted_tokens} of ${usage.drafted_tokens} drafts accepted`);
+  const energy = usage.energy;
+  if (energy?.joules_per_token) parts.push(`${energy.estimate ? "ESTIMATE " : ""}${energy.joules_per_token.toPrecision(3)} J/token (${energy.scope})`);
+  else if (energy?.joules) parts.push(`${energy.estimate ? "ESTIMATE " : ""}${energy.joules.toPrecision(3)} J together with other requests (${energy.scope})`);
+  return parts.join(" · ");
+}
+
+async function failure(response) {
+  if (response.status === 401) $("key").hidden = false;
+  const body = await response.json().catch(() => null);
+  return body?.error?.message ?? `the server returned status ${response.status}`;
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+    }
+  }
+}
+
+function button(parent, text, act) {
+  const made = element(parent, "button");
+  made.type = "button";
+  made.textContent = text;
+  made.addEventListener("click", act);
+  return made;
+}
+
+// Shows a message; scrolls along unless the user has scrolled up.
+function show(message) {
+  const following = $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight < 60;
+  const article = message.view ??= element($("talk"), "article", message.role);
+  article.replaceChildren();
+  if (message.thoughts) {
+    const thoughts = element(article, "details");
+    thoughts.open = message.open ?? false;
+    thoughts.addEventListener("toggle", () => { message.open = thoughts.open; });
+    element(thoughts, "summary").textContent = "Thoughts";
+    element(thoughts, "p", "thoughts").textContent = message.thoughts;
+  }
+  const text = element(article, "div", "text");
+  if (message.role === "user") text.textContent = message.content;
+  else markdown(text, message.content, $("marks").checked ? message.drafted : []);
+  if (message.calls) element(article, "p", "calls").textContent = message.calls;
+  if (message.figures) element(article, "p", "figures").textContent = message.figures;
+  if (message.error) {
+    const error = element(article, "p", "error");
+    error.textContent = message.error;
+  }
+  if (message !== running?.message) tools(article, message);
+  if (following) $("talk").scrollTop = $("talk").scrollHeight;
+}
+
+function tools(article, message) {
+  const row = element(article, "div", "tools");
+  if (message.role === "user") button(row, "Edit", () => edit(message));
+  else {
+    if (message.content) button(row, "Copy", (event) => copy(message.content, event.target));
+    if (message === talk.at(-1)) button(row, "Regenerate", regenerate);
+  }
+}
+
+function redraw() {
+  $("talk").replaceChildren();
+  for (const message of talk) {
+    message.view = null;
+    show(message);
+  }
+}
+
+async function ask() {
+  const mine = talk, message = { role: "assistant", content: "", thoughts: "", calls: "", figures: "", drafted: [], error: "" };
+  // What got no answer is not sent again.
+  const sent = talk.filter(({ content }, i) => content && talk[i + 1]?.content !== "").map(({ role, content }) => ({ role, content }));
+  if ($("system").value.trim()) sent.unshift({ role: "system", content: $("system").value.trim() });
+  talk.push(message);
+  running = { controller: new AbortController(), message };
+  busy(true);
+  redraw();
+  $("status").textContent = "The model is answering.";
+  let painted = 0, timer = null;
+  const paint = () => {
+    timer = null;
+    painted = performance.now();
+    if (mine === talk) show(message);
+  };
+  try {
+    const response = await fetch("v1/chat/completions", {
+      method: "POST", headers: headers(), signal: running.controller.signal,
+      body: JSON.stringify({
+        messages: sent, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true, draft_spans: true },
+        ...($("temperature").value !== "" && { temperature: Number($("temperature").value) }),
+        ...($("drafts").value !== "" && { draft_length: Number($("drafts").value) }),
+      }),
+    });
+    if (!response.ok) throw new Error(await failure(response));
+    for await (const event of events(response)) {
+      if (event.error) throw new Error(event.error.message);
+      take(message, event);
+      timer ??= setTimeout(paint, Math.max(0, PAINT_MS - (performance.now() - painted)));
+    }
+  } catch (error) {
+    if (error.name === "AbortError") message.figures += " · stopped";
+    else message.error = error.message;
+  }
+  clearTimeout(timer);
+  if (mine !== talk) return;  // "New" has begun another talk
+  running = null;
+  busy(false);
+  keep();
+  redraw();
+  // Once, when it is complete: a screen reader would begin anew with every piece.
+  $("status").textContent = message.error || `Answer: ${message.view.querySelector(".text").textContent}`;
+}
+
+function take(message, event) {
+  const choice = event.choices[0], delta = choice?.delta ?? {};
+  if (delta.content) {
+    const flags = new Array(delta.content.length).fill(0), starts = [];
+    let units = 0;
+    for (const character of delta.content) { starts.push(units); units += character.length; }
+    starts.push(units);
+    for (const [from, to] of choice.draft_spans ?? []) flags.fill(1, starts[from], starts[to]);
+    message.content += delta.content;
+    message.drafted.push(...flags);
+  }
+  message.thoughts += delta.reasoning_content ?? "";
+  for (const call of delta.tool_calls ?? []) message.calls += `[call: ${call.function.name}(${call.function.arguments})] `;
+  if (event.usage) message.figures = figures(event.usage);
+  if (choice?.finish_reason === "length") message.error = "cut off: the context is full; start a new chat";
+}
+
+function busy(is) {
+  $("send").hidden = is;
+  $("stop").hidden = !is;
+  if (!is) $("text").focus();
+}
+
+function send() {
+  const text = $("text").value.trim();
+  if (!text || running) return;
+  if (editing) talk.splice(talk.indexOf(editing));
+  endEdit();
+  talk.push({ role: "user", content: text });
+  ask();
+  $("talk").scrollTop = $("talk").scrollHeight;
+}
+
+function regenerate() {
+  if (running) return;
+  talk.pop();
+  ask();
+}
+
+function edit(message) {
+  if (running) return;
+  editing = message;
+  $("text").value = message.content;
+  $("editing").hidden = false;
+  grow();
+  $("text").focus();
+}
+
+function endEdit() {
+  editing = null;
+  $("editing").hidden = true;
+  $("text").value = "";
+  grow();
+}
+
+async function copy(text, where) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {  // outside a secure context there is only the old way
+    const area = element(document.body, "textarea", "unseen");
+    area.value = text;
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  const before = where.textContent;
+  where.textContent = "Copied";
+  $("status").textContent = "Copied.";
+  setTimeout(() => { where.textContent = before; }, 1500);
+}
+
+function grow() {
+  $("text").style.height = "auto";
+  $("text").style.height = `${$("text").scrollHeight + 2}px`;
+}
+
+function keep() {
+  store(sessionStorage, "talk", talk.map(({ view, open, ...message }) => message));
+}
+
+async function name() {
+  const response = await fetch("v1/models", { headers: headers() });
+  if (response.ok) {
+    $("model").textContent = (await response.json()).data[0].id;
+    store(sessionStorage, "key", $("key").value);
+  } else if (response.status === 401) $("key").hidden = false;
+}
+
+function begin() {
+  const kept = stored(localStorage, "settings") ?? {};
+  for (const id of STORED_SETTINGS) {
+    if (id === "marks") $(id).checked = kept[id] ?? false;
+    else $(id).value = kept[id] ?? "";
+    $(id).addEventListener("change", () => {
+      store(localStorage, "settings", Object.fromEntries(STORED_SETTINGS.map((one) => [one, one === "marks" ? $(one).checked : $(one).value])));
+      if (id === "marks") talk.forEach(show);
+    });
+  }
+  $("key").value = stored(sessionStorage, "key") ?? "";
+  $("key").hidden = !$("key").value;
+  talk = stored(sessionStorage, "talk") ?? [];
+  redraw();
+  $("talk").scrollTop = $("talk").scrollHeight;
+  name();
+}
+
+$("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+$("text").addEventListener("input", grow);
+$("text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+  if (event.key === "Escape" && editing) endEdit();
+});
+$("keep").addEventListener("click", () => { endEdit(); $("text").focus(); });
+$("stop").addEventListener("click", () => running?.controller.abort());
+$("new").addEventListener("click", () => {
+  running?.controller.abort();
+  running = null;
+  talk = [];
+  endEdit();
+  busy(false);
+  keep();
+  redraw();
+  $("status").textContent = "";
+});
+$("settings-button").addEventListener("click", () => {
+  $("settings").hidden = !$("settings").hidden;
+  $("settings-button").setAttribute("aria-expanded", String(!$("settings").hidden));
+});
+$("talk").addEventListener("click", (event) => {
+  if (event.target.matches("button.copy")) copy(event.target.closest("figure").querySelector("code").textContent, event.target);
+});
+$("key").addEventListener("change", name);
+begin();
