@@ -13,7 +13,7 @@ pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
 from edge_runtime.config.yaml_file import CONFIG_NAME, read_config
 from edge_runtime.errors import ConfigError, RequestError
-from edge_runtime.session.monitor import MonitorOptions
+from edge_runtime.session.monitoring.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
 
 pytestmark = pytest.mark.usefixtures("probe_memory")

@@ -14,11 +14,13 @@ from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
+from edge_runtime.session.batch import Sessions
 from edge_runtime.session.chat import Answer, Chat
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.load_options import LoadOptions
-from edge_runtime.session.monitor import Monitor, MonitorOptions
-from edge_runtime.session.open import open_session
+from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
+from edge_runtime.session.one_call import chat, generate
+from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Text, Thought
@@ -48,11 +50,15 @@ __all__ = [
     "Round",
     "SamplingParams",
     "Session",
+    "Sessions",
     "Text",
     "Thought",
     "ToolCall",
+    "chat",
+    "generate",
     "open_bundle",
     "open_session",
+    "open_sessions",
 ]
 
 

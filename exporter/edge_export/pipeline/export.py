@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,7 @@ from edge_export.pipeline.cache_layout import architecture, cache_layout
 from edge_export.pipeline.generation_defaults import generation_defaults
 from edge_export.pipeline.gguf_step import GgufPair, make_gguf, plan_pair
 from edge_export.pipeline.onnx_step import check_onnx_space, make_onnx, onnx_parity
-from edge_export.pipeline.request import DEFAULT_CONTEXT, ExportRequest, Progress
+from edge_export.pipeline.request import DEFAULT_CONTEXT, ExportRequest, Progress, reported
 from edge_export.pipeline.signing import read_signing_key, sign_manifest
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.importance_sources import importance_of_pair
@@ -54,11 +55,14 @@ class _Job:
     generation: GenerationDefaults | None
 
 
-def export_pair(request: ExportRequest, progress: Progress) -> Bundle:
+def export_pair(request: ExportRequest, progress: Progress | Callable[[str], None] | None = None) -> Bundle:
     """Writes the bundle `request.output` and returns it, opened and checked.
+
+    `progress` is a `Progress`, or a function such as `print` that gets a line for each step; None reports nothing.
 
     Raises ExportError (CheckpointError, ParityError). Then no file is left behind, and an existing bundle is unchanged.
     """
+    progress = reported(progress)
     _check_quantizations(request)
     key = read_signing_key(request.sign) if request.sign is not None else None
     check_output(request.output, request.force)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from edge_devices.machine.facts import usable_processors
 from edge_export.checkpoint.safetensors import FloatType
@@ -15,6 +16,7 @@ from edge_runtime.config.schema import SpeculativeConfig
 DEFAULT_CONTEXT = 4096
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Gets the progress of an export."""
 
@@ -26,6 +28,31 @@ class Progress(Protocol):
 
     def say(self, sentence: str) -> None:
         """A message for the user."""
+
+
+class Lines:
+    """A `Progress` that calls a function with a line for each step and each message."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+
+    def step(self, title: str, total_bytes: int | None) -> None:
+        """Writes the title, and the estimated size of what is done."""
+        self._write(f"{title} (about {total_bytes / 1e6:.0f} MB)" if total_bytes else title)
+
+    def advance(self, done_bytes: int) -> None:
+        """Does nothing."""
+
+    def say(self, sentence: str) -> None:
+        """Writes the message."""
+        self._write(sentence)
+
+
+def reported(progress: Progress | Callable[[str], None] | None) -> Progress:
+    """Returns the `Progress` that was given, or one that calls the function, or one that is silent."""
+    if progress is None:
+        return Lines(lambda _: None)
+    return progress if isinstance(progress, Progress) else Lines(progress)
 
 
 @dataclass(frozen=True, kw_only=True)

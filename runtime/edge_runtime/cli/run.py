@@ -48,7 +48,7 @@ from edge_runtime.session.chat import MAX_TOKENS, Chat
 from edge_runtime.session.generation import GREEDY_PARAMS, GenerationOptions
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.lossless import check_lossless
-from edge_runtime.session.monitor import MonitorOptions
+from edge_runtime.session.monitoring.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 

@@ -29,8 +29,8 @@ from edge_runtime.server.responses.ollama import OllamaFormat
 from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
 from edge_runtime.server.responses.responses_api import ResponsesFormat
 from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, unless_disconnected
-from edge_runtime.session.monitor import Monitor
-from edge_runtime.session.prometheus import CONTENT_TYPE
+from edge_runtime.session.monitoring.monitor import Monitor
+from edge_runtime.session.monitoring.prometheus import CONTENT_TYPE
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
 _OLLAMA = "/api/"

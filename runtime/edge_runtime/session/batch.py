@@ -13,6 +13,7 @@ from typing import Self
 from edge_runtime.decoding.loop import Round
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import Drafter, DraftRequest, Logits, SequenceBatch, Target
+from edge_runtime.session.cache_claim import PairLock
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 
@@ -44,10 +45,12 @@ class SingleSequence:
 
 
 class BatchDecoder:
-    """Runs requests of different sequences of one context. Requests may join and leave between two steps."""
+    """Runs requests of different sequences of one context. Requests may join and leave between two steps, from any thread."""
 
-    def __init__(self, together: SequenceBatch) -> None:
+    def __init__(self, together: SequenceBatch, lock: PairLock | None = None) -> None:
+        """`lock` is that of the sessions on the context; None makes one, for a context that nothing else uses."""
         self._together = together
+        self._lock = lock or PairLock()
         self._joining: dict[Generation, Iterator[None]] = {}
         self._running: list[Generation] = []
         self._failures: list[tuple[Generation, EdgeRuntimeError]] = []
@@ -64,35 +67,127 @@ class BatchDecoder:
 
     def add(self, generation: Generation) -> None:
         """Prefills a request's prompt; the request runs from the next step on. Raises RequestError if its sequence is in use."""
-        self._require_free(generation)
-        generation.prefill()
-        self._begin(generation)
+        with self._lock.held():
+            self._require_free(generation)
+            generation.prefill()
+            self._begin(generation)
 
     def join(self, generation: Generation) -> None:
         """As `add`, but the prompt is prefilled in pieces, one per step, so that other requests do not wait for all of it."""
-        self._require_free(generation)
-        self._joining[generation] = generation.prefilling()
+        with self._lock.held():
+            self._require_free(generation)
+            self._joining[generation] = generation.prefilling()
 
     def remove(self, generation: Generation) -> None:
         """Ends a request early; the others continue. Does nothing if it has ended."""
-        self._joining.pop(generation, None)
-        self._running = [other for other in self._running if other is not generation]
+        with self._lock.held():
+            self._joining.pop(generation, None)
+            self._running = [other for other in self._running if other is not generation]
 
     def clear(self) -> None:
         """Ends all requests and drops all rows: after a failure of the backend no cache can be trusted."""
-        self._joining.clear()
-        self._running = []
-        for target in self._together.targets:
-            target.rollback(0)
+        with self._lock.held():
+            self._joining.clear()
+            self._running = []
+            for target in self._together.targets:
+                target.rollback(0)
 
     def step(self) -> list[tuple[Generation, Round]]:
-        """Runs one round of all running requests, with one draft call and one verify. Returns the round of each request."""
-        self._failures = []
-        self._prefill_a_piece()
-        running = self._running
-        if not running:
-            return []
-        begin = time.perf_counter()
+        """Runs one round of all running requests, with one draft call and one verify. Returns the round of each request.
+
+        A request that cannot continue, as another one began on its session, is among `failures`. An error of the backend ends all.
+        """
+        with self._lock.held():
+            self._lock.require_open()
+            self._failures = []
+            self._prefill_a_piece()
+            running = self._able()
+            if not running:
+                return []
+            with self._lock.computing():
+                begin = time.perf_counter()
+                try:
+                    done = self._round(running, begin)
+                except BaseException as error:
+                    self._running = []
+                    for one in running:
+                        one.fail(error)
+                    raise
+                seconds = time.perf_counter() - begin
+            self._running = [one for one, _ in done if not one.done]
+            for one, round_done in done:
+                one.count(round_done, seconds)
+            return done
+
+    def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
+        """Runs requests to their ends, as many at once as there are sequences; yields each round as it is done.
+
+        Several threads may each run their own. Raises the error of the first request that fails, RequestError for one that was removed.
+        """
+        waiting, yielded = list(generations), dict.fromkeys(generations, 0)
+        while yielded:
+            with self._lock.held():
+                taken = {id(one.target) for one in self.running}
+                for one in list(waiting):
+                    if id(one.target) not in taken:
+                        taken.add(id(one.target))
+                        waiting.remove(one)
+                        self.add(one)
+                self.step()
+                failed = dict(self._failures)
+                new = []
+                for one in list(yielded):
+                    if one in failed:
+                        raise failed[one]
+                    new += [(one, round_done) for round_done in one.recorded(yielded[one])]
+                    yielded[one] = one.stats.rounds
+                    if one not in waiting and one not in self.running:
+                        del yielded[one]
+                        if not one.done:
+                            one.require_claim()
+                            raise RequestError("the request was removed before its end; run it again")
+            yield from new
+
+    def _require_free(self, generation: Generation) -> None:
+        if not any(target is generation.target for target in self._together.targets):
+            raise RequestError("the request is of another pair's session; run it with the sessions it was started on")
+        if any(other.target is generation.target for other in self.running):
+            raise RequestError("two requests cannot share a sequence; start each on its own session")
+
+    def _begin(self, generation: Generation) -> None:
+        if not generation.done:
+            self._running.append(generation)
+
+    def _prefill_a_piece(self) -> None:
+        if self._joining:
+            generation, pieces = next(iter(self._joining.items()))
+            try:
+                ended = next(pieces, _END) is _END
+            except BaseException as error:
+                del self._joining[generation]
+                if not isinstance(error, RequestError):
+                    raise
+                self._failures.append((generation, error))
+                return
+            if ended:
+                del self._joining[generation]
+                self._begin(generation)
+
+    def _able(self) -> list[Generation]:
+        """Returns the running requests that can continue, and drops the others."""
+        able = []
+        for one in self._running:
+            try:
+                one.require_claim()
+            except EdgeRuntimeError as error:
+                self._failures.append((one, error))
+                continue
+            if not one.done:  # it may have been iterated to its end elsewhere
+                able.append(one)
+        self._running = able
+        return able
+
+    def _round(self, running: list[Generation], begin: float) -> list[tuple[Generation, Round]]:
         drafts = self._drafts(running)
         middle = time.perf_counter()
         batches = [(self._number(one), one.decoding.tokens_to_verify(draft)) for one, draft in zip(running, drafts, strict=True)]
@@ -104,44 +199,11 @@ class BatchDecoder:
             try:  # one request reports the timing: their policies share one cost model
                 done.append((one, one.decoding.finish_round(rows, timing, report_timing=one is running[0])))
             except EdgeRuntimeError as error:  # such as no token left to sample; the other requests are not affected
-                one.target.rollback(0)
+                one.fail(error)
                 self._failures.append((one, error))
                 continue
-            one.count(done[-1][1], time.perf_counter() - begin)
-        self._running = [one for one, _ in done if not one.decoding.done]
+            one.record(done[-1][1])
         return done
-
-    def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
-        """Runs requests to their ends, as many at once as there are sequences; yields each round as it is done.
-
-        Raises the error of the first request that fails.
-        """
-        waiting = list(generations)
-        while waiting or self._running:
-            taken = {id(one.target) for one in self._running}
-            for one in list(waiting):
-                if id(one.target) not in taken:
-                    taken.add(id(one.target))
-                    waiting.remove(one)
-                    self.add(one)
-            yield from self.step()
-            for _, error in self._failures:
-                raise error
-
-    def _require_free(self, generation: Generation) -> None:
-        if any(other.target is generation.target for other in self.running):
-            raise RequestError("two requests cannot share a sequence; start each on its own session")
-
-    def _begin(self, generation: Generation) -> None:
-        if not generation.decoding.done:
-            self._running.append(generation)
-
-    def _prefill_a_piece(self) -> None:
-        if self._joining:
-            generation, pieces = next(iter(self._joining.items()))
-            if next(pieces, _END) is _END:
-                del self._joining[generation]
-                self._begin(generation)
 
     def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
         requests = [one.decoding.draft_request(self._number(one), len(running)) for one in running]
@@ -157,14 +219,18 @@ class BatchDecoder:
 
 
 class Sessions:
-    """Sessions that share one context of one pair, so that their requests can run at once. Not thread-safe.
+    """Sessions that share one context of one pair, so that their requests can run at once. May be used from any thread.
 
-    Close this object, not its sessions, or use it as a context manager.
+    Close this object, or use it as a context manager. Closing one of several sessions ends that one only.
     """
 
     def __init__(self, sessions: Sequence[Session], together: SequenceBatch) -> None:
         self.sessions = tuple(sessions)
-        self.decoder = BatchDecoder(together)
+        self._lock = self.sessions[0].claim.lock
+        for session in self.sessions:
+            session.claim.lock = self._lock
+            session.claim.alone = len(self.sessions) == 1
+        self.decoder = BatchDecoder(together, self._lock)
         self._together = together
 
     def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
@@ -172,12 +238,21 @@ class Sessions:
         return self.decoder.run(generations)
 
     def close(self) -> None:
-        """Saves the acceptance models, frees the pair and ends all sessions."""
-        for session in self.sessions:
-            session.save_acceptance()
-        self._together.close()
+        """Saves the acceptance models, frees the pair and ends all sessions. Can be called twice."""
+        with self._lock.held():
+            self._lock.require_idle()
+            if not self._lock.closed:
+                for session in self.sessions:
+                    session.save_acceptance()
+                self._lock.closed = True
+                self._together.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._lock.closed else f"{len(self.decoder.running)} running"
+        return f"<Sessions: {len(self.sessions)} of {self.sessions[0].bundle.folder.name}, {state}>"
 
     def __enter__(self) -> Self:
+        self._lock.require_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypedDict, Unpack, get_args
 
+from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.errors import RequestError
-from edge_runtime.session import chat_file
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation
+from edge_runtime.session.load_options import with_keywords
+from edge_runtime.session.saved import chat_file
 from edge_runtime.session.session import Session
-from edge_runtime.session.stats import DecodeStats
+from edge_runtime.session.stats import DecodeStats, generation_html, shortened
 from edge_runtime.text.channels import ChannelParser, Event, Text, Thought
 from edge_runtime.text.chat_template import ChatTemplate, Message, bundle_template
+from edge_runtime.text.constraints import ConstraintSource
 from edge_runtime.text.tool_calls import ToolCall
 
 Overflow = Literal["drop_oldest", "stop"]
@@ -54,12 +60,25 @@ class _Prompt:
     dropped: int
 
 
+class RequestKeywords(TypedDict, total=False):
+    """Keywords of `Session.generate` that hold for every answer of a chat; its signature is checked against them by a test."""
+
+    draft_length: int | None
+    policy: DraftLengthPolicy | None
+    acceptance: str
+    chunk_size: int | None
+    on_round: Callable[[Round], None] | None
+    reuse_prefix: bool
+    constraint: ConstraintSource | None
+
+
 class Answer:
     """One answer: iterating yields each event as soon as it is final. The history changes when the answer begins and when it ends.
 
     `finish` is why it ended: an end token or a stop string ("stop"), `max_tokens` ("length"), the end of the context ("context"), or an
     interruption ("interrupted"), which keeps the text so far. An answer that was interrupted before its first text leaves the history
-    unchanged.
+    unchanged. An answer whose chat went on to something else raises RequestError when it is iterated further. `async for` works too, and
+    computes in another thread. May be used from any thread.
     """
 
     def __init__(self, chat: Chat, prompt: _Prompt, generation: Generation) -> None:
@@ -73,6 +92,8 @@ class Answer:
         self._prompt = prompt
         self._generation = generation
         self._stop_requested = False
+        self._executing = self._replaced = False
+        self._lock = chat.session.claim.lock
         self._events = self._run()
 
     @property
@@ -89,7 +110,26 @@ class Answer:
         return self
 
     def __next__(self) -> Event:
-        return next(self._events)
+        with self._lock.held():
+            self._require_idle()
+            if self._replaced:
+                raise RequestError("the chat went on before this answer ended, so it cannot continue; let each answer end")
+            self._executing = True
+            try:
+                return next(self._events)
+            finally:
+                self._executing = False
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while (event := await asyncio.to_thread(next, self, None)) is not None:
+            yield event
+
+    def read(self) -> str:
+        """Runs the answer to its end and returns its text, without thoughts and calls."""
+        with self._lock.held():
+            for _ in self:
+                pass
+            return self.text
 
     def stop(self) -> None:
         """Ends the answer after the current round. May be called from a signal handler or another thread."""
@@ -97,7 +137,26 @@ class Answer:
 
     def close(self) -> None:
         """Ends the answer now if it is running."""
-        self._events.close()
+        with self._lock.held():
+            self._require_idle()
+            self._events.close()
+
+    def replace(self) -> None:
+        """As `close`, and iterating further raises RequestError: the chat goes on without the rest."""
+        with self._lock.held():
+            running = inspect.getgeneratorstate(self._events) != inspect.GEN_CLOSED
+            self.close()
+            self._replaced = running and not self._stop_requested
+
+    def _require_idle(self) -> None:
+        if self._executing:
+            raise RequestError("a callback of an answer cannot continue or end it; call stop()")
+
+    def __repr__(self) -> str:
+        return f"<Answer {self.finish or 'not ended'}: {self.stats.tokens} tokens, {shortened(self.text)}>"
+
+    def _repr_html_(self) -> str:
+        return generation_html(self.text, self.stats)
 
     def _run(self) -> Generator[Event]:
         before, self._chat.messages = self._chat.messages, self._prompt.messages
@@ -112,13 +171,6 @@ class Answer:
                     break
             finish = self._reason(parser)
             yield from self._record(parser.finish())
-        except GeneratorExit:
-            raise
-        except BaseException:
-            # The backend may have been interrupted between a forward and its bookkeeping, so the cache cannot be trusted.
-            with contextlib.suppress(Exception):
-                self._chat.session.target.rollback(0)
-            raise
         finally:
             self.finish = finish
             self._chat.messages = self._history(before)
@@ -164,10 +216,11 @@ class Chat:
     """A conversation. `messages` is the history without the system message; roles are user, assistant and tool.
 
     The whole conversation is sent for each answer; what the cache holds of it is not computed again. `overflow` None takes the configured
-    one. `request` holds further keywords of `Session.generate` for every answer, such as `acceptance` and `policy`. Not thread-safe,
-    except for `Answer.stop`.
+    one. `request` holds further keywords of `Session.generate` for every answer (`RequestKeywords`). May be used from any thread: what
+    changes the conversation ends an answer that is running.
     """
 
+    @with_keywords(RequestKeywords)
     def __init__(
         self,
         session: Session,
@@ -180,8 +233,9 @@ class Chat:
         overflow: Overflow | None = None,
         sampling: SamplingParams = GREEDY_PARAMS,
         template: ChatTemplate | None = None,
-        **request: Any,
+        **request: Unpack[RequestKeywords],
     ) -> None:
+        session.claim.require_open()
         self.session = session
         self.template = template or bundle_template(session.bundle, session.vocabulary)
         self.settings = ChatSettings(
@@ -193,59 +247,73 @@ class Chat:
             overflow=overflow or session.settings.overflow,
             sampling=sampling,
         )
+        if unknown := request.keys() - RequestKeywords.__annotations__.keys():
+            raise RequestError(f"a chat has no option {sorted(unknown)[0]}; its options are in help(edge_runtime.Chat)")
         self.messages: list[Message] = []
         self._request = request
         self._answer: Answer | None = None
 
     def say(self, text: str) -> Answer:
-        """Returns the answer to a user's message; nothing runs before it is iterated.
+        """Returns the answer to a user's message; nothing runs before it is iterated. `chat.say("...").read()` is its text.
 
-        Raises RequestError, and leaves the conversation unchanged, if the message does not fit or the template refuses it.
+        Raises RequestError, and leaves the conversation unchanged, if the message is no text, does not fit or the template refuses it.
         """
-        self._close_answer()
-        return self._answer_to([*map(_without_thoughts, self.messages), {"role": "user", "content": text}])
+        if not isinstance(text, str):
+            raise RequestError(f"the message is of type {type(text).__name__}; give a str")
+        with self._going_on():
+            return self._answer_to([*map(_without_thoughts, self.messages), {"role": "user", "content": text}])
 
     def answer_tools(self, results: Sequence[str]) -> Answer:
         """Takes the results of the last answer's tool calls, in their order, and returns the model's answer to them."""
-        self._close_answer()
-        calls = self.messages[-1].get("tool_calls", []) if self.messages else []
-        if not calls or len(calls) != len(results):
-            raise RequestError(f"the last answer made {len(calls)} tool calls, but there are {len(results)} results; give one for each")
-        return self._answer_to([*self.messages, *(_tool_message(call, result) for call, result in zip(calls, results, strict=True))])
+        if isinstance(results, str) or not all(isinstance(result, str) for result in results):
+            raise RequestError("the results are not a list of texts; give one str for each tool call")
+        with self._going_on():
+            calls = self.messages[-1].get("tool_calls", []) if self.messages else []
+            if not calls or len(calls) != len(results):
+                raise RequestError(f"the last answer made {len(calls)} tool calls, but there are {len(results)} results; give one for each")
+            return self._answer_to([*self.messages, *(_tool_message(call, result) for call, result in zip(calls, results, strict=True))])
 
     def set_system(self, text: str | None) -> None:
         """Changes the system message from the next answer on."""
-        self._close_answer()
-        self.settings = replace(self.settings, system=text)
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"the system message is of type {type(text).__name__}; give a str or None")
+        with self._going_on():
+            self.settings = replace(self.settings, system=text)
 
     def reset(self) -> None:
         """Clears the conversation; the settings stay."""
-        self._close_answer()
-        self.messages = []
+        with self._going_on():
+            self.messages = []
 
     def save(self, path: Path | str) -> None:
         """Writes messages and settings as JSON, atomically. Raises RequestError if the file cannot be written."""
-        self._close_answer()
-        chat_file.save(Path(path), self.settings, self.messages)
+        with self._going_on():
+            chat_file.save(Path(path), self.settings, self.messages)
 
     def load(self, path: Path | str) -> None:
         """Reads messages and settings from a file that `save` wrote. Raises RequestError, and changes nothing, for any other file."""
-        self._close_answer()
-        self.settings, self.messages = chat_file.load(Path(path), ChatSettings)
+        with self._going_on():
+            self.settings, self.messages = chat_file.load(Path(path), ChatSettings)
+
+    def __repr__(self) -> str:
+        return f"<Chat: {len(self.messages)} messages, {self.session!r}>"
 
     def _answer_to(self, messages: list[Message]) -> Answer:
         prompt = self._fitted(messages)
         settings = self.settings
-        generation = self.session.generate(
-            prompt.ids, max_tokens=settings.max_tokens, sampling=settings.sampling, **{"reuse_prefix": True, **self._request}
-        )
+        request: RequestKeywords = {"reuse_prefix": True, **self._request}
+        generation = self.session.generate(prompt.ids, max_tokens=settings.max_tokens, sampling=settings.sampling, **request)
         self._answer = Answer(self, prompt, generation)
         return self._answer
 
-    def _close_answer(self) -> None:
-        if self._answer is not None:
-            self._answer.close()
-            self._answer = None
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Waits for other threads, then ends the answer that is running."""
+        with self.session.claim.lock.held():
+            if self._answer is not None:
+                self._answer.replace()
+                self._answer = None
+            yield
 
     def _fitted(self, messages: list[Message]) -> _Prompt:
         """Returns the prompt of all turns, or of the newest ones that leave room for an answer."""

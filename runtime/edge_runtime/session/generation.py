@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -18,8 +20,9 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
-from edge_runtime.session.monitor import RequestMonitor
-from edge_runtime.session.stats import DecodeStats
+from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
+from edge_runtime.session.monitoring.monitor import RequestMonitor
+from edge_runtime.session.stats import DecodeStats, generation_html, shortened
 from edge_runtime.text.constraints import Constraint, ConstraintSource
 from edge_runtime.text.stream import OutputText
 
@@ -31,7 +34,7 @@ FinishReason = Literal["stop", "length", "context"]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """The options of a request. Raises RequestError for a limit below 1.
+    """The options of a request. Raises RequestError for a limit below 1 and for values of other types.
 
     `stop` strings end the text before them. `chunk_size` is the least number of tokens per piece of text, except for the last piece.
     `on_round` is called after each round, before its text is yielded. `reuse_prefix` keeps the cache's rows as far as the prompt begins
@@ -51,8 +54,19 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} is {getattr(self, name)}; ask for at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise RequestError(f"{name} is {value!r}, not a whole number; give an int")
+            if value < 1:
+                raise RequestError(f"{name} is {value}; ask for at least 1")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if not all(isinstance(text, str) for text in self.stop):
+            raise RequestError(f"stop is {self.stop!r}; give texts")
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError(f"sampling is of type {type(self.sampling).__name__}; give SamplingParams")
+        if self.on_round is not None and not callable(self.on_round):
+            raise RequestError(f"on_round is of type {type(self.on_round).__name__}; give a function of a Round")
 
     @property
     def repeatable(self) -> bool:
@@ -62,12 +76,16 @@ class GenerationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedPair:
-    """The models that a request runs on, and what the target says about generation; `drafter` may be None."""
+    """The models that a request runs on, and what the target says about generation; `drafter` may be None.
+
+    `claim` is shared by all requests and sessions on the target's cache.
+    """
 
     target: Target
     drafter: Drafter | None
     vocabulary: Vocabulary
     generation: GenerationDefaults | None = None
+    claim: CacheClaim = field(default_factory=CacheClaim)
 
 
 class _Detokenizer:
@@ -106,7 +124,10 @@ class _Detokenizer:
 class Generation:
     """One request: iterating yields each piece of text as soon as its tokens are accepted; `stats` and `tokens` grow meanwhile.
 
-    Nothing runs before the first piece is requested; leaving the loop early ends the request.
+    Nothing runs before the first piece is requested, and a loop that is left early only pauses the request: iterating again yields the
+    text from its beginning, and runs on where it paused. `async for` works too, and computes in another thread.
+    A request that begins on the same session ends this one: it then raises RequestError when it is continued. So does a request that an
+    error or Ctrl-C interrupted inside of a forward. May be used from any thread.
     """
 
     def __init__(
@@ -129,6 +150,11 @@ class Generation:
         defaults = pair.generation or GenerationDefaults()
         self._detokenizer = _Detokenizer(pair.vocabulary, options.stop, constraint, defaults.end_tokens)
         self._taken = 0
+        self._rounds: list[Round] = []
+        self._pieces: list[str] = []
+        self._text_ended = False
+        self._prefilled: int | None = None  # tokens of the prompt whose rows are in the cache; None before the request begins
+        self._failure: BaseException | None = None
         rule = acceptance_rule(options.sampling, options.acceptance, prompt)
         if constraint is not None:
             rule = constrained(rule, constraint)
@@ -143,6 +169,7 @@ class Generation:
             is_stop=self._detokenizer.is_stop,
             suppressed=defaults.suppress_tokens,
         )
+        self._decode = decode(pair.target, pair.drafter, self.decoding)
 
     @property
     def target(self) -> Target:
@@ -161,33 +188,53 @@ class Generation:
         return constraint is None or constraint.complete
 
     @property
+    def done(self) -> bool:
+        """Whether the request has ended and all its tokens are known."""
+        return self.finish_reason is not None
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why the request ended; None while it runs."""
         if self.decoding.stopped:
             return "stop"
         if len(self.tokens) >= self.options.max_tokens:
             return "length"
-        return "context" if self.decoding.done else None
+        return "context" if self._full else None
+
+    @property
+    def _full(self) -> bool:
+        """Whether prompt and answer fill the context. Not the cache's length, which may be another request's by now."""
+        return len(self.prompt) - 1 + len(self.tokens) >= self._pair.target.context
 
     def __iter__(self) -> Iterator[str]:
         """Yields non-empty pieces of text until the request is done."""
-        for _ in self.rounds():
-            if text := self.take():
-                yield text
-        if text := self.finish():
-            yield text
+        number = 0
+        while (piece := self._piece(number)) is not None:
+            number += 1
+            yield piece
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """As `__iter__`; each piece is computed in another thread, so that the event loop goes on."""
+        number = 0
+        while (piece := await asyncio.to_thread(self._piece, number)) is not None:
+            number += 1
+            yield piece
 
     def rounds(self) -> Iterator[Round]:
-        """Yields rounds of token ids instead of text. Iterate either the rounds or the request, once."""
-        self.prefill()
-        rounds = decode(self._pair.target, self._pair.drafter, self.decoding)
-        while True:
-            begin = time.perf_counter()  # only the loop's own time counts, not what the caller does with a round
-            one = next(rounds, None)
-            if one is None:
-                return
-            self.count(one, time.perf_counter() - begin)
-            yield one
+        """Yields rounds of token ids instead of text, from the first one."""
+        number = 0
+        while number < len(self._rounds) or self._advance():
+            yield self._rounds[number]
+            number += 1
+
+    def recorded(self, first: int = 0) -> list[Round]:
+        """Returns the rounds so far, from number `first` on."""
+        return self._rounds[first:]
+
+    def text(self) -> str:
+        """Runs the request to its end and returns all of its text. Other threads that use the session wait meanwhile."""
+        with self._pair.claim.lock.held():
+            return "".join(self)
 
     def prefill(self) -> None:
         """Puts the prompt, all but its last token, into the cache; with `reuse_prefix` rows that match are kept."""
@@ -196,32 +243,103 @@ class Generation:
 
     def prefilling(self) -> Iterator[None]:
         """Prefills in pieces of at most `PREFILL_ROWS` tokens; between two of them, requests on other sequences may run."""
-        target, stats, prompt = self._pair.target, self.stats, self.prompt[:-1]
-        stats.reused_tokens = reusable_prefix(target, prompt) if self.options.reuse_prefix else 0
-        target.rollback(stats.reused_tokens)
-        for first in range(stats.reused_tokens, len(prompt), PREFILL_ROWS):
-            begin = time.perf_counter()
-            target.prefill(prompt[first : first + PREFILL_ROWS])
-            stats.prefill_seconds += time.perf_counter() - begin
+        while self._prefilled is None or self._prefilled < len(self.prompt) - 1:
+            with self._pair.claim.lock.computing(), self.guarded():
+                self._prefill_piece()
             yield
 
-    def count(self, one: Round, seconds: float) -> None:
-        """Adds a round that took `seconds` to the request's tokens and figures."""
-        stats = self.stats
-        stats.decode_seconds += seconds
-        if not stats.rounds:
-            stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
-        stats.count_round(one.drafted, one.accepted, len(one.tokens))
-        stats.draft_seconds += one.draft_seconds
-        stats.verify_seconds += one.verify_seconds
+    def require_claim(self) -> None:
+        """Raises RequestError if the request cannot continue: it failed, another one began on its session, or that is closed."""
+        claim = self._pair.claim
+        claim.require_open()
+        if self._failure is not None:
+            raise RequestError(f"the request was interrupted ({_reason(self._failure)}) and cannot continue; start it again")
+        if self._prefilled is not None and not claim.holds(self):
+            raise RequestError(SUPERSEDED)
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around work on the cache: checks the claim, and after any error gives up the rows, which may not be those of the tokens."""
+        self.require_claim()
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the request after an error inside of a forward, and drops its rows."""
+        self._failure = error
+        self._pair.claim.release()
+        with contextlib.suppress(Exception):
+            self._pair.target.rollback(0)
+
+    def record(self, one: Round) -> None:
+        """Adds a round to the request's tokens, before anything that a callback might do."""
+        self._rounds.append(one)
         self.tokens += one.tokens
         if isinstance(self.decoding.rule, LogprobRule):
             self.logprobs += self.decoding.rule.take(len(one.tokens))
+        self.stats.count_round(one.drafted, one.accepted, len(one.tokens))
+        if self.done:  # while the vocabulary is open for certain
+            self._detokenizer.feed_rest(self.tokens)
+
+    def count(self, one: Round, seconds: float) -> None:
+        """Adds the times of a recorded round, which took `seconds`, and calls the callbacks."""
+        stats = self.stats
+        stats.decode_seconds += seconds
+        if stats.rounds == 1:
+            stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
+        stats.draft_seconds += one.draft_seconds
+        stats.verify_seconds += one.verify_seconds
         self.monitor.record_round(one, stats)
         if self.options.on_round:
             self.options.on_round(one)
 
-    def take(self) -> str:
+    def _prefill_piece(self) -> None:
+        target, stats, prompt = self._pair.target, self.stats, self.prompt[:-1]
+        if self._prefilled is None:
+            self._pair.claim.claim(self)
+            stats.reused_tokens = self._prefilled = reusable_prefix(target, prompt) if self.options.reuse_prefix else 0
+            target.rollback(stats.reused_tokens)
+        if piece := prompt[self._prefilled : self._prefilled + PREFILL_ROWS]:
+            begin = time.perf_counter()
+            target.prefill(piece)
+            stats.prefill_seconds += time.perf_counter() - begin
+            self._prefilled += len(piece)
+
+    def _advance(self) -> bool:
+        """Runs one round, after the prefill if that is not done. Returns False if the request has ended."""
+        lock = self._pair.claim.lock
+        with lock.held():
+            if self.done:
+                return False
+            lock.require_idle()
+            self.prefill()
+            with lock.computing(), self.guarded():
+                begin = time.perf_counter()  # only the loop's own time counts, not what the caller does with a round
+                one = next(self._decode, None)
+                seconds = time.perf_counter() - begin
+                if one is None:
+                    return False
+                self.record(one)
+            self.count(one, seconds)
+            return True
+
+    def _piece(self, number: int) -> str | None:
+        """Returns a piece of the text, computing rounds until there is one; None after the last."""
+        with self._pair.claim.lock.held():
+            while number >= len(self._pieces) and not self._text_ended:
+                if text := self._take():
+                    self._pieces.append(text)
+                elif not self._advance():
+                    self._text_ended = True
+                    self._detokenizer.feed_rest(self.tokens)
+                    if text := self._detokenizer.text.finish():
+                        self._pieces.append(text)
+            return self._pieces[number] if number < len(self._pieces) else None
+
+    def _take(self) -> str:
         """Returns the new text once it has `chunk_size` tokens; text that a stop string may still cut is held back."""
         if len(self.tokens) - self._taken < self.options.chunk_size:
             return ""
@@ -230,14 +348,16 @@ class Generation:
             self._taken = len(self.tokens)
         return text
 
-    def finish(self) -> str:
-        """Returns the rest of the text, after the last token."""
-        self._detokenizer.feed_rest(self.tokens)
-        return self._detokenizer.text.finish()
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("running" if self.tokens else "not begun")
+        return f"<Generation {state}: {self.stats.tokens} tokens after {len(self.prompt)}, {shortened(''.join(self._pieces))}>"
 
-    def text(self) -> str:
-        """Runs the request to its end and returns all of its text."""
-        return "".join(self)
+    def _repr_html_(self) -> str:
+        return generation_html("".join(self._pieces), self.stats)
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def reusable_prefix(target: Target, prompt: Sequence[int]) -> int:

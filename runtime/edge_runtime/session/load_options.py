@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from edge_runtime.backends.selection import BackendKind
 from edge_runtime.bundle.integrity import CheckMode
@@ -14,7 +15,9 @@ from edge_runtime.calibration.first_use import PowerSource
 from edge_runtime.config.schema import SpeculativeConfig
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
-from edge_runtime.session.monitor import MonitorOptions
+from edge_runtime.session.monitoring.monitor import MonitorOptions
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _ignore(_: str) -> None:
@@ -85,3 +88,22 @@ class LoadKeywords(TypedDict, total=False):
     execution_provider: str | None
     uniform_rows: bool
     keep_packed: bool
+
+
+def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:
+    """A decorator that lets help() and editors show the keys of a TypedDict in place of **keywords.
+
+    `defaults` has an attribute for each key with a default; others are shown without a value of their own ("...").
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        named = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, name, ...), annotation=annotation)
+            for name, annotation in inspect.get_annotations(keywords).items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*named, *added])  # type: ignore[attr-defined]
+        return function
+
+    return decorate

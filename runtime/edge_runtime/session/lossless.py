@@ -65,7 +65,8 @@ def check_lossless(session: Session, generation: Generation) -> LosslessReport:
 
 
 def _logit_gap(session: Session, context: list[int], first: int, second: int) -> float:
-    session.target.rollback(0)
-    session.target.prefill(context[:-1])
-    row = session.target.verify(context[-1:])[0]
-    return float(row[first] - row[second])
+    with session.exclusive():
+        session.target.rollback(0)
+        session.target.prefill(context[:-1])
+        row = session.target.verify(context[-1:])[0]
+        return float(row[first] - row[second])

@@ -23,8 +23,8 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
 from edge_runtime.planning.memory import MemoryRequest, check_memory, memory_bytes
 from edge_runtime.session.batch import Sessions, SingleSequence
-from edge_runtime.session.load_options import LoadKeywords, LoadOptions
-from edge_runtime.session.monitor import Monitor, MonitorOptions
+from edge_runtime.session.load_options import LoadKeywords, LoadOptions, with_keywords
+from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
 from edge_runtime.session.session import Session, SessionParts
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def default_threads() -> int:
     return sum(map(len, processor_groups()))
 
 
+@with_keywords(LoadKeywords, LoadOptions)
 def open_session(folder: Path | str, options: LoadOptions | None = None, **keywords: Unpack[LoadKeywords]) -> Session:
     """Opens a bundle. Options are given as keywords (`open_session("bundle", context=2048)`), as `LoadOptions`, or both; keywords win.
 
@@ -46,6 +47,7 @@ def open_session(folder: Path | str, options: LoadOptions | None = None, **keywo
     return open_sessions(folder, 1, options, **keywords).sessions[0]
 
 
+@with_keywords(LoadKeywords, LoadOptions)
 def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = None, **keywords: Unpack[LoadKeywords]) -> Sessions:
     """Opens a bundle for `count` requests at once, each with `context` tokens of its own. Otherwise as `open_session`.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +25,8 @@ from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.drafting.safety_net import Guarded, SafetyNet
 from edge_runtime.errors import RequestError
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
-from edge_runtime.session.kv_state_file import load_state, save_state
-from edge_runtime.session.monitor import Monitor, MonitorOptions
+from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
+from edge_runtime.session.saved.kv_state_file import load_state, save_state
 from edge_runtime.text.constraints import Constraint, ConstraintSource
 from edge_runtime.text.grammar import grammars_for
 
@@ -46,7 +48,11 @@ class SessionParts(LoadedPair):
 
 
 class Session:
-    """A loaded pair that takes one request at a time; not thread-safe. `open_session` makes one."""
+    """A loaded pair that runs one request at a time. `open_session` makes one.
+
+    May be used from any thread: `Generation.text` calls wait for each other. A request that begins ends the one before it, which raises
+    RequestError if it is continued; for requests side by side there is `open_sessions`. After `close` every call raises RequestError.
+    """
 
     def __init__(self, parts: SessionParts) -> None:
         self.bundle = parts.bundle
@@ -54,6 +60,7 @@ class Session:
         self.drafter = parts.drafter
         self.drafter_kind = parts.drafter_kind
         self.vocabulary = parts.vocabulary
+        self.claim = parts.claim
         self.settings = parts.settings or resolve_settings([], parts.bundle)
         self.monitor = parts.monitor or Monitor(MonitorOptions(window=self.settings.window))
         self._parts = parts
@@ -83,7 +90,8 @@ class Session:
         `acceptance` is "rejection" or "match": both keep the target's distribution. `chunk_size` None takes the settings' value. With a
         `constraint` (a JsonSchema, Gbnf or Regex) the text is always valid, with drafts as without. The other options are described
         at `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
-        Raises RequestError if the prompt does not fit or an option is out of range, BackendError if a constraint's library is missing.
+        Raises RequestError if the prompt does not fit or an option is out of range or of the wrong type, or the session is closed,
+        BackendError if a constraint's library is missing.
         """
         options = GenerationOptions(
             max_tokens=max_tokens,
@@ -96,22 +104,31 @@ class Session:
             constraint=constraint,
             logprobs=logprobs,
         )
-        ids = self.vocabulary.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        with self._open():
+            ids = self._prompt_ids(prompt)
+            vocabulary_size = self.bundle.manifest.architecture.vocab_size
+            if sampling.logit_bias and max(sampling.logit_bias) >= vocabulary_size:
+                raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
+            enforced = self.compile_constraint(constraint) if compiled is None else compiled
+            monitor = self.monitor.start_request(self._log_settings(options, draft_length, policy))
+            if policy is None and draft_length is None:
+                # Profit knows what drafts cost; the safety net does not, and would only interfere.
+                policy = self.profit() or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
+            elif policy is None:
+                policy = Fixed(self.draft_length_for(draft_length))
+            return Generation(self._parts, ids, policy=policy, options=options, monitor=monitor, constraint=enforced)
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """Returns the prompt's token ids. Raises RequestError if it is neither text nor ids of the vocabulary, is empty, or too long."""
+        if isinstance(prompt, str):
+            ids = self.vocabulary.encode(prompt)
+        else:
+            ids = _checked_ids(prompt, self.bundle.manifest.architecture.vocab_size)
         if not ids:
             raise RequestError("the prompt has no tokens; give at least one (a beginning-of-sequence token is enough)")
         if len(ids) >= self.target.context:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context {self.target.context}; shorten it or raise --context")
-        vocabulary_size = self.bundle.manifest.architecture.vocab_size
-        if sampling.logit_bias and max(sampling.logit_bias) >= vocabulary_size:
-            raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
-        enforced = self.compile_constraint(constraint) if compiled is None else compiled
-        monitor = self.monitor.start_request(self._log_settings(options, draft_length, policy))
-        if policy is None and draft_length is None:
-            # Profit knows what drafts cost; the safety net does not, and would only interfere.
-            policy = self.profit() or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
-        elif policy is None:
-            policy = Fixed(self.draft_length_for(draft_length))
-        return Generation(self._parts, ids, policy=policy, options=options, monitor=monitor, constraint=enforced)
+        return ids
 
     def compile_constraint(self, constraint: ConstraintSource | None) -> Constraint | None:
         """Returns the constraint of one request in its initial state, None for none. Any thread may call it, while a request runs too.
@@ -124,13 +141,18 @@ class Session:
 
     def profit(self) -> Profit | None:
         """Returns the session's `profit` policy, which learns from request to request; None if another one is configured."""
-        if self._profit is None and self.settings.policy == "profit" and self._parts.costs and self.drafter:
-            longest = min(self.settings.longest, self.settings.longest_draft)
-            stepwise = self.drafter.stepwise
-            cached = self._parts.acceptance_cache
-            learned = cached.model if cached else AcceptanceModel()
-            self._profit = Profit(self._parts.costs(), learned if stepwise else PositionModel(), longest=longest, stepwise=stepwise)
-        return self._profit
+        with self._open():
+            if self._profit is None and self.settings.policy == "profit" and self._parts.costs and self.drafter:
+                longest = min(self.settings.longest, self.settings.longest_draft)
+                stepwise = self.drafter.stepwise
+                cached = self._parts.acceptance_cache
+                learned = cached.model if cached else AcceptanceModel()
+                rows = self.target.length
+                costs = self._parts.costs()
+                if self.target.length != rows:  # they were measured now, which emptied the cache
+                    self.claim.release()
+                self._profit = Profit(costs, learned if stepwise else PositionModel(), longest=longest, stepwise=stepwise)
+            return self._profit
 
     def with_policy(self, name: str) -> Session:
         """Returns a session on the same loaded pair that drafts by another policy, with its own safety net and monitor."""
@@ -139,6 +161,8 @@ class Session:
     def draft_length_for(self, requested: int | None) -> int:
         """Returns the requested draft length, or the settings' first one. Raises RequestError if it needs more rows than a verify has."""
         longest = self.settings.longest_draft
+        if requested is not None and (not isinstance(requested, int) or isinstance(requested, bool)):
+            raise RequestError(f"draft_length is {requested!r}, not a whole number; give an int of 0 to {longest}")
         if requested is not None and longest < requested <= MAX_DRAFT_LENGTH:
             raise RequestError(
                 f"draft length {requested} needs {requested + 1} rows, but parallel_batch_size is {longest + 1};"
@@ -148,7 +172,8 @@ class Session:
 
     def record(self, generation: Generation) -> dict[str, Any]:
         """Counts a finished request, appends its record to the monitor's log if there is one, and returns the record."""
-        return self.monitor.record_request(generation.monitor, generation.stats, finish_reason=generation.finish_reason)
+        with self.claim.lock.held():
+            return self.monitor.record_request(generation.monitor, generation.stats, finish_reason=generation.finish_reason)
 
     def _log_settings(self, options: GenerationOptions, draft_length: int | None, policy: DraftLengthPolicy | None) -> dict[str, Any]:
         """Returns a request's settings for the log; no text of the prompt or of the answer."""
@@ -161,7 +186,8 @@ class Session:
 
     def save_state(self, path: Path | str) -> None:
         """Writes the K/V rows with their tokens to a file. Raises RequestError if there are none or it cannot be written."""
-        save_state(Path(path), self.target, self.bundle)
+        with self._open():
+            save_state(Path(path), self.target, self.bundle)
 
     def load_state(self, path: Path | str) -> None:
         """Replaces the cache's K/V rows with those of a file that `save_state` wrote.
@@ -171,23 +197,71 @@ class Session:
         the first verify. Raises RequestError, and changes nothing, if the file is damaged or has another target, KV type or context.
         Only a session that has not measured its costs yet measures them first, which empties the cache.
         """
-        self.profit()  # measures costs now, since measuring later would empty the cache
-        load_state(Path(path), self.target, self.bundle)
+        with self._open():
+            self.profit()  # measures costs now, since measuring later would empty the cache
+            load_state(Path(path), self.target, self.bundle)
+            self.claim.release()
 
     def save_acceptance(self) -> None:
         """Writes the acceptance model to the cache, where the next session finds it."""
         if self._parts.acceptance_cache:
             self._parts.acceptance_cache.save()
 
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Around direct use of `target`: other threads wait, and a request that was paused cannot continue afterwards."""
+        with self._open():
+            self.claim.release()
+            yield
+
     def close(self) -> None:
-        """Saves the acceptance model and frees the models."""
-        self.save_acceptance()
-        if self.drafter is not None:
-            self.drafter.close()
-        self.target.close()
+        """Saves the acceptance model and frees the models; of several sessions, only empties this one's cache. Can be called twice."""
+        with self.claim.lock.held():
+            self.claim.lock.require_idle()
+            if self.claim.closed or self.claim.lock.closed:
+                return
+            self.save_acceptance()
+            self.claim.closed = True
+            self.claim.release()
+            if not self.claim.alone:
+                self.target.rollback(0)
+                return
+            self.claim.lock.closed = True
+            if self.drafter is not None:
+                self.drafter.close()
+            self.target.close()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """Waits for other threads. Raises RequestError if the session is closed, or from inside of one of its forwards."""
+        with self.claim.lock.held():
+            self.claim.lock.require_idle()
+            self.claim.require_open()
+            yield
+
+    def __repr__(self) -> str:
+        architecture = self.bundle.manifest.architecture
+        state = "closed" if self.claim.closed or self.claim.lock.closed else f"context {self.target.context}, drafter {self.drafter_kind}"
+        return f"<Session {self.bundle.folder.name}: {architecture.family}, {architecture.parameters:,} parameters, {state}>"
 
     def __enter__(self) -> Self:
+        self.claim.require_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _checked_ids(prompt: Sequence[int], vocabulary_size: int) -> list[int]:
+    """Returns token ids as ints. Raises RequestError for anything else: a bytes object would be read as ids, a list of texts fail late."""
+    if isinstance(prompt, bytes | bytearray | memoryview | Mapping) or not isinstance(prompt, Iterable):
+        raise RequestError(f"the prompt is of type {type(prompt).__name__}; give a str, or a sequence of token ids")
+    ids = []
+    for token in prompt:
+        try:
+            ids.append(operator.index(token))
+        except TypeError:
+            ids.append(-1)
+        if isinstance(token, bool) or not 0 <= ids[-1] < vocabulary_size:
+            raise RequestError(f"the prompt has {token!r}, which is no token id; give a str, or ids of 0 to {vocabulary_size - 1}")
+    return ids

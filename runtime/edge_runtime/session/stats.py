@@ -1,10 +1,13 @@
-"""Figures of requests: counts and seconds, from which rates and percentiles are derived."""
+"""Figures of requests: counts and seconds, from which rates and percentiles are derived, and how they are shown."""
 
 from __future__ import annotations
 
+import html
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
+
+_REPR_CHARACTERS = 40
 
 
 @dataclass
@@ -108,3 +111,22 @@ class Latencies:
             if left <= 0:
                 return latency
         return None
+
+
+def shortened(text: str) -> str:
+    """Returns the repr of the text's beginning."""
+    return repr(text if len(text) <= _REPR_CHARACTERS else text[:_REPR_CHARACTERS] + "…")
+
+
+def figures(stats: DecodeStats) -> str:
+    """Returns the figures of a request in a few words."""
+    parts = [f"{stats.tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s"]
+    if stats.acceptance_rate is not None:
+        parts.append(f"{stats.acceptance_rate:.0%} of drafts accepted")
+        parts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}")
+    return ", ".join(parts)
+
+
+def generation_html(text: str, stats: DecodeStats) -> str:
+    """Returns the text and its figures as HTML; the text is escaped."""
+    return f"<pre style='white-space: pre-wrap'>{html.escape(text)}</pre><small>{html.escape(figures(stats))}</small>"

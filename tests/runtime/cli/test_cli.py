@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from edge_runtime.cli import run as cli
 from edge_runtime.errors import BundleError
 from edge_runtime.session.load_options import LoadOptions
-from edge_runtime.session.monitor import Monitor
+from edge_runtime.session.monitoring.monitor import Monitor
 from edge_runtime.session.session import Session, SessionParts
 from scripted import make_session, next_token
 

@@ -11,8 +11,8 @@ import pytest
 from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.errors import RequestError
 from edge_runtime.session.batch import Sessions
-from edge_runtime.session.kv_state_file import MAGIC
 from edge_runtime.session.open import open_session, open_sessions
+from edge_runtime.session.saved.kv_state_file import MAGIC
 from edge_runtime.session.session import Session
 from scripted import make_session
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.acceptance_window import AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
-from edge_runtime.session.monitor import Monitor, MonitorOptions
-from edge_runtime.session.prometheus import Metric, Sample, exposition
+from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
+from edge_runtime.session.monitoring.prometheus import Metric, Sample, exposition
 from edge_runtime.session.session import Session, SessionParts
 from edge_runtime.session.stats import DecodeStats, Latencies
 from scripted import LetterVocabulary, ScriptedDrafter, ScriptedTarget, make_session, next_token

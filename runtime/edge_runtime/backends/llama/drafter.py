@@ -62,7 +62,9 @@ class LlamaDrafter(LlamaModel):
         self._target.shared.drafters.append(self)
 
     def set_threads(self, threads: int) -> None:
-        """Sets the threads of a draft step."""
+        """Sets the threads of a draft step. Raises RequestError if the drafter is closed."""
+        if self._pointer is None:
+            raise RequestError("the drafter is closed; open the bundle again")
         self._api.llama_set_n_threads(self._pointer, threads, threads)
 
     def draft(

@@ -131,10 +131,12 @@ class LlamaTargetContext(LlamaModel):
 
     def truncate(self, number: int, length: int) -> None:
         """Drops the K/V rows of a sequence from `length` on."""
+        self.require_open()
         self._api.llama_memory_seq_rm(self._memory, number, length, -1)
 
     def oldest_row(self, number: int) -> int:
         """Returns the position of the oldest row that all layers still have; -1 if there is none."""
+        self.require_open()
         lowest: int = self._api.llama_memory_seq_pos_min(self._memory, number)
         return lowest
 
@@ -161,9 +163,14 @@ class LlamaTargetContext(LlamaModel):
             self.truncate(number, 0)
             raise BackendError(f"llama.cpp rejected the saved state{self._library.quoted_error()}; prefill the text again")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the context is open."""
+        return self._pointer is not None
+
     def require_open(self) -> None:
         """Raises RequestError if the target is closed."""
-        if self._pointer is None:
+        if not self.is_open:
             raise RequestError("the target is closed; open the bundle again")
 
     def close(self) -> None:
@@ -172,6 +179,8 @@ class LlamaTargetContext(LlamaModel):
             self.drafters.pop().close()
         for sequence in self.sequences:
             sequence.forget_hidden()
+        if (vocabulary := getattr(self, "vocabulary", None)) is not None:
+            vocabulary.close()
         super().close()
 
 
@@ -250,7 +259,7 @@ class LlamaSequence(CommittedText):
 
     def close(self) -> None:
         """Returns the rows to the context. Can be called twice, or after the context was closed."""
-        if self.length and self.shared.sequences:
+        if self.length and self.shared.is_open:
             self._truncate(0)
 
     def keep_hidden(self, *, forget: bool) -> None:

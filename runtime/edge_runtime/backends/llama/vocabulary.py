@@ -26,11 +26,21 @@ class LlamaVocabulary:
 
     def __init__(self, library: LlamaLibrary, model: Any) -> None:
         self._api = library.api
-        self._vocab = self._api.llama_model_get_vocab(model)
+        self._open_vocab: Any = self._api.llama_model_get_vocab(model)
         self.size: int = self._api.llama_vocab_n_tokens(self._vocab)
         self.eog_tokens = frozenset(token for token in range(self.size) if self._api.llama_vocab_is_eog(self._vocab, token))
         self.bos: int = self._api.llama_vocab_bos(self._vocab)
         self.eos: int = self._api.llama_vocab_eos(self._vocab)
+
+    @property
+    def _vocab(self) -> Any:
+        if self._open_vocab is None:
+            raise RequestError("the model of this vocabulary is closed; open the bundle again")
+        return self._open_vocab
+
+    def close(self) -> None:
+        """Forgets the vocabulary, which the model frees. Can be called twice."""
+        self._open_vocab = None
 
     @cached_property
     def control_tokens(self) -> Mapping[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +48,7 @@ class TokenizerVocabulary:
             self._tokenizer.no_padding()
             check_parts(self._tokenizer, path)
             _keep_no_words(self._tokenizer.model)
+        self._lock = threading.Lock()
         self.size = size
         self.eog_tokens = frozenset(graphs.eog_tokens)
         self.bos = _NO_TOKEN if graphs.bos_token is None else graphs.bos_token
@@ -79,8 +81,9 @@ class TokenizerVocabulary:
     def _encode(self, part: str, parse_special: bool) -> list[int]:
         if part in self._marks:
             return [self._marks[part]]
-        self._tokenizer.encode_special_tokens = not parse_special
-        with _panics_as(BackendError, "the tokenizer failed", "copy the bundle again"):
+        with self._lock, _panics_as(BackendError, "the tokenizer failed", "copy the bundle again"):
+            # A state of the tokenizer, not an argument: another thread must not change it meanwhile.
+            self._tokenizer.encode_special_tokens = not parse_special
             tokens: list[int] = self._tokenizer.encode(part, add_special_tokens=False).ids
         return tokens
 

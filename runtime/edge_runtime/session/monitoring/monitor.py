@@ -16,7 +16,7 @@ from typing import Any
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.acceptance_window import WARN_ABOVE, WINDOW_TOKENS, AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
-from edge_runtime.session.prometheus import Metric, Sample, counter, exposition
+from edge_runtime.session.monitoring.prometheus import Metric, Sample, counter, exposition
 from edge_runtime.session.stats import DecodeStats, Latencies
 
 # Percentiles over all requests are of the newest rounds and requests only, so that memory is bounded.

@@ -1,0 +1,85 @@
+"""Who may use a loaded pair: one thread at a time, and of a sequence's requests only the newest that began.
+
+A session runs one request at a time. A request that begins claims the sequence's cache; the one before it, if it has not ended, raises
+RequestError when it is continued, instead of going on in rows that are no longer its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+
+from edge_runtime.errors import RequestError
+
+SUPERSEDED = (
+    "another request began on this session before this one ended, so this one cannot continue;"
+    " run one after the other, or several at once with open_sessions"
+)
+CLOSED = "the session is closed; open the bundle again"
+
+
+class PairLock:
+    """Serializes the use of one loaded pair by all threads and sessions. A thread may take it again while it holds it."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._lock = threading.RLock()
+        self._computing = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Waits for other threads; inside, only this thread uses the pair."""
+        with self._lock:
+            yield
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """As `held`, around work that must not be entered again: callbacks inside it that use the pair are refused."""
+        with self._lock:
+            self.require_idle()
+            self.require_open()
+            self._computing = True
+            try:
+                yield
+            finally:
+                self._computing = False
+
+    def require_idle(self) -> None:
+        """Raises RequestError inside of a forward, which only a callback or a signal handler can be."""
+        if self._computing:
+            raise RequestError("a callback cannot use the session while its request computes; do it after the round")
+
+    def require_open(self) -> None:
+        """Raises RequestError if the pair is closed."""
+        if self.closed:
+            raise RequestError(CLOSED)
+
+
+class CacheClaim:
+    """The claim to the cache of one sequence. Sessions of one pair share a lock; `alone` is False if there are several."""
+
+    def __init__(self) -> None:
+        self.lock = PairLock()
+        self.alone = True
+        self.closed = False
+        self._owner: weakref.ref[object] | None = None  # weak, so that a request is freed as soon as nothing else needs it
+
+    def claim(self, owner: object) -> None:
+        """Gives the cache to `owner`."""
+        self._owner = weakref.ref(owner)
+
+    def release(self) -> None:
+        """Takes the cache from its owner, which then cannot continue."""
+        self._owner = None
+
+    def holds(self, owner: object) -> bool:
+        """Whether `owner` made the newest claim."""
+        return self._owner is not None and self._owner() is owner
+
+    def require_open(self) -> None:
+        """Raises RequestError if the session is closed."""
+        self.lock.require_open()
+        if self.closed:
+            raise RequestError(CLOSED)

@@ -1,0 +1,1 @@
+"""Counts and events of a session: callbacks, a log file, Prometheus metrics."""

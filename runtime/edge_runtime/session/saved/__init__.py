@@ -1,0 +1,1 @@
+"""Files of a session: conversations, and K/V rows with their tokens."""

@@ -1,0 +1,263 @@
+"""Any order of calls, from any thread, ends in the text that the request has alone, or in one clear exception."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_runtime import Chat, RequestError, Session, Sessions, open_sessions
+from edge_runtime.session.generation import Generation
+from scripted import VOCABULARY, plain_greedy
+from scripted_batch import scripted_sessions
+
+PROMPTS = ("class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown fox")
+MESSAGES = ("What is a stack?", "Write a loop.", "Hello!")
+MOST = 24
+ACTS = (
+    *("generate", "piece", "text") * 3,
+    *("event", "round", "batch", "say", "event", "read", "reset", "profit", "forget"),
+)
+
+
+REFUSALS = ("another request began", "is closed", "the chat went on", "cannot share a sequence", "was removed")
+
+
+@contextlib.contextmanager
+def refusals(counts: Counter[str]) -> Iterator[None]:
+    """Takes a RequestError that says why something cannot go on; any other error is a failure."""
+    try:
+        yield
+    except RequestError as error:
+        if not any(words in str(error) for words in REFUSALS):
+            raise
+        counts["refused"] += 1
+
+
+class World:
+    """Sessions with the requests and answers that were begun on them. `alone` are the texts of requests that had a session of their own."""
+
+    def __init__(self, sessions: Sessions, chance: random.Random, alone: dict[Any, str], chats: list[Chat]) -> None:
+        self.sessions, self.chance, self.alone, self.chats = sessions, chance, alone, chats
+        self.requests: list[tuple[str, Generation, Iterator[str]]] = []
+        self.answers: list[tuple[str, Any]] = []
+        self.counts: Counter[str] = Counter()
+
+    def act(self, name: str) -> None:
+        """Does one thing. Any error but RequestError is a failure; so is a text that is not the one alone."""
+        with refusals(self.counts):
+            getattr(self, f"_{name}")()
+            self.counts[name] += 1
+
+    def check(self) -> None:
+        """What ended has its own text; what did not has the beginning of it."""
+        for prompt, generation, _ in self.requests:
+            text = generation.text() if generation.finish_reason else "".join(generation._pieces)
+            assert self.alone[prompt].startswith(text), (prompt, text)
+            if generation.finish_reason:
+                assert text == self.alone[prompt]
+                self.counts["ended"] += 1
+        for message, answer in self.answers:
+            assert self.alone[message].startswith(answer.text), (message, answer.text)
+            if answer.finish in ("stop", "length"):
+                assert answer.text == self.alone[message]
+                self.counts["answered"] += 1
+
+    def _generate(self) -> None:
+        prompt = self.chance.choice(PROMPTS)
+        session: Session = self.chance.choice(self.sessions.sessions)
+        generation = session.generate(prompt, max_tokens=MOST, draft_length=self.chance.choice((0, 1, 3, 6)))
+        self.requests.append((prompt, generation, iter(generation)))
+
+    def _piece(self) -> None:
+        if self.requests:
+            next(self.chance.choice(self.requests[-4:])[2], None)
+
+    def _round(self) -> None:
+        if self.requests:
+            next(self.chance.choice(self.requests[-4:])[1].rounds(), None)
+
+    def _text(self) -> None:
+        if self.requests:
+            prompt, generation, _ = self.chance.choice(self.requests[-2:])
+            assert generation.text() == generation.text() == self.alone[prompt]
+
+    def _batch(self) -> None:
+        chosen = [one for _, one, _ in self.chance.sample(self.requests, min(2, len(self.requests)))]
+        for _ in self.sessions.run(chosen):
+            if self.chance.random() < 0.2:
+                return
+
+    def _say(self) -> None:
+        message = self.chance.choice(MESSAGES)
+        chat = self.chance.choice(self.chats)
+        with chat.session.claim.lock.held():  # the text alone is that of a first message
+            chat.reset()
+            self.answers.append((message, chat.say(message)))
+
+    def _event(self) -> None:
+        if self.answers:
+            next(self.chance.choice(self.answers[-3:])[1], None)
+
+    def _read(self) -> None:
+        if self.answers:
+            message, answer = self.chance.choice(self.answers)
+            if answer.read() != self.alone[message]:
+                assert answer.finish == "interrupted"
+
+    def _reset(self) -> None:
+        self.chance.choice(self.chats).reset()
+
+    def _profit(self) -> None:
+        self.chance.choice(self.sessions.sessions).profit()
+
+    def _forget(self) -> None:
+        if len(self.requests) > 5:
+            del self.requests[0]
+
+
+Opened = Callable[[], tuple[Sessions, dict[Any, str]]]
+
+
+@pytest.fixture(scope="module", params=["llama", "llama-3", "onnx"])
+def opened(request: pytest.FixtureRequest, exported_pair: Path, probe_memory: None) -> Opened:
+    """Opens a bundle anew for each example; the texts alone are computed once."""
+    kind, _, count = request.param.partition("-")
+    if kind == "llama":
+        pytest.importorskip("llama_cpp")
+        folder, backend = exported_pair, "llama"
+    else:
+        folder, backend = request.getfixturevalue("onnx_pair")("f32"), "onnx"
+
+    def open_bundle() -> Sessions:
+        return open_sessions(folder, int(count or 1), context=256, threads=1, backend=backend)
+
+    alone: dict[Any, str] = {}
+    with open_bundle() as sessions:
+        session = sessions.sessions[0]
+        for prompt in PROMPTS:
+            alone[prompt] = session.generate(prompt, max_tokens=MOST, draft_length=0).text()
+        for message in MESSAGES:
+            alone[message] = chat_on(session).say(message).read()
+    return lambda: (open_bundle(), alone)
+
+
+def chat_on(session: Session) -> Chat:
+    return Chat(session, max_tokens=MOST, draft_length=3, reuse_prefix=False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_in_any_order(opened: Opened, seed: int) -> None:
+    sessions, alone = opened()
+    chance = random.Random(seed)
+    world = World(sessions, chance, alone, [chat_on(chance.choice(sessions.sessions)) for _ in range(2)])
+    for _ in range(60):
+        world.act(chance.choice(ACTS))
+    world.check()
+    sessions.close()
+    for act in ACTS[:-1]:  # after the end nothing runs, and nothing crashes
+        world.act(act)
+    world.check()
+    print(dict(world.counts))
+    assert world.counts["refused"] >= 1
+    assert world.counts["ended"] >= 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_threads_that_share_sessions(opened: Opened, seed: int) -> None:
+    sessions, alone = opened()
+    failures: list[BaseException] = []
+    worlds = [World(sessions, random.Random(10 * seed + i), alone, [chat_on(sessions.sessions[0])]) for i in range(3)]
+
+    def work(world: World) -> None:
+        try:
+            for _ in range(25):
+                world.act(world.chance.choice(ACTS))
+        except BaseException as error:  # noqa: BLE001 - the thread that tests reports it
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(world,)) for world in worlds]
+    for thread in threads:
+        thread.start()
+    if seed:
+        sessions.close()  # while they run
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    for world in worlds:
+        world.check()
+    sessions.close()
+
+
+def test_threads_that_ask_for_whole_texts_wait_for_each_other(opened: Opened) -> None:
+    sessions, alone = opened()
+    texts: dict[str, str] = {}
+
+    def ask(prompt: str) -> None:
+        texts[prompt] = sessions.sessions[0].generate(prompt, max_tokens=MOST).text()
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in PROMPTS]
+    with sessions:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert texts == {prompt: alone[prompt] for prompt in PROMPTS}
+
+
+MOVES = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.sampled_from(("generate", "round", "round", "text", "run", "add", "step", "remove", "close-session", "close")),
+        st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+        st.integers(1, 25),
+        st.integers(0, 6),
+    ),
+    min_size=8,
+    max_size=60,
+)
+
+
+ON_ONE: dict[str, Callable[[Sessions, Generation], object]] = {
+    "round": lambda _, one: next(one.rounds(), None),
+    "text": lambda _, one: one.text(),
+    "run": lambda sessions, one: list(sessions.run([one])),
+    "add": lambda sessions, one: sessions.decoder.add(one),
+    "remove": lambda sessions, one: sessions.decoder.remove(one),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(moves=MOVES)
+def test_scripted_calls_in_any_order(moves) -> None:
+    """The same on scripted sequences, where an example takes a millisecond."""
+    _, sessions = scripted_sessions(3, context=64)
+    begun: list[tuple[Generation, list[int], int]] = []
+    for number, move, prompt, most, draft_length in moves:
+        session = sessions.sessions[number]
+        one = begun[(len(prompt) * most) % len(begun)][0] if begun else None
+        with refusals(Counter()):
+            match move:
+                case "generate":
+                    begun.append((session.generate(prompt, max_tokens=most, draft_length=draft_length), prompt, most))
+                case "close-session":
+                    session.close()
+                case "close":
+                    sessions.close()
+                case "step":
+                    sessions.decoder.step()
+                case _ if one:
+                    ON_ONE[move](sessions, one)
+    for generation, prompt, most in begun:
+        alone = plain_greedy(prompt, most)
+        assert generation.tokens == alone[: len(generation.tokens)]
+        if generation.finish_reason == "length":
+            assert generation.tokens == alone

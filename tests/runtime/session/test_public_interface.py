@@ -1,0 +1,165 @@
+"""What a caller of the Python API meets first: wrong arguments, text twice, asyncio, help, reprs, one call for one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pydoc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edge_runtime
+from chat_words import chat_session
+from edge_runtime import Chat, LoadOptions, RequestError
+from edge_runtime.session.chat import RequestKeywords
+from scripted import make_session as scripted_session
+from scripted_batch import scripted_sessions
+
+
+@pytest.mark.parametrize("prompt", [b"abc", None, 5, 1.5, {1: 2}, ["a"], [1.0], [True], [-1], [10**9], [[1]], np.array([0.5])])
+def test_prompts_of_wrong_types_are_refused(prompt: Any) -> None:
+    with pytest.raises(RequestError, match=r"the prompt (is of type|has .* no token id)"):
+        scripted_session().generate(prompt)
+
+
+@pytest.mark.parametrize("prompt", [[1, 2], (1, 2), np.array([1, 2]), iter([1, 2])])
+def test_any_sequence_of_ids_is_a_prompt(prompt: Any) -> None:
+    assert scripted_session().generate(prompt).prompt == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": "5"},
+        {"max_tokens": 5.0},
+        {"draft_length": "3"},
+        {"draft_length": True},
+        {"sampling": {"temperature": 1}},
+        {"on_round": 5},
+        {"stop": [5]},
+    ],
+)
+def test_options_of_wrong_types_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="|".join(options)):
+        scripted_session().generate([1], **options)
+
+
+@pytest.mark.parametrize("message", [None, 5, b"x", ["x"]])
+def test_messages_of_wrong_types_are_refused(message: Any) -> None:
+    chat = Chat(chat_session("abc"))
+    with pytest.raises(RequestError, match="give a str"):
+        chat.say(message)
+    assert chat.messages == []
+
+
+def test_a_text_can_be_had_twice_and_after_a_loop_that_was_left() -> None:
+    session = scripted_session()
+    whole = session.generate([1, 2], max_tokens=9).text()
+    generation = session.generate([1, 2], max_tokens=9)
+    first = next(iter(generation))
+    assert whole.startswith(first)
+    assert generation.text() == generation.text() == "".join(generation) == whole
+
+
+def test_pieces_and_answers_come_with_async_for() -> None:
+    async def read() -> tuple[str, str]:
+        pieces = [piece async for piece in scripted_session().generate([1, 2], max_tokens=9)]
+        return "".join(pieces), "".join([event.text async for event in Chat(chat_session("abc def")).say("x")])
+
+    assert asyncio.run(read()) == (scripted_session().generate([1, 2], max_tokens=9).text(), "abc def")
+
+
+def test_help_shows_the_options() -> None:
+    for function in (edge_runtime.open_session, edge_runtime.open_sessions):
+        parameters = inspect.signature(function).parameters
+        assert {"threads", "context", "drafter", "preset", "kv_type"} < parameters.keys()
+        assert parameters["check"].default == "fast"
+        assert "keywords" not in parameters
+    assert "memory_limit" in pydoc.render_doc(edge_runtime.open_session)
+    assert "draft_length" in pydoc.render_doc(edge_runtime.Chat)
+    accepted = inspect.signature(edge_runtime.Session.generate).parameters
+    assert RequestKeywords.__annotations__.keys() < accepted.keys()
+
+
+def test_a_chat_refuses_options_that_do_not_exist() -> None:
+    with pytest.raises(RequestError, match="a chat has no option draft_lenght"):
+        Chat(chat_session("abc"), draft_lenght=3)  # type: ignore[call-arg]
+
+
+def test_reprs_are_short_and_say_the_state() -> None:
+    _, sessions = scripted_sessions(2)
+    session = scripted_session()
+    generation = session.generate([1, 2], max_tokens=9, draft_length=2)
+    assert "not begun" in repr(generation)
+    generation.text()
+    assert repr(generation).startswith("<Generation length: 9 tokens after 2, '")
+    assert "<pre" in generation._repr_html_()
+    answer = Chat(chat_session("a<b")).say("x")
+    answer.read()
+    assert "a&lt;b" in answer._repr_html_()
+    for shown in (session, generation, answer, sessions, Chat(session, template=Chat(chat_session("x")).template)):
+        assert len(repr(shown)) < 200
+    session.close()
+    assert repr(session).endswith("closed>")
+
+
+def test_a_closed_session_refuses_everything_and_closes_again() -> None:
+    session = scripted_session()
+    generation = session.generate([1, 2])
+    session.close()
+    session.close()
+    for call in (lambda: session.generate([1]), generation.text, session.profit, lambda: session.save_state("x"), session.__enter__):
+        with pytest.raises(RequestError, match="the session is closed; open the bundle again"):
+            call()
+
+
+@pytest.mark.parametrize("backend", ["llama", "onnx"])
+def test_what_a_closed_session_holds_refuses_too(backend: str, request: pytest.FixtureRequest, probe_memory: None) -> None:
+    """Its target, drafter and vocabulary are attributes that anybody may keep."""
+    folder = request.getfixturevalue("exported_pair") if backend == "llama" else request.getfixturevalue("onnx_pair")("f32")
+    session = edge_runtime.open_session(folder, backend=backend, context=128, threads=1)
+    session.close()
+    target, drafter = session.target, session.drafter
+    for call in (lambda: target.verify([1]), lambda: target.prefill([1]), lambda: target.rollback(0), lambda: drafter.draft(1, 1)):
+        with pytest.raises(RequestError, match="is closed; open the bundle again"):
+            call()
+    if backend == "llama":
+        for call in (lambda: session.vocabulary.encode("x"), lambda: target.state(), lambda: target.rollback_floor):
+            with pytest.raises(RequestError, match="is closed; open the bundle again"):
+                call()
+
+
+def test_a_callback_cannot_use_the_session_inside_of_a_forward() -> None:
+    session = scripted_session()
+
+    class Curious:
+        def plan(self, *_: Any, **__: Any) -> Any:
+            session.generate([1]).text()
+
+    with pytest.raises(RequestError, match="a callback cannot use the session while its request computes"):
+        session.generate([1, 2], policy=Curious()).text()  # type: ignore[arg-type]
+    assert session.generate([1, 2], max_tokens=4).text() == scripted_session().generate([1, 2], max_tokens=4).text()
+
+
+def test_a_request_that_was_interrupted_does_not_pretend_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = scripted_session()
+    generation = session.generate([1, 2], max_tokens=9)
+    next(generation.rounds())
+    with monkeypatch.context() as patch:
+        patch.setattr(session.target, "verify", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            generation.text()
+    with pytest.raises(RequestError, match=r"interrupted .*; start it again"):
+        generation.text()
+
+
+def test_one_call_for_one_answer(exported_pair: Path, probe_memory: None) -> None:
+    options = LoadOptions(context=128, threads=1)
+    with edge_runtime.open_session(exported_pair, options) as session:
+        text = session.generate("def add(a, b):", max_tokens=12).text()
+        answer = Chat(session, max_tokens=12, system="Be short.").say("Hello").read()
+    assert edge_runtime.generate(exported_pair, "def add(a, b):", max_tokens=12, options=options) == text
+    assert edge_runtime.chat(exported_pair, "Hello", max_tokens=12, system="Be short.", options=options) == answer
