@@ -35,6 +35,7 @@ class Match:
 class Profile:
     """One device. Bandwidths in GB/s: `peak` from transfer rate × bus width, `effective` from others' measurements; None if unknown.
 
+    `giga_operations`: operations per second of a forward in thousand millions, from others' measurements; None if unknown.
     `threads` None: all big cores. `execution_providers`: the first is the default.
     """
 
@@ -46,6 +47,7 @@ class Profile:
     features: tuple[str, ...] = ()
     peak_gb_per_s: float | None = None
     effective_gb_per_s: tuple[float, float] | None = None
+    giga_operations: tuple[float, float] | None = None
     meters: tuple[str, ...] = ()
     energy_note: str = ""
     execution_providers: tuple[str, ...] = ("cpu",)
@@ -80,7 +82,7 @@ def parse_profile(name: str, text: str) -> Profile:
         table = tomllib.loads(text)
         match, processor, memory, energy, runtime = (table.pop(k) for k in ("match", "processor", "memory", "energy", "runtime"))
         rate, bits = memory.pop("transfers_per_us", None), memory.pop("bus_bits", None)
-        effective = memory.pop("effective_gb_per_s", None)
+        effective, operations = memory.pop("effective_gb_per_s", None), processor.pop("giga_operations", None)
         found = Profile(
             name=name,
             title=str(table.pop("title")),
@@ -90,6 +92,7 @@ def parse_profile(name: str, text: str) -> Profile:
             features=_texts(processor.pop("features")),
             peak_gb_per_s=rate * bits / BITS_PER_BYTE / 1000 if rate and bits else None,
             effective_gb_per_s=(float(effective[0]), float(effective[1])) if effective else None,
+            giga_operations=(float(operations[0]), float(operations[1])) if operations else None,
             meters=_texts(energy.pop("meters")),
             energy_note=str(energy.pop("note")),
             execution_providers=_texts(runtime.pop("execution_providers")),

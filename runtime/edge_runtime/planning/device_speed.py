@@ -45,12 +45,17 @@ def _profile_speed(name: str) -> DeviceSpeed:
         raise RequestError(
             f"the profile {name} has no memory speed, since it differs between machines; run --plan there, without --profile"
         )
+    operations = Range.between(BALANCE[0] * low, BALANCE[1] * high)
+    operations_from = f"assumed, {BALANCE[0]:g} to {BALANCE[1]:g} for each byte read: the profile lists no arithmetic speed"
+    if found.giga_operations is not None:
+        operations = Range.between(*(value * 1e9 for value in found.giga_operations))
+        operations_from = "the profile's, measured by others"
     return DeviceSpeed(
         name=found.title,
         bandwidth=Range.between(low, high),
         bandwidth_from=source,
-        operations=Range.between(BALANCE[0] * low, BALANCE[1] * high),
-        operations_from=f"assumed, {BALANCE[0]:g} to {BALANCE[1]:g} for each byte read: profiles do not list arithmetic speed",
+        operations=operations,
+        operations_from=operations_from,
     )
 
 
