@@ -18,13 +18,19 @@ class WireError(ValueError):
 
 def fields_of(message: Message) -> Iterator[tuple[int, int | Message]]:
     """Yields (field number, value): integers, or the bytes of strings, messages, packed lists and fixed numbers. Raises WireError."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
+    return ((number, value) for number, value, _ in whole_fields_of(message))
+
+
+def whole_fields_of(message: Message) -> Iterator[tuple[int, int | Message, Message]]:
+    """As `fields_of`, with each field's own bytes, number and length included: what is copied to change the others. Raises WireError."""
+    end = 0
+    while end < len(message):
+        begin = end
+        key, at = _varint(message, begin)
         number, wire = key >> 3, key & 7
         if wire == VARINT:
-            value, at = _varint(message, at)
-            yield number, value
+            value, end = _varint(message, at)
+            yield number, value, message[begin:end]
             continue
         if wire == BYTES:
             size, at = _varint(message, at)
@@ -34,8 +40,8 @@ def fields_of(message: Message) -> Iterator[tuple[int, int | Message]]:
             raise WireError(f"wire type {wire} at byte {at}")
         if size > len(message) - at:
             raise WireError(f"it is cut off at byte {at}: {size} bytes announced, {len(message) - at} there")
-        yield number, message[at : at + size]
-        at += size
+        end = at + size
+        yield number, message[at:end], message[begin:end]
 
 
 def varints(message: bytes | memoryview) -> Iterator[int]:

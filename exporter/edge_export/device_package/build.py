@@ -60,7 +60,7 @@ def make_package(request: PackageRequest, step: Callable[[str], None]) -> Invent
         if toolchain is not None and request.tools:
             components += add_tools(folder, platform, toolchain, step)
         step("own code and launchers")
-        components.append(add_own_code(folder))
+        components.append(add_own_code(folder, platform))
         write_launchers(folder, platform, request.backends)
         step("hashing")
         return take_inventory(folder, platform.name, version(DISTRIBUTION), request.backends, components)

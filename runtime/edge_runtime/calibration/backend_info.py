@@ -24,7 +24,8 @@ def ask_backend(
     """Returns the version and features of a backend, or {"error": a sentence} if it cannot be used.
 
     llama: `version`, `system_info`, `probes` (`quantizations`, `use_extra_bufts`). onnx: `version`, `execution_providers`,
-    `only_fixed_shapes` (the version runs only graphs of fixed shapes). Raises BackendError if no child process can be started.
+    `only_fixed_shapes` (the version runs only graphs of fixed shapes), `row_kernels` (the variant of the project's own kernels that
+    multiplies, None for stock operators). Raises BackendError if no child process can be started.
     """
     child = ask_child([*child_command, kind], timeout_seconds)
     if isinstance(child.answer.get("error"), str):
@@ -42,6 +43,7 @@ def _llama() -> dict[str, Any]:
 
 
 def _onnx() -> dict[str, Any]:
+    from edge_runtime.backends.kernels.library import variant
     from edge_runtime.backends.onnx.library import check_version, execution_providers, library_version
 
     check_version(static=True)
@@ -50,7 +52,12 @@ def _onnx() -> dict[str, Any]:
         only_static = False
     except BackendError:
         only_static = True
-    return {"version": library_version(), "execution_providers": execution_providers(), "only_fixed_shapes": only_static}
+    return {
+        "version": library_version(),
+        "execution_providers": execution_providers(),
+        "only_fixed_shapes": only_static,
+        "row_kernels": variant(),
+    }
 
 
 _ANSWERS: dict[BackendKind, Callable[[], dict[str, Any]]] = {"llama": _llama, "onnx": _onnx}

@@ -33,6 +33,7 @@ EXTRAS = {
     "onnx": "runs ONNX bundles",
     "grammar": "JSON schemas, grammars, regular expressions",
     "serve": "edge-run --serve",
+    "media": "images and sound",
     "export-onnx": "edge-export --format onnx",
     "export": "edge-export to GGUF files",
     "package": "packages for devices",

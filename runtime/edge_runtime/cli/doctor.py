@@ -13,6 +13,7 @@ from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
 from edge_devices.meters.base import State
+from edge_runtime.backends.kernels.library import VARIABLE
 from edge_runtime.calibration.crash_probe import workaround
 from edge_runtime.cli.diagnosis import Diagnosis, diagnose
 from edge_runtime.errors import OUT_OF_MEMORY
@@ -140,6 +141,14 @@ def _onnx_rows(diagnosis: Diagnosis) -> Iterator[Row]:
     else:
         only = "; this version runs only graphs of fixed shapes (docs/npu.md)" if answer["only_fixed_shapes"] else ""
         yield _ONNX, "ok", f"onnxruntime {answer['version']}; execution providers: {', '.join(answer['execution_providers'])}{only}"
+        kernels = answer["row_kernels"]
+        yield (
+            "row kernels",
+            "ok" if kernels else "missing",
+            f"{kernels}: a verify reads weights once for all its rows"
+            if kernels
+            else f"stock operators multiply: not built for this machine, no variant for its processor, or ${VARIABLE}=none",
+        )
 
 
 def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:

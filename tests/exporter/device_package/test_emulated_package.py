@@ -25,7 +25,7 @@ if reason := missing_programs():
 
 from edge_export.device_package.build import PackageRequest, make_package
 from edge_export.device_package.inventory import Component
-from edge_export.device_package.platforms import SITE
+from edge_export.device_package.platforms import PLATFORMS, SITE
 from edge_export.device_package.project_code import add_own_code
 from edge_export.errors import PackageError
 
@@ -62,7 +62,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
             shutil.copytree(ready, folder, copy_function=link_or_copy)
             for old in [*(folder / SITE).glob("edge_*")]:
                 shutil.rmtree(old)
-            add_own_code(folder)
+            add_own_code(folder, PLATFORMS[platform])
             return folder
         try:
             make_package(PackageRequest(platform=platform, output=folder, backends=("onnx",)), lambda _: None)

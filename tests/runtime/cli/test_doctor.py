@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 FIXTURES = ROOT / "tests" / "devices" / "meters" / "fixtures"
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 LLAMA = {"version": "0.3.36", "system_info": "CPU : AVX2 = 1 | AMX_INT8 = 0 | REPACK = 1 | ", "probes": []}
-ONNX = {"version": "1.31.1", "execution_providers": ["cpu"], "only_fixed_shapes": False}
+ONNX = {"version": "1.31.1", "execution_providers": ["cpu"], "only_fixed_shapes": False, "row_kernels": "avx2"}
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_without_a_backend_nothing_runs_and_the_line_to_install_it_is_there(monk
     assert "onnxruntime is not installed" in text
     assert (
         found.install
-        == f"{sys.executable} -m pip install 'edge-mtp[llama,onnx,grammar,serve,export,package,sign,fleet,verify,optimum,report]'"
+        == f"{sys.executable} -m pip install 'edge-mtp[llama,onnx,grammar,serve,media,export,package,sign,fleet,verify,optimum,report]'"
     )
     assert "missing: llguidance>=1.9,<2" in text
 

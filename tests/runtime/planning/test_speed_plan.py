@@ -176,7 +176,7 @@ def test_the_split_drafter_is_planned_where_there_is_one(exported_pair: Path) ->
     assert split.step_seconds.middle < dense.step_seconds.middle
     with pytest.raises(RequestError, match="needs GGUF files of a target and a dense or split drafter"):
         manifest_plan(manifest, speed, context=512, drafter="lookup")
-    with pytest.raises(RequestError, match="about GGUF files"):
+    with pytest.raises(RequestError, match="needs GGUF files"):
         manifest_plan(MANIFEST, speed, context=512)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_runtime.backends.kernels.library import library_path
 from edge_runtime.backends.onnx.prepacked import PackingPlace, packed_graph, well_placed
+from edge_runtime.backends.onnx.row_kernels import with_row_kernels
 from edge_runtime.errors import BackendError, RequestError
 
 CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
@@ -104,7 +106,7 @@ class Graph:
     """An opened ONNX graph."""
 
     def __init__(self, path: Path, options: SessionOptions) -> None:
-        self._session = _open(_packed(path, options), options)
+        self._session, self.row_kernels = _open_fastest(path, options)
         self.name = path.name
         try:
             self.inputs = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
@@ -124,6 +126,19 @@ class Graph:
             for node in part.get_nodes():
                 counts[node.op_type] = counts.get(node.op_type, 0) + 1
         return found
+
+
+def _open_fastest(path: Path, options: SessionOptions) -> tuple[Any, int]:
+    """Opens a graph on the project's own kernels, or with stock operators; returns how many nodes run on the kernels."""
+    kernels = library_path() if options.provider == CPU and options.packing is None else None
+    if kernels is not None:
+        model, replaced = with_row_kernels(path.read_bytes())
+        if replaced:
+            # A model of bytes does not know where it lies, and so not its weights.
+            place = {"session.model_external_initializers_file_folder_path": str(path.parent)}
+            with suppress(BackendError):  # the stock operators say what is wrong with the graph
+                return _open(path, options, place, model=model, kernels=kernels), replaced
+    return _open(_packed(path, options), options), 0
 
 
 def _packed(path: Path, options: SessionOptions) -> Path:
@@ -161,7 +176,16 @@ def _opens(path: Path, options: SessionOptions) -> bool:
     return True
 
 
-def _open(path: Path, options: SessionOptions, entries: Mapping[str, str] | None = None, save_to: Path | None = None) -> Any:
+def _open(
+    path: Path,
+    options: SessionOptions,
+    entries: Mapping[str, str] | None = None,
+    *,
+    save_to: Path | None = None,
+    model: bytes | None = None,
+    kernels: Path | None = None,
+) -> Any:
+    """Opens the graph at `path`, or `model` in its place, which needs the operators of the library `kernels`."""
     ort = library()
     settings = ort.SessionOptions()
     settings.log_severity_level = _SEVERITY
@@ -177,11 +201,13 @@ def _open(path: Path, options: SessionOptions, entries: Mapping[str, str] | None
         settings.add_session_config_entry(key, value)
     if save_to is not None:
         settings.optimized_model_filepath = str(save_to)
+    if kernels is not None:
+        settings.register_custom_ops_library(str(kernels))
     providers = [options.provider] if options.provider == CPU else [options.provider, CPU]
     details = [{"device_type": options.device} if options.device else {}, *[{}] * (len(providers) - 1)]
     try:
         with _environment(_NO_FLASH, "1"):
-            return ort.InferenceSession(str(path), settings, providers=providers, provider_options=details)
+            return ort.InferenceSession(model or str(path), settings, providers=providers, provider_options=details)
     except Exception as error:
         raise BackendError(f"onnxruntime cannot open {path.name} ({_first_line(error)}); export the bundle again, or update it") from error
 

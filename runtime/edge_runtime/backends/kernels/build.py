@@ -1,0 +1,98 @@
+"""Compiles the kernels with zig's C++ compiler, which is a wheel and knows every target.
+
+    python runtime/edge_runtime/backends/kernels/build.py [TARGET [FOLDER]]
+
+The package's own build calls it for the machine it runs on, `edge-export --package` for the device. Output depends on the sources and the
+compiler's version alone.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+# What runs on any processor of the architecture, and the files that need more, each with the processor it is compiled for.
+_COMMON = ("c_api.cpp", "pack.cpp", "variants.cpp", "onnxruntime/matmul_rows.cpp")
+_VARIANTS = {
+    "x86_64": {
+        "x86/rows_avx2.cpp": "x86_64_v3",
+        "x86/rows_avxvnni.cpp": "x86_64_v3+avxvnni",
+        "x86/rows_avx512vnni.cpp": "x86_64_v4+avx512vnni",
+    },
+    "aarch64": {"arm/rows_dotprod.cpp": "cortex_a76", "arm/rows_i8mm.cpp": "cortex_a76+i8mm"},
+}
+_BASE = {"x86_64": "x86_64_v2", "aarch64": "cortex_a53"}
+# The oldest systems: glibc 2.17 is that of every manylinux wheel since 2014; macOS 11 is the first on ARM.
+TARGETS = {
+    ("Linux", "x86_64"): "x86_64-linux-gnu.2.17",
+    ("Linux", "aarch64"): "aarch64-linux-gnu.2.17",
+    ("Darwin", "arm64"): "aarch64-macos.11.0",
+    ("Darwin", "x86_64"): "x86_64-macos.11.0",
+}
+# No contraction: a product and a sum are one operation where the source says fma, and two elsewhere, on every processor.
+_FLAGS = (
+    *("-std=c++20", "-O3", "-g0", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-nostdinc++"),
+    *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fvisibility=hidden", "-fno-sanitize=all", "-Wall", "-Wextra", "-Werror"),
+)
+
+
+def host_target() -> str | None:
+    """Returns the target of the machine this runs on, None where there is none."""
+    return TARGETS.get((platform.system(), platform.machine()))
+
+
+def library_name(target: str) -> str:
+    """Returns the file name of the library for a target."""
+    return "libedge_rows.dylib" if "macos" in target else "libedge_rows.so"
+
+
+def build(target: str, folder: Path) -> Path:
+    """Compiles the library for `target` into `folder`; returns its path. Raises RuntimeError with the compiler's words if that fails."""
+    architecture = target.partition("-")[0]
+    jobs = [(name, _BASE[architecture]) for name in _COMMON] + list(_VARIANTS[architecture].items())
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / library_name(target)
+    with tempfile.TemporaryDirectory(prefix="edge-mtp-kernels-") as scratch:
+        # The compiler's own caches lie in the scratch folder, too.
+        environment = os.environ | {"ZIG_LOCAL_CACHE_DIR": f"{scratch}/local", "ZIG_GLOBAL_CACHE_DIR": f"{scratch}/global"}
+
+        def compile_one(job: tuple[str, str]) -> str:
+            source, processor = job
+            output = f"{scratch}/{Path(source).stem}.o"
+            _run([*_FLAGS, f"-I{SOURCES}", "-target", target, f"-mcpu={processor}", "-c", str(SOURCES / source), "-o", output], environment)
+            return output
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            objects = list(pool.map(compile_one, jobs))
+        pages = [] if "macos" in target else ["-Wl,-z,max-page-size=16384"]
+        partial = f"{scratch}/{path.name}"
+        _run(["-target", target, f"-mcpu={_BASE[architecture]}", "-shared", "-s", *pages, *objects, "-o", partial], environment)
+        path.write_bytes(Path(partial).read_bytes())
+    return path
+
+
+def _run(arguments: list[str], environment: dict[str, str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "ziglang", "c++", *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+    if result.returncode:
+        raise RuntimeError(f"the kernels do not compile: {result.stderr.strip()[-2000:]}")
+
+
+def main() -> None:
+    """Compiles for the target and into the folder that are named, or for this machine and into the package."""
+    target = sys.argv[1] if len(sys.argv) > 1 else host_target()
+    if target is None:
+        sys.exit(f"Error: there are no kernels for {platform.system()} on {platform.machine()}")
+    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent / "lib"
+    print(build(target, folder))
+
+
+if __name__ == "__main__":
+    main()

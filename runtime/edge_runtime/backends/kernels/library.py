@@ -1,0 +1,50 @@
+"""The compiled kernels: where they lie, and which variant this processor runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+# Names a variant ("avx2"), or is "none": then the stock operators run.
+VARIABLE = "EDGE_MTP_KERNELS"
+FOLDER = Path(__file__).parent / "lib"
+NAME = "libedge_rows.dylib" if sys.platform == "darwin" else "libedge_rows.so"
+_NAMES_BYTES = 256
+
+
+def library_path() -> Path | None:
+    """Returns the compiled library; None where there is none, no variant for this processor, or it is switched off."""
+    return FOLDER / NAME if variant() is not None else None
+
+
+def variant() -> str | None:
+    """Returns the name of the variant in use, such as "avx512vnni"; None where the stock operators run."""
+    wanted = os.environ.get(VARIABLE, "")
+    usable = usable_variants()
+    if wanted:
+        return wanted if wanted in usable else None
+    return usable[0] if usable else None
+
+
+@cache
+def usable_variants() -> tuple[str, ...]:
+    """Returns the variants that this processor can run, best first; none where no library was built."""
+    library = load_library()
+    if library is None:
+        return ()
+    names = ctypes.create_string_buffer(_NAMES_BYTES)
+    library.edge_rows_variants(names, ctypes.c_size_t(_NAMES_BYTES))
+    return tuple(names.value.decode("ascii").split())
+
+
+@cache
+def load_library() -> ctypes.CDLL | None:
+    """Returns the loaded library, or None where there is none for this system."""
+    path = FOLDER / NAME
+    try:
+        return ctypes.CDLL(str(path)) if path.is_file() else None
+    except OSError:  # built for another processor or C library
+        return None

@@ -1,0 +1,51 @@
+// NEON with dot products (Cortex-A55, A75, A76 and later): levels of 2 and 4 bits are multiplied as they are, those of 8 bits made signed.
+#include "arm/isa_neon.h"
+#include "round_row.h"
+#include "variants.h"
+
+namespace edge {
+namespace {
+
+struct Dotprod : NeonBase {
+    template <int kBits>
+    struct Weights {
+        int8x16_t part[8 / kBits];
+        void load(const uint8_t* line) {
+            const uint8x16_t raw = vld1q_u8(line);
+            if constexpr (kBits == 8) {
+                part[0] = vreinterpretq_s8_u8(veorq_u8(raw, vdupq_n_u8(0x80)));
+            } else if constexpr (kBits == 4) {
+                part[0] = vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15)));
+                part[1] = vreinterpretq_s8_u8(vshrq_n_u8(raw, 4));
+            } else {
+                const uint8x16_t mask = vdupq_n_u8(3);
+                part[0] = vreinterpretq_s8_u8(vandq_u8(raw, mask));
+                part[1] = vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(raw, 2), mask));
+                part[2] = vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(raw, 4), mask));
+                part[3] = vreinterpretq_s8_u8(vshrq_n_u8(raw, 6));
+            }
+        }
+    };
+    template <int kBits>
+    struct Inputs {
+        int8x16_t all;
+        void load(const int8_t* x) {
+            if constexpr (kBits == 2) all = vld1q_s8(x);
+            else if constexpr (kBits == 4) all = vcombine_s8(vld1_s8(x), vdup_n_s8(0));
+            else all = vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const int32_t*>(x)));
+        }
+    };
+    template <int kBits>
+    static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
+        sum = vdotq_laneq_s32(sum, w.part[0], x.all, 0);
+        if constexpr (kBits <= 4) sum = vdotq_laneq_s32(sum, w.part[1], x.all, 1);
+        if constexpr (kBits == 2) sum = vdotq_laneq_s32(vdotq_laneq_s32(sum, w.part[2], x.all, 2), w.part[3], x.all, 3);
+        return sum;
+    }
+};
+
+}  // namespace
+
+const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row};
+
+}  // namespace edge

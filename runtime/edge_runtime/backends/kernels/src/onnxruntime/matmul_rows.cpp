@@ -1,0 +1,204 @@
+// onnxruntime's operator edge.mtp::MatMulRows: MatMulNBits without zero points, by the kernels of this library. Weights are packed once,
+// when the graph is opened; the session's own threads share the tiles.
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "onnxruntime/abi.h"
+#include "pack.h"
+#include "variants.h"
+
+namespace edge {
+namespace {
+
+using namespace ort;
+
+#define EDGE_TRY(call)                          \
+    do {                                        \
+        if (Status* status = (call)) return status; \
+    } while (0)
+
+struct Kernel {
+    Table api;
+    const Variant* variant;
+    PackedMatrix matrix;
+};
+
+// Memory that a calling thread uses again for each product of few rows; it stays until the process ends. More is given back after use.
+struct Scratch {
+    char* memory;
+    size_t size;
+};
+thread_local Scratch kept = {nullptr, 0};
+constexpr size_t kMostKept = size_t{1} << 20;
+
+char* scratch(size_t wanted) {
+    if (wanted > kMostKept) return static_cast<char*>(malloc(wanted));
+    if (wanted > kept.size) {
+        free(kept.memory);
+        kept.memory = static_cast<char*>(malloc(wanted));
+        kept.size = kept.memory ? wanted : 0;
+    }
+    return kept.memory;
+}
+
+void give_back_scratch(char* memory) {
+    if (memory != kept.memory) free(memory);
+}
+
+Status* failed(Table api, const char* message) { return create_status(api, kFail, message); }
+
+Status* constant_of(Table api, const KernelInfo* info, size_t index, size_t wanted, const void** out) {
+    int constant = 0;
+    const Value* value = nullptr;
+    EDGE_TRY(constant_input(api, info, index, &constant, &value));
+    if (!constant || !value) return failed(api, "MatMulRows: weights and scales must be constants");
+    ShapeInfo* shape = nullptr;
+    EDGE_TRY(shape_of(api, value, &shape));
+    size_t count = 0;
+    Status* status = element_count(api, shape, &count);
+    release_shape(api, shape);
+    if (status) return status;
+    if (count != wanted) return failed(api, "MatMulRows: weights or scales have another size than K, N, bits and block_size say");
+    void* data = nullptr;
+    EDGE_TRY(tensor_data(api, const_cast<Value*>(value), &data));
+    *out = data;
+    return nullptr;
+}
+
+// The packed form replaces these bytes. They stay readable: the embedding, which is the head too, is looked up in them.
+void give_back(const void* data, size_t bytes) {
+#if defined(__linux__) && defined(MADV_PAGEOUT)
+    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) & ~(page - 1);
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(page - 1);
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_PAGEOUT);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+Status* create(const Op*, Table api, const KernelInfo* info, void** out) {
+    int64_t inputs, outputs, bits, block;
+    EDGE_TRY(attribute(api, info, "K", &inputs));
+    EDGE_TRY(attribute(api, info, "N", &outputs));
+    EDGE_TRY(attribute(api, info, "bits", &bits));
+    EDGE_TRY(attribute(api, info, "block_size", &block));
+    if (!fits(outputs, inputs, bits, block)) return failed(api, "MatMulRows: no kernel takes K, N, bits or block_size");
+    const size_t bytes = static_cast<size_t>(outputs * (inputs * bits / 8));
+    const void *levels, *scales;
+    EDGE_TRY(constant_of(api, info, 1, bytes, &levels));
+    EDGE_TRY(constant_of(api, info, 2, static_cast<size_t>(outputs * (inputs / block)), &scales));
+    Kernel* kernel = static_cast<Kernel*>(malloc(sizeof(Kernel)));
+    if (!kernel) return failed(api, "MatMulRows: out of memory");
+    *kernel = {api, chosen_variant(), {}};
+    if (!kernel->variant || !pack(kernel->matrix, outputs, inputs, static_cast<int>(bits), static_cast<int>(block), static_cast<const uint8_t*>(levels), static_cast<const float*>(scales))) {
+        free(kernel);
+        return failed(api, "MatMulRows: out of memory, or no kernel for this processor");
+    }
+    give_back(levels, bytes);
+    *out = kernel;
+    return nullptr;
+}
+
+void destroy(void* data) {
+    Kernel* kernel = static_cast<Kernel*>(data);
+    release(kernel->matrix);
+    free(kernel);
+}
+
+struct Job {
+    const Kernel* kernel;
+    RoundedRows rows;
+    const float* values;
+    int8_t* levels;
+    float* scales;
+    int32_t* sums;
+    float* out;
+};
+
+constexpr int64_t kChunk = 4;  // tiles of a piece of work
+constexpr int64_t kFewRows = 16;
+
+void multiply_chunk(void* data, size_t index) {
+    const Job& job = *static_cast<Job*>(data);
+    const int64_t first = static_cast<int64_t>(index) * kChunk, tiles = job.kernel->matrix.tiles();
+    job.kernel->variant->multiply(job.kernel->matrix, job.rows, first, first + kChunk < tiles ? first + kChunk : tiles, job.out);
+}
+
+void round_one(void* data, size_t row) {
+    const Job& job = *static_cast<Job*>(data);
+    const PackedMatrix& m = job.kernel->matrix;
+    job.kernel->variant->round(job.values + row * m.inputs, m.inputs, m.block, row, job.rows.rows, job.levels, job.scales, job.sums);
+}
+
+Status* compute(void* data, KernelContext* context) {
+    const Kernel* kernel = static_cast<Kernel*>(data);
+    const Table api = kernel->api;
+    const PackedMatrix& m = kernel->matrix;
+    const Value* value = nullptr;
+    EDGE_TRY(input(api, context, 0, &value));
+    ShapeInfo* info = nullptr;
+    EDGE_TRY(shape_of(api, value, &info));
+    size_t rank = 0;
+    int64_t shape[8];
+    Status* status = dimension_count(api, info, &rank);
+    if (!status && (rank < 1 || rank > 8)) status = failed(api, "MatMulRows: the input must have 1 to 8 dimensions");
+    if (!status) status = dimensions(api, info, shape, rank);
+    release_shape(api, info);
+    if (status) return status;
+    if (shape[rank - 1] != m.inputs) return failed(api, "MatMulRows: the input's last dimension is not K");
+    int64_t rows = 1;
+    for (size_t i = 0; i + 1 < rank; i++) rows *= shape[i];
+    shape[rank - 1] = m.outputs;
+    Value* result = nullptr;
+    EDGE_TRY(output(api, context, 0, shape, rank, &result));
+    if (rows == 0) return nullptr;
+    void *from = nullptr, *to = nullptr;
+    EDGE_TRY(tensor_data(api, const_cast<Value*>(value), &from));
+    EDGE_TRY(tensor_data(api, result, &to));
+    const size_t level_bytes = (static_cast<size_t>(rows * m.inputs) + 63) / 64 * 64, entries = static_cast<size_t>(rows * m.blocks());
+    char* memory = scratch(level_bytes + entries * 8);
+    if (!memory) return failed(api, "MatMulRows: out of memory");
+    Job job = {kernel, {}, static_cast<const float*>(from), reinterpret_cast<int8_t*>(memory), reinterpret_cast<float*>(memory + level_bytes),
+               reinterpret_cast<int32_t*>(memory + level_bytes + entries * 4), static_cast<float*>(to)};
+    job.rows = {job.levels, job.scales, job.sums, rows};
+    if (rows <= kFewRows)
+        for (int64_t row = 0; row < rows; row++) round_one(&job, row);
+    else
+        status = parallel_for(api, context, round_one, rows, 0, &job);
+    if (!status) status = parallel_for(api, context, multiply_chunk, (m.tiles() + kChunk - 1) / kChunk, 0, &job);
+    give_back_scratch(memory);
+    return status;
+}
+
+const char* op_name(const Op*) { return "MatMulRows"; }
+const char* no_provider(const Op*) { return nullptr; }
+Type input_type(const Op*, size_t index) { return index == 1 ? kUint8 : kFloat; }
+size_t input_count(const Op*) { return 3; }
+Type output_type(const Op*, size_t) { return kFloat; }
+size_t output_count(const Op*) { return 1; }
+int required(const Op*, size_t) { return 0; }
+int in_memory(const Op*, size_t) { return 0; }
+int one(const Op*) { return 1; }
+int any_version(const Op*) { return 0x7fffffff; }
+
+const Op kMatMulRows = {kVersion, nullptr, op_name, no_provider, input_type, input_count, output_type, output_count, nullptr, destroy,
+                        required, required, in_memory, one, one, one, one, create, compute, nullptr, one, any_version,
+                        nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace edge
+
+extern "C" __attribute__((visibility("default"))) edge::ort::Status* RegisterCustomOps(edge::ort::SessionOptions* options, const edge::ort::ApiBase* base) {
+    using namespace edge::ort;
+    const Table api = base->get_api(kVersion);
+    static Domain* domain = nullptr;  // as long as the process: sessions keep a reference to it
+    if (!domain) {
+        Domain* made = nullptr;
+        if (Status* status = create_domain(api, "edge.mtp", &made)) return status;
+        if (Status* status = add_op(api, made, &edge::kMatMulRows)) return status;
+        domain = made;
+    }
+    return add_domain(api, options, domain);
+}

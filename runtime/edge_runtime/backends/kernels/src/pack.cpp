@@ -1,0 +1,78 @@
+#include "pack.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+namespace edge {
+namespace {
+
+constexpr int64_t kMost = int64_t{1} << 31;  // outputs or inputs
+constexpr int64_t kMostLevels = int64_t{1} << 40;
+
+// Nibbles 0 to 3 of the low half, one to a byte.
+uint32_t spread(uint32_t nibbles) {
+    uint32_t pairs = (nibbles | nibbles << 8) & 0x00ff00ffu;
+    return (pairs | pairs << 4) & 0x0f0f0f0fu;
+}
+
+uint32_t packed_dword(const uint8_t* row, int bits, int64_t line) {
+    uint32_t raw;
+    memcpy(&raw, row + line * 4, 4);
+    if (bits == 8) return raw;
+    if (bits == 4) return spread(raw & 0xffff) | spread(raw >> 16) << 4;
+    uint32_t out = 0;
+    for (int p = 0; p < 4; p++)
+        for (int j = 0; j < 4; j++) out |= (raw >> (8 * p + 2 * j) & 3u) << (8 * j + 2 * p);
+    return out;
+}
+
+bool is_half(float value) {
+    const _Float16 half = static_cast<_Float16>(value);
+    return static_cast<float>(half) == value;
+}
+
+}  // namespace
+
+bool fits(int64_t outputs, int64_t inputs, int64_t bits, int64_t block) {
+    return (bits == 2 || bits == 4 || bits == 8) && (block == 16 || block == 32 || block == 64 || block == 128) && outputs > 0 &&
+           outputs < kMost && inputs > 0 && inputs < kMost && inputs % block == 0 && outputs <= kMostLevels / inputs;
+}
+
+bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales) {
+    if (!fits(outputs, inputs, bits, block)) return false;
+    m = {outputs, inputs, bits, block, true, nullptr, nullptr};
+    const int64_t blocks = m.blocks(), count = outputs * blocks;
+    for (int64_t i = 0; i < count && m.half_scales; i++) m.half_scales = is_half(scales[i]);
+    const size_t level_bytes = m.tiles() * m.tile_bytes();
+    const size_t scale_bytes = (m.tiles() * blocks * kTile * m.scale_bytes() + kLine - 1) / kLine * kLine;
+    uint8_t* memory = static_cast<uint8_t*>(aligned_alloc(kLine, level_bytes + scale_bytes));
+    if (!memory) return false;
+    const int64_t row_bytes = inputs * bits / 8, lines = row_bytes / 4;
+    for (int64_t tile = 0; tile < m.tiles(); tile++) {
+        uint8_t* to = memory + tile * m.tile_bytes();
+        for (int64_t n = 0; n < kTile; n++) {
+            const int64_t output = tile * kTile + n;
+            const uint8_t* row = levels + output * row_bytes;
+            for (int64_t line = 0; line < lines; line++) {
+                const uint32_t dword = output < outputs ? packed_dword(row, bits, line) : 0;
+                memcpy(to + line * kLine + n * 4, &dword, 4);
+            }
+            for (int64_t b = 0; b < blocks; b++) {
+                const float scale = output < outputs ? scales[output * blocks + b] : 0.0f;
+                const int64_t at = (tile * blocks + b) * kTile + n;
+                if (m.half_scales) reinterpret_cast<_Float16*>(memory + level_bytes)[at] = static_cast<_Float16>(scale);
+                else reinterpret_cast<float*>(memory + level_bytes)[at] = scale;
+            }
+        }
+    }
+    m.levels = memory;
+    m.scales = memory + level_bytes;
+    return true;
+}
+
+void release(PackedMatrix& m) {
+    free(const_cast<uint8_t*>(m.levels));
+    m.levels = nullptr;
+}
+
+}  // namespace edge

@@ -1,0 +1,14 @@
+// Packs a matrix as onnxruntime's MatMulNBits stores it into tiles.
+#pragma once
+#include "layout.h"
+
+namespace edge {
+
+// What packing makes: one allocation, aligned to lines. `levels` [outputs, inputs * bits / 8] little end first, `scales` [outputs, blocks].
+// Returns false where there is no memory for it, or for a shape that no kernel takes.
+bool pack(PackedMatrix& out, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales);
+void release(PackedMatrix& matrix);
+// Whether kernels take such a matrix.
+bool fits(int64_t outputs, int64_t inputs, int64_t bits, int64_t block);
+
+}  // namespace edge

@@ -1,0 +1,14 @@
+// The variants that were compiled in, and the choice among them by what the processor has.
+#pragma once
+#include "layout.h"
+
+namespace edge {
+
+extern const Variant kAvx512Vnni, kAvxVnni, kAvx2, kDotprod, kI8mm;
+
+// The variants this processor can run, best first; ends with a null pointer.
+const Variant* const* usable_variants();
+// The one named by EDGE_MTP_KERNELS, or else the best; null where there is none, or that says "none".
+const Variant* chosen_variant();
+
+}  // namespace edge

@@ -1,0 +1,57 @@
+// What the 256-bit variants share: 8 outputs to a register. They differ in how four multiplications are added up.
+#pragma once
+#include <immintrin.h>
+
+#include "rows_kernel.h"
+
+namespace edge {
+namespace {
+
+struct Avx2Base {
+    static constexpr int width = 8, kRows = 6, kManyRows = 6;
+    static constexpr bool kSigned8 = false;
+    using Ints = __m256i;
+    using Floats = __m256;
+    // 16 registers hold sums and results of few rows.
+    static constexpr int vectors(int rows) { return rows <= 1 ? 4 : rows <= 2 ? 2 : 1; }
+
+    template <int kBits>
+    struct Weights {
+        Ints part[8 / kBits];
+        void load(const uint8_t* line) {
+            const Ints raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line));
+            const Ints mask = _mm256_set1_epi8(static_cast<char>((1 << kBits) - 1));
+            if constexpr (kBits == 8) part[0] = raw;
+            else
+                for (int p = 0; p < 8 / kBits; p++) part[p] = _mm256_and_si256(_mm256_srli_epi16(raw, p * kBits), mask);
+        }
+    };
+    template <int kBits>
+    struct Inputs {
+        Ints part[8 / kBits];
+        void load(const int8_t* x) {
+            for (int p = 0; p < 8 / kBits; p++) {
+                int32_t four;
+                __builtin_memcpy(&four, x + 4 * p, 4);
+                part[p] = _mm256_set1_epi32(four);
+            }
+        }
+    };
+    static Floats zero() { return _mm256_setzero_ps(); }
+    static Ints set(int32_t value) { return _mm256_set1_epi32(value); }
+    static Floats splat(float value) { return _mm256_set1_ps(value); }
+    static Floats load_float(const uint8_t* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
+    static Floats load_half(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+    static Floats convert(Ints value) { return _mm256_cvtepi32_ps(value); }
+    static Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+    static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+    static void store(float* out, Floats value, int64_t count) {
+        if (count == 8) return _mm256_storeu_ps(out, value);
+        float all[8];
+        _mm256_storeu_ps(all, value);
+        for (int64_t i = 0; i < count; i++) out[i] = all[i];
+    }
+};
+
+}  // namespace
+}  // namespace edge

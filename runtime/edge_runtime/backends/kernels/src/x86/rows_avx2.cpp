@@ -1,0 +1,32 @@
+// AVX2 without VNNI. Pairs of products are added in 16 bits: levels of at most 15 times 127 leave room for four of them; 8-bit levels are
+// made signed, and their magnitudes take the products' signs from the activations, so that no sum leaves 16 bits either.
+#include "x86/isa_avx2.h"
+#include "round_row.h"
+#include "variants.h"
+
+namespace edge {
+namespace {
+
+struct Avx2 : Avx2Base {
+    static constexpr bool kSigned8 = true;
+
+    template <int kBits>
+    static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
+        const Ints ones = _mm256_set1_epi16(1);
+        Ints pairs;
+        if constexpr (kBits == 8) {
+            const Ints level = _mm256_xor_si256(w.part[0], _mm256_set1_epi8(static_cast<char>(0x80)));
+            pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(level), _mm256_sign_epi8(x.part[0], level));
+        } else {
+            pairs = _mm256_maddubs_epi16(w.part[0], x.part[0]);
+            for (int p = 1; p < 8 / kBits; p++) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w.part[p], x.part[p]));
+        }
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+    }
+};
+
+}  // namespace
+
+const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row};
+
+}  // namespace edge

@@ -1,0 +1,21 @@
+// AVX-VNNI: client processors without AVX-512.
+#include "x86/isa_avx2.h"
+#include "round_row.h"
+#include "variants.h"
+
+namespace edge {
+namespace {
+
+struct AvxVnni : Avx2Base {
+    template <int kBits>
+    static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
+        for (int p = 0; p < 8 / kBits; p++) sum = _mm256_dpbusd_avx_epi32(sum, w.part[p], x.part[p]);
+        return sum;
+    }
+};
+
+}  // namespace
+
+const Variant kAvxVnni = {"avxvnni", multiply<AvxVnni>, round_row};
+
+}  // namespace edge
