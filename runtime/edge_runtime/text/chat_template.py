@@ -15,6 +15,7 @@ from typing import Any
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Vocabulary
+from edge_runtime.text.template.renderer import Renderer, TemplateError
 
 Message = dict[str, Any]
 
@@ -48,17 +49,14 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, vocabulary: Vocabulary, *, name: str = "the chat template", stop: Sequence[str] = ()) -> None:
-        from edge_runtime.text.template.sandbox import FAILURES, compile_template
-
         self.stop = tuple(stop)
         self.name = name
         self._vocabulary = vocabulary
         self._foreign = _ForeignText([text for text in vocabulary.control_tokens if len(text) > 1])
-        self._errors = FAILURES
         try:
-            self._render = compile_template(source)
-        except self._errors as error:
-            raise BundleError(f"{name} does not compile ({_reason(error)}); export the bundle again with a template that does") from error
+            self._renderer = Renderer(source)
+        except TemplateError as error:
+            raise BundleError(f"{name} does not compile ({error}); export the bundle again with a template that does") from error
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, prompt_answer: bool = True
@@ -76,9 +74,9 @@ class ChatTemplate:
             "eos_token": self._text_of(self._vocabulary.eos),
         }
         try:
-            return self._render(variables)
-        except self._errors as error:
-            raise RequestError(f"{self.name} refuses this conversation: {_reason(error)}") from error
+            return self._renderer.render(variables)
+        except TemplateError as error:
+            raise RequestError(f"{self.name} refuses this conversation: {error}") from error
 
     def encode(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, prompt_answer: bool = True
@@ -145,9 +143,3 @@ def bundle_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate:
         return ChatTemplate(path.read_text(encoding="utf-8"), vocabulary, name=str(path))
     except UnicodeDecodeError as error:
         raise BundleError(f"{path} is not UTF-8 text ({error}); export the bundle again") from error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import time
 import tracemalloc
 
@@ -10,6 +12,7 @@ import pytest
 from chat_words import ChatWords
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.text.chat_template import ChatTemplate
+from edge_runtime.text.isolation import process
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -95,6 +98,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_templates_end_soon_in_one_sentence(source, monkeypatch):
+    """The sandbox alone, without the limits of a child process."""
+    monkeypatch.setattr(process, "AVAILABLE", False)
     monkeypatch.setattr("edge_runtime.text.template.limits.MAX_SECONDS", 0.5)
     tracemalloc.start()
     begin = time.monotonic()
@@ -107,6 +112,68 @@ def test_hostile_templates_end_soon_in_one_sentence(source, monkeypatch):
     assert "\n" not in str(caught.value)
     assert time.monotonic() - begin < 8
     assert peak < 300e6
+
+
+LONG = "{% set x = range(99999) | map('string') | list %}"
+BEHIND_THE_COUNTER = {
+    "memory in dictionaries": "{% set ns = namespace(x={}) %}"
+    "{% for i in range(90000) %}{% set ns.x = dict(a=ns.x, b=[i] * 1) %}{% endfor %}",
+    "memory in split text": "{% set ns = namespace(x=[]) %}{% set t = 'a ' | replace('a', 'b ' * 1) %}{% for i in range(20) %}"
+    "{% set t = t | replace(' ', ' a ') %}{% set ns.x = ns.x + [t.split(' ')] %}{% endfor %}{{ ns.x | length }}",
+    "membership": LONG + "{% for i in range(99999) %}{% if (i ~ 'x') in x %}{% endif %}{% endfor %}",
+    "comparison": LONG + "{% set y = x | list %}{% for i in range(99999) %}{% if x == y %}{% endif %}{% endfor %}",
+    "slices": LONG + "{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
+    "parsing": "{{ " + "-".join(["(1"] * 90) + ")" * 90 + " }}" + "{% if 1 %}" * 90 + "{% endif %}" * 90 + "{{ 1 }}" * 100_000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not process.AVAILABLE, reason="needs fork")
+@pytest.mark.parametrize("source", BEHIND_THE_COUNTER.values(), ids=BEHIND_THE_COUNTER)
+def test_what_the_sandbox_cannot_count_ends_with_the_child(source):
+    """Ends within the child's limits, written or refused; this process spends neither time nor memory on it."""
+    used, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(RequestError, BundleError):
+        render(source)
+    assert time.process_time() - used < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 600 << 10
+    assert render("{{ messages[0].content }}") == "hi"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a'.upper }}",
+        "{{ messages.index }}",
+        "{{ ['a'.upper] }}",
+        "{{ {'a': [messages[0].get]} }}",
+        "{{ 'x' ~ messages[0].items }}",
+        "{{ [raise_exception] | join }}",
+        "{{ ['a', 'b'] | map('upper') }}",
+        "{{ namespace }}",
+        "{{ namespace(x=1) }}",
+        "{{ namespace(x='a'.upper) ~ '' }}",
+        "{{ 'a'.join([messages.index]) }}",
+    ],
+)
+def test_no_address_is_written(source):
+    with pytest.raises(RequestError, match="no text"):
+        render(source)
+
+
+def test_a_template_is_used_again_after_a_limit(monkeypatch):
+    template = ChatTemplate("{% if messages[0].content == 'x' %}{{ 9 ** 9 ** 9 }}{% endif %}{{ messages[0].content }}", ChatWords())
+    for _ in range(2):
+        with pytest.raises(RequestError, match="64 bits"):
+            template.render([{"role": "user", "content": "x"}])
+        assert template.render(MESSAGES) == "hi"
+    child = template._renderer._child
+    if child is not None:
+        child.close()
+        with pytest.raises(RequestError, match="processor time or 256 MB"):
+            template.render(MESSAGES)
+        assert template.render(MESSAGES) == "hi"
 
 
 @pytest.mark.parametrize("source", ["{{", "{% for %}", "{{ " + "(" * 5000 + ")" * 5000 + " }}", "{% unknown %}"])

@@ -6,9 +6,12 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
+from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType
 from typing import Any
 
 from edge_runtime.text.template.limits import BUDGET, LimitError, check_size, measured
+
+WITHOUT_TEXT = (BuiltinMethodType, MethodType, FunctionType, MethodWrapperType, type, Iterator)
 
 
 def counted(_context: Any, values: Iterable[Any]) -> Iterable[Any]:
@@ -43,7 +46,7 @@ def measured_filter(_context: Any, value: Any) -> Any:
 
 def emitted(_context: Any, value: Any) -> str:
     """Returns the text of an output expression and counts it."""
-    return BUDGET.get().emit(str(measured(value)))
+    return BUDGET.get().emit(_text(value))
 
 
 def joined(_context: Any, values: list[Any]) -> str:
@@ -55,13 +58,27 @@ def join(values: Iterable[Any], between: str = "", attribute: str | None = None)
     """jinja2's filter; the size is checked before the text is made."""
     if attribute is not None:
         values = [value.get(attribute, "") if isinstance(value, Mapping) else "" for value in values]
-    texts = [str(value) for value in measured(list(counted(None, values)))]
+    texts = [_text(value) for value in measured(list(counted(None, values)))]
     return _join(str(between), texts)
 
 
 def join_by(between: str, values: Iterable[Any]) -> str:
     """str.join; the size is checked before the text is made."""
-    return _join(between, [str(value) for value in measured(list(values))])
+    return _join(between, [_text(value) for value in measured(list(values))])
+
+
+def _text(value: Any) -> str:
+    """Returns the text of a value; refuses what Python would write as an address."""
+    waiting = [measured(value)]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, WITHOUT_TEXT):
+            raise LimitError(f"it writes a {type(one).__name__}, which has no text")
+        if isinstance(one, list | tuple):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += one.values()
+    return str(value)
 
 
 def _join(between: str, texts: list[str]) -> str:

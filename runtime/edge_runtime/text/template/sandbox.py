@@ -144,6 +144,10 @@ class TemplateNamespace(Namespace):
             raise SecurityError(f"a namespace takes no name such as {name!r}")
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        """Refuses: jinja2's text of it would hold the addresses of methods."""
+        raise SecurityError("a namespace has no text")
+
 
 class Counting(NodeTransformer):
     """Puts a counting filter around every loop, output and constructed value of a parsed template."""
