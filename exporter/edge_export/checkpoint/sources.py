@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 from edge_devices.files.hashing import sha256_of
@@ -29,6 +31,8 @@ _SIDE_FILES = (
     "chat_template.jinja",
     "README.md",
 )
+# The folder of a repository in the hub's cache is models--OWNER--NAME.
+_HUB_CACHE = "models--"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -146,10 +150,26 @@ def _open(role: str, origin: str) -> ResolvedSource:
         checkpoint, header = open_gguf(path)
         return ResolvedSource(role=role, origin=origin, checkpoint=checkpoint, gguf=header)
     if path.is_dir():
+        _check_links(path)
         return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(path))
     if not _HUB_ID.fullmatch(origin):
         raise CheckpointError(f"the {role} {origin} does not exist; give a checkpoint folder, a GGUF file or a hub id like google/name")
-    return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(hub_folder(origin)))
+    folder = hub_folder(origin)
+    _check_links(folder)
+    return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(folder))
+
+
+def _check_links(folder: Path) -> None:
+    """Raises CheckpointError for a file that is a link to one outside: a downloaded folder could name any file of this machine."""
+    inside = folder.resolve()
+    if inside.parent.name == "snapshots" and inside.parents[1].name.startswith(_HUB_CACHE):
+        inside = inside.parents[1]  # its files are links to the blobs beside the snapshots
+    for path in sorted(folder.iterdir()):
+        if not path.is_symlink() or not any(fnmatch(path.name, pattern) for pattern in PATTERNS):
+            continue
+        target = Path(os.path.realpath(path))  # Path.resolve fails for links in a circle
+        if not target.is_relative_to(inside) or target.is_symlink():
+            raise CheckpointError(f"{str(path)!r} is a link to {str(target)!r}, outside of {inside}; put the file itself into the folder")
 
 
 def _table(source: ResolvedSource) -> TokenTable | None:

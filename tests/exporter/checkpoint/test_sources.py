@@ -114,6 +114,53 @@ def test_the_home_of_nobody_does_not_exist(member_folder: Folders) -> None:
         resolve_pair("~no-such-user/model", str(member_folder("e2b-assistant")))
 
 
+def linked(folder: Path, copy: Path, name: str, target: Path) -> Path:
+    """A copy of a checkpoint folder in which the file `name` is a link to `target`, where it was moved or already is."""
+    shutil.copytree(folder, copy)
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(copy / name if (copy / name).exists() else copy / "config.json", target)
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).symlink_to(target)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "README.md", "config.json", "tokenizer.json", "generation_config.json"])
+def test_a_link_out_of_the_folder_is_refused(name: str, member_folder: Folders, tmp_path: Path) -> None:
+    folder = linked(member_folder("e2b-text"), tmp_path / "copy", name, tmp_path / "elsewhere" / "secret")
+    with pytest.raises(CheckpointError, match=r"is a link to .*elsewhere/secret, outside of .*copy; put the file itself"):
+        resolve_pair(str(folder), str(member_folder("e2b-assistant")))
+
+
+def test_a_dangling_or_circular_link_is_refused(member_folder: Folders, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(member_folder("e2b-text"), folder)
+    (folder / "README.md").unlink(missing_ok=True)
+    for target in (tmp_path / "nowhere", Path("README.md")):
+        (folder / "README.md").symlink_to(target)
+        with pytest.raises(CheckpointError, match="is a link to"):
+            resolve_pair(str(folder), str(member_folder("e2b-assistant")))
+        (folder / "README.md").unlink()
+
+
+def test_links_inside_the_folder_and_to_the_folder_are_followed(member_folder: Folders, tmp_path: Path) -> None:
+    folder = linked(member_folder("e2b"), tmp_path / "copy", "config.json", tmp_path / "copy" / "blobs" / "1")
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "unrelated").symlink_to("/etc/passwd")
+    for source in (folder, tmp_path / "link"):
+        assert resolve_pair(str(source), str(member_folder("e2b-assistant")))
+
+
+def test_the_hubs_cache_links_to_its_blobs(member_folder: Folders, tmp_path: Path) -> None:
+    repository = tmp_path / "models--google--x"
+    folder = linked(member_folder("e2b"), repository / "snapshots" / "abc", "config.json", repository / "blobs" / "1")
+    assert resolve_pair(str(folder), str(member_folder("e2b-assistant")))
+    other = tmp_path / "models--google--y" / "snapshots" / "abc"
+    other = linked(member_folder("e2b"), other, "config.json", repository / "blobs" / "1")
+    with pytest.raises(CheckpointError, match="models--google--y"):
+        resolve_pair(str(other), str(member_folder("e2b-assistant")))
+
+
 def test_sources_are_hashed_file_by_file(member_folder: Folders) -> None:
     target, _ = resolve_pair(str(member_folder("e2b")), str(member_folder("e2b-assistant")))
     counted: list[int] = []
