@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from edge_devices.energy.intervals import Interval
-from edge_devices.energy.report import Report, exclusion_reasons
+from edge_devices.energy.report import Report, Variant, exclusion_reasons
 from edge_devices.energy.run_log import RunLog
 from edge_devices.meters.base import Kind
 from edge_devices.meters.trace import Trace
@@ -105,9 +105,14 @@ def _draw_tokens(axes: Axes, report: Report) -> None:
                     _interval(axes, joules, place + (0.12 if height > 0.5 else -0.05))
     axes.set_yticks(range(len(variants)), [label_text(v.name) for v in variants])
     axes.invert_yaxis()
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=min(0.0, axes.get_xlim()[0] if _reaches_below_zero(variants) else 0.0))
     axes.set_xlabel(f"joules per emitted token with 95 % intervals, scope {report.scope}")
     axes.grid(visible=False, axis="y")
+
+
+def _reaches_below_zero(variants: Sequence[Variant]) -> bool:
+    every = [joules for v in variants for joules in (v.joules_per_output_token, v.net_joules_per_output_token) if joules is not None]
+    return any(joules.half < float("inf") and joules.value < joules.half for joules in every)
 
 
 def _interval(axes: Axes, joules: Interval, place: float) -> None:

@@ -13,16 +13,18 @@ from edge_runtime.bench.report.figures import Figures
 from edge_runtime.bench.report.plots import all_plots
 from edge_runtime.bench.report.svg import Plot
 from edge_runtime.bench.report.tables import TextTable, all_tables, energy_tables, machine_line, meter_table, notes
+from edge_runtime.bench.report.verdict import verdict
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --line: #d0d7de; --soft: #57606a; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #14181d; --line: #3a434d; --soft: #9aa5b1; } }
-body { margin: 2rem auto; max-width: 64rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
+body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 figure { margin: 1rem 0; } figure svg { width: 100%; height: auto; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; } .verdict { font-size: 1.2rem; }
 th:first-child, td:first-child { text-align: left; } .note, caption { color: var(--soft); font-size: .9rem; text-align: left; }
 """
 # The plots shown before each table.
@@ -40,7 +42,8 @@ PLOT_OF_TABLE = {
 def report_page(figures: Figures) -> str:
     """Returns the page. Raises RequestError if the plotting library is missing."""
     header = figures.records.header
-    return _document(f"edge-bench: {header.bundle}", [machine_line(header)], notes(figures), all_tables(figures), all_plots(figures))
+    title, head = f"edge-bench: {header.bundle}", [machine_line(header)]
+    return _document(title, head, notes(figures), all_tables(figures), all_plots(figures), verdict(figures))
 
 
 def energy_page(report: Report, log: RunLog) -> str:
@@ -63,7 +66,9 @@ def tables_page(title: str, tables: Sequence[TextTable]) -> str:
     return _document(title, [], [], tables, [])
 
 
-def _document(title: str, head: Sequence[str], remarks: Sequence[str], tables: Sequence[TextTable], drawn: Sequence[Plot]) -> str:
+def _document(
+    title: str, head: Sequence[str], remarks: Sequence[str], tables: Sequence[TextTable], drawn: Sequence[Plot], sentence: str = ""
+) -> str:
     plots = {plot.name: plot for plot in drawn}
     parts = [
         "<!DOCTYPE html>",
@@ -78,6 +83,7 @@ def _document(title: str, head: Sequence[str], remarks: Sequence[str], tables: S
         "</head>",
         "<body>",
         f"<h1>{escape(title)}</h1>",
+        *([f'<p class="verdict">{escape(sentence)}</p>'] if sentence else []),
         *(f"<p>{escape(line)}</p>" for line in head),
         *(f'<p class="note">{escape(text)}</p>' for text in remarks),
     ]

@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Any
 from edge_runtime.bench.measure.variants import FIXED, OURS, PLAIN
 from edge_runtime.bench.report.energy_plots import energy_plots
 from edge_runtime.bench.report.figures import Figures, Row
+from edge_runtime.bench.report.ratios import Ratio
 from edge_runtime.bench.report.svg import COLOURS, HATCHES, INK, LINES, MARKERS, Plot, draw_svg, label_text, legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+# An interval longer than this many times the tallest bar would make the bars unreadable.
+WIDEST = 2.0
 
 
 def all_plots(figures: Figures) -> list[Plot]:
@@ -59,6 +64,9 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
     domains = list(dict.fromkeys(row.domain or "" for row in rows))
     variants = list(dict.fromkeys(row.variant for row in rows))
     width = 0.8 / len(variants)
+    shown = [row.speed_up for row in rows if row.speed_up]
+    most = WIDEST * max(1.0, *(r.value for r in shown))
+    top = max(1.0, *(r.value for r in shown), *(min(r.high, most) for r in shown if r.high is not None))
     with legend(axes):
         for number, variant in enumerate(variants):
             own = [row for row in rows if row.variant == variant]
@@ -68,14 +76,22 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
             hatch = HATCHES[number // len(COLOURS) % len(HATCHES)]
             axes.bar(places, [r.value for r in ratios], width, label=label_text(label), color=COLOURS[number % len(COLOURS)], hatch=hatch)
             for place, r in zip(places, ratios, strict=True):
-                if r.low is not None and r.high is not None:
-                    axes.plot([place, place], [r.low, r.high], color=INK, linewidth=1)
+                _whisker(axes, place, r, most)
     axes.axhline(1, color=INK, linewidth=1, linestyle="--")
-    # Intervals of few repeats can be very wide; they are cut off rather than shrinking the bars.
-    axes.set_ylim(0, min(axes.get_ylim()[1], 1.6 * max(1.0, *(row.speed_up.value for row in rows if row.speed_up))))
+    axes.set_ylim(0, 1.08 * top)
     axes.set_xticks(range(len(domains)), [label_text(d) for d in domains])
     axes.set_ylabel("speed-up over plain")
     axes.grid(visible=False, axis="x")
+
+
+def _whisker(axes: Axes, place: float, ratio: Ratio, most: float) -> None:
+    """Draws an interval; one that reaches beyond `most` ends in an arrow with its end as a number."""
+    if ratio.low is None or ratio.high is None:
+        return
+    axes.plot([place, place], [ratio.low, min(ratio.high, most)], color=INK, linewidth=1)
+    if ratio.high > most:
+        axes.plot([place], [most], color=INK, marker="^", markersize=5)
+        axes.annotate(f"{ratio.high:.3g}", (place, most), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8, color=INK)
 
 
 def _has_lengths(figures: Figures) -> bool:

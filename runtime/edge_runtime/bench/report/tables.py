@@ -84,6 +84,7 @@ def _variants(figures: Figures) -> TextTable:
             row.variant.label,
             f"{row.tokens_per_second:.1f}",
             ratio_text(row.speed_up),
+            _of(row.equal, row.compared),
             row.speed_up.verdict if row.speed_up else "",
             f"{row.speed_up.worst:.2f}" if row.speed_up else NONE,
             share(row.acceptance_rate),
@@ -91,7 +92,6 @@ def _variants(figures: Figures) -> TextTable:
             milliseconds(row.first_token_seconds),
             milliseconds(row.token_p50_seconds),
             milliseconds(row.token_p95_seconds),
-            _of(row.equal, row.compared),
         )
         for row in figures.overall
     )
@@ -99,6 +99,7 @@ def _variants(figures: Figures) -> TextTable:
         "",
         "tok/s",
         "over plain [95%]",
+        "same output",
         "claim",
         "worst prompt",
         "accepted",
@@ -106,7 +107,6 @@ def _variants(figures: Figures) -> TextTable:
         "first token ms",
         "P50 ms",
         "P95 ms",
-        "same output",
     )
     note = (
         "Over plain: geometric mean over the domains of the paired ratios to plain decoding; the interval is for measuring the same"

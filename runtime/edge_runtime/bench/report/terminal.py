@@ -12,6 +12,7 @@ import click
 from edge_devices.errors import printable
 from edge_runtime.bench.report.figures import Figures
 from edge_runtime.bench.report.tables import TextTable, all_tables, machine_line, notes
+from edge_runtime.bench.report.verdict import verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +32,8 @@ def print_report(figures: Figures) -> None:
     """Prints all tables; in a terminal wide ones are wrapped, in a pipe they are not."""
     console = _console()
     console.print(printable(machine_line(figures.records.header)))
+    if sentence := verdict(figures):
+        console.print(printable(sentence))
     _print_tables(console, all_tables(figures))
     for text in notes(figures):
         console.print(printable(f"note: {text}"))

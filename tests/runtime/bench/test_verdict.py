@@ -1,0 +1,94 @@
+"""The report's sentence, and what has to be in sight: the output's sameness and whole intervals."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench_records import fixed, header, noisy_runs, rolling, run, whole_benchmark
+from chromium import chromium
+from edge_runtime.bench.measure.records import Record, collect
+from edge_runtime.bench.measure.variants import BASELINE, OURS, Variant
+from edge_runtime.bench.report.figures import figures
+from edge_runtime.bench.report.verdict import verdict
+
+PROFIT = Variant(side=OURS, drafter="dense", policy="profit")
+COUNTS = {"drafted_at": (5,), "accepted_at": (4,)}
+
+
+def judged(*records: Record) -> str:
+    return verdict(figures(collect([header(), *records])))
+
+
+def runs(variant: Variant, seconds: list[float], output: str = "same", **counts: object) -> list[Record]:
+    return [run(variant, repeat=i, seconds=s, output=output, **counts) for i, s in enumerate(seconds)]
+
+
+PLAIN = runs(BASELINE, [1.0, 1.01, 0.99])
+
+
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        (
+            [*PLAIN, *runs(PROFIT, [0.5, 0.505, 0.495], **COUNTS)],
+            r"^dense profit is 2\.00 times as fast .*95% \[.*the same in all 3 runs\.$",
+        ),
+        ([*PLAIN, *runs(PROFIT, [2.0, 2.02, 1.98], **COUNTS)], r"is 0\.50 times as fast as plain decoding \(slower\)"),
+        ([*PLAIN, *runs(PROFIT, [1.0, 0.98, 1.03], **COUNTS)], r"is neither faster nor slower"),
+        ([*PLAIN, *runs(PROFIT, [1.0, 0.5, 1.5], **COUNTS)], r"was measured too unevenly .* a factor of more than 4"),
+        ([*PLAIN, *runs(PROFIT, [0.5, 0.505, 0.495])], r"drafted nothing: .* is noise"),
+        ([*PLAIN, *runs(PROFIT, [0.5, 0.505, 0.495], "other", **COUNTS)], r"the same in 0 of 3 runs"),
+        ([PLAIN[0], *runs(PROFIT, [0.5], **COUNTS)], r"single repeat, which has no interval"),
+        ([*PLAIN, *runs(PROFIT, [0.9] * 3, **COUNTS), *runs(fixed(3), [0.5] * 3, **COUNTS)], r"^dense profit is 1\.1"),
+        ([*PLAIN, *runs(rolling(), [0.9] * 3, **COUNTS), *runs(fixed(3), [0.5] * 3, **COUNTS)], r"^dense 3, the fastest of 2 measured, is"),
+    ],
+)
+def test_one_sentence(records: list[Record], says: str) -> None:
+    sentence = judged(*records)
+    assert re.search(says, sentence), sentence
+    assert sentence.count(". ") == 0
+
+
+def test_without_a_comparison_there_is_none() -> None:
+    assert judged(*PLAIN) == ""
+
+
+def test_the_sentence_and_same_output_are_in_sight_at_1200_pixels(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
+    from edge_runtime.bench.report.html import report_page
+
+    result = figures(collect(whole_benchmark()))
+    (tmp_path / "report.html").write_text(report_page(result), encoding="utf-8")
+    with chromium(tmp_path / "profile", size=(1200, 900)) as driver:
+        driver.get((tmp_path / "report.html").as_uri())
+        shown, right, columns, width = driver.execute_script(
+            "const p = document.querySelector('.verdict').getBoundingClientRect(), t = document.querySelector('#variants table');"
+            "const heads = [...t.querySelectorAll('th')], same = heads.find((h) => h.innerText === 'same output').getBoundingClientRect();"
+            "const box = t.parentElement.getBoundingClientRect();"
+            "return [p.top, same.right, [box.right, t.getBoundingClientRect().right], innerWidth]"
+        )
+    assert shown < 150
+    assert right < width
+    assert columns[1] <= columns[0] + 1, "the whole table fits"
+
+
+def test_no_whisker_is_clipped() -> None:
+    pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
+    from matplotlib.figure import Figure
+
+    from edge_runtime.bench.report.plots import _draw_domains
+
+    result = figures(collect([header(), *noisy_runs({"code": 1.5, "prose": 1.2}, repeats=3, seed=1, noise=0.05)]))
+    wide = tuple(replace(row, speed_up=replace(row.speed_up, high=157_896_143.0)) for row in result.by_domain if row.speed_up)
+    for rows, arrows in ((result.by_domain, 0), (wide, len(wide))):
+        axes = Figure().subplots()
+        _draw_domains(axes, replace(result, by_domain=rows))
+        ends = [float(y) for line in axes.lines for y in line.get_ydata()]
+        assert max(ends) <= axes.get_ylim()[1], "whole, or with an arrow at its end"
+        assert [text.get_text() for text in axes.texts] == ["1.58e+08"] * arrows
+        highs = [row.speed_up.high for row in rows if row.speed_up and row.speed_up.high]
+        assert arrows or max(ends) == pytest.approx(max(highs))
