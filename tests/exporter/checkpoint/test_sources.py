@@ -128,7 +128,7 @@ def linked(folder: Path, copy: Path, name: str, target: Path) -> Path:
 @pytest.mark.parametrize("name", ["chat_template.jinja", "README.md", "config.json", "tokenizer.json", "generation_config.json"])
 def test_a_link_out_of_the_folder_is_refused(name: str, member_folder: Folders, tmp_path: Path) -> None:
     folder = linked(member_folder("e2b-text"), tmp_path / "copy", name, tmp_path / "elsewhere" / "secret")
-    with pytest.raises(CheckpointError, match=r"is a link to .*elsewhere/secret, outside of .*copy; put the file itself"):
+    with pytest.raises(CheckpointError, match=r"is a link to .*elsewhere/secret', outside of .*copy; put the file itself"):
         resolve_pair(str(folder), str(member_folder("e2b-assistant")))
 
 
