@@ -73,6 +73,13 @@ def widened(interval: Interval, errors: Sequence[tuple[float, float]]) -> Interv
     return of_error(interval.value, error, freedom, interval.n)
 
 
+def of_model(interval: Interval, model_error: float) -> Interval:
+    """Returns the interval of a power model's figure: the range that its watts leave, not how its runs differ."""
+    if not model_error:
+        return interval
+    return widened(interval, [(model_error * abs(interval.value) / t_quantile(math.inf), math.inf)])
+
+
 def ratio_interval(values: Sequence[float], baselines: Sequence[float], errors: Sequence[tuple[float, float]] = ()) -> Interval:
     """Returns value / baseline of pairs: the geometric mean of their ratios. `errors`: relative ones that all pairs share.
 

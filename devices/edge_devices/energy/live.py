@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.intervals import Interval, of_error
+from edge_devices.energy.intervals import Interval, of_error, of_model
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.text import figure_text
 from edge_devices.energy.windows import MIN_UPDATES, measure_window
@@ -49,7 +49,9 @@ class RunEnergy:
         label = "ESTIMATE, nothing was measured: " if self.facts.is_estimate else ""
         if self.joules_per_token is None:
             return f"{label}no energy figure from {self.facts.name}: {self.reason}"
-        return f"{label}{figure_text(self.joules_per_token)} J/token, scope {self.facts.scope}, idle power included ({self.facts.name})"
+        basis = "the range of the model's watts" if self.facts.is_estimate else ""
+        figure = figure_text(self.joules_per_token, basis=basis)
+        return f"{label}{figure} J/token, scope {self.facts.scope}, idle power included ({self.facts.name})"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
@@ -117,7 +119,7 @@ def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, e
     window = measure_window(trace, start_s, end_s, expected)
     if facts.kind is Kind.SAMPLER and window.updates < MIN_UPDATES:
         raise MeasurementError(f"the meter showed {window.updates} new values; {MIN_UPDATES} are needed")
-    return of_error(window.joules, window.error_watts * window.seconds, window.freedom, 1)
+    return of_model(of_error(window.joules, window.error_watts * window.seconds, window.freedom, 1), facts.model_error)
 
 
 @dataclass(eq=False, kw_only=True)

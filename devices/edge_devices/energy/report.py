@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, ratio_interval, widened
+from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, of_model, ratio_interval, widened
 from edge_devices.energy.phases import NO_DECODING, PREFILL, PhaseShares, PhaseWatts, share_out
 from edge_devices.energy.run_log import Run, RunLog
 from edge_devices.energy.windows import MIN_UPDATES, WindowEnergy, measure_window
@@ -138,6 +138,8 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
         raise MeasurementError(f"the log has no variant {baseline!r} to compare with; it has {', '.join(counted)}")
     base = counted[baseline] if baseline else None
     variants = [_variant(name, runs, refused.get(name, []), idle, base if name != baseline else None) for name, runs in counted.items()]
+    if log.facts.model_error:
+        variants = [_modelled(variant, log.facts.model_error) for variant in variants]
     return Report(
         meter=log.facts.name,
         scope=log.facts.scope,
@@ -148,6 +150,26 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
         variants=variants,
         warnings=[*log.warnings, *_idle_warnings(idle)],
         phase_watts={phase: power.watts for phase, power in powers.items()},
+    )
+
+
+def _modelled(variant: Variant, model_error: float) -> Variant:
+    """Returns a variant with the range of the power model in every interval."""
+
+    def wide(interval: Interval | None) -> Interval | None:
+        return of_model(interval, model_error) if interval else None
+
+    ratio = wide(variant.ratio_to_baseline)
+    return replace(
+        variant,
+        joules_per_output_token=wide(variant.joules_per_output_token),
+        net_joules_per_output_token=wide(variant.net_joules_per_output_token),
+        joules_per_prompt_token=wide(variant.joules_per_prompt_token),
+        joules_per_request=wide(variant.joules_per_request),
+        watts=wide(variant.watts),
+        phase_joules={phase: of_model(joules, model_error) for phase, joules in variant.phase_joules.items()},
+        ratio_to_baseline=ratio,
+        saves_energy=ratio.high < 1 if ratio else None,
     )
 
 

@@ -98,12 +98,12 @@ def _phase_lines(variant: Variant) -> list[str]:
     return [head + ":", *(f"    {figure_text(joules)} {phase}" for phase, joules in variant.phase_joules.items())]
 
 
-def figure_text(interval: Interval) -> str:
-    """Returns a figure with as many digits as its interval supports: two of the half width."""
+def figure_text(interval: Interval, *, basis: str = "") -> str:
+    """Returns a figure with as many digits as its interval supports: two of the half width. `basis`: of other intervals than repeats'."""
     if not 0 < interval.half < float("inf"):
         return f"{interval.value:.3g} (n={interval.n}, no interval)"
     digits = max(0, -_exponent(interval.half) + 1)
-    basis = f"n={interval.n}" if interval.n > 1 else "n=1: the reading's error alone, not how runs differ"
+    basis = basis or (f"n={interval.n}" if interval.n > 1 else "n=1: the reading's error alone, not how runs differ")
     return f"{interval.value:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}] ({basis})"
 
 

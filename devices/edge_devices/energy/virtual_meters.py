@@ -7,16 +7,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from edge_devices.energy.run_log import read_log
 from edge_devices.errors import MeterError
+from edge_devices.machine.detection import detect_device
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, Sample, Scope
 from edge_devices.meters.search import choose_meter
 from edge_devices.meters.trace import Trace
 
 ESTIMATE, REPLAY, EXTERNAL = "estimate", "replay", "external"
-VIRTUAL = "estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl (a recording)"
+VIRTUAL = "estimate or estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl (a recording)"
+UNKNOWN_ERROR = 1.0  # of watts that somebody typed: the figure may be nothing, or double
 
 
 class PendingExternalMeter:
@@ -47,6 +50,8 @@ def requested_meter(system: System, findings: Sequence[Finding], name: str | Non
 def virtual_meter(system: System, name: str | None) -> Meter | None:
     """Returns the meter of `estimate:IDLE,CORE` or `replay:FILE`; None for other names. Raises MeterError for invalid values."""
     kind, _, value = (name or "").partition(":")
+    if kind == ESTIMATE and not value:
+        return _profile_estimate(system)
     if kind == ESTIMATE:
         try:
             idle_watts, core_watts = map(float, value.split(","))
@@ -58,11 +63,33 @@ def virtual_meter(system: System, name: str | None) -> Meter | None:
     return None
 
 
+def _profile_estimate(system: System) -> EstimateMeter:
+    """The model with the watts of this device's profile. Raises MeterError where it has none."""
+    found = detect_device(system).profile
+    if found.idle_watts is None or found.core_watts is None:
+        raise MeterError(f"the profile {found.name} has no watts for a power model; write estimate:IDLE,CORE such as estimate:2.5,4")
+    low, high = (found.idle_watts[i] + found.core_watts[i] for i in (0, 1))
+    return EstimateMeter(
+        system,
+        idle_watts=fmean(found.idle_watts),
+        core_watts=fmean(found.core_watts),
+        model_error=max((high - low) / (high + low), *((pair[1] - pair[0]) / sum(pair) for pair in (found.idle_watts, found.core_watts))),
+        origin=f"profile {found.name}",
+    )
+
+
 class EstimateMeter:
     """Idle watts × time + watts per busy core × this process's processor seconds: joules of a model, not of the device."""
 
     def __init__(
-        self, system: System, *, idle_watts: float, core_watts: float, busy_seconds: Callable[[], float] = time.process_time
+        self,
+        system: System,
+        *,
+        idle_watts: float,
+        core_watts: float,
+        busy_seconds: Callable[[], float] = time.process_time,
+        model_error: float = UNKNOWN_ERROR,
+        origin: str = "given",
     ) -> None:
         """`busy_seconds`: processor seconds of this process without its children. Raises MeterError for watts outside 0 to 1000."""
         for name, watts in (("idle", idle_watts), ("core", core_watts)):
@@ -75,12 +102,13 @@ class EstimateMeter:
             name="estimate",
             kind=Kind.COUNTER,
             scope=Scope.ESTIMATE,
-            source=f"model: {idle_watts:g} W idle + {core_watts:g} W per busy core",
+            source=f"model: {idle_watts:g} W idle + {core_watts:g} W per busy core ({origin})",
             refresh_s=0.001,
             resolution=0.001,
             poll_s=1.0,
             systematic="unbounded: this is a model, not a measurement",
             notes=("ESTIMATE: nothing was measured",),
+            model_error=model_error,
         )
 
     def read(self) -> Sample:

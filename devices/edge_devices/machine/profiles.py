@@ -36,6 +36,7 @@ class Profile:
     """One device. Bandwidths in GB/s: `peak` from transfer rate × bus width, `effective` from others' measurements; None if unknown.
 
     `giga_operations`: operations per second of a forward in thousand millions, from others' measurements; None if unknown.
+    `idle_watts`, `core_watts`: the device without work, and more for each busy core, as others measured them; None if unknown.
     `threads` None: all big cores. `execution_providers`: the first is the default.
     """
 
@@ -48,6 +49,8 @@ class Profile:
     peak_gb_per_s: float | None = None
     effective_gb_per_s: tuple[float, float] | None = None
     giga_operations: tuple[float, float] | None = None
+    idle_watts: tuple[float, float] | None = None
+    core_watts: tuple[float, float] | None = None
     meters: tuple[str, ...] = ()
     energy_note: str = ""
     execution_providers: tuple[str, ...] = ("cpu",)
@@ -91,8 +94,10 @@ def parse_profile(name: str, text: str) -> Profile:
             clusters=_texts(processor.pop("clusters")),
             features=_texts(processor.pop("features")),
             peak_gb_per_s=rate * bits / BITS_PER_BYTE / 1000 if rate and bits else None,
-            effective_gb_per_s=(float(effective[0]), float(effective[1])) if effective else None,
-            giga_operations=(float(operations[0]), float(operations[1])) if operations else None,
+            effective_gb_per_s=_pair(effective),
+            giga_operations=_pair(operations),
+            idle_watts=_pair(energy.pop("idle_watts", None)),
+            core_watts=_pair(energy.pop("core_watts", None)),
             meters=_texts(energy.pop("meters")),
             energy_note=str(energy.pop("note")),
             execution_providers=_texts(runtime.pop("execution_providers")),
@@ -108,6 +113,15 @@ def parse_profile(name: str, text: str) -> Profile:
     if left or not found.sources:
         raise ProfileError(f"the device profile {name} has unknown keys {left} or no sources")
     return found
+
+
+def _pair(values: Any) -> tuple[float, float] | None:
+    if values is None:
+        return None
+    low, high = map(float, values)
+    if not 0 < low <= high:
+        raise ValueError(f"{values!r} is no range")
+    return low, high
 
 
 def _texts(values: Any) -> tuple[str, ...]:

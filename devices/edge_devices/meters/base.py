@@ -43,7 +43,8 @@ class MeterFacts:
     """The properties of a meter that are known before it is characterised.
 
     `refresh_s`, `lag_s`: expected seconds between new values and until a load shows; `resolution`: joules or watts; `poll_s`: seconds
-    between reads (no less than a read may cost); `needs`: what the user must provide; `systematic`: errors that repetition does not remove.
+    between reads (no less than a read may cost); `needs`: what the user must provide; `systematic`: errors that repetition does not remove;
+    `model_error`: of a power model, half the range that its figures may be off by, as a share of them.
     """
 
     name: str
@@ -57,6 +58,7 @@ class MeterFacts:
     needs: str = ""
     systematic: str = "not known"
     notes: tuple[str, ...] = ()
+    model_error: float = 0.0
 
     @property
     def is_estimate(self) -> bool:
@@ -73,7 +75,7 @@ class MeterFacts:
         fields = {k: v for k, v in record.items() if k != "estimate"}
         fields["kind"], fields["scope"] = Kind(fields["kind"]), Scope(fields["scope"])
         fields["notes"] = tuple(str(n) for n in fields.get("notes", ()))
-        for name in ("refresh_s", "resolution", "poll_s", "lag_s"):
+        for name in ("refresh_s", "resolution", "poll_s", "lag_s", "model_error"):
             fields[name] = float(fields.get(name, 0.0))
         return MeterFacts(**fields)
 

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from edge_devices.energy.live import EnergyWatch
+from edge_devices.energy.live import EnergyWatch, run_energy
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import write_log
 from edge_devices.energy.text import report_lines
 from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter, virtual_meter
 from edge_devices.errors import DeviceError, MeterError
 from edge_devices.machine.system import System
+from edge_devices.meters.base import MeterFacts
 from edge_devices.meters.trace import Trace
+from recordings import recorded
 
 
 def test_meters_made_from_what_a_person_says(log, tmp_path):
@@ -22,11 +24,27 @@ def test_meters_made_from_what_a_person_says(log, tmp_path):
     assert virtual_meter(System(), "estimate:2.5,4").facts.is_estimate
     assert virtual_meter(System(), "rapl:package") is None
     assert virtual_meter(System(), None) is None
-    for bad in ("estimate", "estimate:2", "estimate:a,b", "estimate:-1,2"):
+    for bad in ("estimate:2", "estimate:a,b", "estimate:-1,2"):
         with pytest.raises(MeterError, match="power model"):
             virtual_meter(System(), bad)
     with pytest.raises(DeviceError, match="cannot be read"):
         virtual_meter(System(), f"replay:{tmp_path / 'nothing'}")
+
+
+def test_an_estimate_has_the_range_of_its_profiles_watts():
+    meter = virtual_meter(recorded("raspberry-pi-5"), "estimate")
+    assert "profile raspberry-pi-5" in meter.facts.source
+    assert "2.65 W idle + 1.55 W" in meter.facts.source
+    assert meter.facts.model_error == pytest.approx(1.5 / 3.1)  # the cores', the widest
+    assert MeterFacts.from_json(meter.facts.to_json()) == meter.facts
+    times = [0.1 * i for i in range(200)]
+    energy = run_energy(Trace(facts=meter.facts, times=times, values=[4.2 * t for t in times]), [], 1.0, 19.0, 100)
+    assert energy.joules_per_token.value == pytest.approx(4.2 * 18 / 100, rel=1e-3)
+    assert energy.joules_per_token.low == pytest.approx(energy.joules_per_token.value * (1 - 1.5 / 3.1), rel=0.01)
+    assert energy.sentence().startswith("ESTIMATE, nothing was measured: ")
+    assert "the range of the model's watts" in energy.sentence()
+    with pytest.raises(MeterError, match="has no watts for a power model"):
+        virtual_meter(recorded("rapl-laptop"), "estimate")
 
 
 def test_replay_repeats_a_recording(log):
@@ -48,6 +66,8 @@ def test_estimates_say_so_in_every_output(log):
     report = make_report(estimate)
     assert report.to_json()["estimate"] is True
     assert report_lines(report)[0].startswith("ESTIMATE, nothing was measured")
+    first = report.variants[0].joules_per_output_token
+    assert first.low < 0.05 * first.value  # watts that somebody typed have no known error
     watch = EnergyWatch(System(), meter)
     with watch:
         System().sleep(0.15)
