@@ -25,6 +25,7 @@ from edge_runtime.bundle.manifest import (
     Manifest,
 )
 from edge_runtime.bundle.manifest_checks import check_numbers, has_own_hash
+from edge_runtime.bundle.near_misses import advice
 from edge_runtime.bundle.signature import check_signature
 from edge_runtime.errors import BundleError, RequestError
 
@@ -102,7 +103,7 @@ def _read_manifest(folder: Path, public_key: Path | None) -> Manifest:
 
 def _manifest_bytes(folder: Path, path: Path) -> bytes:
     if not os.path.lexists(path):
-        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_NAME}; make one with edge-export")
+        raise BundleError(f"{folder} is not a bundle: {advice(folder, MANIFEST_NAME)}")
     try:
         return read_regular(path, MAX_MANIFEST_BYTES)
     except FileTooLarge as error:

@@ -53,8 +53,14 @@ ENDED = {
     "interrupted": "stopped",
 }
 chat_options = option_group(
-    click.option("--system", help="Chat: the system message."),
-    click.option("--thinking", is_flag=True, help="Chat: let the model think before it answers, if its chat template supports that."),
+    click.option("--system", help="The system message of a chat, or of one PROMPT, which then goes through the chat template."),
+    click.option("--thinking", is_flag=True, help="Let the model think before it answers, if its chat template supports that."),
+    click.option(
+        "--raw/--templated",
+        default=None,
+        help="Continue PROMPT as bare text, or send it through the chat template as a message."
+        "  [default: templated for the released instruction-tuned sizes, unless a KV state is loaded or saved]",
+    ),
     click.option(
         "--overflow",
         type=click.Choice(OVERFLOWS),
@@ -65,18 +71,27 @@ chat_options = option_group(
 
 @dataclass(frozen=True, kw_only=True)
 class ChatValues:
-    """Values of `chat_options`, named as the arguments of `Chat`."""
+    """Values of `chat_options`, named as the arguments of `Chat`, but for `raw`, which is None if nobody chose."""
 
     system: str | None
     thinking: bool
     overflow: str | None
+    raw: bool | None
+
+    def to_chat(self) -> dict[str, Any]:
+        """Returns the keyword arguments for `Chat`."""
+        return {"system": self.system, "thinking": self.thinking, "overflow": self.overflow}
 
 
 def chat_values(values: dict[str, Any], *, chatting: bool) -> ChatValues:
-    """Takes the options' values. Raises a usage error if one is set outside of a chat."""
+    """Takes the options' values. Raises a usage error for those that contradict each other or the mode."""
     taken = take(values, ChatValues)
-    if not chatting and (taken.system is not None or taken.thinking or taken.overflow is not None):
-        raise click.UsageError("--system, --thinking and --overflow are for a chat; leave PROMPT out, or leave them out")
+    if not chatting and taken.overflow is not None:
+        raise click.UsageError("--overflow is for a chat; leave PROMPT out, or leave --overflow out")
+    if chatting and taken.raw is not None:
+        raise click.UsageError("--raw and --templated are for one PROMPT; a chat always uses the chat template")
+    if taken.raw and (taken.system is not None or taken.thinking):
+        raise click.UsageError("--raw sends no message, so --system and --thinking have no effect; leave --raw or them out")
     return taken
 
 

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from edge_devices.machine.load import LoadWatch, MachineLoad
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+NOTHING_DRAFTED = "nothing was drafted, so this says nothing about drafts (give --draft-length 3, or a longer --max-tokens)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class Comparison:
     drafted: tuple[DecodeStats, ...]
     same_tokens: bool
     peak_memory: int
+    load: MachineLoad
 
     @property
     def speed_up(self) -> float:
@@ -39,12 +43,24 @@ class Comparison:
         """Tokens per second with drafts / without, per pair of neighbouring runs: a machine's speed drifts."""
         return [drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in zip(self.drafted, self.plain, strict=True)]
 
+    @property
+    def drafted_tokens(self) -> int:
+        """How many tokens all runs drafted; with 0, both sides did the same and the ratios are noise."""
+        return sum(stats.drafted for stats in self.drafted)
+
+    def remarks(self) -> list[str]:
+        """Returns why the figures may mean little: nothing was drafted, or the machine was busy."""
+        sentences = [] if self.drafted_tokens else [NOTHING_DRAFTED]
+        return [*sentences, self.load.sentence()] if self.load.is_busy else sentences
+
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values under stable keys."""
+        """Returns plain values under stable keys; `speed_up` is None if nothing was drafted."""
         return {
+            "drafted_tokens": self.drafted_tokens,
+            "machine_load": self.load.to_json(),
             "drafting": self.drafting,
             "draft_length": self.draft_length,
-            "speed_up": self.speed_up,
+            "speed_up": self.speed_up if self.drafted_tokens else None,
             "same_tokens": self.same_tokens,
             "peak_memory_bytes": self.peak_memory,
             "plain": [s.to_json() for s in self.plain],
@@ -53,7 +69,14 @@ class Comparison:
 
 
 def compare(
-    session: Session, prompt: str, *, max_tokens: int, draft_length: int | None, repeats: int, show: Callable[[str], None]
+    session: Session,
+    prompt: str | list[int],
+    *,
+    max_tokens: int,
+    draft_length: int | None,
+    repeats: int,
+    show: Callable[[str], None],
+    shown_prompt: str,
 ) -> Comparison:
     """Runs without and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each kind.
 
@@ -62,10 +85,11 @@ def compare(
     drafting = f"policy {session.settings.policy}" if draft_length is None else f"drafts of {draft_length}"
     runs: dict[int, list[DecodeStats]] = {0: [], 1: []}
     outputs: list[list[int]] = []
+    watch = LoadWatch()
     for repeat in range(repeats):
         for drafting_on, length in enumerate((0, draft_length)):
             if repeat == 0:
-                show(f"\n--- {drafting if drafting_on else 'plain'} ---\n{prompt}")
+                show(f"\n--- {drafting if drafting_on else 'plain'} ---\n{shown_prompt}")
             generation = session.generate(prompt, max_tokens=max_tokens, draft_length=length)
             for piece in generation:
                 if repeat == 0:
@@ -80,6 +104,7 @@ def compare(
         drafted=tuple(runs[1]),
         same_tokens=all(o == outputs[0] for o in outputs),
         peak_memory=peak_memory_bytes(),
+        load=watch.load(),
     )
 
 
@@ -97,7 +122,8 @@ def comparison_table(comparison: Comparison) -> Table:
     plain, drafted = comparison.plain, comparison.drafted
     table.add_row("tok/s", *(f"{median(r, lambda s: s.tokens_per_second):.1f}" for r in (plain, drafted)))
     ratios = comparison.ratios
-    table.add_row("speed-up over plain", "1.00", f"{comparison.speed_up:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    ratio = f"{comparison.speed_up:.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if comparison.drafted_tokens else "nothing drafted"
+    table.add_row("speed-up over plain", "1.00", ratio)
     for position, share in enumerate(drafted[0].acceptance_by_position, start=1):
         table.add_row(f"accepted at draft {position}", "-", f"{share:.1%}")
     if (rate := drafted[0].acceptance_rate) is not None:

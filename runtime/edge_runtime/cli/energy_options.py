@@ -31,6 +31,7 @@ class EnergyValues:
     power: PhasePower | PowerSource | None
     explain: bool
     reason: str = ""  # why there is no meter
+    meter_given: bool = False  # by --meter, not found
 
     def watch(self) -> EnergyWatch:
         """Returns the energy measurement of one run."""
@@ -98,6 +99,7 @@ def energy_values(values: dict[str, Any], notify: Callable[[str], None], *, poli
         objective=taken.objective,
         power=power,
         explain=taken.explain,
+        meter_given=taken.meter is not None,
         reason="" if meter else no_meter_reason(findings),
     )
 

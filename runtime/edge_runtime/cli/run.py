@@ -14,9 +14,10 @@ import click
 from edge_devices.command_line import one_sentence_errors, take
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.cli.chat import MAX_INPUT, ChatValues, TerminalChat, chat_options, chat_values
-from edge_runtime.cli.comparison import compare, comparison_table
+from edge_runtime.cli.comparison import NOTHING_DRAFTED, compare, comparison_table
 from edge_runtime.cli.doctor import doctor_option
 from edge_runtime.cli.energy_options import EnergyValues, energy_options, energy_record, energy_values
+from edge_runtime.cli.one_prompt import read_one_prompt
 from edge_runtime.cli.options import (
     BackendValues,
     BundlePath,
@@ -116,6 +117,11 @@ class RunOptions:
         """The most tokens to generate, per answer in a chat."""
         return self.mode.max_tokens or (MAX_TOKENS if self.prompt is None else RUN_TOKENS)
 
+    @property
+    def answer_tokens(self) -> int:
+        """The most tokens of an answer to a message."""
+        return self.mode.max_tokens or MAX_TOKENS
+
     def over_bundle(self, bundle: Bundle) -> RunOptions:
         """Returns these options with the bundle's sampling where the command line says nothing, and prints what that is."""
         if self.mode.comparing or self.mode.verify_lossless:
@@ -184,6 +190,8 @@ def check_mode(options: RunOptions) -> None:
     mode, request = options.mode, options.request
     if options.prompt is None and (mode.comparing or mode.verify_lossless):
         raise click.UsageError("--compare and --verify-lossless need a PROMPT")
+    if mode.comparing and options.energy.meter_given:
+        raise click.UsageError("--compare measures no energy; leave --meter out, or use edge-bench --meter, which measures both sides")
     if mode.comparing and mode.verify_lossless:
         raise click.UsageError("--compare and --verify-lossless exclude each other; give one of them")
     if mode.comparing and (request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
@@ -218,9 +226,10 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
     as_json, explain = options.mode.as_json, energy.explain
     if cache.load_state:
         session.load_state(cache.load_state)
+    one = read_one_prompt(session, prompt, options.chat, bare=bool(cache.load_state or cache.save_state))
     generation = session.generate(
-        prompt,
-        max_tokens=options.max_tokens,
+        one.sent,
+        max_tokens=options.max_tokens if one.template is None else options.answer_tokens,
         draft_length=options.drafting.fixed_length,
         reuse_prefix=cache.load_state is not None,
         on_round=explain_round(session, options) if explain else None,
@@ -228,7 +237,7 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
     )
     pieces = []
     with energy.watch() as watch:
-        for piece in generation:
+        for piece in one.text(session, generation, options.request["stop"]):
             pieces.append(piece)
             if not as_json and not explain:
                 click.echo(piece, nl=False)
@@ -241,6 +250,7 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
         record: dict[str, Any] = {
             "prompt": prompt,
             "text": "".join(pieces),
+            "templated": one.template is not None,
             "drafter": session.drafter_kind,
             "stats": generation.stats.to_json(),
             "finish_reason": generation.finish_reason,
@@ -249,7 +259,7 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
         if generation.options.constraint:
             record["whole"] = generation.complete
         if lossless:
-            record["lossless"] = lossless.to_json()
+            record["lossless"] = lossless.to_json() | {"drafted_tokens": generation.stats.drafted}
         click.echo(json.dumps(record, ensure_ascii=False))
         return
     click.echo("".join(pieces) if explain else "")
@@ -260,7 +270,7 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
     if not generation.complete:
         note("the text ended before the grammar was complete; raise --max-tokens, or leave --stop out")
     if lossless:
-        note(lossless.sentence())
+        note(lossless.sentence() if generation.stats.drafted else f"{lossless.sentence()}; {NOTHING_DRAFTED}")
 
 
 def explain_round(session: Session, options: RunOptions) -> Explain:
@@ -275,7 +285,7 @@ def run_chat(session: Session, options: RunOptions) -> None:
         session,
         max_tokens=options.max_tokens,
         draft_length=options.drafting.fixed_length,
-        **asdict(options.chat),
+        **options.chat.to_chat(),
         **options.request,
     )
     TerminalChat(chat, as_json=options.mode.as_json, watch=options.energy.watch).run()
@@ -286,11 +296,12 @@ def run_comparison(session: Session, options: RunOptions, prompt: str) -> None:
     as_json = options.mode.as_json
     comparison = compare(
         session,
-        prompt,
+        read_one_prompt(session, prompt, options.chat, bare=False).sent,
         max_tokens=options.max_tokens,
         draft_length=options.drafting.fixed_length,
         repeats=options.mode.repeats,
         show=(lambda _: None) if as_json else (lambda text: click.echo(text, nl=False, err=True)),
+        shown_prompt=prompt,
     )
     if as_json:
         click.echo(json.dumps(comparison.to_json(), ensure_ascii=False))
@@ -298,6 +309,8 @@ def run_comparison(session: Session, options: RunOptions, prompt: str) -> None:
     from rich.console import Console
 
     Console().print(comparison_table(comparison))
+    for sentence in comparison.remarks():
+        note(sentence)
 
 
 def run_plan(folder: Path, options: RunOptions, prompt: str) -> None:
@@ -330,7 +343,7 @@ def run_plan(folder: Path, options: RunOptions, prompt: str) -> None:
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
-    help=f"Maximum number of tokens to generate.  [default: {RUN_TOKENS}; in a chat {MAX_TOKENS} per answer]",
+    help=f"Maximum number of tokens to generate.  [default: {RUN_TOKENS}; {MAX_TOKENS} for an answer through the chat template]",
 )
 @backend_options
 @config_options

@@ -116,7 +116,7 @@ def test_a_pipes_first_error_ends_it_with_exit_1(run, stdin, message):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--compare"], ["--verify-lossless"], ["x", "--system", "s"], ["x", "--thinking"], ["x", "--overflow", "stop"]]
+    "arguments", [["--compare"], ["--verify-lossless"], ["--raw"], ["x", "--raw", "--thinking"], ["x", "--overflow", "stop"]]
 )
 def test_options_of_the_other_kind_exit_2(run, arguments):
     assert run("", *arguments).exit_code == 2

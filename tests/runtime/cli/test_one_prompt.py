@@ -1,0 +1,98 @@
+"""One PROMPT: as a message through the chat template, or as bare text; and comparisons that say when they mean nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from chat_words import chat_session
+from edge_devices.machine.load import LoadWatch, MachineLoad
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.cli import one_prompt
+from edge_runtime.cli import run as cli
+from edge_runtime.session.session import Session
+from scripted import make_session
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch):
+    def call(*arguments: str, tuned: bool = False, session: Session | None = None) -> Result:
+        opened = session or chat_session("hello <|channel>thought\nhm<channel|>you")
+        monkeypatch.setattr(one_prompt, "is_instruction_tuned", lambda _: tuned)
+        monkeypatch.setattr(cli, "open_session", lambda *_, **__: opened)
+        return CliRunner().invoke(cli.main, ["bundle", *arguments])
+
+    return call
+
+
+def asked(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_an_instruction_tuned_bundle_gets_a_message(ask) -> None:
+    record = asked(ask("Hi", "--json", tuned=True))
+    assert (record["text"], record["templated"]) == ("hello you", True)
+
+
+@pytest.mark.parametrize("option", [["--templated"], ["--system", "Be brief."], ["--thinking"]])
+def test_options_of_a_message_ask_for_the_template(ask, option: list[str]) -> None:
+    assert asked(ask("Hi", "--json", *option))["templated"]
+
+
+def test_bare_text_stays_bare(ask) -> None:
+    bare = {"session": make_session(), "tuned": False}
+    assert not asked(ask("abc", "--json", "--max-tokens", "5", **bare))["templated"]
+    assert not asked(ask("abc", "--json", "--max-tokens", "5", "--raw", session=make_session(), tuned=True))["templated"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["x", "--raw", "--system", "s"], "--raw sends no message"),
+        (["--raw"], "a chat always uses the chat template"),
+        (["x", "--overflow", "stop"], "--overflow is for a chat"),
+        (["x", "--compare", "--meter", "estimate:1,1"], "--compare measures no energy"),
+    ],
+)
+def test_contradictions_are_usage_errors(ask, options: list[str], words: str) -> None:
+    result = ask(*options)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_only_released_sizes_with_a_template_count_as_tuned() -> None:
+    session = chat_session("x")
+    assert not one_prompt.is_instruction_tuned(session)
+    manifest = session.bundle.manifest
+    session.bundle = Bundle(session.bundle.folder, replace(manifest, architecture=replace(manifest.architecture, family="E2B")))
+    assert not one_prompt.is_instruction_tuned(session), "without a template in the bundle nothing is known"
+
+
+def test_a_comparison_without_drafts_gives_no_ratio(ask) -> None:
+    options = ("abc", "--compare", "--draft-length", "0", "--repeats", "1", "--max-tokens", "6")
+    result = ask(*options, session=make_session())
+    assert "nothing drafted" in result.stdout
+    assert "nothing was drafted, so this says nothing about drafts" in result.stderr
+    record = asked(ask(*options, "--json", session=make_session()))
+    assert (record["speed_up"], record["drafted_tokens"]) == (None, 0)
+    lossless = ask("abc", "--verify-lossless", "--draft-length", "0", "--max-tokens", "6", session=make_session())
+    assert "nothing was drafted" in lossless.stderr
+
+
+def test_a_busy_machine_is_noticed(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 0 0 0 0 0 0 0 0\ncpu0 100 0 0 0 0 0 0 0 0 0\n")
+    watch = LoadWatch(stat)
+    watch._begin = (watch._begin[0] - 10, *watch._begin[1:])  # ten seconds ago
+    stat.write_text("cpu  900 0 0 0 0 0 0 0 0 0\ncpu0 900 0 0 0 0 0 0 0 0 0\n")
+    load = watch.load()
+    assert load.is_busy
+    assert load.others == pytest.approx(0.8, abs=0.05)
+    assert "close them and run again" in load.sentence()
+    assert not MachineLoad(others=None, seconds=1).is_busy
+    assert LoadWatch(tmp_path / "nothing").load().others is None
