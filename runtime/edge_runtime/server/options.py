@@ -39,6 +39,7 @@ _SHARED = frozenset(
         "memory_limit",
         "port",
         "sessions",
+        "deterministic",
         "waiting",
         "api_key",
         "allow_origin",
@@ -52,6 +53,11 @@ serve_options = option_group(
     click.option("--port", type=click.IntRange(0, 65535), default=8080, help="Serve: port to listen on; 0 is any free port."),
     click.option(
         "--sessions", type=click.IntRange(1, 32), default=1, help="Serve: number of concurrent requests, each with its own context."
+    ),
+    click.option(
+        "--deterministic",
+        is_flag=True,
+        help="Serve: one request at a time, independent of earlier ones, so that the same request gets the same answer.",
     ),
     click.option(
         "--waiting", type=click.IntRange(min=0), default=16, help="Serve: number of requests that may wait; further ones get status 503."
@@ -75,6 +81,7 @@ class ServeOptions:
     api_key: str | None
     allow_origin: tuple[str, ...] = ()
     allow_host: tuple[str, ...] = ()
+    deterministic: bool = False
     serve: bool = True
 
 
@@ -91,6 +98,8 @@ def serve_values(values: dict[str, Any]) -> ServeOptions | None:
         raise click.UsageError(f"{_written(context, unfit)}: not with --serve; each request sets it")
     if options.api_key is not None and not (options.api_key.strip() and options.api_key.isascii()):
         raise click.UsageError("--api-key is empty or not ASCII; give a key, such as one from 'openssl rand -hex 16'")
+    if options.deterministic and options.sessions > 1:
+        raise click.UsageError("--deterministic runs one request at a time; leave --sessions out")
     for origin in options.allow_origin:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise click.UsageError(f"--allow-origin {origin!r} is no origin; write scheme and host, such as https://chat.example, or *")

@@ -41,7 +41,8 @@ def serve(
         first = sessions.sessions[0]
         for session in sessions.sessions:
             session.profit()  # measures costs on first use, before any client waits
-        worker = Worker(sessions, bundle_template(first.bundle, first.vocabulary), waiting=options.waiting, notify=announce, watch=watch)
+        template = bundle_template(first.bundle, first.vocabulary)
+        worker = Worker(sessions, template, waiting=options.waiting, notify=announce, watch=watch, deterministic=options.deterministic)
         api = Api(worker, first.monitor, _model_card(folder, first, options.sessions))
         hosts = allowed_hosts(options.host, options.allow_host)
         guard = Guard(make_app(api), hosts=hosts, key=options.api_key, origins=options.allow_origin)

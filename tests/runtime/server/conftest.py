@@ -23,6 +23,12 @@ def single(exported_pair: Path, probe_memory: Path) -> Iterator[str]:
     yield from _served(exported_pair, "--context", "512", *DRAFTS)
 
 
+@pytest.fixture(scope="module")
+def deterministic(exported_pair: Path, probe_memory: Path) -> Iterator[str]:
+    """The address of a server whose answers depend on their request alone."""
+    yield from _served(exported_pair, "--deterministic", "--waiting", "64", "--context", "512", *DRAFTS)
+
+
 def _served(bundle: Path, *options: str) -> Iterator[str]:
     for library in ("uvicorn", "starlette"):
         pytest.importorskip(library, reason="needs edge-mtp[serve]")

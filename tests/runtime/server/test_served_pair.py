@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import threading
 import time
@@ -95,6 +96,21 @@ def test_a_seed_repeats_itself_whatever_else_is_asked(single: str) -> None:
         others = [pool.submit(complete, client, prompt, temperature=1.0) for prompt in PROMPTS * 2]
         assert {seed: drawn(seed) for seed in first} == first
         assert all(other.result().usage.completion_tokens > 0 for other in others)
+
+
+def test_deterministic_answers_depend_on_their_request_alone(deterministic: str) -> None:
+    client = client_of(deterministic)
+    asked = [(prompt, fields) for prompt in PROMPTS for fields in ({}, {"temperature": 0.9, "seed": 7})]
+
+    def answered(one: tuple[str, dict[str, Any]]) -> str:
+        text: str = complete(client, one[0], max_tokens=24, **one[1]).choices[0].text
+        return text
+
+    alone = [answered(one) for one in asked]
+    order = random.Random(1).sample(range(len(asked)), len(asked)) * 2
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(lambda number: answered(asked[number]), order))
+    assert together == [alone[number] for number in order]
 
 
 def test_an_answer_is_the_json_that_was_asked_for(several: str) -> None:

@@ -23,8 +23,20 @@ from edge_runtime.text.chat_template import ChatTemplate
 class ActiveRequest:
     """One request on the session with the number `slot`."""
 
-    def __init__(self, job: Job, slot: int, session: Session, template: ChatTemplate, watch: SharedWatch | None = None) -> None:
-        """Prepares the generation; computes nothing yet. `watch` measures its energy. Raises RequestError as `Session.generate` does."""
+    def __init__(
+        self,
+        job: Job,
+        slot: int,
+        session: Session,
+        template: ChatTemplate,
+        watch: SharedWatch | None = None,
+        *,
+        repeatable: bool = False,
+    ) -> None:
+        """Prepares the generation; computes nothing yet. `watch` measures its energy; a `repeatable` answer depends on the request alone.
+
+        Raises RequestError as `Session.generate` does.
+        """
         self.job = job
         self.slot = slot
         request = job.request
@@ -34,9 +46,9 @@ class ActiveRequest:
             sampling=over_defaults(request.sampling, request.given, default_sampling(session.bundle.manifest.generation, MODEL_SAMPLING)),
             # A seed must repeat the answer. Rejection sampling draws depend on the drafts, reused rows may differ in their last bits,
             # and a policy that learned from other requests drafts other lengths: a repeatable request uses none of the three.
-            acceptance="match" if request.repeatable else DEFAULT_ACCEPTANCE,
-            reuse_prefix=not request.repeatable,
-            policy=session.settings.new_policy() if request.repeatable and request.draft_length is None else None,
+            acceptance="match" if repeatable else DEFAULT_ACCEPTANCE,
+            reuse_prefix=not repeatable,
+            policy=session.settings.new_policy() if repeatable and request.draft_length is None else None,
             constraint=request.constraint,
             logprobs=request.logprobs,
             compiled=job.constraint,

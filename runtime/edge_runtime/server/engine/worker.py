@@ -34,8 +34,17 @@ class Worker:
     """
 
     def __init__(
-        self, sessions: Sessions, template: ChatTemplate, *, waiting: int, notify: Callable[[str], None], watch: SharedWatch | None = None
+        self,
+        sessions: Sessions,
+        template: ChatTemplate,
+        *,
+        waiting: int,
+        notify: Callable[[str], None],
+        watch: SharedWatch | None = None,
+        deterministic: bool = False,
     ) -> None:
+        """With `deterministic`, no request's answer depends on earlier requests; for a single session."""
+        self._deterministic = deterministic
         self._sessions = sessions.sessions
         self._lockstep = sessions.decoder
         self._template = template
@@ -176,7 +185,8 @@ class Worker:
             slot, job = choose_slot(slots, self._waiting)
             self._waiting.remove(job)
             try:
-                one = ActiveRequest(job, slot.number, self._sessions[slot.number], self._template, self._watch)
+                session, repeatable = self._sessions[slot.number], self._deterministic or job.request.repeatable
+                one = ActiveRequest(job, slot.number, session, self._template, self._watch, repeatable=repeatable)
             except EdgeRuntimeError as error:
                 self._fail(job, error)
                 continue
