@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from edge_export.checkpoint.architecture import ASSISTANT_TYPES, FULL, SLIDING, AssistantArchitecture, TextArchitecture, parse_architecture
 from edge_export.checkpoint.json_file import read_json_object
 from edge_export.checkpoint.published.formats import refuse_adapter
+from edge_export.checkpoint.published.packed import with_matrices
 from edge_export.checkpoint.published.tensor_prefixes import text_name
 from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, read_values, stored_tensors
 from edge_export.checkpoint.tensor_shapes import TOKEN_ORDERING, Shapes, allowed_shapes, needed_shapes
@@ -47,7 +48,7 @@ class Checkpoint:
     @property
     def weights(self) -> dict[str, Callable[[], NDArray[Any]]] | None:
         """The values of each tensor by name, float32 or integers; None if transformers reads them from the folder itself."""
-        if all(tensor.name == self._current_name(name) for name, tensor in self.tensors.items()):
+        if all(tensor.scales is None and tensor.name == self._current_name(name) for name, tensor in self.tensors.items()):
             return None
         return {name: partial(read_values, tensor) for name, tensor in self.tensors.items()}
 
@@ -79,7 +80,7 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     architecture = parse_architecture(config, config_path)
     _check_shared_layers(architecture, config_path)
     model_type = str(config["model_type"])
-    tensors, others = _text_tensors(stored_tensors(folder), model_type)
+    tensors, others = _text_tensors(with_matrices(stored_tensors(folder)), model_type)
     left_out = _groups(others)
     if model_type in ASSISTANT_TYPES:
         left_out += _groups({name: tensors[name] for name in tensors if name.startswith("masked_embedding.")})
@@ -193,6 +194,6 @@ def _check_tensors(folder: Path, tensors: dict[str, StoredTensor], needed: Shape
                 " config.json and the weights belong to different models"
             )
         types = ("I64", "I32") if name == TOKEN_ORDERING else tuple(SOURCE_TYPE)
-        if tensor.dtype not in types:
+        if tensor.dtype not in types and tensor.scales is None:
             wanted_types = " or ".join(types)
             raise CheckpointError(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not {wanted_types}; use an unquantized checkpoint")

@@ -5,6 +5,7 @@ Format: 8 bytes of little-endian header length, a JSON header, then the data (gi
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,12 +51,16 @@ ITEM_BYTES = {
 READABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 FloatType = Literal["f32", "f16", "bf16"]
 FLOAT_BYTES: dict[FloatType, int] = {"f32": 4, "f16": 2, "bf16": 2}
+PACKED4, PACKED_BLOCK = "PACKED4", 32
 SOURCE_TYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """The place of a tensor: `bytes` bytes of `dtype` (safetensors' name) from `offset` in `path`."""
+    """The place of a tensor: `bytes` bytes of `dtype` (safetensors' name) from `offset` in `path`.
+
+    With `scales` it is a matrix in 4 bits (PACKED4) whose blocks of 32 along a row have these factors, as compressed-tensors packs it.
+    """
 
     name: str
     path: Path
@@ -63,6 +68,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     bytes: int
+    scales: StoredTensor | None = None
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -181,25 +187,43 @@ def read_float_chunks(tensor: StoredTensor, wanted: FloatType) -> Iterator[NDArr
 
     Raises CheckpointError if the tensor is not floating point, or holds a finite value that float16 cannot.
     """
+    if tensor.scales is not None:
+        yield from _unpacked(tensor, tensor.scales, wanted)
+        return
     if tensor.dtype not in SOURCE_TYPE:
         raise CheckpointError(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not F32, F16 or BF16; use an unquantized checkpoint")
     for piece in read_chunks(tensor):
         if SOURCE_TYPE[tensor.dtype] == wanted:
             yield piece
-            continue
-        values = widen(piece, tensor.dtype)
-        if wanted == "f32":
-            yield values
-        elif wanted == "bf16":
-            yield to_bfloat16(values)
         else:
-            yield _to_float16(values, tensor)
+            yield _narrowed(widen(piece, tensor.dtype), tensor, wanted)
+
+
+def _narrowed(values: NDArray[np.float32], tensor: StoredTensor, wanted: FloatType) -> NDArray[Any]:
+    if wanted == "f32":
+        return values
+    return to_bfloat16(values) if wanted == "bf16" else _to_float16(values, tensor)
+
+
+def _unpacked(tensor: StoredTensor, scales: StoredTensor, wanted: FloatType) -> Iterator[NDArray[Any]]:
+    """A packed matrix: int32 words of eight values, the first in the lowest bits, each q + 8 (compressed-tensors, pack-quantized)."""
+    factors = read_values(scales).reshape(-1)
+    words = dataclasses.replace(tensor, dtype="I32", scales=None)
+    shifts, at = np.arange(0, 32, 4, dtype=np.uint32), 0
+    for piece in read_chunks(words):
+        for first in range(0, len(piece), CHUNK_ELEMENTS // 8):
+            part = piece[first : first + CHUNK_ELEMENTS // 8].view(np.uint32)
+            levels = ((part[:, None] >> shifts) & np.uint32(15)).astype(np.int8) - np.int8(8)
+            blocks = levels.reshape(-1, PACKED_BLOCK).astype(np.float32) * factors[at : at + len(part) // 4, None]
+            at += len(blocks)
+            yield _narrowed(blocks.reshape(-1), tensor, wanted)
 
 
 def read_values(tensor: StoredTensor) -> NDArray[Any]:
     """Returns all values of a tensor in its shape: float32, or the integers as they are. Raises CheckpointError as `read_chunks` does."""
-    pieces = read_float_chunks(tensor, "f32") if tensor.dtype in SOURCE_TYPE else read_chunks(tensor)
-    kind = np.float32 if tensor.dtype in SOURCE_TYPE else np.dtype(READABLE[tensor.dtype])
+    floating = tensor.dtype in SOURCE_TYPE or tensor.scales is not None
+    pieces = read_float_chunks(tensor, "f32") if floating else read_chunks(tensor)
+    kind = np.float32 if floating else np.dtype(READABLE[tensor.dtype])
     values, at = np.empty(prod(tensor.shape), kind), 0
     for piece in pieces:
         values[at : at + len(piece)] = piece

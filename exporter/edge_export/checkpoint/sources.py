@@ -33,6 +33,7 @@ _SIDE_FILES = (
 )
 # The folder of a repository in the hub's cache is models--OWNER--NAME.
 _HUB_CACHE = "models--"
+_QAT = "qat-"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -103,6 +104,18 @@ def _resolved(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource
     second = _with_tokenizer(second, first.tokenizer, tables[0])
     _check_vocabularies(first, second)
     return first, second
+
+
+def mixed_training(target: ResolvedSource, drafter: ResolvedSource) -> str | None:
+    """Returns a warning if, by their names, one half was trained for quantization and the other was not; None otherwise."""
+    trained = [_QAT in Path(source.origin).name.lower() for source in (target, drafter)]
+    if trained[0] == trained[1]:
+        return None
+    named = target.origin if trained[0] else drafter.origin
+    return (
+        f"Warning: {named} was trained for quantization, the other half of the pair was not; drafts are accepted more often where"
+        " both are of one release (for -qat- targets, the -qat-...-assistant)."
+    )
 
 
 def manifest_source(source: ResolvedSource, progress: Callable[[int], None] = lambda _: None) -> Source:

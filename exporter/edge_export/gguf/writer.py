@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -18,6 +19,7 @@ from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.safetensors import FLOAT_BYTES, FloatType, StoredTensor, read_float_chunks
 from edge_export.checkpoint.tokenizer_vocabulary import Vocabulary, read_vocabulary
 from edge_export.errors import CheckpointError
+from edge_export.gguf.exact_q4 import ExactReport, block_bytes, block_pieces, block_type
 from edge_export.gguf.metadata import Entry, architecture_entries, architecture_name, read_generation, vocabulary_entries
 from edge_export.gguf.model_card import name_or_path, read_card, unfit_values
 from edge_export.gguf.tensor_names import ROPE_FREQUENCIES, gguf_name, stays_float32
@@ -131,7 +133,23 @@ def plan_gguf(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: Vocabu
             f"{vocabulary.folder}: the tokenizer has {pieces} pieces, the model {rows} rows; give the model's own tokenizer"
         )
     tensors = tuple(_planned(checkpoint, weight_type))
-    return GgufPlan(header=_header(checkpoint, weight_type, vocabulary, tensors), tensors=tensors)
+    return GgufPlan(header=_header(checkpoint, int(FILE_TYPES[weight_type]), vocabulary, tensors), tensors=tensors)
+
+
+def plan_exact(checkpoint: Checkpoint, vocabulary: Vocabulary, report: ExactReport) -> GgufPlan:
+    """Plans a q4_0 file of a checkpoint that was trained for it; what is written exactly goes into the report. Raises CheckpointError."""
+    tensors = tuple(_exact(tensor, report) for tensor in _planned(checkpoint, "f16"))
+    return GgufPlan(header=_header(checkpoint, int(gguf.LlamaFileType.MOSTLY_Q4_0), vocabulary, tensors), tensors=tensors)
+
+
+def _exact(tensor: PlannedTensor, report: ExactReport) -> PlannedTensor | RawTensor:
+    if tensor.type == "f32" or not isinstance(tensor.source, StoredTensor):
+        return tensor
+    kind = block_type(tensor.name, tensor.source, report)
+    if kind is None:
+        return tensor
+    pieces = partial(block_pieces, tensor.name, tensor.source, kind, report)
+    return RawTensor(name=tensor.name, shape=tensor.shape, type=int(kind), bytes=block_bytes(tensor.shape, kind), pieces=pieces)
 
 
 def write_gguf(
@@ -179,14 +197,14 @@ def rope_factors(model: TextArchitecture) -> NDArray[np.float32]:
     return factors
 
 
-def _header(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: Vocabulary, tensors: tuple[PlannedTensor, ...]) -> bytes:
+def _header(checkpoint: Checkpoint, file_type: int, vocabulary: Vocabulary, tensors: tuple[PlannedTensor | RawTensor, ...]) -> bytes:
     return header_of(
         architecture_name(checkpoint.architecture),
         gguf.GGUFType.MODEL,
         checkpoint,
         tensors,
-        types=[GGML_TYPES[tensor.type] for tensor in tensors],
-        entries=architecture_entries(checkpoint, int(FILE_TYPES[weight_type])),
+        types=[tensor.type if isinstance(tensor, RawTensor) else GGML_TYPES[tensor.type] for tensor in tensors],
+        entries=architecture_entries(checkpoint, file_type),
         last=vocabulary_entries(vocabulary),
     )
 

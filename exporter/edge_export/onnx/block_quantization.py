@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_export.checkpoint.published.grid import BLOCK, find_grid
 from edge_export.errors import ExportError
 from edge_export.onnx.block_search import Levels, round_to_nearest, search
 
@@ -112,6 +113,12 @@ def unpacked_levels(matrix: PackedMatrix) -> NDArray[np.uint8]:
 def _quantized(piece: NDArray[np.float32], spec: WeightSpec, counts: NDArray[np.float32]) -> Levels:
     """Quantizes rows of complete blocks; `counts` [block, at least as many blocks] is their importance, as for block_search."""
     weights = np.ascontiguousarray(piece.reshape(-1, spec.block).T)
+    if spec.bits == 4 and spec.block == BLOCK and spec.symmetric and spec.method == "search":
+        # Weights that were trained for this grid come back exactly; others are searched.
+        grid = find_grid(np.ascontiguousarray(weights.T), half_scales=False)
+        if grid.found.all():
+            levels = np.ascontiguousarray((grid.levels.T + np.int8(8)).astype(np.uint8))
+            return Levels(levels=levels, scales=grid.scales, zeros=np.full(len(grid.scales), 8, np.uint8))
     if spec.method == "rtn":
         return round_to_nearest(weights, spec.bits, spec.symmetric)
     importance = counts[:, : weights.shape[1]]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from edge_export.checkpoint.sources import ResolvedSource, resolve_pair
+from edge_export.checkpoint.sources import ResolvedSource, mixed_training, resolve_pair
 from edge_export.checkpoint.tensor_shapes import SPARSE_HEAD
 from edge_export.errors import ExportError
+from edge_export.gguf.exact_q4 import trained_for_q4
 from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
 from edge_export.gguf.split_head import can_split
 from edge_export.onnx.request import OnnxFiles, check_onnx_sources
@@ -68,6 +69,8 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
     check_output(request.output, request.force)
     progress.step("Open the checkpoints", None)
     job = _open_job(request)
+    if (sentence := mixed_training(*job.pair)) is not None:
+        progress.say(sentence)
     for role, name in job.left_out:
         progress.say(f"Left out of the {role}: {name}.")
     with partial_folder(request.output, request.force) as folder:
@@ -103,6 +106,9 @@ def _open_job(request: ExportRequest) -> _Job:
     check_outside(request.output, [part.path for part in pair])
     if request.onnx is not None:
         check_onnx_sources(target, drafter)
+        if request.onnx.mixed(request.onnx.target) and trained_for_q4(target.checkpoint):
+            # int4 in blocks of 32 holds these weights exactly; the default mix of larger blocks does not.
+            request = replace(request, onnx=replace(request.onnx, block=32))
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
     layout = cache_layout(target.checkpoint, drafter.checkpoint, context)
     split = request.gguf and drafter.gguf is None and can_split(target.checkpoint.architecture.hidden_size, drafter.checkpoint)

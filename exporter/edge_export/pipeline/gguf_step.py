@@ -11,10 +11,11 @@ from typing import Any
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
+from edge_export.gguf.exact_q4 import ExactReport, trained_for_q4
 from edge_export.gguf.media_encoder import plan_encoder
 from edge_export.gguf.split_body import write_body
 from edge_export.gguf.split_head import head_bytes, output_rows, write_head
-from edge_export.gguf.writer import GgufPlan, plan_gguf
+from edge_export.gguf.writer import GgufPlan, plan_exact, plan_gguf
 from edge_export.output.bundle_part import BundlePart
 from edge_export.parity.gguf import ParityRequest, measure_parity
 from edge_export.pipeline.bundle_files import copy_file
@@ -34,6 +35,7 @@ class GgufModel:
     """One half on its way into the bundle. `unquantized` is written first, by `plan`; `exported` is the bundle's file.
 
     Both are the same file for a weight type that our converter writes itself. `plan` is None for an existing GGUF, which is copied.
+    `exact` writes the quantized file without llama.cpp, from weights that were trained for it.
     """
 
     source: ResolvedSource
@@ -42,6 +44,8 @@ class GgufModel:
     plan: GgufPlan | None
     unquantized: Path
     exported: Path
+    exact: GgufPlan | None = None
+    report: ExactReport | None = None
 
     @property
     def role(self) -> str:
@@ -78,7 +82,9 @@ class GgufPair:
     @property
     def importance_roles(self) -> set[str]:
         """The roles whose quantization takes account of importance."""
-        return {model.role for model in self.models if model.quantization in IMPORTANCE_TYPES and model.plan is not None}
+        return {
+            model.role for model in self.models if model.quantization in IMPORTANCE_TYPES and model.plan is not None and model.exact is None
+        }
 
 
 def plan_pair(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], *, split: bool, folder: Path) -> GgufPair:
@@ -104,9 +110,11 @@ def _plan(source: ResolvedSource, wanted: str | None, default: str, folder: Path
         return GgufModel(source=source, quantization=source.quantization, weight_type="f32", plan=None, unquantized=path, exported=path)
     quantization = wanted or default
     exported = folder / f"{source.role}-{quantization}.gguf"
+    report = ExactReport() if quantization == "q4_0" and trained_for_q4(source.checkpoint) else None
     weight_type, unquantized = DIRECT.get(quantization), exported
     if weight_type is None:
-        library_version()
+        if report is None:
+            library_version()
         weight_type = source.stored_type
         unquantized = folder / f"{source.role}-unquantized-{weight_type}.gguf"
     assert source.tokenizer is not None  # only a GGUF has none
@@ -117,6 +125,8 @@ def _plan(source: ResolvedSource, wanted: str | None, default: str, folder: Path
         plan=plan_gguf(source.checkpoint, weight_type, source.tokenizer),
         unquantized=unquantized,
         exported=exported,
+        exact=None if report is None else plan_exact(source.checkpoint, source.tokenizer, report),
+        report=report,
     )
 
 
@@ -166,7 +176,11 @@ def _make_model(model: GgufModel, threads: int, importance: Importance | None, p
         return
     progress.step(f"Convert the {source.role} to {model.weight_type}", model.plan.bytes)
     model.plan.write(model.unquantized, progress.advance)
-    if not model.direct:
+    if model.exact is not None and model.report is not None:
+        progress.step(f"Write the {source.role} to {model.quantization}, on its own grid", model.exact.bytes)
+        model.exact.write(model.exported, progress.advance)
+        progress.say(f"{source.role.capitalize()}: {model.report.sentence()}")
+    elif not model.direct:
         total = expected_bytes(source.checkpoint.parameters, model.quantization)
         progress.step(f"Quantize the {source.role} to {model.quantization}", total)
         quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance, importance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
-from edge_export.checkpoint.sources import resolve_pair
+from edge_export.checkpoint.sources import mixed_training, resolve_pair
 from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, read_vocabulary
 from edge_export.errors import CheckpointError
 from tiny_members import FULL, SLIDING, write_member
@@ -193,3 +194,12 @@ def test_other_quantized_formats_are_named(section: dict[str, Any], words: str, 
     edit(folder / "config.json", lambda config: config["text_config"].update(sizes))
     with pytest.raises(CheckpointError, match="such as google/gemma-4-12B-it or -it-qat-q4_0-unquantized"):
         open_checkpoint(folder)
+
+
+def test_halves_of_different_training_are_warned_of(member_folder: Folders, tmp_path: Path) -> None:
+    target, drafter = resolve_pair(str(member_folder("31b")), str(member_folder("31b-assistant")))
+    trained = [dataclasses.replace(half, origin="google/gemma-4-31B-it-qat-q4_0-unquantized") for half in (target, drafter)]
+    assert mixed_training(target, drafter) is None
+    assert mixed_training(trained[0], trained[1]) is None
+    for pair in ((trained[0], drafter), (target, trained[1])):
+        assert "qat-q4_0-unquantized was trained for quantization, the other half" in str(mixed_training(*pair))

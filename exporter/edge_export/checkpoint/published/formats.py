@@ -39,7 +39,7 @@ def refuse_adapter(folder: Path) -> None:
 def refuse_quantized(config: dict[str, Any], path: Path) -> None:
     """Raises CheckpointError if a parsed config.json names a quantized format; `path` is for messages."""
     found = _section(config)
-    if found is not None:
+    if found is not None and not _read_directly(found):
         raise CheckpointError(f"{path}: the checkpoint holds {_described(found)}, which are not read; {_instead(config)}")
 
 
@@ -52,6 +52,22 @@ def _section(config: dict[str, Any]) -> dict[str, Any] | None:
             if found is not None:
                 return found if isinstance(found, dict) else {"quant_method": str(found)}
     return None
+
+
+def _read_directly(section: dict[str, Any]) -> bool:
+    """Whether this is the format of -qat-w4a16-ct: symmetric 4-bit weights in groups of 32, activations not rounded."""
+    groups = section.get("config_groups")
+    if section.get("quant_method") != "compressed-tensors" or section.get("format") != "pack-quantized" or not isinstance(groups, dict):
+        return False
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        rounded = [group.get(key) for key in ("input_activations", "output_activations", "activations")] if isinstance(group, dict) else []
+        if not isinstance(weights, dict) or any(weights.get(key) != value for key, value in wanted.items()) or any(rounded):
+            return False
+        if weights.get("actorder"):
+            return False
+    return bool(groups)
 
 
 def _described(section: dict[str, Any]) -> str:

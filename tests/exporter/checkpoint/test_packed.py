@@ -1,0 +1,132 @@
+"""Checkpoints of the layout of -qat-w4a16-ct are read directly, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+gguf = pytest.importorskip("gguf")
+
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.safetensors import read_values, to_bfloat16, widen
+from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
+from edge_export.errors import CheckpointError
+from edge_export.gguf.exact_q4 import ExactReport, matrices, trained_for_q4
+from edge_export.gguf.writer import plan_exact
+from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
+from edge_export.onnx.request import OnnxRequest
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from silent import Silent
+
+Folders = Callable[[str], Path]
+QUANTIZATION: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+            "input_activations": None,
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+@pytest.fixture
+def packed(member_folder: Folders, tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """A member in the published layout, and the weights that its packed matrices stand for."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(member_folder("31b"), tmp_path / "packed"))
+    path, rng, made, values = folder / "model.safetensors", np.random.default_rng(5), {}, {}
+    for name, tensor in load_file(path).items():
+        if tensor.dim() != 2 or ".layers." not in name or "language_model" not in name or tensor.shape[1] % 32:
+            made[name] = tensor.to(torch.bfloat16)
+            continue
+        rows, columns = tensor.shape
+        levels = rng.integers(-8, 8, (rows, columns))
+        scales = widen(to_bfloat16(rng.uniform(0.001, 0.05, (rows, columns // 32)).astype(np.float32)), "BF16")
+        shifted = (levels + 8).astype(np.uint32).reshape(rows, columns // 8, 8) << np.arange(0, 32, 4, dtype=np.uint32)
+        base = name.removesuffix("weight")
+        made[f"{base}weight_packed"] = torch.from_numpy(np.bitwise_or.reduce(shifted, axis=2).view(np.int32))
+        made[f"{base}weight_scale"] = torch.from_numpy(scales).to(torch.bfloat16)
+        made[f"{base}weight_shape"] = torch.tensor([rows, columns])
+        values[name.replace("model.language_model.", "model.")] = (levels * np.repeat(scales, 32, axis=1)).astype(np.float32)
+    # As published: a copy of the tied head.
+    made["lm_head.weight"] = made["model.language_model.embed_tokens.weight"].clone()
+    save_file(made, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION, "dtype": "bfloat16"}))
+    return folder, values
+
+
+def test_weights_are_read_bit_for_bit(packed: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+    folder, values = packed
+    checkpoint, report, path = open_checkpoint(folder), ExactReport(), tmp_path / "exact.gguf"
+    assert len(values) > 30
+    for name, wanted in values.items():
+        assert (read_values(checkpoint.tensors[name]) == wanted).all(), name
+        assert (dequantize(quantize_matrix(wanted, WeightSpec(bits=4, block=32))) == wanted).all(), name
+    assert trained_for_q4(checkpoint)
+    plan_exact(checkpoint, read_vocabulary(folder), report).write(path, lambda _: None)
+    written = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    sources = {id(tensor): name for name, tensor in checkpoint.tensors.items()}
+    for name, source in matrices(checkpoint).items():
+        if sources[id(source)] in values:
+            back = gguf.quants.dequantize(written[name].data, written[name].tensor_type)
+            assert (back.reshape(source.shape) == values[sources[id(source)]]).all(), name
+    assert report.values == report.equal
+
+
+@pytest.mark.slow
+def test_the_graphs_equal_the_reference(packed: tuple[Path, dict[str, np.ndarray]], member_folder: Folders, tmp_path: Path) -> None:
+    request = ExportRequest(
+        target=str(packed[0]),
+        drafter=str(member_folder("31b-assistant")),
+        output=tmp_path / "bundle",
+        gguf=False,
+        onnx=OnnxRequest(target="f32", drafter="f32"),
+    )
+    parity = (export_pair(request, Silent()).manifest.parity or {})["onnx"]
+    assert "skipped" not in parity, parity
+    assert parity["unquantized"]["mean_kl"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_bits": 8},
+        {"group_size": 128},
+        {"symmetric": False},
+        {"strategy": "channel"},
+    ],
+)
+def test_other_packed_weights_are_refused(change: dict[str, Any], packed: tuple[Path, dict[str, np.ndarray]]) -> None:
+    path = packed[0] / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"].update(change)
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="compressed-tensors weights of the format 'pack-quantized', which are not read"):
+        open_checkpoint(packed[0])
+
+
+def test_scales_that_do_not_fit_are_refused(packed: tuple[Path, dict[str, np.ndarray]]) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = packed[0] / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("weight_scale"))
+    for wrong in (tensors[name][:, :1].clone() if tensors[name].shape[1] > 1 else tensors[name][:1].clone(), torch.ones(3, 3, 3)):
+        save_file(tensors | {name: wrong.contiguous()}, path, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match="is no matrix in 4 bits and blocks of 32"):
+            open_checkpoint(packed[0])

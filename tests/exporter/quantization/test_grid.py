@@ -1,0 +1,133 @@
+"""Weights that were trained for q4_0 are found on their grid and written without loss, into GGUF and into ONNX blocks of 32."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+gguf = pytest.importorskip("gguf")
+
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.published.grid import BLOCK, find_grid
+from edge_export.checkpoint.safetensors import read_values, to_bfloat16, widen
+from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
+from edge_export.gguf.exact_q4 import ExactReport, matrices, trained_for_q4
+from edge_export.gguf.writer import plan_exact
+from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
+
+Folders = Callable[[str], Path]
+Floats = NDArray[np.float32]
+
+
+def bfloat16(values: Floats) -> Floats:
+    return widen(to_bfloat16(np.ascontiguousarray(values, np.float32)), "BF16")
+
+
+def published(blocks: int, *, seed: int = 1, half_scales: bool = True) -> Floats:
+    """Blocks as quantization-aware training leaves them, with extrema of every level, both signs, and blocks of zeros."""
+    rng = np.random.default_rng(seed)
+    levels = rng.integers(-8, 8, (blocks, BLOCK)).astype(np.float32)
+    for index, most in enumerate((7, 5, 3, 1, 0)):
+        levels[index::9] = np.clip(levels[index::9], -most, most)
+    scales = rng.uniform(1e-4, 0.05, blocks).astype(np.float16 if half_scales else np.float32).astype(np.float32)
+    scales[::5] *= -1
+    return bfloat16(levels * scales[:, None])
+
+
+@pytest.mark.parametrize("half_scales", [True, False])
+def test_every_block_is_found_again(half_scales: bool) -> None:
+    weights = published(5000, half_scales=half_scales)
+    grid = find_grid(weights, half_scales=half_scales)
+    assert grid.found.all()
+    assert (bfloat16(grid.levels * grid.scales[:, None]) == weights).all()
+    assert grid.exact.all()
+    # llama.cpp's rule, scale = extremum / -8, loses most blocks.
+    extremum = np.take_along_axis(weights, np.abs(weights).argmax(1)[:, None], 1)
+    step = np.where(extremum == 0, 1, extremum / -8)
+    naive = bfloat16(np.clip(np.rint(weights / step), -8, 7) * step)
+    assert (naive == weights).all(axis=1).mean() < 0.75
+
+
+def test_scales_that_float16_cannot_hold_are_off_by_a_bit_at_most() -> None:
+    weights = published(2000, half_scales=False)
+    grid = find_grid(weights, half_scales=True)
+    assert grid.found.all()
+    back = bfloat16(grid.levels * grid.scales[:, None])
+    assert (back == weights).mean() > 0.9
+    assert (np.abs(back - weights) <= np.abs(weights) * 2**-7).all()
+
+
+def test_ordinary_weights_lie_on_no_grid() -> None:
+    weights = np.random.default_rng(2).standard_normal((20_000, BLOCK)).astype(np.float32)
+    assert not find_grid(weights, half_scales=True).found.any()
+    assert not find_grid(bfloat16(weights), half_scales=True).found.any()
+
+
+def test_extreme_weights_are_no_failure() -> None:
+    weights = np.zeros((4, BLOCK), np.float32)
+    weights[1, 3], weights[2, :2], weights[3] = 1e-42, (3e38, -3e38), np.float32(65504 * 7)
+    grid = find_grid(weights, half_scales=False)
+    assert np.isfinite(grid.scales).all()
+    assert grid.found[0]
+
+
+def test_blocks_of_onnx_are_exact() -> None:
+    weights = published(40, half_scales=False).reshape(10, 4 * BLOCK)
+    packed = quantize_matrix(weights, WeightSpec(bits=4, block=32))
+    assert (bfloat16(dequantize(packed)) == weights).all()
+    other = weights + np.random.default_rng(3).standard_normal(weights.shape).astype(np.float32) * 0.01
+    searched = dequantize(quantize_matrix(other, WeightSpec(bits=4, block=32)))
+    assert 0 < np.abs(searched - other).max() < 0.05
+
+
+@pytest.fixture
+def trained(member_folder: Folders, tmp_path: Path) -> Path:
+    """A member whose matrices lie on grids, all but one."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(member_folder("31b"), tmp_path / "trained"))
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for number, (name, tensor) in enumerate(tensors.items()):
+        if tensor.dim() == 2 and not tensor.shape[-1] % BLOCK and "layers.2.mlp.up_proj" not in name and "language_model" in name:
+            values = published(tensor.numel() // BLOCK, seed=number).reshape(tensor.shape)
+            tensors[name] = torch.from_numpy(values).to(torch.bfloat16)
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_gguf_is_exact_tensor_by_tensor(trained: Path, member_folder: Folders, tmp_path: Path) -> None:
+    assert not trained_for_q4(open_checkpoint(member_folder("31b")))
+    checkpoint, path, report = open_checkpoint(trained), tmp_path / "exact.gguf", ExactReport()
+    assert trained_for_q4(checkpoint)
+    plan = plan_exact(checkpoint, read_vocabulary(trained), report)
+    plan.write(path, lambda _: None)
+    assert path.stat().st_size == plan.bytes
+    reader = gguf.GGUFReader(path)
+    assert reader.fields["general.file_type"].contents() == int(gguf.LlamaFileType.MOSTLY_Q4_0)
+    written = {tensor.name: tensor for tensor in reader.tensors}
+    exact = 0
+    for name, source in matrices(checkpoint).items():
+        tensor, values = written[name], read_values(source)
+        back = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(values.shape)
+        if name == "blk.2.ffn_up.weight":
+            assert tensor.tensor_type == gguf.GGMLQuantizationType.Q8_0
+            assert np.abs(back - values).max() < 0.05
+        elif not source.shape[-1] % BLOCK:
+            assert tensor.tensor_type == gguf.GGMLQuantizationType.Q4_0
+            assert (bfloat16(back) == values).all(), name
+            exact += 1
+    assert exact > 20
+    assert report.off_grid == ["blk.2.ffn_up.weight"]
+    assert report.values == report.equal
+    assert len(report.values) == exact
+    assert "100.00% of their blocks bit for bit; 1 do not and are q8_0: blk.2.ffn_up.weight" in report.sentence()
