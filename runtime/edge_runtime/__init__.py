@@ -24,7 +24,7 @@ from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Text, Thought
-from edge_runtime.text.constraints import Gbnf, JsonSchema, Regex
+from edge_runtime.text.constraints import Gbnf, JsonSchema, Regex, ToolCalls
 from edge_runtime.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ __all__ = [
     "Text",
     "Thought",
     "ToolCall",
+    "ToolCalls",
     "chat",
     "generate",
     "open_bundle",

@@ -88,7 +88,7 @@ class Session:
 
         `draft_length` 0 is plain decoding; a `policy` replaces it. With neither, the session's settings decide, with a safety net.
         `acceptance` is "rejection" or "match": both keep the target's distribution. `chunk_size` None takes the settings' value. With a
-        `constraint` (a JsonSchema, Gbnf or Regex) the text is always valid, with drafts as without. The other options are described
+        `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with drafts as without. Other options are described
         at `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
         Raises RequestError if the prompt does not fit or an option is out of range or of the wrong type, or the session is closed,
         BackendError if a constraint's library is missing.
