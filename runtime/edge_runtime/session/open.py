@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from edge_devices.machine.cpu_affinity import processor_groups
 from edge_devices.machine.memory import available_memory_bytes
+from edge_runtime.backends.kernels.library import variant as row_kernels
 from edge_runtime.backends.selection import choose_backend
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.kv_types import KvType, check_kv_type
@@ -92,7 +93,7 @@ class _PairLoader:
             keep_packed=options.keep_packed,
         )
         target, drafter, kind = open_onnx(self.bundle, ort_options, self.drafter, options.notify)
-        pair = self._measured_pair(target, drafter, target.vocabulary.bos, ort_options, kind)
+        pair = self._measured_pair(target, drafter, target.vocabulary.bos, ort_options, kind, row_kernels())
         exported = (self.bundle.manifest.parity or {}).get("onnx")
         parts = self._parts(
             target,

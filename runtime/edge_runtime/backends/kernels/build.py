@@ -18,14 +18,15 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
 # What runs on any processor of the architecture, and the files that need more, each with the processor it is compiled for.
-_COMMON = ("c_api.cpp", "pack.cpp", "variants.cpp", "onnxruntime/matmul_rows.cpp")
+_COMMON = ("c_api.cpp", "variants.cpp", "onnxruntime/matmul_rows.cpp")
 _VARIANTS = {
     "x86_64": {
+        "pack.cpp": "x86_64_v3",  # float16; it runs only where a variant does
         "x86/rows_avx2.cpp": "x86_64_v3",
         "x86/rows_avxvnni.cpp": "x86_64_v3+avxvnni",
         "x86/rows_avx512vnni.cpp": "x86_64_v4+avx512vnni",
     },
-    "aarch64": {"arm/rows_dotprod.cpp": "cortex_a76", "arm/rows_i8mm.cpp": "cortex_a76+i8mm"},
+    "aarch64": {"pack.cpp": "cortex_a53", "arm/rows_dotprod.cpp": "cortex_a76", "arm/rows_i8mm.cpp": "cortex_a76+i8mm"},
 }
 _BASE = {"x86_64": "x86_64_v2", "aarch64": "cortex_a53"}
 # The oldest systems: glibc 2.17 is that of every manylinux wheel since 2014; macOS 11 is the first on ARM.
@@ -37,7 +38,7 @@ TARGETS = {
 }
 # No contraction: a product and a sum are one operation where the source says fma, and two elsewhere, on every processor.
 _FLAGS = (
-    *("-std=c++20", "-O3", "-g0", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-nostdinc++"),
+    *("-std=c++20", "-O2", "-g0", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-nostdinc++"),
     *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fvisibility=hidden", "-fno-sanitize=all", "-Wall", "-Wextra", "-Werror"),
 )
 
@@ -70,9 +71,12 @@ def build(target: str, folder: Path) -> Path:
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             objects = list(pool.map(compile_one, jobs))
-        pages = [] if "macos" in target else ["-Wl,-z,max-page-size=16384"]
+        # The C library is that of the process that loads this one: zig would first compile its own for a minute.
+        system = ["-undefined", "dynamic_lookup"] if "macos" in target else ["-Wl,-z,max-page-size=16384"]
         partial = f"{scratch}/{path.name}"
-        _run(["-target", target, f"-mcpu={_BASE[architecture]}", "-shared", "-s", *pages, *objects, "-o", partial], environment)
+        _run(
+            ["-target", target, f"-mcpu={_BASE[architecture]}", "-shared", "-s", "-nostdlib", *system, *objects, "-o", partial], environment
+        )
         path.write_bytes(Path(partial).read_bytes())
     return path
 

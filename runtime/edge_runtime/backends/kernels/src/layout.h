@@ -18,6 +18,7 @@ namespace edge {
 
 constexpr int64_t kTile = 16;
 constexpr int64_t kLine = 64;
+constexpr int64_t kTilesAtOnce = 4;  // the most that a kernel takes; matrices are filled up to whole groups with tiles of zeros
 constexpr int kMaxRows = 12;  // rows that a kernel keeps in registers
 constexpr int64_t kAhead = 2048;  // bytes that weights are fetched ahead of their use
 
@@ -29,7 +30,7 @@ struct PackedMatrix {
     const void* scales;
 
     int64_t blocks() const { return inputs / block; }
-    int64_t tiles() const { return (outputs + kTile - 1) / kTile; }
+    int64_t tiles() const { return (outputs + kTile * kTilesAtOnce - 1) / (kTile * kTilesAtOnce) * kTilesAtOnce; }
     int64_t tile_bytes() const { return inputs * kTile * bits / 8; }
     int64_t scale_bytes() const { return half_scales ? 2 : 4; }
 };

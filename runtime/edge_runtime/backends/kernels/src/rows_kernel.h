@@ -57,13 +57,11 @@ template <class Isa, int kBits, int kRows, int kVectors>
         }
 }
 
-// As many vectors at once as registers hold beside the sums of these rows.
+// As many vectors at once as registers hold beside the sums of these rows; whole tiles come in groups of so many.
 template <class Isa, int kBits, int kRows>
 void multiply_rows(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t first, int64_t last, float* out) {
     constexpr int kVectors = Isa::vectors(kRows);
-    int64_t v = first;
-    for (; v + kVectors <= last; v += kVectors) multiply_vectors<Isa, kBits, kRows, kVectors>(m, a, row, v, out);
-    for (; v < last; v++) multiply_vectors<Isa, kBits, kRows, 1>(m, a, row, v, out);
+    for (int64_t v = first; v < last; v += kVectors) multiply_vectors<Isa, kBits, kRows, kVectors>(m, a, row, v, out);
 }
 
 template <class Isa, int kBits, int kRows = kMaxRows>

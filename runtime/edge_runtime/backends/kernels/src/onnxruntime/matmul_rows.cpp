@@ -117,13 +117,12 @@ struct Job {
     float* out;
 };
 
-constexpr int64_t kChunk = 4;  // tiles of a piece of work
 constexpr int64_t kFewRows = 16;
 
 void multiply_chunk(void* data, size_t index) {
     const Job& job = *static_cast<Job*>(data);
-    const int64_t first = static_cast<int64_t>(index) * kChunk, tiles = job.kernel->matrix.tiles();
-    job.kernel->variant->multiply(job.kernel->matrix, job.rows, first, first + kChunk < tiles ? first + kChunk : tiles, job.out);
+    const int64_t first = static_cast<int64_t>(index) * kTilesAtOnce;
+    job.kernel->variant->multiply(job.kernel->matrix, job.rows, first, first + kTilesAtOnce, job.out);
 }
 
 void round_one(void* data, size_t row) {
@@ -167,7 +166,7 @@ Status* compute(void* data, KernelContext* context) {
         for (int64_t row = 0; row < rows; row++) round_one(&job, row);
     else
         status = parallel_for(api, context, round_one, rows, 0, &job);
-    if (!status) status = parallel_for(api, context, multiply_chunk, (m.tiles() + kChunk - 1) / kChunk, 0, &job);
+    if (!status) status = parallel_for(api, context, multiply_chunk, m.tiles() / kTilesAtOnce, 0, &job);
     give_back_scratch(memory);
     return status;
 }
