@@ -97,7 +97,7 @@ def draw(seed: int) -> RandomPair:
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 4,
         "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
-        "sliding_window": target["sliding_window"] if rng.random() < 0.9 else target["sliding_window"] // 2,
+        "sliding_window": target["sliding_window"],
         "max_position_embeddings": target["max_position_embeddings"],
         "tie_word_embeddings": True,
     }
