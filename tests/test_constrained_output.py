@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ jsonschema = pytest.importorskip("jsonschema", reason="needs edge-mtp[dev]")
 
 from edge_runtime import Gbnf, JsonSchema, Regex, RequestError, SamplingParams, Session, open_session
 from edge_runtime.cli.run import main
+from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
+from edge_runtime.drafting.policies import Timing
 from edge_runtime.session.chat import Chat
 from edge_runtime.session.lossless import check_lossless
 from edge_runtime.session.open import open_sessions
@@ -163,3 +166,34 @@ def test_an_answer_of_a_chat_keeps_to_the_constraint() -> None:
         answer = chat.say("Yes?")
         assert "".join(event.text for event in answer if isinstance(event, Text)) == "no"
         assert answer.finish == "stop"
+
+
+class FlatCosts(CostCurve):
+    """Rows cost nearly nothing, whatever the clock says."""
+
+    def learn(self, timing: Timing) -> None:
+        """Does nothing."""
+
+
+def flat_costs() -> FlatCosts:
+    return FlatCosts(MeasuredCosts(verify=tuple(10 + 0.1 * rows for rows in range(13)), step=0.2, overhead=0.3))
+
+
+@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_constraint_forces_is_drafted_without_a_drafter(session: Session, name: str, drafting: bool) -> None:
+    if session.drafter_kind != "split":
+        pytest.skip("once is enough")
+    constraint, check = CASES[name]
+    parts = replace(session._parts, costs=flat_costs, acceptance_cache=None, drafter=session.drafter if drafting else None)
+    own = Session(replace(parts, settings=session.settings, monitor=None))
+    own.generate(PROMPT, max_tokens=150, constraint=constraint).text()  # learns the style of the blanks
+    generation = own.generate(PROMPT, max_tokens=150, constraint=constraint)
+    text = generation.text()
+    check(text)
+    plain = own.generate(PROMPT, max_tokens=150, constraint=constraint, draft_length=0)
+    assert plain.text() == text
+    assert generation.tokens == plain.tokens
+    if name == "schema" and not drafting:
+        assert generation.stats.accepted_from["grammar"] > len(generation.tokens) / 3
+        assert generation.stats.rounds < len(generation.tokens) / 2

@@ -15,7 +15,7 @@ class TableVocabulary:
     def size(self) -> int:
         return len(self.pieces)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
         return [self.pieces.index(bytes([byte])) for byte in text.encode()]
 
     def piece(self, token: int) -> bytes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.profit_policy import Decision
+from edge_runtime.drafting.sources import MODEL
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.stats import DecodeStats
 
@@ -23,6 +25,7 @@ COLUMNS = (
     ("cost", 9),
     ("took ms", 8),
     ("gain", 6),
+    ("from", 9),
     ("sure", 0),
 )
 UNITS = {"time": "ms", "energy": "mJ"}
@@ -39,6 +42,8 @@ def summary(stats: DecodeStats, drafter: DrafterKind) -> str:
     if stats.acceptance_rate is not None:
         by_position = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
         parts.append(f"{stats.acceptance_rate:.1%} of {drafter} drafts accepted (by position {by_position})")
+        if others := {source: count for source, count in stats.accepted_from.items() if source != MODEL}:
+            parts[-1] += ", of these " + ", ".join(f"{count} from the {source}" for source, count in sorted(others.items()))
     parts.append(f"first token after {stats.first_token_seconds * 1000:.0f} ms")
     return ", ".join(parts)
 
@@ -79,7 +84,8 @@ def _cells(number: int, done: Round, decision: Decision | None) -> list[str]:
     accepted, emitted = str(done.accepted) if done.drafted else NONE, str(len(done.tokens))
     if decision is None:
         mode = "draft" if done.drafted else "plain"
-        return [str(number), mode, NONE, str(done.drafted), str(done.drafted + 1), accepted, NONE, emitted, NONE, took, NONE, NONE]
+        verified = [NONE, str(done.drafted), str(done.drafted + 1), accepted]
+        return [str(number), mode, *verified, NONE, emitted, NONE, took, NONE, _sources(done), NONE]
     return [
         str(number),
         decision.mode,
@@ -92,8 +98,14 @@ def _cells(number: int, done: Round, decision: Decision | None) -> list[str]:
         f"{decision.cost * 1000:.2f}",
         took,
         f"{decision.best_rate / decision.plain_rate:.2f}",
+        _sources(done),
         " ".join(f"{confidence:.2f}" for confidence in decision.confidences) or NONE,
     ]
+
+
+def _sources(done: Round) -> str:
+    """Returns the accepted tokens of each source, in order: "drafter 2, grammar 4"."""
+    return ", ".join(f"{source} {count}" for source, count in Counter(done.sources).items()) or NONE
 
 
 def _line(cells: list[str]) -> str:

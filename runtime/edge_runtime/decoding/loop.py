@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from edge_runtime.decoding.acceptance_rules import GREEDY, AcceptanceRule
-from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult, Timing
+from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult, Timing, WeighingPolicy
+from edge_runtime.drafting.sources import MODEL, NO_PROPOSAL, Proposal, Sources
 from edge_runtime.interfaces import Drafter, DraftRequest, Logits, Target
 
 
@@ -20,12 +21,14 @@ from edge_runtime.interfaces import Drafter, DraftRequest, Logits, Target
 class Round:
     """What one round did. `tokens` are the emitted tokens: the accepted drafts and the target's own token.
 
-    `drafted` counts the drafts that were verified. The seconds are those of the forwards, which other requests may have shared.
+    `drafted` counts the drafts that were verified; `sources` names where each accepted one came from
+    (see `drafting.sources`). The seconds are those of the forwards, which other requests may have shared.
     """
 
     drafted: int
     accepted: int
     tokens: tuple[int, ...]
+    sources: tuple[str, ...] = ()
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
 
@@ -35,6 +38,7 @@ class Decoding:
 
     `last` is the newest token. All tokens before it are in the target's cache, after every round. `is_stop` is called once for each
     emitted token, in order; the first token for which it returns True is the last one emitted. `suppressed` tokens are never emitted.
+    `sources` draft beside the drafter, where the policy weighs them.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Decoding:
         rule: AcceptanceRule = GREEDY,
         is_stop: Callable[[int], bool] = lambda _: False,
         suppressed: Sequence[int] = (),
+        sources: Sources | None = None,
     ) -> None:
         self.last = last
         self.rule = rule
@@ -60,6 +65,9 @@ class Decoding:
         self._start = self._room = self._steps = self._rows = 0
         self._drafts: list[int] = []
         self._shadow: int | None = None
+        self._sources = sources
+        self._proposal = NO_PROPOSAL
+        self._from: list[str] = []
 
     @property
     def done(self) -> bool:
@@ -72,6 +80,9 @@ class Decoding:
         self._start = target.length
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
         self._room = min(self._left - 1, target.context - target.length - 1, target.rewind_slack)
+        self._proposal = self._propose([])
+        if self._proposal.chances and isinstance(self._policy, WeighingPolicy):
+            self._policy.offer(self._proposal.chances)
         self._plan = plan = self._policy.plan(requests, any_prefix=rule.any_prefix)
         return DraftRequest(
             sequence=sequence,
@@ -87,13 +98,36 @@ class Decoding:
         self._steps, self._shadow = len(drafts), None
         if self._plan.shadow:
             self._shadow, drafts = drafts[0] if drafts else None, []
+        elif self._plan.offered:
+            drafts = list(self._proposal.guess.tokens[: self._plan.offered])
+            self._from = [self._proposal.guess.source] * len(drafts)
         else:
             drafts = self.rule.cut(drafts)
+            self._from = [MODEL] * len(drafts)
+            drafts += self._extension(drafts)
         verified, padding = self._plan.to_verify(len(drafts))
         self._drafts = drafts[:verified]
         padding = max(0, min(padding, self._room - len(self._drafts)))
         self._rows = 1 + len(self._drafts) + padding
         return [self.last, *self._drafts, *[self.last] * padding]
+
+    def _propose(self, drafts: list[int]) -> Proposal:
+        """Returns what the sources of the request expect after `drafts`, as far as the rule allows it."""
+        if self._sources is None:
+            return NO_PROPOSAL
+        guess, chances = self._sources.propose(drafts, self._room - len(drafts))
+        if not guess.tokens:
+            return NO_PROPOSAL
+        allowed = len(self.rule.cut([*drafts, *guess.tokens])) - len(drafts)
+        return Proposal(guess._replace(tokens=guess.tokens[:allowed]), chances[:allowed])
+
+    def _extension(self, drafts: list[int]) -> list[int]:
+        if self._sources is None or self._plan.extend is None:
+            return []
+        guess, chances = self._propose(drafts)
+        tokens = list(guess.tokens[: self._plan.extend(len(drafts), chances)])
+        self._from += [guess.source] * len(tokens)
+        return tokens
 
     def timing(self, draft_seconds: float, verify_seconds: float, *others: Decoding) -> Timing:
         """Returns the timing of the round, for this request and the `others` that shared its forwards."""
@@ -119,6 +153,8 @@ class Decoding:
         result = self.rule.accept(drafts, logits)
         tokens, self.stopped = _until_stop((*drafts[: result.accepted], result.next_token), self._is_stop)
         self._target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one before them
+        if self._sources is not None:
+            self._sources.observe(tokens)
         shadow_accepted = None if shadow is None else shadow == tokens[0]
         self._policy.observe(RoundResult(len(drafts), result.accepted, shadow_accepted, timing if report_timing else None))
         self.last, self._left = tokens[-1], self._left - len(tokens)
@@ -126,6 +162,7 @@ class Decoding:
             drafted=len(drafts),
             accepted=min(result.accepted, len(tokens)),
             tokens=tokens,
+            sources=tuple(self._from[: min(result.accepted, len(tokens))]),
             draft_seconds=timing.draft_seconds,
             verify_seconds=timing.verify_seconds,
         )

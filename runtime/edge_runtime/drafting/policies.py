@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import RequestError
@@ -43,7 +43,10 @@ class RoundPlan(NamedTuple):
     - `draft_length`: the most tokens to draft; 0 is plain decoding.
     - `shadow`: do not verify the draft; only compare it with the token that plain decoding emits.
     - `should_continue`: called by the drafter after each draft; None: never stop early.
-    - `to_verify`: called once after drafting with the number of drafts, 0 for a shadow draft. Returns how many of them to verify, from the
+    - `offered`: how many tokens of the offered proposal to verify instead of a draft; then `draft_length` is 0.
+    - `extend`: called after drafting with the number of drafts and the probabilities of tokens that could follow them; returns how many
+      of these to verify as well. None: none.
+    - `to_verify`: called once after both with the number of drafts, 0 for a shadow draft. Returns how many of them to verify, from the
       first on, and how many padding rows to add, because a larger batch can be the cheaper one.
     """
 
@@ -51,6 +54,8 @@ class RoundPlan(NamedTuple):
     shadow: bool = False
     should_continue: ShouldContinue | None = None
     to_verify: Callable[[int], tuple[int, int]] = verify_all
+    offered: int = 0
+    extend: Callable[[int, Sequence[float]], int] | None = None
 
 
 class RoundResult(NamedTuple):
@@ -77,6 +82,14 @@ class DraftLengthPolicy(Protocol):
 
     def observe(self, result: RoundResult) -> None:
         """Learns from the round that was planned last."""
+
+
+@runtime_checkable
+class WeighingPolicy(DraftLengthPolicy, Protocol):
+    """A policy that can verify tokens of other sources than the drafter (see `drafting.sources`)."""
+
+    def offer(self, chances: Sequence[float]) -> None:
+        """Offers tokens with these probabilities, each given those before it, to the next plan; none if it is not called."""
 
 
 class CountingPolicy(ABC):

@@ -10,6 +10,7 @@ Where N requests share their forwards, each counts an Nth of a verify of N times
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,8 @@ REFRESH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The figures behind the last round. Rates are tokens per unit of cost; `mode` is "plain", "shadow" or "draft".
+    """The figures behind the last round. Rates are tokens per unit of cost; `mode` is "plain", "shadow", "draft" or "offer" (tokens that
+    no drafter drafted).
 
     Of `drafted` tokens the first `verified` were verified, with `padding` rows more. `expected` is the expected number of emitted tokens
     when the draft ended; `cost` is the expected cost.
@@ -57,11 +59,17 @@ class Profit:
     plain decoding emits. That costs a draft step, far less than verifying drafts, and shows when drafts would be accepted again.
     """
 
-    def __init__(self, costs: Costs, model: Acceptance, *, longest: int = MAX_DRAFT_LENGTH, stepwise: bool = True) -> None:
-        """`longest` limits a draft. `stepwise`: the drafter calls `should_continue` after each draft; otherwise `plan` fixes the length."""
+    def __init__(
+        self, costs: Costs, model: Acceptance, *, longest: int = MAX_DRAFT_LENGTH, stepwise: bool = True, most: int | None = None
+    ) -> None:
+        """`longest` limits a draft, 0 without a drafter; `most` limits what is verified, drafts and other tokens (None: `longest`).
+
+        `stepwise`: the drafter calls `should_continue` after each draft; otherwise `plan` fixes the length.
+        """
         self._costs = costs
         self._model = model
         self._longest = longest
+        self._most = max(longest, most or 0)
         self._stepwise = stepwise
         # In plain rounds: the budget of shadow drafts, and the cost of one.
         self._probe_budget = self._probe_cost = 0.0
@@ -71,12 +79,13 @@ class Profit:
         self._until_refresh = 0
         self._stale = True
         self._requests = 1
-        self._rows = np.zeros(longest + 1, np.intp)
+        self._rows = np.zeros(self._most + 1, np.intp)
         # Costs of verifying n drafts, and of drafting them.
-        self._row_costs: Chances = np.zeros(longest + 1)
+        self._row_costs: Chances = np.zeros(self._most + 1)
         self._draft_costs: Chances = np.zeros(longest + 1)
         self._tokens_reached = self._cost_reached = 0.0
         self._rate = self._plain_rate = 0.0
+        self._offer: Sequence[float] = ()
         self._begin_round(any_prefix=True)
 
     def _begin_round(self, *, any_prefix: bool) -> None:
@@ -84,13 +93,18 @@ class Profit:
         self._bins: list[int] = []
         self._confidences: list[float] = []
         self._chain = 1.0
+        self._all_added = False  # tokens that no drafter drafted included
         # Expected tokens of verifying the first n drafts; worth and number of the best prefix.
         self._tokens = [1.0]
         self._worth = 1.0 - self._rate * float(self._row_costs[0])
         self._verified = 0
 
     def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
-        """Plans a draft where drafting pays; otherwise plain decoding, or a shadow draft when the probing budget allows one."""
+        """Plans a draft where drafting pays; otherwise plain decoding, or a shadow draft when the probing budget allows one.
+
+        Offered tokens are verified instead where that is worth more: they cost no drafting.
+        """
+        offer, self._offer = self._offer, ()
         if requests != self._requests:
             self._requests, self._stale, self._until_refresh = requests, True, 0
         stale = self._stale or any_prefix != self._any_prefix
@@ -99,13 +113,49 @@ class Profit:
         self._begin_round(any_prefix=any_prefix)
         if stale:  # otherwise nothing has changed since drafting did not pay
             self._length = self._first_length()
+        if offer and (offered := self._offered(offer)):
+            self._mode, self._all_added = "offer", True
+            return RoundPlan(0, to_verify=self._to_verify, offered=offered)
         if self._length:
             self._mode, length = "draft", self._length
         else:
             self._probe_cost = float(self._draft_costs[1]) * self._plain_rate if self._longest else MAX_BUDGET
-            self._mode = "shadow" if self._probe_budget >= self._probe_cost else "plain"
+            self._mode = "shadow" if self._longest and self._probe_budget >= self._probe_cost else "plain"
             length = int(self._mode == "shadow")
-        return RoundPlan(length, self._mode == "shadow", self._should_continue, self._to_verify)
+        return RoundPlan(length, self._mode == "shadow", self._should_continue, self._to_verify, extend=self._extend)
+
+    def offer(self, chances: Sequence[float]) -> None:
+        """Offers tokens to the next plan."""
+        self._offer = chances
+
+    def _offered(self, offer: Sequence[float]) -> int:
+        """Returns how many offered tokens to verify, 0 where a draft or plain decoding is worth more; keeps them as the round's tokens."""
+        drafting = self._worth_of_drafting()
+        for chance in offer[: self._most]:
+            self._add(chance, may_leave_out=True)
+        if self._verified and self._worth > drafting:
+            return self._verified
+        self._begin_round(any_prefix=self._any_prefix)
+        return 0
+
+    def _worth_of_drafting(self) -> float:
+        if not self._length:
+            return self._worth
+        if self._stepwise:
+            return self._worth + self._gain_of_a_step(self._forecast.first)
+        return self._worth + float(self._worth_of_lengths()[self._length])
+
+    def _extend(self, drafted: int, chances: Sequence[float]) -> int:
+        """Returns how many of the tokens that could follow the drafts to verify with them."""
+        if self._mode == "shadow":
+            return 0
+        self._add_unreported(drafted)
+        self._all_added = True
+        if self._verified < drafted:  # the drafts before them are too doubtful
+            return 0
+        for chance in chances[: self._most - drafted]:
+            self._add(chance, may_leave_out=True)
+        return self._verified - drafted
 
     def _first_length(self) -> int:
         """Returns the most tokens to draft, 0 where not even one pays."""
@@ -127,18 +177,18 @@ class Profit:
         self._rate = max(self._plain_rate, self._tokens_reached / self._cost_reached)
 
     def _update_row_costs(self) -> None:
-        costs = np.array([self._verify(rows) for rows in range(1, self._longest + 2)])
+        costs = np.array([self._verify(rows) for rows in range(1, self._most + 2)])
         # The cheapest of n rows and all larger batches.
         self._row_costs = np.minimum.accumulate(costs[::-1])[::-1]
         self._rows = np.array([n + int(costs[n:].argmin()) for n in range(len(costs))])
-        self._draft_costs = np.array([self._costs.draft(n, self._requests) for n in range(len(costs))])
+        self._draft_costs = np.array([self._costs.draft(n, self._requests) for n in range(self._longest + 1)])
         self._plain_rate = 1 / float(self._row_costs[0])
         if not self._cost_reached:
             self._predict_rate()
 
     def _predict_rate(self) -> None:
         """Before the first round: takes the predicted rate of the best fixed length."""
-        rates = self._tokens_of_lengths() / (self._draft_costs + self._row_costs)
+        rates = self._tokens_of_lengths() / (self._draft_costs + self._row_costs[: self._longest + 1])
         self._cost_reached = PREDICTED_ROUNDS * float(self._row_costs[0])
         self._tokens_reached = float(rates.max()) * self._cost_reached
 
@@ -149,7 +199,7 @@ class Profit:
 
     def _worth_of_lengths(self) -> Chances:
         """Returns how much more rounds of 0 to `longest` drafts are worth than a plain one."""
-        worth = self._tokens_of_lengths() - self._rate * (self._draft_costs + self._row_costs)
+        worth = self._tokens_of_lengths() - self._rate * (self._draft_costs + self._row_costs[: self._longest + 1])
         return np.asarray(worth - worth[0])
 
     def _gain_of_a_step(self, next_bin: Chances) -> float:
@@ -163,7 +213,7 @@ class Profit:
             worth = np.maximum(worth, self._worth)
         left = self._longest - drafted - 1
         if left:
-            spent = rate * (self._row_costs[drafted + 2 :] + drafts[1:] - drafts[0])
+            spent = rate * (self._row_costs[drafted + 2 : self._longest + 1] + drafts[1:] - drafts[0])
             further = tokens + chains * known.further[1 : left + 1] - spent[:, None]
             worth = np.maximum(worth, further.max(axis=0))
         return float(next_bin @ worth) - rate * float(drafts[0] - self._draft_costs[drafted]) - self._worth
@@ -179,15 +229,21 @@ class Profit:
     def _add_draft(self, index: int) -> None:
         """Adds a draft of this bin to the round."""
         self._bins.append(index)
-        self._chain *= float(self._forecast.accept_prob[index])
+        self._add(float(self._forecast.accept_prob[index]), may_leave_out=self._any_prefix)
+
+    def _add(self, chance: float, *, may_leave_out: bool) -> None:
+        """Adds a token that is accepted with this probability after those before it, and updates the best prefix."""
+        self._chain *= chance
         self._tokens.append(self._tokens[-1] + self._chain)
-        worth = self._tokens[-1] - self._rate * float(self._row_costs[len(self._bins)])
-        if worth > self._worth or not self._any_prefix:
-            self._worth, self._verified = worth, len(self._bins)
+        count = len(self._tokens) - 1
+        worth = self._tokens[-1] - self._rate * float(self._row_costs[count])
+        if worth > self._worth or not may_leave_out:
+            self._worth, self._verified = worth, count
 
     def _to_verify(self, drafted: int) -> tuple[int, int]:
         """Returns how many drafts to verify, because those after them cost more than they are likely to bring, and the padding rows."""
-        self._add_unreported(drafted)
+        if not self._all_added:
+            self._add_unreported(drafted)
         verified = min(self._verified, drafted)
         return verified, self._padding(verified)
 
@@ -209,9 +265,10 @@ class Profit:
             if shadow and timing.verify_seconds > 0:
                 self._probe_cost = min(timing.draft_seconds / timing.verify_seconds, MAX_BUDGET)
         self._verified = verified = result.verified
-        if self._bins and not shadow:
+        if (self._bins or self._mode == "offer") and not shadow:
             self._stale = True
-            self._model.observe(self._bins, verified, result.accepted)
+        if self._bins and not shadow:
+            self._model.observe(self._bins, min(verified, len(self._bins)), min(result.accepted, len(self._bins)))
         if self._mode != "draft":
             self._probe_budget = min(self._probe_budget + BUDGET_PER_TOKEN, MAX_BUDGET) - (self._probe_cost if shadow else 0.0)
         # The prediction says as much about the rate as the outcome, and varies less.

@@ -18,6 +18,7 @@ from edge_runtime.decoding.logprobs import LogprobRule, TokenLogprob
 from edge_runtime.decoding.loop import Decoding, Round, decode
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy
+from edge_runtime.drafting.sources import Sources
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
 from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
@@ -139,6 +140,7 @@ class Generation:
         options: GenerationOptions,
         monitor: RequestMonitor,
         constraint: Constraint | None = None,
+        sources: Sources | None = None,
     ) -> None:
         self.stats = DecodeStats(prompt_tokens=len(prompt))
         self.tokens: list[int] = []
@@ -168,6 +170,7 @@ class Generation:
             rule=rule,
             is_stop=self._detokenizer.is_stop,
             suppressed=defaults.suppress_tokens,
+            sources=sources,
         )
         self._decode = decode(pair.target, pair.drafter, self.decoding)
 
@@ -280,7 +283,7 @@ class Generation:
         self.tokens += one.tokens
         if isinstance(self.decoding.rule, LogprobRule):
             self.logprobs += self.decoding.rule.take(len(one.tokens))
-        self.stats.count_round(one.drafted, one.accepted, len(one.tokens))
+        self.stats.count_round(one.drafted, one.accepted, len(one.tokens), one.sources)
         if self.done:  # while the vocabulary is open for certain
             self._detokenizer.feed_rest(self.tokens)
 

@@ -15,6 +15,7 @@ from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.config.settings import Settings, resolve_settings
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
+from edge_runtime.decoding.grammar_source import GRAMMAR_PRIORS, GrammarSource
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
@@ -23,6 +24,8 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.drafting.safety_net import Guarded, SafetyNet
+from edge_runtime.drafting.sources import SourceOdds, Sources
+from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory
 from edge_runtime.errors import RequestError
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
@@ -66,6 +69,7 @@ class Session:
         self._parts = parts
         self._net = SafetyNet(window=self.settings.window)
         self._profit: Profit | None = None
+        self._odds = SourceOdds(GRAMMAR_PRIORS | MEMORY_PRIORS)
 
     def generate(
         self,
@@ -87,9 +91,9 @@ class Session:
         """Starts a request, greedy by default. `prompt` is text or token ids.
 
         `draft_length` 0 is plain decoding; a `policy` replaces it. With neither, the session's settings decide, with a safety net.
-        `acceptance` is "rejection" or "match": both keep the target's distribution. `chunk_size` None takes the settings' value. With a
-        `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with drafts as without. Other options are described
-        at `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
+        `acceptance` is "block", "rejection" or "match": all keep the target's distribution. `chunk_size` None takes the settings' value.
+        With a `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with drafts as without. Other options:
+        `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
         Raises RequestError if the prompt does not fit or an option is out of range or of the wrong type, or the session is closed,
         BackendError if a constraint's library is missing.
         """
@@ -110,13 +114,15 @@ class Session:
             if sampling.logit_bias and max(sampling.logit_bias) >= vocabulary_size:
                 raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
             enforced = self.compile_constraint(constraint) if compiled is None else compiled
-            monitor = self.monitor.start_request(self._log_settings(options, draft_length, policy))
+            monitor, sources = self.monitor.start_request(self._log_settings(options, draft_length, policy)), None
             if policy is None and draft_length is None:
                 # Profit knows what drafts cost; the safety net does not, and would only interfere.
-                policy = self.profit() or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
+                policy = self.profit(constrained=enforced is not None)
+                sources = None if policy is None else self._sources(ids, enforced)
+                policy = policy or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
             elif policy is None:
                 policy = Fixed(self.draft_length_for(draft_length))
-            return Generation(self._parts, ids, policy=policy, options=options, monitor=monitor, constraint=enforced)
+            return Generation(self._parts, ids, policy=policy, options=options, monitor=monitor, constraint=enforced, sources=sources)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Returns the prompt's token ids. Raises RequestError if it is neither text nor ids of the vocabulary, is empty, or too long."""
@@ -139,20 +145,38 @@ class Session:
             return None
         return grammars_for(self.vocabulary, self.bundle.manifest.architecture.vocab_size).constrain(constraint)
 
-    def profit(self) -> Profit | None:
-        """Returns the session's `profit` policy, which learns from request to request; None if another one is configured."""
+    def _sources(self, prompt: Sequence[int], constraint: Constraint | None) -> Sources | None:
+        """Returns what drafts beside the drafter: the memory of the text; without a drafter of its own, what a constraint forces.
+
+        A drafter whose drafts are masked writes forced text as well (docs/drafting.md), and prompt lookup copies as the memory does.
+        """
+        if self.drafter is not None and self.drafter_kind != "lookup":
+            return Sources([TextMemory(prompt)], self._odds)
+        return None if constraint is None else Sources([GrammarSource(constraint)], self._odds)
+
+    def profit(self, *, constrained: bool = False) -> Profit | None:
+        """Returns the session's `profit` policy, which learns from request to request.
+
+        None if another one is configured, or there is no drafter and the output is not `constrained` either, which drafts by itself.
+        """
         with self._open():
-            if self._profit is None and self.settings.policy == "profit" and self._parts.costs and self.drafter:
-                longest = min(self.settings.longest, self.settings.longest_draft)
-                stepwise = self.drafter.stepwise
-                cached = self._parts.acceptance_cache
-                learned = cached.model if cached else AcceptanceModel()
-                rows = self.target.length
-                costs = self._parts.costs()
-                if self.target.length != rows:  # they were measured now, which emptied the cache
-                    self.claim.release()
-                self._profit = Profit(costs, learned if stepwise else PositionModel(), longest=longest, stepwise=stepwise)
+            if self.drafter is None and not constrained:
+                return None
+            if self._profit is None and self.settings.policy == "profit" and self._parts.costs:
+                self._profit = self._new_profit(self._parts.costs)
             return self._profit
+
+    def _new_profit(self, measured: Callable[[], Costs]) -> Profit:
+        longest = min(self.settings.longest, self.settings.longest_draft) if self.drafter else 0
+        stepwise = self.drafter is not None and self.drafter.stepwise
+        cached = self._parts.acceptance_cache
+        learned = cached.model if cached else AcceptanceModel()
+        rows = self.target.length
+        costs = measured()
+        if self.target.length != rows:  # they were measured now, which emptied the cache
+            self.claim.release()
+        model = learned if stepwise else PositionModel()
+        return Profit(costs, model, longest=longest, stepwise=stepwise, most=self.settings.longest_draft)
 
     def with_policy(self, name: str) -> Session:
         """Returns a session on the same loaded pair that drafts by another policy, with its own safety net and monitor."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,8 @@ class DecodeStats:
 
     `reused_tokens` of the prompt were already in the cache. Times are in seconds: `prefill_seconds` until the prompt is in the cache,
     `first_token_seconds` from the request until the first emitted token, `decode_seconds` from the end of the prefill until the last
-    token; of these, `draft_seconds` are drafting and `verify_seconds` the target's forwards.
+    token; of these, `draft_seconds` are drafting and `verify_seconds` the target's forwards. `accepted_from` counts the accepted drafts of
+    each source: the drafter, a grammar, the memory of the text.
     """
 
     prompt_tokens: int = 0
@@ -32,9 +34,11 @@ class DecodeStats:
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    accepted_from: Counter[str] = field(default_factory=Counter)
 
-    def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Adds one round."""
+    def count_round(self, drafted: int, accepted: int, emitted: int, sources: Sequence[str] = ()) -> None:
+        """Adds one round; `sources` names where each accepted draft came from."""
+        self.accepted_from.update(sources)
         self.rounds += 1
         self.tokens += emitted
         self.drafted += drafted
@@ -75,6 +79,7 @@ class DecodeStats:
             "rounds": self.rounds,
             "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted,
+            "accepted_from": dict(self.accepted_from),
             "acceptance_rate": self.acceptance_rate,
             "acceptance_by_position": self.acceptance_by_position,
             "mean_acceptance_length": self.mean_acceptance_length,

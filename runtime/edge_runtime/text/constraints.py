@@ -66,6 +66,9 @@ class Constraint(Protocol):
     def valid(self, drafts: Sequence[int]) -> int:
         """Returns how many of `drafts`, from the first, may follow the emitted tokens."""
 
+    def forced(self, ahead: Sequence[int]) -> list[int]:
+        """Returns the tokens expected after `ahead` because the constraint leaves no choice but blanks; a guess, to be verified."""
+
     def advance(self, token: int) -> bool:
         """Adds an emitted token; returns whether no text can follow it."""
 

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, ToolCalls
+from edge_runtime.text.forcing.forced_text import ForcedText
+from edge_runtime.text.forcing.json_blanks import BlankStyle
 from edge_runtime.text.grammar_limits import read_grammar, read_pattern, read_schema
 from edge_runtime.text.isolation import matcher_host, process
 from edge_runtime.text.isolation.matcher_host import Matcher
@@ -53,6 +55,8 @@ class Grammars:
         self._control = vocabulary.control_tokens
         self._size = size
         pieces, ends = _pieces(vocabulary, size), sorted(vocabulary.eog_tokens)
+        self._vocabulary = weakref.ref(vocabulary)  # which owns this object in `_made`
+        self._style = BlankStyle()
         self._host = self._tokenizer = None
         if process.AVAILABLE:
             self._host = process.Host(matcher_host.__name__, matcher_host.packed_setup(pieces, ends, [_STRING]))
@@ -61,7 +65,11 @@ class Grammars:
 
     def constrain(self, source: ConstraintSource) -> Constraint:
         """Returns a constraint in its initial state. Raises RequestError, with the library's reason, if it cannot be compiled."""
-        constraint = _LlguidanceConstraint(self._matcher(self._lark(source)), self._eog, self._size)
+        matcher = self._matcher(self._lark(source))
+        blankless = (lambda: self._matcher(_blankless(source))) if isinstance(source, JsonSchema) else None
+        vocabulary = self._vocabulary()
+        forced = None if vocabulary is None else ForcedText(vocabulary, matcher, blankless, self._style)
+        constraint = _LlguidanceConstraint(matcher, self._eog, self._size, forced)
         constraint.allowed(())  # fails for a grammar that allows no text
         return constraint
 
@@ -106,8 +114,9 @@ def _pieces(vocabulary: Vocabulary, size: int) -> list[bytes]:
 class _LlguidanceConstraint:
     """Implements `constraints.Constraint`. The matcher's state is after the emitted tokens and the drafts in `_path`."""
 
-    def __init__(self, matcher: Matcher, eog: frozenset[int], size: int) -> None:
+    def __init__(self, matcher: Matcher, eog: frozenset[int], size: int, forced: ForcedText | None = None) -> None:
         self._matcher = matcher
+        self._forced = forced
         self._eog = eog
         self._size = size
         self._ended = False
@@ -157,12 +166,21 @@ class _LlguidanceConstraint:
         if self._over((token,)):
             self._ended = True
             return True
+        if self._forced is not None:
+            self._forced.add(token)
         if self._path[:1] != [token]:
             self._go_to((token,))
         del self._path[0], self._masks[0]
         if self._path:
             return False
         return self._matcher.is_stopped()
+
+    def forced(self, ahead: Sequence[int]) -> list[int]:
+        """Asks the library for the forced bytes, and the tokenizer for their tokens."""
+        if self._forced is None or self._over(ahead):
+            return []
+        self._go_to(ahead)
+        return self._forced.tokens(ahead)
 
     @property
     def complete(self) -> bool:
@@ -210,6 +228,13 @@ def _with_bounded_blanks(schema: dict[str, Any] | bool) -> dict[str, Any] | bool
     if not isinstance(guidance, dict) or "whitespace_flexible" in guidance or "whitespace_pattern" in guidance:
         return schema
     return schema | {"x-guidance": guidance | {"whitespace_pattern": _BLANK}}
+
+
+def _blankless(source: JsonSchema) -> str:
+    """Returns the grammar of the same schema without blanks."""
+    schema = read_schema(source.schema)
+    layout = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+    return f"start: %json {json.dumps(({} if schema is True else schema or {'not': {}}) | {'x-guidance': layout})}"
 
 
 def _lark_from_gbnf(text: str) -> str:

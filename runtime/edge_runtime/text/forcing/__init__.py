@@ -1,0 +1,1 @@
+"""What a constraint forces: text that needs no drafter."""
