@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, Literal
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +20,7 @@ from edge_export.checkpoint.json_file import read_optional_json_object
 from edge_export.checkpoint.media_architecture import AUDIO, EMBED_AUDIO, EMBED_VISION, MELS, VISION, MediaArchitecture, parse_media
 from edge_export.checkpoint.safetensors import FLOAT_BYTES, SOURCE_TYPE, FloatType, StoredTensor, read_float_chunks
 from edge_export.errors import CheckpointError
+from edge_export.gguf.library import gguf
 from edge_export.gguf.metadata import Entry
 from edge_export.gguf.writer import FILE_TYPES, GGML_TYPES, GgufPlan, PlannedTensor, RawTensor, header_of
 from edge_runtime.bundle.manifest import MediaInputs, MediaTokens
