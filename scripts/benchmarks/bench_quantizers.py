@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from edge_devices.command_line import one_sentence_errors
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from edge_export.checkpoint.published.tensor_prefixes import text_name
 from edge_export.checkpoint.reference_pair import reference_pair
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_export.gguf.writer import write_gguf
@@ -34,7 +35,7 @@ from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.weight_formats import table_format, weight_format
 from edge_export.parity.divergence import divergence
 from edge_export.parity.reference import load_reference
-from edge_export.quantization.calibration import CalibrationRequest, calibrate, text_name
+from edge_export.quantization.calibration import CalibrationRequest, calibrate
 from edge_export.quantization.importance import Importance, fitted
 from edge_export.quantization.llama_quantize import quantize_gguf
 
@@ -71,7 +72,7 @@ class Target:
         self._model = load_reference(folder)
         self._matrices = {}
         for name, parameter in self._model.named_parameters():
-            short = gguf_name(text_name(name))
+            short = gguf_name(text_name(name, multimodal=False) or name)
             if short is not None and parameter.ndim == 2 and not stays_float32(short, 2):
                 self._matrices[short] = parameter
         self.weights: Weights = {name: parameter.detach().numpy().copy() for name, parameter in self._matrices.items()}
