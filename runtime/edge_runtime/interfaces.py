@@ -76,6 +76,14 @@ class SavableTarget(Target, Protocol):
         """
 
 
+@runtime_checkable
+class MediaTarget(Target, Protocol):
+    """A target whose text may hold images and sound."""
+
+    def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32]) -> None:
+        """Appends soft rows [n, hidden size] to the cache; `ids` [n] are negative and stand for them in `tokens`."""
+
+
 class Drafter(Protocol):
     """Proposes tokens that follow `last`, the newest token, which is not in the target's cache yet."""
 

@@ -102,6 +102,10 @@ def write_media_tokenizer(folder: Path) -> None:
     model["merges"] = [merge for merge in model["merges"] if "".join(merge) not in gone]
     tokenizer["added_tokens"] += [tokenizer["added_tokens"][0] | {"id": index, "content": text} for text, index in MEDIA_IDS.items()]
     path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    kinds = ("boi", "image", "eoi", "boa", "audio", "eoa")
+    settings |= {f"{kind}_token": text for kind, text in zip(kinds, MEDIA_IDS, strict=True)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 

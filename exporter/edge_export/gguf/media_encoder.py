@@ -20,7 +20,6 @@ from edge_export.checkpoint.json_file import read_optional_json_object
 from edge_export.checkpoint.media_architecture import AUDIO, EMBED_AUDIO, EMBED_VISION, MELS, VISION, MediaArchitecture, parse_media
 from edge_export.checkpoint.safetensors import FLOAT_BYTES, SOURCE_TYPE, FloatType, StoredTensor, read_float_chunks
 from edge_export.errors import CheckpointError
-from edge_export.gguf.library import gguf
 from edge_export.gguf.metadata import Entry
 from edge_export.gguf.writer import FILE_TYPES, GGML_TYPES, GgufPlan, PlannedTensor, RawTensor, header_of
 from edge_runtime.bundle.manifest import MediaInputs, MediaTokens
@@ -136,7 +135,7 @@ def plan_encoder(checkpoint: Checkpoint, weight_type: FloatType, *, use_gelu: bo
     if use_gelu:
         entries.append((USE_GELU, "bool", True))
     types = [GGML_TYPES[tensor.type] if isinstance(tensor, PlannedTensor) else tensor.type for tensor in tensors]
-    return GgufPlan(header=header_of("clip", gguf.GGUFType.MMPROJ, checkpoint, tensors, types=types, entries=entries), tensors=tensors)
+    return GgufPlan(header=header_of("clip", "mmproj", checkpoint, tensors, types=types, entries=entries), tensors=tensors)
 
 
 def _planned(stored: StoredTensor, weight_type: FloatType) -> PlannedTensor | RawTensor:

@@ -57,6 +57,16 @@ class CommittedText(ABC):
             self.vocabulary.check(int(ids.min() if ids.min() < 0 else ids.max()))
         return ids
 
+    def checked_soft(self, ids: Sequence[int]) -> NDArray[np.int64]:
+        """Returns the ids of soft rows as an array; raises RequestError unless they fit the context and are negative."""
+        self.require_open()
+        values = np.asarray(ids, dtype=np.int64)
+        if self.length + len(values) > self.context:
+            raise RequestError(f"{self.length} + {len(values)} rows exceed the context of {self.context}; shorten the text or raise it")
+        if not len(values) or values.max() >= 0 or values.min() < np.iinfo(np.int32).min:
+            raise RequestError("soft rows need at least one id, and all negative; take them from media_prompt")
+        return values
+
     def check_rows(self, count: int, most: int) -> None:
         """Raises RequestError for a verify of more than `most` rows."""
         if count > most:

@@ -17,6 +17,7 @@ from edge_runtime.cli.chat import MAX_INPUT, ChatValues, TerminalChat, chat_opti
 from edge_runtime.cli.comparison import NOTHING_DRAFTED, compare, comparison_table
 from edge_runtime.cli.doctor import doctor_option
 from edge_runtime.cli.energy_options import EnergyValues, energy_options, energy_record, energy_values
+from edge_runtime.cli.media_options import MediaValues, media_options, media_values, with_media
 from edge_runtime.cli.one_prompt import read_one_prompt
 from edge_runtime.cli.options import (
     BackendValues,
@@ -66,6 +67,7 @@ Examples:
   edge-run my-bundle --compare "import os"
   edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
   edge-run my-bundle --json-schema '{"type": "array", "items": {"type": "integer"}}' "primes = "
+  edge-run my-bundle --image photo.jpg "What is this?"
   edge-run my-bundle --explain "what was drafted, and why"
   edge-run my-bundle --objective energy --phase-power watts.json "fewest joules per token"
   edge-run my-bundle --plan --profile raspberry-pi-5
@@ -109,6 +111,7 @@ class RunOptions:
     energy: EnergyValues
     plan: PlanValues
     serve: ServeOptions | None
+    media: MediaValues
     request: Mapping[str, Any]
     given: frozenset[str]
 
@@ -175,6 +178,7 @@ def read_options(prompt: str | None, values: dict[str, Any]) -> RunOptions:
         energy=energy,
         given=given_values(),
         request=request_values(values),
+        media=media_values(values, once=prompt is not None and not mode.comparing and not plan.plan and serve is None),
         drafting=drafting_values(values),
         backend=take(values, BackendValues),
         monitoring=take(values, MonitoringValues),
@@ -228,7 +232,7 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
         session.load_state(cache.load_state)
     one = read_one_prompt(session, prompt, options.chat, bare=bool(cache.load_state or cache.save_state))
     generation = session.generate(
-        one.sent,
+        with_media(session, prompt, options.media) or one.sent,
         max_tokens=options.max_tokens if one.template is None else options.answer_tokens,
         draft_length=options.drafting.fixed_length,
         reuse_prefix=cache.load_state is not None,
@@ -357,6 +361,7 @@ def run_plan(folder: Path, options: RunOptions, prompt: str) -> None:
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="With --compare: runs of each; the table shows medians.")
 @check_options
 @sampling_options
+@media_options
 @cache_options
 @chat_options
 @energy_options

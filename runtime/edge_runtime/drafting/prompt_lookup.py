@@ -42,11 +42,16 @@ class LookupDrafter:
                 copy = [*tokens[end:].tolist(), last]
                 while len(copy) < draft_length:
                     copy += copy
-                return copy[:draft_length]
+                return _text_only(copy[:draft_length])
         return []
 
     def close(self) -> None:
         """Does nothing: there is nothing to free."""
+
+
+def _text_only(copy: list[int]) -> list[int]:
+    """Cuts a copy before the first soft row of an image or sound, whose id is negative and no token."""
+    return copy if min(copy) >= 0 else copy[: next(i for i, token in enumerate(copy) if token < 0)]
 
 
 def _latest(tokens: NDArray[np.int32], last: int, length: int) -> int | None:

@@ -20,7 +20,8 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.drafting.sources import Sources
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import Drafter, Target, Vocabulary
+from edge_runtime.interfaces import Drafter, MediaTarget, Target, Vocabulary
+from edge_runtime.media.soft_rows import MediaPrompt, pieces
 from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
 from edge_runtime.session.monitoring.monitor import RequestMonitor
 from edge_runtime.session.stats import DecodeStats, generation_html, shortened
@@ -134,7 +135,7 @@ class Generation:
     def __init__(
         self,
         pair: LoadedPair,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | MediaPrompt,
         *,
         policy: DraftLengthPolicy,
         options: GenerationOptions,
@@ -142,10 +143,13 @@ class Generation:
         constraint: Constraint | None = None,
         sources: Sources | None = None,
     ) -> None:
-        self.stats = DecodeStats(prompt_tokens=len(prompt))
+        self.given_prompt = prompt
+        self._spans = prompt.spans if isinstance(prompt, MediaPrompt) else ()
+        ids = prompt.ids if isinstance(prompt, MediaPrompt) else prompt
+        self.stats = DecodeStats(prompt_tokens=len(ids))
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []  # of `tokens`, if the options ask for them
-        self.prompt = list(prompt)
+        self.prompt = list(ids)
         self.options = options
         self.monitor = monitor
         self._pair = pair
@@ -157,7 +161,7 @@ class Generation:
         self._text_ended = False
         self._prefilled: int | None = None  # tokens of the prompt whose rows are in the cache; None before the request begins
         self._failure: BaseException | None = None
-        rule = acceptance_rule(options.sampling, options.acceptance, prompt)
+        rule = acceptance_rule(options.sampling, options.acceptance, prompt.text_ids if isinstance(prompt, MediaPrompt) else prompt)
         if constraint is not None:
             rule = constrained(rule, constraint)
         if options.logprobs is not None:
@@ -305,11 +309,18 @@ class Generation:
             self._pair.claim.claim(self)
             stats.reused_tokens = self._prefilled = reusable_prefix(target, prompt) if self.options.reuse_prefix else 0
             target.rollback(stats.reused_tokens)
-        if piece := prompt[self._prefilled : self._prefilled + PREFILL_ROWS]:
+        piece = next(pieces(self._prefilled, len(prompt), self._spans, PREFILL_ROWS), None)
+        if piece is not None:
+            first, end, span = piece
             begin = time.perf_counter()
-            target.prefill(piece)
+            if span is None:
+                target.prefill(prompt[first:end])
+            elif isinstance(target, MediaTarget):
+                target.prefill_rows(prompt[first:end], span.rows()[first - span.first : end - span.first])
+            else:
+                raise RequestError("this backend takes text only; use the llama.cpp backend for images and sound")
             stats.prefill_seconds += time.perf_counter() - begin
-            self._prefilled += len(piece)
+            self._prefilled = end
 
     def _advance(self) -> bool:
         """Runs one round, after the prefill if that is not done. Returns False if the request has ended."""

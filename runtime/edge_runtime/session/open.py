@@ -14,6 +14,7 @@ from edge_runtime.backends.kernels.library import variant as row_kernels
 from edge_runtime.backends.selection import choose_backend
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.kv_types import KvType, check_kv_type
+from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, measured_threads
 from edge_runtime.calibration.thread_probe import ThreadCounts
@@ -22,6 +23,7 @@ from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
+from edge_runtime.media.soft_rows import LazyEncoder
 from edge_runtime.planning.memory import MemoryRequest, check_memory, memory_bytes
 from edge_runtime.session.batch import Sessions, SingleSequence
 from edge_runtime.session.load_options import LoadKeywords, LoadOptions, with_keywords
@@ -125,8 +127,11 @@ class _PairLoader:
         if count > 1 and self.settings.policy == "profit":
             costs()  # measuring empties the cache, so it is done before any request runs
         acceptance_cache = self._acceptance_cache("llama", kind, self.bundle.manifest.parity)
+        encoder = self._encoder(batch)
         sessions = [
-            Session(self._parts(target, drafter, batch.vocabulary, kind=kind, costs=costs, acceptance_cache=acceptance_cache))
+            Session(
+                self._parts(target, drafter, batch.vocabulary, kind=kind, costs=costs, acceptance_cache=acceptance_cache, encoder=encoder)
+            )
             for target, drafter in zip(batch.targets, batch.drafters, strict=True)
         ]
         return Sessions(sessions, batch)
@@ -165,6 +170,7 @@ class _PairLoader:
         kind: DrafterKind,
         costs: Callable[[], Costs],
         acceptance_cache: AcceptanceCache,
+        encoder: LazyEncoder | None = None,
     ) -> SessionParts:
         return SessionParts(
             bundle=self.bundle,
@@ -177,7 +183,14 @@ class _PairLoader:
             monitor=self.monitor,
             costs=costs,
             acceptance_cache=acceptance_cache,
+            encoder=encoder,
         )
+
+    def _encoder(self, batch: LlamaSequenceBatch) -> LazyEncoder | None:
+        if self.bundle.manifest.media is None or not self.bundle.has(MEDIA_ENCODER, "gguf"):
+            return None
+        file = self.bundle.file(MEDIA_ENCODER, "gguf")
+        return LazyEncoder(lambda: batch.open_encoder(self.bundle.folder / file.path), file.sha256)
 
     def _measured_pair(self, target: Target, drafter: Drafter | None, bos: int, *facts: object) -> MeasuredPair:
         hashes = tuple(file.sha256 for file in self.bundle.manifest.files)

@@ -27,6 +27,7 @@ from edge_runtime.drafting.safety_net import Guarded, SafetyNet
 from edge_runtime.drafting.sources import SourceOdds, Sources
 from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory
 from edge_runtime.errors import RequestError
+from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, media_prompt, with_places
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
 from edge_runtime.session.saved.kv_state_file import load_state, save_state
@@ -39,7 +40,7 @@ class SessionParts(LoadedPair):
     """What a session is made of. `settings` None takes the bundle's recommendation, `monitor` None one that only counts.
 
     `costs` is called once, when the policy `profit` is first used; without it that policy drafts a fixed length with a safety net.
-    `acceptance_cache` holds the acceptance model that `profit` starts with and updates.
+    `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
     """
 
     bundle: Bundle
@@ -48,6 +49,7 @@ class SessionParts(LoadedPair):
     monitor: Monitor | None = None
     costs: Callable[[], Costs] | None = None
     acceptance_cache: AcceptanceCache | None = None
+    encoder: LazyEncoder | None = None
 
 
 class Session:
@@ -73,7 +75,7 @@ class Session:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | MediaPrompt,
         *,
         max_tokens: int = 128,
         draft_length: int | None = None,
@@ -88,7 +90,7 @@ class Session:
         logprobs: int | None = None,
         compiled: Constraint | None = None,
     ) -> Generation:
-        """Starts a request, greedy by default. `prompt` is text or token ids.
+        """Starts a request, greedy by default. `prompt` is text, token ids, or a `media_prompt`.
 
         `draft_length` 0 is plain decoding; a `policy` replaces it. With neither, the session's settings decide, with a safety net.
         `acceptance` is "block", "rejection" or "match": all keep the target's distribution. `chunk_size` None takes the settings' value.
@@ -118,16 +120,20 @@ class Session:
             if policy is None and draft_length is None:
                 # Profit knows what drafts cost; the safety net does not, and would only interfere.
                 policy = self.profit(constrained=enforced is not None)
-                sources = None if policy is None else self._sources(ids, enforced)
+                sources = None if policy is None else self._sources([token for token in ids if token >= 0], enforced)
                 policy = policy or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
             elif policy is None:
                 policy = Fixed(self.draft_length_for(draft_length))
-            return Generation(self._parts, ids, policy=policy, options=options, monitor=monitor, constraint=enforced, sources=sources)
+            given = prompt if isinstance(prompt, MediaPrompt) else ids
+            return Generation(self._parts, given, policy=policy, options=options, monitor=monitor, constraint=enforced, sources=sources)
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _prompt_ids(self, prompt: str | Sequence[int] | MediaPrompt) -> list[int]:
         """Returns the prompt's token ids. Raises RequestError if it is neither text nor ids of the vocabulary, is empty, or too long."""
         if isinstance(prompt, str):
             ids = self.vocabulary.encode(prompt)
+        elif isinstance(prompt, MediaPrompt):
+            _checked_ids(prompt.text_ids, self.bundle.manifest.architecture.vocab_size)
+            ids = prompt.ids
         else:
             ids = _checked_ids(prompt, self.bundle.manifest.architecture.vocab_size)
         if not ids:
@@ -144,6 +150,25 @@ class Session:
         if constraint is None:
             return None
         return grammars_for(self.vocabulary, self.bundle.manifest.architecture.vocab_size).constrain(constraint)
+
+    def media_prompt(self, prompt: str | Sequence[int], media: Sequence[Media]) -> MediaPrompt:
+        """Returns a prompt with images and sound for `generate`; nothing is encoded before the request runs.
+
+        In ids, each placeholder of the vocabulary (`<|image|>`, `<|audio|>`) is replaced by the next media; before a text, they are put in
+        order. Raises RequestError without an encoder in the bundle, or for a wrong number of media.
+        """
+        inputs, encoder = self.bundle.manifest.media, self._parts.encoder
+        if inputs is None or encoder is None:
+            raise RequestError("here this bundle takes text only; export E2B or E4B with --media f16, and use the llama.cpp backend")
+        if isinstance(prompt, str):
+            prompt = with_places(self.vocabulary.encode(prompt), media, inputs, self.vocabulary.bos)
+        return media_prompt(prompt, media, inputs, encoder)
+
+    def free_encoder(self) -> None:
+        """Frees the encoder of images and sound and its kept rows; the next request with media loads it again."""
+        with self._open():
+            if self._parts.encoder is not None:
+                self._parts.encoder.close()
 
     def _sources(self, prompt: Sequence[int], constraint: Constraint | None) -> Sources | None:
         """Returns what drafts beside the drafter: the memory of the text; without a drafter of its own, what a constraint forces.
@@ -251,6 +276,8 @@ class Session:
                 self.target.rollback(0)
                 return
             self.claim.lock.closed = True
+            if self._parts.encoder is not None:
+                self._parts.encoder.close()
             if self.drafter is not None:
                 self.drafter.close()
             self.target.close()

@@ -114,6 +114,16 @@ class Batch:
         self._flags[end - flagged : end] = 1
         self.structure.n_tokens = end
 
+    def add_rows(self, rows: NDArray[np.float32], position: int, sequence: int) -> None:
+        """Adds rows [n, width] that have no tokens, at the positions from `position` on; a batch holds either such rows or tokens."""
+        count = len(rows)
+        self._embeddings[:count] = rows
+        self._positions[:count] = np.arange(position, position + count)
+        self._sequences[:count] = sequence
+        self._flags[:count] = 0
+        self.structure.token = None
+        self.structure.n_tokens = count
+
     def add_step(self, token: int, embedding: NDArray[np.float32], position: int, sequence: int = 0) -> None:
         """Adds one flagged row with a token and an embedding [width]."""
         row = self.structure.n_tokens

@@ -108,6 +108,16 @@ def library() -> LlamaLibrary:
     )
 
 
+def media_library(library: LlamaLibrary) -> Any:
+    """Returns llama-cpp-python's module of libmtmd, with its log routed to ours. Raises BackendError where it is not built."""
+    try:
+        import llama_cpp.mtmd_cpp as media
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise BackendError(f"this build of llama.cpp has no libmtmd, which encodes media ({error}); run: {INSTALL}") from error
+    media.mtmd_log_set(library.callback, ctypes.c_void_p(0))
+    return media
+
+
 def declare(library: Any, signatures: Mapping[str, tuple[Any, list[Any]]]) -> Any:
     """Gives functions their result and argument types, without which a pointer would be cut, and returns `library`.
 

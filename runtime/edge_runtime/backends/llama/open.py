@@ -7,6 +7,7 @@ from pathlib import Path
 
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.drafter import LlamaDrafter
+from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
 from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle
@@ -65,6 +66,10 @@ class LlamaSequenceBatch:
     def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
         """Verifies all batches in one forward."""
         return self._shared.verify_all([(self.targets[number], tokens) for number, tokens in batches])
+
+    def open_encoder(self, path: Path) -> LlamaMediaEncoder:
+        """Opens the encoder of images and sound; the target closes it."""
+        return self._shared.open_encoder(path)
 
     def set_threads(self, prefill: int, verify: int, draft: int) -> None:
         """Sets how many threads each phase runs on."""

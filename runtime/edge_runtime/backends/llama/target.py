@@ -26,6 +26,7 @@ from edge_runtime.backends.llama.context import (
     open_context,
     rewind_slack,
 )
+from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
 from edge_runtime.backends.llama.state_check import check_state
 from edge_runtime.backends.llama.vocabulary import LlamaVocabulary
 from edge_runtime.bundle.gguf_gemma4 import TARGET
@@ -50,6 +51,7 @@ class LlamaTargetContext(LlamaModel):
         self.options = options
         self.drafters: list[LlamaModel] = []
         self.sequences: list[LlamaSequence] = []
+        self.encoder: LlamaMediaEncoder | None = None
         try:
             self._open(path)
         except BaseException:
@@ -79,6 +81,7 @@ class LlamaTargetContext(LlamaModel):
         self._threads = (options.threads, options.threads)
         self._set = options.threads
         self._batch = Batch(api, self.chunk, sequences=options.sequences)
+        self._soft_batch: Batch | None = None
 
     def verify_all(self, batches: Sequence[tuple[LlamaSequence, Sequence[int]]]) -> list[Logits]:
         """Verifies the tokens of several different sequences with one forward; returns their views [len(tokens), vocabulary] in order.
@@ -106,20 +109,33 @@ class LlamaTargetContext(LlamaModel):
         self._batch.clear()
         for one in rows:
             self._batch.add(one.ids, one.sequence.length, one.flagged, one.sequence.number)
+        self._decode(self._batch, rows)
+        if self.options.draft and (flagged := sum(one.flagged for one in rows)):
+            self._hand_out_hidden(rows, flagged)
+
+    def forward_soft(self, sequence: LlamaSequence, ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
+        """Appends soft rows [n, hidden size] to a sequence, which `ids` stand for. Raises as `forward` does."""
+        self.require_open()
+        for one in self.sequences:
+            one.keep_hidden(forget=one is sequence)
+        if self._soft_batch is None:
+            self._soft_batch = Batch(self._api, self.chunk, self.hidden_size, sequences=self.options.sequences)
+        self._soft_batch.add_rows(rows, sequence.length, sequence.number)
+        self._decode(self._soft_batch, [Rows(sequence=sequence, ids=ids, flagged=0)])
+
+    def _decode(self, batch: Batch, rows: Sequence[Rows]) -> None:
         self._library.log.clear()
         threads = self._threads[all(one.flagged == len(one.ids) for one in rows)]
         if threads != self._set:
             self._api.llama_set_n_threads(self._pointer, threads, threads)
             self._set = threads
-        code: int = self._api.llama_decode(self._pointer, self._batch.structure)
+        code: int = self._api.llama_decode(self._pointer, batch.structure)
         if code != 0:
             for one in rows:
                 self.truncate(one.sequence.number, one.sequence.length)
             raise decode_error(self._library, "target", code, sum(len(one.ids) for one in rows))
         for one in rows:
             one.sequence.append(one.ids)
-        if self.options.draft and (flagged := sum(one.flagged for one in rows)):
-            self._hand_out_hidden(rows, flagged)
 
     def _hand_out_hidden(self, rows: Sequence[Rows], flagged: int) -> None:
         # No copy: drafting runs in another context, so these rows last until the target's next forward, which brings its own.
@@ -168,6 +184,19 @@ class LlamaTargetContext(LlamaModel):
         """Whether the context is open."""
         return self._pointer is not None
 
+    def open_encoder(self, path: Path) -> LlamaMediaEncoder:
+        """Opens the encoder of images and sound on this model; one at a time. Raises BackendError if it does not load."""
+        self.require_open()
+        self.close_encoder()
+        self.encoder = LlamaMediaEncoder(self._library, path, self._model, width=self.hidden_size, threads=self.options.threads)
+        return self.encoder
+
+    def close_encoder(self) -> None:
+        """Frees the encoder, if one is open."""
+        if self.encoder is not None:
+            self.encoder.close()
+            self.encoder = None
+
     def require_open(self) -> None:
         """Raises RequestError if the target is closed."""
         if not self.is_open:
@@ -175,6 +204,7 @@ class LlamaTargetContext(LlamaModel):
 
     def close(self) -> None:
         """Frees the drafters, which live on this context's memory, then the context and the model. Can be called twice."""
+        self.close_encoder()
         while self.drafters:
             self.drafters.pop().close()
         for sequence in self.sequences:
@@ -210,6 +240,22 @@ class LlamaSequence(CommittedText):
             for first in range(0, len(ids), chunk):
                 last = first + chunk >= len(ids) and self.shared.options.draft
                 self.shared.forward([Rows(sequence=self, ids=ids[first : first + chunk], flagged=1 if last else 0)])
+        except BaseException:
+            self._truncate(start)
+            raise
+
+    def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32]) -> None:
+        """Appends the soft rows [n, hidden size] of an image or sound, which negative `ids` stand for, in chunks of the batch size.
+
+        Drafts need a hidden row, which the next token brings. Raises as `prefill` does.
+        """
+        values = self.checked_soft(ids)
+        if rows.shape != (len(values), self.hidden_size):
+            raise RequestError(f"soft rows have the shape {rows.shape}, not {(len(values), self.hidden_size)}; use this bundle's encoder")
+        start, chunk = self.length, self.shared.chunk
+        try:
+            for first in range(0, len(values), chunk):
+                self.shared.forward_soft(self, values[first : first + chunk], rows[first : first + chunk])
         except BaseException:
             self._truncate(start)
             raise

@@ -122,7 +122,8 @@ def _check_fit(path: Path, header: StateHeader, target: SavableTarget, bundle: B
 def _ids(path: Path, tokens: bytes, bundle: Bundle) -> NDArray[np.int64]:
     ids = np.frombuffer(tokens, _TOKEN).astype(np.int64)
     size = bundle.manifest.architecture.vocab_size
-    if ids.min() < 0 or ids.max() >= size:
+    # Negative ids stand for the rows of images and sound.
+    if (ids.min() < 0 and bundle.manifest.media is None) or ids.max() >= size:
         raise RequestError(f"the state {path} has tokens outside of 0..{size - 1}; it is damaged, save it again")
     return ids
 

@@ -1,0 +1,91 @@
+"""The encoder of images and sound in llama.cpp: libmtmd's vision and audio towers, without its decoders of files and its resizing."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.llama.context import floats
+from edge_runtime.backends.llama.library import LlamaLibrary, media_library
+from edge_runtime.bundle.gguf_media import check_encoder
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.media.image import PATCH, Image
+from edge_runtime.media.sound import Sound
+
+_FLASH_OFF = 0
+
+
+class LlamaMediaEncoder:
+    """An opened encoder for a loaded target. Implements `media.soft_rows.Encoder`; it must be closed before its target."""
+
+    def __init__(self, library: LlamaLibrary, path: Path, model: Any, *, width: int, threads: int) -> None:
+        """`width` is the target's hidden size. Raises BackendError if the file is not sound, fits another target, or does not load."""
+        self._pointer: Any = None
+        self._library = library
+        self._api = media_library(library)
+        self._width = width
+        self.facts = check_encoder(path, width)
+        params = self._api.mtmd_context_params_default()
+        params.use_gpu = params.print_timings = params.warmup = False
+        params.n_threads = threads
+        # Flash attention keeps K and V in float16 (clip.cpp).
+        params.flash_attn_type = _FLASH_OFF
+        # Images come in their final size. With the default, fewer than 70 rows would be scaled up.
+        params.image_min_tokens, params.image_max_tokens = 1, 1120
+        library.log.clear()
+        self._pointer = self._api.mtmd_init_from_file(str(path).encode(), model, params)
+        if not self._pointer:
+            raise BackendError(f"llama.cpp could not load {path}{library.quoted_error()}; export it again, or free some memory")
+
+    def encode(self, media: Image | Sound) -> NDArray[np.float32]:
+        """Returns the soft rows [rows, hidden size]. Raises RequestError for sound without an audio tower, BackendError if it fails."""
+        if self._pointer is None:
+            raise RequestError("the media encoder is closed; open the bundle again")
+        if isinstance(media, Sound) and not self.facts.has_audio:
+            raise RequestError("this bundle's encoder takes images only; leave the sound out")
+        if isinstance(media, Image) and max(media.rgb.shape[:2]) > self.facts.positions * PATCH:
+            # ggml would end the process (ggml_get_rows).
+            raise RequestError(f"the image is longer than this encoder's {self.facts.positions * PATCH} pixels; crop it")
+        api = self._api
+        self._library.log.clear()
+        bitmap, chunks = self._bitmap(media), api.mtmd_input_chunks_init()
+        try:
+            return self._encoded(bitmap, chunks)
+        finally:
+            api.mtmd_input_chunks_free(chunks)
+            api.mtmd_bitmap_free(bitmap)
+
+    def close(self) -> None:
+        """Frees the encoder. Can be called twice."""
+        if self._pointer is not None:
+            self._api.mtmd_free(self._pointer)
+            self._pointer = None
+
+    def _bitmap(self, media: Image | Sound) -> Any:
+        if isinstance(media, Image):
+            height, width = media.rgb.shape[:2]
+            pixels = np.ascontiguousarray(media.rgb)
+            return self._api.mtmd_bitmap_init(width, height, pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)))
+        samples = np.ascontiguousarray(media.samples, np.float32)
+        return self._api.mtmd_bitmap_init_from_audio(len(samples), samples.ctypes.data_as(ctypes.POINTER(ctypes.c_float)))
+
+    def _encoded(self, bitmap: Any, chunks: Any) -> NDArray[np.float32]:
+        api = self._api
+        part = api.mtmd_input_part(text=None, bitmap=bitmap)
+        parts = (ctypes.POINTER(api.mtmd_input_part) * 1)(ctypes.pointer(part))
+        if api.mtmd_tokenize_from_parts(self._pointer, chunks, parts, 1, False) != 0:
+            raise BackendError(f"llama.cpp refused the media{self._library.quoted_error()}; give another file")
+        found = [api.mtmd_input_chunks_get(chunks, i) for i in range(api.mtmd_input_chunks_size(chunks))]
+        encoded = []
+        for chunk in found:
+            if api.mtmd_input_chunk_get_type(chunk) == api.MTMD_INPUT_CHUNK_TYPE_TEXT:
+                continue  # the begin and end tokens, which the prompt has
+            if api.mtmd_encode_chunk(self._pointer, chunk) != 0:
+                raise BackendError(f"llama.cpp failed to encode the media{self._library.quoted_error()}; try again")
+            rows: int = api.mtmd_input_chunk_get_n_tokens(chunk)
+            encoded.append(floats(api.mtmd_get_output_embd(self._pointer), rows, self._width).copy())
+        return np.concatenate(encoded)

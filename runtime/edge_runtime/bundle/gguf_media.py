@@ -1,0 +1,145 @@
+"""Checks a media encoder's GGUF before llama.cpp opens it: the keys of E2B and E4B, and every tensor with the shape that they require."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_runtime.bundle.gguf_header import GgufHeader, read_gguf_header
+from edge_runtime.errors import BackendError
+
+_LARGEST = 1 << 16
+_MOST_LAYERS = 128
+# ggml's numbers of f32, f16 and bf16
+_TYPES = (0, 1, 30)
+_BOUNDS = ("input_max", "input_min", "output_max", "output_min")
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderFacts:
+    """`has_audio`: it takes sound too. `positions`: the most patches on a side of an image."""
+
+    has_audio: bool
+    positions: int
+
+
+def check_encoder(path: Path, width: int) -> EncoderFacts:
+    """Returns what the encoder takes. `width` is the hidden size of the target.
+
+    Raises BackendError for a file that is damaged, of another kind, or of another target.
+    """
+    header = read_gguf_header(path)
+    keys = header.keys
+    wanted: dict[str, Any] = {
+        "general.architecture": "clip",
+        "clip.has_vision_encoder": True,
+        "clip.vision.projector_type": "gemma4v",
+        "clip.vision.patch_size": 16,
+        "clip.vision.projection_dim": width,
+        "clip.use_gelu": True,
+    }
+    audio = keys.get("clip.has_audio_encoder") is True
+    if audio:
+        wanted |= {"clip.audio.projector_type": "gemma4a", "clip.audio.num_mel_bins": 128, "clip.audio.projection_dim": width}
+    for key, value in wanted.items():
+        if keys.get(key) != value:
+            raise BackendError(f"{path}: {key} is {str(keys.get(key))[:40]!r}, not {value!r}; export the bundle again")
+    expected = _vision_shapes(path, header, width) | (_audio_shapes(path, header, width) if audio else {})
+    found = {tensor.name: tensor for tensor in header.tensors}
+    if found.keys() != expected.keys():
+        odd = sorted(found.keys() ^ expected.keys())[0]
+        raise BackendError(f"{path}: the tensor {odd[:80]!r} is {'unknown' if odd in found else 'missing'}; export the bundle again")
+    for name, shape in expected.items():
+        if tuple(found[name].shape)[::-1] != shape or found[name].type not in _TYPES:
+            got = f"{list(found[name].shape)[::-1]} of type {found[name].type}"
+            raise BackendError(f"{path}: {name!r} is {got}, not {list(shape)} of floats; export the bundle again")
+    return EncoderFacts(has_audio=audio, positions=_dimension(path, header, "v.position_embd.weight", 1))
+
+
+def _count(path: Path, header: GgufHeader, key: str, most: int = _LARGEST) -> int:
+    value = header.keys.get(key)
+    if type(value) is not int or not 0 < value <= most:
+        raise BackendError(f"{path}: {key} is {str(value)[:40]!r}, not a number from 1 to {most}; export the bundle again")
+    return value
+
+
+def _dimension(path: Path, header: GgufHeader, name: str, index: int) -> int:
+    """A size that no key has: dimension `index` of a tensor, rows first."""
+    for tensor in header.tensors:
+        if tensor.name == name and len(tensor.shape) > index and 0 < tensor.shape[::-1][index] <= _LARGEST:
+            return tensor.shape[::-1][index]
+    raise BackendError(f"{path} lacks a usable tensor {name!r}; export the bundle again")
+
+
+def _heads(path: Path, header: GgufHeader, tower: str, size: int) -> int:
+    heads = _count(path, header, f"clip.{tower}.attention.head_count")
+    if size % (4 * heads):
+        raise BackendError(f"{path}: {heads} heads do not share {size} values in fours; export the bundle again")
+    return heads
+
+
+def _linear(name: str, shape: tuple[int, int], clipped: bool) -> Shapes:
+    return {f"{name}.weight": shape} | ({f"{name}.{bound}": (1,) for bound in _BOUNDS} if clipped else {})
+
+
+def _vision_shapes(path: Path, header: GgufHeader, width: int) -> Shapes:
+    size = _count(path, header, "clip.vision.embedding_length")
+    wide = _count(path, header, "clip.vision.feed_forward_length")
+    head = size // _heads(path, header, "vision", size)
+    clipped = any(tensor.name == "v.blk.0.attn_q.input_max" for tensor in header.tensors)
+    positions = _dimension(path, header, "v.position_embd.weight", 1)
+    shapes: Shapes = {
+        "v.patch_embd.weight": (size, 3, 16, 16),
+        "v.position_embd.weight": (2, positions, size),
+        "mm.input_projection.weight": (width, size),
+    }
+    for layer in range(_count(path, header, "clip.vision.block_count", _MOST_LAYERS)):
+        at = f"v.blk.{layer}."
+        shapes |= {f"{at}{norm}.weight": (size,) for norm in ("ln1", "ln2", "attn_post_norm", "ffn_post_norm")}
+        shapes |= {f"{at}{norm}.weight": (head,) for norm in ("attn_q_norm", "attn_k_norm")}
+        for name in ("attn_q", "attn_k", "attn_v", "attn_out"):
+            shapes |= _linear(at + name, (size, size), clipped)
+        for name, shape in (("ffn_gate", (wide, size)), ("ffn_up", (wide, size)), ("ffn_down", (size, wide))):
+            shapes |= _linear(at + name, shape, clipped)
+    return shapes
+
+
+def _audio_shapes(path: Path, header: GgufHeader, width: int) -> Shapes:
+    size = _count(path, header, "clip.audio.embedding_length")
+    head = size // _heads(path, header, "audio", size)
+    clipped = any(tensor.name == "a.blk.0.attn_q.input_max" for tensor in header.tensors)
+    first, second = (_dimension(path, header, f"a.conv1d.{i}.norm.weight", 0) for i in (0, 1))
+    output = _dimension(path, header, "a.pre_encode.out.bias", 0)
+    shapes: Shapes = {
+        "a.conv1d.0.weight": (first, 1, 3, 3),
+        "a.conv1d.0.norm.weight": (first,),
+        "a.conv1d.1.weight": (second, first, 3, 3),
+        "a.conv1d.1.norm.weight": (second,),
+        "a.input_projection.weight": (size, 32 * second),
+        "a.pre_encode.out.weight": (output, size),
+        "a.pre_encode.out.bias": (output,),
+        "mm.a.input_projection.weight": (width, output),
+    }
+    norms = (
+        "ffn_norm",
+        "ffn_post_norm",
+        "ffn_norm_1",
+        "ffn_post_norm_1",
+        "attn_pre_norm",
+        "attn_post_norm",
+        "conv_norm",
+        "norm_conv",
+        "ln2",
+    )
+    for layer in range(_count(path, header, "clip.audio.block_count", _MOST_LAYERS)):
+        at = f"a.blk.{layer}."
+        shapes |= {f"{at}{norm}.weight": (size,) for norm in norms}
+        shapes |= {f"{at}per_dim_scale.weight": (head,), f"{at}attn_k_rel.weight": (size, size), f"{at}conv_dw.weight": (size, 5)}
+        for end in ("", "_1"):
+            shapes |= _linear(f"{at}ffn_up{end}", (4 * size, size), clipped) | _linear(f"{at}ffn_down{end}", (size, 4 * size), clipped)
+        for name in ("attn_q", "attn_k", "attn_v", "attn_out", "conv_pw2"):
+            shapes |= _linear(at + name, (size, size), clipped)
+        shapes |= _linear(f"{at}conv_pw1", (2 * size, size), clipped)
+    return shapes

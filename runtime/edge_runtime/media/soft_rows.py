@@ -1,0 +1,154 @@
+"""Images and sound inside a prompt: spans of soft rows, whose ids name their content.
+
+A soft row has no token. In its place the text has a negative id, made from a digest of the media and of the encoder. So texts have equal
+ids exactly where they have equal rows, and what compares ids (reused prefixes, saved states) never takes one picture for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.bundle.manifest import MediaInputs, MediaTokens
+from edge_runtime.errors import RequestError
+from edge_runtime.media.image import Image
+from edge_runtime.media.sound import Sound
+
+Media = Image | Sound
+# Encoded media that are kept: an image at budget 280 on E2B has 1.6 MB of rows.
+KEPT = 4
+
+
+class Encoder(Protocol):
+    """Computes the soft rows of media."""
+
+    def encode(self, media: Media) -> NDArray[np.float32]:
+        """Returns the rows [rows, hidden size] of an image or a sound."""
+
+    def close(self) -> None:
+        """Frees the model. Can be called twice."""
+
+
+class LazyEncoder:
+    """An encoder that is loaded at first use, and the rows of the newest media. `sha256` is that of the encoder's file."""
+
+    def __init__(self, load: Callable[[], Encoder], sha256: str) -> None:
+        self._load = load
+        self._sha256 = sha256
+        self._encoder: Encoder | None = None
+        self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+
+    def digest(self, media: Media) -> bytes:
+        """Returns what identifies the media's rows."""
+        found = hashlib.sha256(f"{type(media).__name__} {self._sha256} ".encode())
+        values: NDArray[np.uint8] | NDArray[np.float32] = media.rgb if isinstance(media, Image) else media.samples
+        found.update(str(values.shape).encode())
+        found.update(np.ascontiguousarray(values).data)
+        return found.digest()
+
+    def rows(self, media: Media) -> NDArray[np.float32]:
+        """Returns the rows [rows, hidden size], encoded now or earlier."""
+        digest = self.digest(media)
+        if digest not in self._kept:
+            if self._encoder is None:
+                self._encoder = self._load()
+            rows = self._encoder.encode(media)
+            if len(rows) != media.rows:
+                raise RequestError(f"the encoder made {len(rows)} rows of media that have {media.rows}; export the bundle again")
+            self._kept[digest] = rows
+        self._kept.move_to_end(digest)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[digest]
+
+    def close(self) -> None:
+        """Frees the encoder and the kept rows; the next use loads it again."""
+        self._kept.clear()
+        if self._encoder is not None:
+            self._encoder.close()
+            self._encoder = None
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """The soft rows of one image or sound: `count` of them from position `first` on; `rows` encodes them if they were not yet."""
+
+    first: int
+    count: int
+    rows: Callable[[], NDArray[np.float32]]
+
+
+@dataclass(frozen=True, eq=False)
+class MediaPrompt:
+    """A prompt with media: ids, of which those of soft rows are negative, and where these are. It ends with a token."""
+
+    ids: list[int]
+    spans: tuple[Span, ...]
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The ids of tokens."""
+        return [token for token in self.ids if token >= 0]
+
+
+def row_ids(digest: bytes, count: int) -> list[int]:
+    """Returns `count` negative ids, each of 31 bits of a stream that the digest begins."""
+    stream = np.frombuffer(hashlib.shake_256(digest).digest(4 * count), "<u4")
+    return [-1 - int(value) for value in stream >> 1]
+
+
+def media_prompt(ids: Sequence[int], media: Sequence[Media], inputs: MediaInputs, encoder: LazyEncoder) -> MediaPrompt:
+    """Replaces each placeholder among `ids` by the begin token, the soft rows of the next media, and the end token.
+
+    Raises RequestError unless there is one media of the right kind for each placeholder.
+    """
+    kinds: dict[int, tuple[type[Image] | type[Sound], MediaTokens]] = {inputs.image.placeholder: (Image, inputs.image)}
+    if inputs.audio is not None:
+        kinds[inputs.audio.placeholder] = (Sound, inputs.audio)
+    found = sum(token in kinds for token in ids)
+    if found != len(media):
+        raise RequestError(f"the prompt has {found} places for media, but there are {len(media)}; give one for each")
+    result: list[int] = []
+    spans: list[Span] = []
+    left = iter(media)
+    for token in ids:
+        if token not in kinds:
+            result.append(token)
+            continue
+        kind, tokens = kinds[token]
+        one = next(left)
+        if not isinstance(one, kind):
+            raise RequestError(f"media {len(spans) + 1} is a {type(one).__name__.lower()}, its place is for another kind; exchange them")
+        result.append(tokens.begin)
+        spans.append(Span(len(result), one.rows, _rows_of(encoder, one)))
+        result += [*row_ids(encoder.digest(one), one.rows), tokens.end]
+    return MediaPrompt(result, tuple(spans))
+
+
+def with_places(ids: list[int], media: Sequence[Media], inputs: MediaInputs, bos: int) -> list[int]:
+    """Returns ids with a placeholder for each media before the text, behind the beginning-of-sequence token."""
+    audio = inputs.audio or inputs.image
+    places = [(inputs.image if isinstance(one, Image) else audio).placeholder for one in media]
+    start = 1 if bos >= 0 and ids[:1] == [bos] else 0
+    return [*ids[:start], *places, *ids[start:]]
+
+
+def _rows_of(encoder: LazyEncoder, media: Media) -> Callable[[], NDArray[np.float32]]:
+    return lambda: encoder.rows(media)
+
+
+def pieces(first: int, end: int, spans: Sequence[Span], most: int) -> Iterator[tuple[int, int, Span | None]]:
+    """Yields (start, end, span): the parts of a prompt from `first` to `end`, at most `most` positions each, in one span or in none."""
+    at = first
+    for span in (*spans, None):
+        start, stop = (end, end) if span is None else (span.first, span.first + span.count)
+        for limit, inside in ((min(start, end), None), (min(stop, end), span)):
+            while at < limit:
+                yield at, min(at + most, limit), inside
+                at = min(at + most, limit)

@@ -1,0 +1,267 @@
+"""Images and sound on llama.cpp, on a tiny random member: rows and logits against transformers, and what knows which picture it has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from edge_runtime.bundle.gguf_media import check_encoder
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.media.image import Image
+from edge_runtime.media.sound import Sound
+from edge_runtime.session.open import open_session
+from edge_runtime.session.session import Session
+from silent import Silent
+from tiny_media import MEDIA_IDS, write_media_assistant, write_media_member
+
+# Of the rows' norm. ggml's GELU is a table of float16; without clip.use_gelu the distance is larger than this.
+ROWS = 5e-3
+TEXT = [2, 40, 41, 42, 300, 310, 320]
+
+
+def picture(height: int, width: int, seed: int) -> Image:
+    return Image(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def noise(samples: int, seed: int = 1) -> Sound:
+    return Sound(np.random.default_rng(seed).uniform(-0.5, 0.5, samples).astype(np.float32))
+
+
+MEDIA = [picture(96, 144, 1), picture(48, 48, 2), picture(336, 432, 3), noise(16_000), noise(7_777), noise(161), noise(480_000)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("media")
+    target, drafter = write_media_member(root / "target", dtype="float16"), write_media_assistant(root / "drafter")
+    request = ExportRequest(
+        target=str(target),
+        drafter=str(drafter),
+        output=root / "bundle",
+        target_quantization="f16",
+        drafter_quantization="f16",
+        context=768,
+        verify=False,
+        media="f32",
+    )
+    export_pair(request, Silent())
+    return {"target": target, "bundle": root / "bundle"}
+
+
+@pytest.fixture(scope="module")
+def model(folders) -> Any:
+    return transformers.Gemma4ForConditionalGeneration.from_pretrained(folders["target"], dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def session(folders, probe_memory) -> Session:
+    with open_session(folders["bundle"], drafter="dense", threads=1) as session:
+        yield session
+
+
+def reference_rows(model: Any, media: Image | Sound) -> np.ndarray:
+    with torch.no_grad():
+        if isinstance(media, Image):
+            found = model.model.get_image_features(torch.from_numpy(media.patches())[None], torch.from_numpy(media.positions())[None])
+        else:
+            mels = torch.from_numpy(media.mel_frames())[None]
+            found = model.model.get_audio_features(mels, torch.ones(mels.shape[:2], dtype=torch.bool))
+    rows = found.pooler_output
+    return (torch.cat(list(rows)) if isinstance(rows, tuple) else rows).numpy().reshape(-1, 64)
+
+
+def rows_of(session: Session, media: Image | Sound) -> np.ndarray:
+    return session._parts.encoder.rows(media)
+
+
+def placed(media: Image | Sound, *, before: list[int], after: list[int]) -> list[int]:
+    return [*before, MEDIA_IDS["<|image|>" if isinstance(media, Image) else "<|audio|>"], *after]
+
+
+@pytest.mark.parametrize("media", MEDIA, ids=lambda media: f"{type(media).__name__} of {media.rows} rows")
+def test_rows_equal_transformers(media, session, model):
+    ours, wanted = rows_of(session, media), reference_rows(model, media)
+    assert ours.shape == wanted.shape == (media.rows, 64)
+    assert np.linalg.norm(ours - wanted) / np.linalg.norm(wanted) < ROWS
+    session.free_encoder()
+
+
+def test_rows_need_the_right_activation(folders, session, model, monkeypatch, tmp_path):
+    from edge_export.checkpoint.checkpoint import open_checkpoint
+    from edge_export.gguf.media_encoder import plan_encoder
+    from edge_runtime.backends.llama import media_encoder
+    from edge_runtime.bundle.gguf_media import EncoderFacts
+
+    path = tmp_path / "quick.gguf"
+    plan_encoder(open_checkpoint(folders["target"]), "f32", use_gelu=False).write(path, lambda _: None)
+    monkeypatch.setattr(media_encoder, "check_encoder", lambda *_: EncoderFacts(has_audio=True, positions=128))
+    image = picture(96, 144, 1)
+    wanted = reference_rows(model, image)
+    session.free_encoder()
+    ours = session.target.shared.open_encoder(path).encode(image)
+    session.target.shared.close_encoder()
+    assert np.linalg.norm(ours - wanted) / np.linalg.norm(wanted) > ROWS
+
+
+def test_logits_behind_an_image_equal_transformers(session, model):
+    """The same rows go into both text models, so that only the text model's own differences remain."""
+    image = picture(96, 144, 1)
+    prompt = session.media_prompt(placed(image, before=TEXT[:3], after=TEXT[3:]), [image])
+    generation = session.generate(prompt, max_tokens=1, draft_length=0)
+    list(generation)
+    rows = rows_of(session, image)
+    ids = torch.tensor([[token if token >= 0 else MEDIA_IDS["<|image|>"] for token in prompt.ids]])
+    original = model.model.get_image_features
+    with torch.no_grad():
+        wanted = original(torch.from_numpy(image.patches())[None], torch.from_numpy(image.positions())[None], return_dict=True)
+        wanted.pooler_output = (torch.from_numpy(rows),)
+        model.model.get_image_features = lambda *_, **__: wanted
+        try:
+            pixels, positions = torch.from_numpy(image.patches())[None], torch.from_numpy(image.positions())[None]
+            kinds = (ids == MEDIA_IDS["<|image|>"]).long()
+            reference = model(input_ids=ids, pixel_values=pixels, image_position_ids=positions, mm_token_type_ids=kinds).logits[0].numpy()
+        finally:
+            model.model.get_image_features = original
+    session.target.rollback(0)
+    list(session.generate(prompt, max_tokens=1, draft_length=0))
+    session.target.rollback(len(prompt.ids) - 1)
+    ours = session.target.verify(prompt.ids[-1:])[0]
+    assert np.abs(ours - reference[-1]).max() < 0.05
+    blank = session.generate([token for token in prompt.ids if token >= 0], max_tokens=1, draft_length=0)
+    list(blank)
+    session.target.rollback(len(blank.prompt) - 1)
+    assert np.abs(session.target.verify(blank.prompt[-1:])[0] - reference[-1]).max() > 0.2  # the picture matters
+
+
+@pytest.mark.parametrize("first", [TEXT[:3], TEXT[:3] * 12], ids=["in one window", "behind a window"])
+def test_drafts_change_nothing(first, session):
+    media = [picture(144, 192, 4), noise(9_000)]
+    ids = [*first, MEDIA_IDS["<|image|>"], 40, MEDIA_IDS["<|audio|>"], *TEXT[3:]]
+    plain = session.generate(session.media_prompt(ids, media), max_tokens=40, draft_length=0)
+    list(plain)
+    drafted = session.generate(session.media_prompt(ids, media), max_tokens=40, draft_length=3)
+    list(drafted)
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.drafted > 0
+
+
+def test_no_picture_is_taken_for_another(session):
+    one, other = picture(96, 144, 5), picture(96, 144, 6)
+    ids = placed(one, before=TEXT[:3], after=TEXT[3:])
+
+    def run(image: Image, **options: Any) -> Any:
+        generation = session.generate(session.media_prompt(ids, [image]), max_tokens=8, draft_length=0, **options)
+        list(generation)
+        return generation
+
+    fresh = {id(image): run(image).tokens for image in (one, other)}
+    run(one)
+    same, changed = run(one, reuse_prefix=True), run(other, reuse_prefix=True)
+    assert same.stats.reused_tokens == len(same.prompt) - 1
+    assert changed.stats.reused_tokens == 4  # three tokens and the begin of an image
+    assert same.tokens == fresh[id(one)]
+    assert changed.tokens == fresh[id(other)]
+
+
+def test_a_span_that_is_cut_goes_on(session):
+    image = picture(144, 192, 7)
+    prompt = session.media_prompt(placed(image, before=TEXT[:3], after=TEXT[3:]), [image])
+    whole = session.generate(prompt, max_tokens=8, draft_length=0)
+    list(whole)
+    session.target.rollback(9)  # inside of the picture
+    rest = session.generate(prompt, max_tokens=8, draft_length=0, reuse_prefix=True)
+    list(rest)
+    assert rest.stats.reused_tokens == 9
+    assert rest.tokens == whole.tokens
+
+
+def test_a_saved_state_keeps_its_picture(session, tmp_path):
+    image = picture(96, 144, 8)
+    ids = placed(image, before=TEXT[:3], after=TEXT[3:])
+    first = session.generate(session.media_prompt(ids, [image]), max_tokens=6, draft_length=0)
+    list(first)
+    session.save_state(tmp_path / "state")
+    session.target.rollback(0)
+    session.load_state(tmp_path / "state")
+    again = session.generate(session.media_prompt([*ids, *first.tokens[:-1], 40], [image]), max_tokens=2, draft_length=0, reuse_prefix=True)
+    list(again)
+    assert again.stats.reused_tokens == len(first.prompt) + 5
+
+
+def test_lookup_copies_no_soft_rows(folders, probe_memory):
+    with open_session(folders["bundle"], drafter="lookup", threads=1) as session:
+        image = picture(48, 96, 9)
+        again = [50, 51, 52, MEDIA_IDS["<|image|>"], 60, 50, 51]
+        prompt = session.media_prompt(again, [image])
+        session.target.rollback(0)
+        list(session.generate(prompt, max_tokens=1, draft_length=0))
+        assert session.drafter.draft(52, 4) == [MEDIA_IDS["<|image>"]]
+        tokens = session.generate(prompt, max_tokens=20, draft_length=3)
+        list(tokens)
+        assert min(tokens.tokens) >= 0
+
+
+def test_what_does_not_fit_is_refused(session):
+    with pytest.raises(RequestError, match="1 places for media, but there are 2"):
+        session.media_prompt(placed(picture(48, 48, 1), before=[2], after=[3]), [picture(48, 48, 1)] * 2)
+    with pytest.raises(RequestError, match="media 1 is a sound"):
+        session.media_prompt([2, MEDIA_IDS["<|image|>"], 3], [noise(900)])
+    with pytest.raises(RequestError, match="longer than this encoder's 2048 pixels"):
+        rows_of(session, picture(48, 2064, 1))
+    with pytest.raises(RequestError, match="no token id"):
+        list(session.generate([2, -5, 3]))
+
+
+@pytest.mark.parametrize("change", [b"gemma4v", b"clip.use_gelu", b"v.blk.1.ln1.weight", b"a.blk.0.conv_dw.weight"])
+def test_a_damaged_encoder_is_refused(change, folders, tmp_path):
+    data = (folders["bundle"] / "media-encoder-f32.gguf").read_bytes()
+    assert data.count(change)
+    path = tmp_path / "encoder.gguf"
+    path.write_bytes(data.replace(change, b"x" + change[1:]))
+    with pytest.raises(BackendError, match="export the bundle again"):
+        check_encoder(path, 64)
+    with pytest.raises(BackendError, match="projection_dim is '64', not 65"):
+        check_encoder(folders["bundle"] / "media-encoder-f32.gguf", 65)
+
+
+def test_the_command_answers_about_an_image(folders, tmp_path, probe_memory):
+    from click.testing import CliRunner
+
+    from edge_runtime.cli.run import main
+
+    pillow = pytest.importorskip("PIL.Image")
+    texts = []
+    for seed in (1, 2):
+        pillow.fromarray(picture(96, 96, seed).rgb).save(tmp_path / "photo.png")
+        arguments = [str(folders["bundle"]), "--image", str(tmp_path / "photo.png"), "--image-rows", "70", "--max-tokens", "12", "--json"]
+        done = CliRunner().invoke(main, [*arguments, "--drafter", "dense", "--verify-lossless", "what is this"])
+        assert done.exit_code == 0, done.output
+        record = json.loads(done.stdout.splitlines()[-1])
+        assert record["stats"]["prompt_tokens"] > 64
+        assert record["lossless"]["equal"]
+        texts.append(record["text"])
+    assert texts[0] != texts[1]
+
+
+def test_the_command_needs_an_encoder_and_one_prompt(exported_pair, tmp_path, probe_memory):
+    from click.testing import CliRunner
+
+    from edge_runtime.cli.run import main
+
+    done = CliRunner().invoke(main, [str(exported_pair), "--image", "photo.jpg", "--drafter", "none", "what"])
+    assert done.exit_code == 1
+    assert "this bundle has no encoder of images and sound" in done.stderr
+    done = CliRunner().invoke(main, [str(exported_pair), "--image", "photo.jpg"])
+    assert done.exit_code == 2
+    assert "need a PROMPT" in done.stderr
