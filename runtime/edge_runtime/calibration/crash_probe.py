@@ -1,7 +1,8 @@
 """Tests in a child process whether llama.cpp crashes on this machine, before it is loaded into the user's process.
 
 A build can die of a signal on the processor it runs on: a build for AMX dies on virtual machines that report AMX without having it, as
-soon as a batch has a few rows of quantized weights. Without weight repacking (`use_extra_bufts`) it works. The result is cached.
+soon as a batch has a few rows of quantized weights. Without weight repacking (`use_extra_bufts`) it works, and without the project's own
+row kernels, which are repacked weights, too. The result is cached.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import click
 
 from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_put, read_entries
 from edge_devices.machine.facts import cpu_identity, usable_processors
-from edge_runtime.backends.llama.library import library_version, system_info
+from edge_runtime.backends.llama.library import library, library_version, system_info
 from edge_runtime.calibration.child_process import ask_child
 from edge_runtime.errors import BackendError, EdgeRuntimeError
 
@@ -101,8 +102,8 @@ def cached_probes() -> list[CachedProbe]:
 
 
 def machine_key(quantizations: Sequence[str]) -> str:
-    """Returns the cache key of a result, a sha256 of the processor, the library version and build, and the quantizations."""
-    facts = [cpu_identity(), platform.machine(), library_version(), system_info(), list(quantizations)]
+    """Returns the cache key of a result, a sha256 of the processor, the library version and build, the kernels, and the quantizations."""
+    facts = [cpu_identity(), platform.machine(), library_version(), system_info(), library().row_kernels, list(quantizations)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -18,15 +18,24 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
 # What runs on any processor of the architecture, and the files that need more, each with the processor it is compiled for.
-_COMMON = ("c_api.cpp", "variants.cpp", "onnxruntime/matmul_rows.cpp")
+_COMMON = ("c_api.cpp", "variants.cpp", "onnxruntime/matmul_rows.cpp", "ggml/multiply.cpp", "ggml/register.cpp")
 _VARIANTS = {
     "x86_64": {
-        "pack.cpp": "x86_64_v3",  # float16; it runs only where a variant does
+        # float16; they run only where a variant does
+        "pack.cpp": "x86_64_v3",
+        "ggml/weights.cpp": "x86_64_v3",
+        "ggml/floats.cpp": "x86_64_v3",
         "x86/rows_avx2.cpp": "x86_64_v3",
         "x86/rows_avxvnni.cpp": "x86_64_v3+avxvnni",
         "x86/rows_avx512vnni.cpp": "x86_64_v4+avx512vnni",
     },
-    "aarch64": {"pack.cpp": "cortex_a53", "arm/rows_dotprod.cpp": "cortex_a76", "arm/rows_i8mm.cpp": "cortex_a76+i8mm"},
+    "aarch64": {
+        "pack.cpp": "cortex_a53",
+        "ggml/weights.cpp": "cortex_a53",
+        "ggml/floats.cpp": "cortex_a76",
+        "arm/rows_dotprod.cpp": "cortex_a76",
+        "arm/rows_i8mm.cpp": "cortex_a76+i8mm",
+    },
 }
 _BASE = {"x86_64": "x86_64_v2", "aarch64": "cortex_a53"}
 # The oldest systems: glibc 2.17 is that of every manylinux wheel since 2014; macOS 11 is the first on ARM.

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edge_runtime.backends.kernels import ggml
+from edge_runtime.backends.kernels.library import variant
 from edge_runtime.errors import BackendError
 
 INSTALL = "pip install 'edge-mtp[llama]'"
@@ -62,7 +64,8 @@ class LogRing:
 @dataclass(frozen=True, kw_only=True)
 class LlamaLibrary:
     """The loaded library: `api` is llama_cpp's ctypes module, `staging` its module for the MTP symbols, `ggml` the bare library of
-    tensors, graphs and the file format, `devices` the one that knows what can compute them. All are untyped."""
+    tensors, graphs and the file format, `devices` the one that knows what can compute them. All are untyped. `row_kernels` is the variant
+    of the project's own kernels that multiplies, or None, and then `stock_reason` says why llama.cpp's own do."""
 
     api: Any
     staging: Any
@@ -71,6 +74,8 @@ class LlamaLibrary:
     version: str
     log: LogRing
     callback: Any
+    row_kernels: str | None
+    stock_reason: str | None
 
     def quoted_error(self) -> str:
         """Returns ": <the first logged error>" to end a sentence with, or "" if nothing was logged."""
@@ -97,6 +102,7 @@ def library() -> LlamaLibrary:
     log = LogRing()
     callback = _route_log(api, log)
     api.llama_backend_init()
+    reason = ggml.register(api._lib)
     return LlamaLibrary(
         api=api,
         staging=staging,
@@ -105,6 +111,8 @@ def library() -> LlamaLibrary:
         version=str(llama_cpp.__version__),
         log=log,
         callback=callback,
+        row_kernels=variant() if reason is None else None,
+        stock_reason=reason,
     )
 
 

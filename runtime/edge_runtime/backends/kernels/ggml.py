@@ -1,0 +1,76 @@
+"""The kernels inside ggml's CPU backend: an extra buffer type that packs weights when they are loaded and multiplies with them.
+
+No patch to llama.cpp: libggml-cpu exports the list of such buffer types as a C++ symbol. Structures behind it are no stable interface;
+src/ggml/facts.h has those of the one release of llama-cpp-python that the runtime is pinned to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from edge_runtime.backends.kernels.library import VARIABLE, load_library, variant
+
+# In the order of struct Functions in src/ggml/facts.h.
+FUNCTIONS = (
+    "ggml_backend_buffer_init",
+    "ggml_nbytes",
+    "ggml_backend_buft_is_host",
+    "ggml_op_name",
+    "ggml_type_name",
+    "ggml_backend_cpu_reg",
+    "ggml_backend_reg_dev_get",
+    "_Z39ggml_backend_cpu_get_extra_buffer_typesv",
+    "ggml_barrier",
+    "ggml_threadpool_chunk_set",
+    "ggml_threadpool_chunk_add",
+    "ggml_compute_forward_flash_attn_ext",
+)
+# C++'s operator new: the list belongs to a vector, which may free it.
+_NEW = "_Znwm"
+
+
+def register(llama: Any) -> str | None:
+    """Adds the buffer type to the loaded libllama. Returns None, or a sentence that says why stock kernels multiply.
+
+    Must come before the first model is loaded. `llama` is the ctypes library: its dependencies, ggml's libraries, are searched with it.
+    """
+    kernels = _kernels()
+    if kernels is None:
+        return "the row kernels were not built for this machine"
+    if variant() is None:
+        return f"no row kernel runs on this processor, or ${VARIABLE} switches them off"
+    missing = [name for name in (*FUNCTIONS, _NEW) if not hasattr(llama, name)]
+    if missing:
+        return f"this build of llama.cpp does not export {', '.join(missing)}"
+    functions = (ctypes.c_void_p * len(FUNCTIONS))(*(_address(llama, name) for name in FUNCTIONS))
+    kernels.edge_ggml_register.restype = ctypes.c_char_p
+    reason = kernels.edge_ggml_register(functions, ctypes.c_void_p(_address(llama, _NEW)))
+    return f"this build of llama.cpp is another than the one supported: {reason.decode('ascii')}" if reason else None
+
+
+def switch(enabled: bool) -> None:
+    """Whether models that are loaded from now on get the kernels; registering switches them on."""
+    kernels = _kernels()
+    if kernels is not None:
+        kernels.edge_ggml_switch(int(enabled))
+
+
+def attend_row_by_row(rows: int) -> None:
+    """While the kernels are on, attention of up to `rows` rows is computed row by row: a row's sums then do not depend on its batch.
+
+    Calls only raise the number, which is 1 at first; llama.cpp computes larger batches in tiles.
+    """
+    kernels = _kernels()
+    if kernels is not None:
+        kernels.edge_ggml_attend_row_by_row(ctypes.c_int64(rows))
+
+
+def _kernels() -> Any:
+    """The library; None where there is none, or one of an earlier build, without ggml."""
+    kernels = load_library()
+    return kernels if hasattr(kernels, "edge_ggml_register") else None
+
+
+def _address(library: Any, name: str) -> int | None:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value

@@ -1,0 +1,120 @@
+// What this library takes for granted about ggml, of the one release of llama.cpp that the runtime is pinned to: structures and numbers
+// of ggml/include/ggml.h, ggml/src/ggml-backend-impl.h and ggml/src/ggml-cpu. register.cpp checks what a program can check of them.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace edge::ggml {
+
+// enum ggml_type
+constexpr int kF32 = 0, kQ4_0 = 2, kQ8_0 = 8, kQ6_K = 14, kBf16 = 30;
+// enum ggml_op
+constexpr int kMulMat = 29, kFlashAttention = 74;
+// enum ggml_status
+constexpr int kSuccess = 0;
+
+struct Buffer;
+struct BufferType;
+struct Device;
+struct Threadpool;
+
+struct Tensor {
+    int type;
+    Buffer* buffer;
+    int64_t ne[4];  // elements, the innermost dimension first
+    size_t nb[4];   // strides in bytes
+    int op;
+    int32_t op_params[16];
+    int32_t flags;
+    Tensor* src[10];
+    Tensor* view_src;
+    size_t view_offs;
+    void* data;
+    char name[64];
+    void* extra;
+    char padding[8];
+};
+
+struct BufferTypeCalls {
+    const char* (*name)(BufferType*);
+    Buffer* (*allocate)(BufferType*, size_t);
+    size_t (*alignment)(BufferType*);
+    size_t (*most)(BufferType*);
+    size_t (*tensor_size)(BufferType*, const Tensor*);
+    bool (*is_host)(BufferType*);
+};
+
+struct BufferType {
+    BufferTypeCalls calls;
+    Device* device;
+    void* context;
+};
+
+struct BufferCalls {
+    void (*release)(Buffer*);
+    void* (*base)(Buffer*);
+    int (*init_tensor)(Buffer*, Tensor*);
+    void (*fill_tensor)(Buffer*, Tensor*, uint8_t value, size_t offset, size_t size);
+    void (*set_tensor)(Buffer*, Tensor*, const void* data, size_t offset, size_t size);
+    void (*get_tensor)(Buffer*, const Tensor*, void* data, size_t offset, size_t size);
+    void (*set_tensor_2d)(Buffer*, Tensor*, const void*, size_t, size_t, size_t, size_t, size_t);
+    void (*get_tensor_2d)(Buffer*, const Tensor*, void*, size_t, size_t, size_t, size_t, size_t);
+    bool (*copy_tensor)(Buffer*, const Tensor* from, Tensor* to);
+    void (*clear)(Buffer*, uint8_t value);
+    void (*reset)(Buffer*);
+};
+
+struct Buffer {
+    BufferCalls calls;
+    BufferType* type;
+    void* context;
+    size_t size;
+    int usage;
+};
+
+// struct ggml_compute_params: what a thread of the CPU backend gets with each operation.
+struct Work {
+    int thread, threads;
+    size_t size;
+    void* memory;
+    Threadpool* pool;
+    bool reference;  // attention row by row, without tiles and without dividing the cache among threads
+};
+
+// Classes of ggml/src/ggml-cpu/traits.h. Both have a virtual destructor, which takes two entries of the table; nobody calls it.
+struct Operation {
+    virtual void destroy() {}
+    virtual void destroy_and_free() {}
+    virtual bool work_size(int threads, const Tensor* op, size_t& size) = 0;
+    virtual bool compute(Work* work, Tensor* op) = 0;
+};
+
+struct ExtraBufferType {
+    virtual void destroy() {}
+    virtual void destroy_and_free() {}
+    virtual bool supports(Device* device, const Tensor* op) = 0;
+    virtual Operation* operation(const Tensor* op) = 0;
+};
+
+// std::vector<ggml_backend_buffer_type_t>, as libstdc++ and libc++ lay it out.
+struct BufferTypes {
+    BufferType **first, **last, **end;
+};
+
+// Functions of libggml-base and libggml-cpu, found by the caller.
+struct Functions {
+    Buffer* (*buffer_init)(BufferType*, BufferCalls, void* context, size_t size);
+    size_t (*tensor_bytes)(const Tensor*);
+    bool (*buffer_type_is_host)(BufferType*);
+    const char* (*op_name)(int op);
+    const char* (*type_name)(int type);
+    void* (*cpu_registry)();
+    Device* (*registry_device)(void* registry, size_t index);
+    BufferTypes* (*extra_buffer_types)();
+    void (*barrier)(Threadpool*);
+    void (*set_chunk)(Threadpool*, int value);
+    int (*add_chunk)(Threadpool*, int value);
+    void (*flash_attention)(const Work*, Tensor*);
+};
+
+}  // namespace edge::ggml

@@ -1,0 +1,85 @@
+#include "multiply.h"
+
+#include "weights.h"
+
+namespace edge::ggml {
+namespace {
+
+constexpr int64_t kChunk = 4;  // tiles of a piece of work, at least
+constexpr int64_t kShares = 16;  // pieces for each thread, so that a slow one gets fewer
+constexpr int64_t kMostRows = int64_t{1} << 20;
+
+int64_t rows_of(const Tensor& op) { return op.src[1]->ne[1]; }
+
+size_t level_bytes(const Tensor& op) { return (static_cast<size_t>(rows_of(op) * op.src[0]->ne[0]) + 63) / 64 * 64; }
+
+// The next piece of work, each with its own first one.
+struct Pieces {
+    const Functions& ggml;
+    const Work& work;
+    int64_t count, current;
+    Pieces(const Functions& functions, const Work& of, int64_t pieces) : ggml(functions), work(of), count(pieces), current(of.thread) {}
+    bool left() const { return current < count; }
+    void next() { current = ggml.add_chunk(work.pool, 1); }
+};
+
+void round_part(const Variant& variant, const Work& work, const Tensor& values, const PackedMatrix& m, int64_t rows, int8_t* levels, float* scales,
+                int32_t* sums) {
+    const int64_t first = m.blocks() * work.thread / work.threads, last = m.blocks() * (work.thread + 1) / work.threads;
+    for (int64_t row = 0; row < rows && first < last; row++) {
+        const float* from = reinterpret_cast<const float*>(static_cast<const char*>(values.data) + row * values.nb[1]) + first * m.block;
+        variant.round(from, (last - first) * m.block, m.block, row, rows, levels + first * rows * m.block, scales + first * rows, sums + first * rows);
+    }
+}
+
+void multiply_floats(const Functions& ggml, const Work& work, const Tensor& op) {
+    const Tensor &weights = *op.src[0], &values = *op.src[1];
+    if (work.thread == 0) ggml.set_chunk(work.pool, work.threads);
+    ggml.barrier(work.pool);
+    const int64_t outputs = weights.ne[1], step = kChunk * kTile;
+    for (Pieces pieces(ggml, work, (outputs + step - 1) / step); pieces.left(); pieces.next()) {
+        const int64_t first = pieces.current * step, last = first + step < outputs ? first + step : outputs;
+        multiply_bf16(static_cast<const uint16_t*>(weights.data), weights.ne[0], first, last, static_cast<const char*>(values.data), values.nb[1],
+                      rows_of(op), static_cast<float*>(op.data), outputs);
+    }
+}
+
+}  // namespace
+
+bool multiplies(const Tensor& op) {
+    if (op.op != kMulMat || !op.src[0] || !op.src[1]) return false;
+    const Tensor &weights = *op.src[0], &values = *op.src[1];
+    return packs(weights) && values.type == kF32 && values.ne[0] == weights.ne[0] && values.ne[1] <= kMostRows && values.ne[2] == 1 &&
+           values.ne[3] == 1 && values.nb[0] == 4 && values.nb[1] % 4 == 0 && op.type == kF32 && op.ne[0] == weights.ne[1] &&
+           op.ne[1] == values.ne[1] && op.nb[0] == 4 && op.nb[1] == static_cast<size_t>(weights.ne[1]) * 4;
+}
+
+size_t multiply_memory(const Tensor& op) {
+    if (op.src[0]->type == kBf16) return 0;
+    return level_bytes(op) + static_cast<size_t>(rows_of(op) * packed_matrix(*op.src[0]).blocks()) * 8 + kAlignment;
+}
+
+bool multiply(const Functions& ggml, const Variant& variant, const Work& work, const Tensor& op) {
+    if (work.size < multiply_memory(op)) return false;
+    if (op.src[0]->type == kBf16) {
+        multiply_floats(ggml, work, op);
+        return true;
+    }
+    const PackedMatrix m = packed_matrix(*op.src[0]);
+    const int64_t rows = rows_of(op), entries = rows * m.blocks();
+    const uintptr_t start = (reinterpret_cast<uintptr_t>(work.memory) + kAlignment - 1) / kAlignment * kAlignment;
+    int8_t* levels = reinterpret_cast<int8_t*>(start);
+    float* scales = reinterpret_cast<float*>(start + level_bytes(op));
+    int32_t* sums = reinterpret_cast<int32_t*>(scales + entries);
+    round_part(variant, work, *op.src[1], m, rows, levels, scales, sums);
+    if (work.thread == 0) ggml.set_chunk(work.pool, work.threads);
+    ggml.barrier(work.pool);
+    const int64_t tiles = m.tiles(), share = tiles / (work.threads * kShares), step = share < kChunk ? kChunk : share / kChunk * kChunk;
+    for (Pieces pieces(ggml, work, (tiles + step - 1) / step); pieces.left(); pieces.next()) {
+        const int64_t first = pieces.current * step, last = first + step < tiles ? first + step : tiles;
+        variant.multiply(m, {levels, scales, sums, rows}, first, last, static_cast<float*>(op.data));
+    }
+    return true;
+}
+
+}  // namespace edge::ggml

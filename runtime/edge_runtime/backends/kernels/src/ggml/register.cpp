@@ -1,0 +1,159 @@
+// An extra buffer type of ggml's CPU backend: weights that it packs when they are loaded, and multiplications with them. The list that it
+// is added to is what the backend asks first about every operation.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "multiply.h"
+#include "weights.h"
+
+namespace edge::ggml {
+namespace {
+
+constexpr size_t kHugePage = size_t{1} << 21;
+
+Functions functions;
+const Variant* variant = nullptr;
+bool enabled = false;
+int64_t exact_rows = 1;
+
+void release(Buffer* buffer) { free(buffer->context); }
+void* base(Buffer* buffer) { return buffer->context; }
+void clear(Buffer* buffer, uint8_t value) { memset(buffer->context, value, buffer->size); }
+
+// Whole tensors only, as the loader sets them; anything else is an error of the program, not of a file.
+void set_tensor(Buffer* buffer, Tensor* tensor, const void* data, size_t offset, size_t size) {
+    const char *begin = static_cast<const char*>(buffer->context), *at = static_cast<const char*>(tensor->data);
+    const bool whole = offset == 0 && packs(*tensor) && size == functions.tensor_bytes(tensor);
+    if (!whole || at < begin || at > begin + buffer->size || static_cast<size_t>(begin + buffer->size - at) < packed_bytes(*tensor)) {
+        fprintf(stderr, "edge-mtp: %s cannot be set in part or beyond its buffer\n", tensor->name);
+        abort();
+    }
+    pack_weights(*tensor, data, tensor->data);
+}
+
+const char* type_name(BufferType*) { return "EDGE_MTP"; }
+size_t alignment(BufferType*) { return kAlignment; }
+
+Buffer* allocate(BufferType* type, size_t size) {
+    const size_t step = size < kHugePage ? kAlignment : kHugePage, whole = (size / step + 1) * step;
+    if (whole < size) return nullptr;
+    void* memory = aligned_alloc(step, whole);
+    if (!memory) return nullptr;
+#if defined(__linux__)
+    madvise(memory, whole, MADV_HUGEPAGE);  // weights are read from end to end: fewer translations of addresses
+#endif
+    BufferCalls calls = {};
+    calls.release = release;
+    calls.base = base;
+    calls.set_tensor = set_tensor;
+    calls.clear = clear;
+    Buffer* buffer = functions.buffer_init(type, calls, memory, size);
+    if (!buffer) free(memory);
+    return buffer;
+}
+
+size_t tensor_size(BufferType*, const Tensor* tensor) {
+    const size_t stock = functions.tensor_bytes(tensor), packed = packs(*tensor) ? packed_bytes(*tensor) : 0;
+    return packed > stock ? packed : stock;
+}
+
+bool is_ours(const Tensor* tensor);
+
+struct Multiplication final : Operation {
+    bool work_size(int, const Tensor* op, size_t& size) override {
+        size = multiply_memory(*op);
+        return true;
+    }
+    bool compute(Work* work, Tensor* op) override {
+        if (!multiply(functions, *variant, *work, *op)) {
+            fprintf(stderr, "edge-mtp: no work memory for %s\n", op->name);
+            abort();
+        }
+        return true;
+    }
+};
+
+// One row over a long cache would be divided among the threads, with other sums than the same row in a batch.
+struct Attention final : Operation {
+    bool work_size(int, const Tensor*, size_t&) override { return false; }
+    bool compute(Work* work, Tensor* op) override {
+        Work own = *work;
+        own.reference = true;
+        functions.flash_attention(&own, op);
+        return true;
+    }
+};
+
+Multiplication multiplication;
+Attention attention;
+
+struct Weights final : ExtraBufferType {
+    bool supports(Device*, const Tensor* op) override {
+        if (!enabled || !op->src[0] || !is_ours(op->src[0]) || !multiplies(*op)) return false;
+        const Buffer* values = op->src[1]->buffer;
+        return !values || functions.buffer_type_is_host(values->type);
+    }
+    Operation* operation(const Tensor* op) override {
+        if (op->op == kMulMat) return is_ours(op->src[0]) ? &multiplication : nullptr;
+        if (op->op == kFlashAttention && enabled && op->src[0]->ne[1] <= exact_rows) return &attention;
+        return nullptr;
+    }
+};
+
+Weights weights;
+BufferType buffer_type = {{type_name, allocate, alignment, nullptr, tensor_size, nullptr}, nullptr, &weights};
+
+bool is_ours(const Tensor* tensor) { return tensor->buffer && tensor->buffer->type == &buffer_type; }
+
+const char* unexpected() {
+    if (strcmp(functions.op_name(kMulMat), "MUL_MAT") != 0 || strcmp(functions.op_name(kFlashAttention), "FLASH_ATTN_EXT") != 0)
+        return "its operations have other numbers";
+    if (strcmp(functions.type_name(kQ4_0), "q4_0") != 0 || strcmp(functions.type_name(kQ8_0), "q8_0") != 0 ||
+        strcmp(functions.type_name(kQ6_K), "q6_K") != 0 || strcmp(functions.type_name(kBf16), "bf16") != 0)
+        return "its types have other numbers";
+    const BufferTypes* types = functions.extra_buffer_types();
+    if (!types || types->last < types->first || types->end < types->last || types->last - types->first > 16) return "its list of buffer types is another";
+    return nullptr;
+}
+
+}  // namespace
+}  // namespace edge::ggml
+
+using namespace edge;
+using namespace edge::ggml;
+
+#define EDGE_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Adds the buffer type, before the first model is loaded: the backend then copies the list. Returns null, or why it could not be done.
+EDGE_EXPORT const char* edge_ggml_register(const Functions* given, void* (*make)(size_t)) {
+    if (variant) return nullptr;
+    functions = *given;
+    const Variant* chosen = chosen_variant();
+    if (!chosen) return "no kernel for this processor";
+    if (const char* reason = unexpected()) return reason;
+    buffer_type.device = functions.registry_device(functions.cpu_registry(), 0);
+    if (!buffer_type.device) return "it has no CPU device";
+    BufferTypes* types = functions.extra_buffer_types();
+    const size_t count = static_cast<size_t>(types->last - types->first);
+    BufferType** list = static_cast<BufferType**>(make((count + 1) * sizeof(BufferType*)));
+    if (!list) return "out of memory";
+    list[0] = &buffer_type;
+    if (count) memcpy(list + 1, types->first, count * sizeof(BufferType*));
+    *types = {list, list + count + 1, list + count + 1};  // the old list stays: somebody may be reading it
+    variant = chosen;
+    enabled = true;
+    return nullptr;
+}
+
+// Whether models that are loaded from now on use it.
+EDGE_EXPORT void edge_ggml_switch(int on) { enabled = on && variant; }
+
+// Attention of up to so many rows is computed row by row.
+EDGE_EXPORT void edge_ggml_attend_row_by_row(int64_t rows) {
+    if (rows > exact_rows) exact_rows = rows;
+}
+
+// The bytes that weights of such a type and shape are packed into; 0 where they stay as they are.
+EDGE_EXPORT size_t edge_ggml_packed_bytes(const Tensor* tensor) { return packs(*tensor) ? packed_bytes(*tensor) : 0; }

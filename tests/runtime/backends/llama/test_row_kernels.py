@@ -1,0 +1,135 @@
+"""The row kernels inside llama.cpp: a row has the same bits alone and in any batch; hostile sizes are refused."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from silent import Silent
+
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+
+from edge_runtime.backends.kernels import ggml
+from edge_runtime.backends.kernels.library import load_library
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.llama.target import LlamaTarget
+
+KERNELS = load_library()
+PAIR = Path(__file__).parents[4] / "exporter" / "edge_export" / "reference_pair"
+built = pytest.mark.skipif(library().row_kernels is None, reason=f"stock kernels run: {library().stock_reason}")
+# enum ggml_type, and the bytes of a block of that many weights (ggml/src/ggml-common.h)
+F32, Q4_0, Q8_0, Q4_K, Q6_K, BF16 = 0, 2, 8, 12, 14, 30
+BLOCKS = {Q4_0: (32, 18), Q8_0: (32, 34), Q6_K: (256, 210), BF16: (1, 2)}
+PROMPT = 540  # beyond 512 rows llama.cpp would divide the attention of a single row among threads
+
+
+class Tensor(ctypes.Structure):
+    """struct ggml_tensor as far as packing reads it."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("rest", ctypes.c_char * 512),
+    )
+
+
+@pytest.fixture(scope="module")
+def q4_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped target in q4_0; its head and one projection are q6_K and bf16."""
+    pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest
+
+    output = tmp_path_factory.mktemp("q4") / "bundle"
+    export_pair(
+        ExportRequest(target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, context=1024, verify=False), Silent()
+    )
+    return next(output.glob("target-*.gguf"))
+
+
+@pytest.fixture(autouse=True)
+def switched_on() -> Iterator[None]:
+    yield
+    ggml.switch(True)
+
+
+def logits(path: Path, batches: tuple[int, ...], *, kernels: bool, threads: int = 2) -> list[NDArray[np.float32]]:
+    """The logits of each batch after the same prompt."""
+    ggml.switch(kernels)
+    with LlamaTarget(path, LlamaOptions(context=600, threads=threads, draft=False)) as target:
+        tokens = np.random.default_rng(3).integers(50, target.vocabulary.size, PROMPT + 16).tolist()
+        target.prefill(tokens[:PROMPT])
+        found = []
+        for rows in batches:
+            found.append(target.verify(tokens[PROMPT : PROMPT + rows]).copy())
+            target.rollback(PROMPT)
+        return found
+
+
+@built
+def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads(q4_target: Path) -> None:
+    all_rows, *batches = logits(q4_target, (13, 1, 2, 3, 5, 8, 12), kernels=True)
+    for batch in batches:
+        assert np.array_equal(batch, all_rows[: len(batch)]), len(batch)
+    assert np.array_equal(logits(q4_target, (13,), kernels=True, threads=1)[0], all_rows)
+
+
+@built
+def test_numbers_are_near_those_of_the_stock_kernels(q4_target: Path) -> None:
+    ours, stock = logits(q4_target, (4,), kernels=True)[0], logits(q4_target, (4,), kernels=False)[0]
+    assert not np.array_equal(ours, stock)
+    assert np.abs(ours - stock).max() < 0.1 * np.abs(stock).max()
+
+
+def packed_bytes(kind: int, inputs: int, outputs: int, *, stride: int | None = None, planes: int = 1) -> int:
+    assert KERNELS is not None
+    KERNELS.edge_ggml_packed_bytes.restype = ctypes.c_size_t
+    each, size = BLOCKS.get(kind, (32, 18))
+    bytes_of_row = inputs // each * size if stride is None else stride
+    tensor = Tensor(type=kind, ne=(inputs, outputs, planes, 1), nb=(size, bytes_of_row % 2**64, 0, 0))
+    found: int = KERNELS.edge_ggml_packed_bytes(ctypes.byref(tensor))
+    return found
+
+
+@built
+@pytest.mark.parametrize(("kind", "per_tile"), [(Q4_0, 4 * 64 + 32), (Q8_0, 8 * 64 + 32)])
+def test_packed_weights_need_what_stored_ones_do_and_whole_tiles(kind: int, per_tile: int) -> None:
+    assert packed_bytes(kind, 64, 64) == 4 * 2 * per_tile
+    assert packed_bytes(kind, 64, 65) > packed_bytes(kind, 64, 64)
+
+
+@built
+@pytest.mark.parametrize("kind", [Q4_0, Q8_0, Q6_K, BF16])
+def test_sizes_that_no_kernel_takes_stay_with_llama_cpp(kind: int) -> None:
+    assert packed_bytes(kind, 256, 16) > 0
+    for inputs, outputs in [(0, 16), (256, 0), (-256, 16), (256, -16), (24, 16), (1 << 32, 16), (256, 1 << 40), (1 << 30, 1 << 30)]:
+        assert packed_bytes(kind, inputs, outputs) == 0, (inputs, outputs)
+    assert packed_bytes(kind, 256, 16, stride=1 << 40) == 0
+    assert packed_bytes(kind, 256, 16, planes=2) == 0
+
+
+@built
+@pytest.mark.parametrize("kind", [F32, Q4_K, 99, -1])
+def test_other_types_stay_with_llama_cpp(kind: int) -> None:
+    assert packed_bytes(kind, 256, 16) == 0
+
+
+def test_a_library_without_the_symbols_keeps_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ggml, "load_library", lambda: SimpleNamespace(edge_ggml_register=None))
+    monkeypatch.setattr(ggml, "variant", lambda: "avx2")
+    reason = ggml.register(SimpleNamespace(ggml_nbytes=1))
+    assert reason is not None
+    assert "does not export ggml_backend_buffer_init, " in reason
+    monkeypatch.setattr(ggml, "variant", lambda: None)
+    assert "EDGE_MTP_KERNELS" in str(ggml.register(SimpleNamespace()))
+    monkeypatch.setattr(ggml, "load_library", lambda: None)
+    assert ggml.register(SimpleNamespace()) == "the row kernels were not built for this machine"
