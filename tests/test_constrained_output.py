@@ -157,7 +157,7 @@ def test_requests_at_once_keep_to_their_own_constraints(exported_pair: Path, pro
             for generation, (_, check) in zip(running, CASES.values(), strict=True):
                 assert generation.complete
                 assert generation.finish_reason == "stop"
-                check(generation.finish())
+                check(generation.text())
 
 
 def test_an_answer_of_a_chat_keeps_to_the_constraint() -> None:

@@ -36,7 +36,7 @@ def imported(path: Path) -> set[str]:
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_folders_are_small(package: Path) -> None:
     too_large = {}
-    for folder in (package, *(path for path in package.rglob("*") if path.is_dir() and not DATA & {*path.parts})):
+    for folder in (package, *(path for path in package.rglob("*") if path.is_dir() and not {*DATA, "__pycache__"} & {*path.parts})):
         entries = [
             path for path in folder.iterdir() if path.name not in {"__init__.py", "py.typed", "__pycache__"} and path.name not in DATA
         ]

@@ -27,6 +27,7 @@ CONTRIB = "com.microsoft"
 CONTRIB_OPS = frozenset(["FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "RotaryEmbedding"])
 ONNX_OPS = frozenset(
     [
+        "Abs",
         "Add",
         "ArgMax",
         "Cast",

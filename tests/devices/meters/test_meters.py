@@ -299,7 +299,7 @@ def test_what_meters_do_here_is_measured_on_request(monkeypatch):
 def test_the_profiles_are_listed():
     text = CliRunner().invoke(main, ["profiles"]).output
     assert "raspberry-pi-5" in text
-    assert "5.6 to 9.4 GB/s, measured by others" in text
+    assert "8.5 to 11.5 GB/s, measured by others" in text
     assert json.loads(CliRunner().invoke(main, ["profiles", "--json"]).output)["tensor-g5"]["draft_length"] == [0, 6]
 
 
