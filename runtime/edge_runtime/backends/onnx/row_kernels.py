@@ -6,6 +6,8 @@ zero points, or with blocks that do not fill their rows, stay as they are. Field
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from edge_devices.files.protobuf_wire import bytes_field, fields_of, whole_fields_of
 from edge_runtime.bundle.onnx_graph import CONTRIB
 
@@ -22,59 +24,34 @@ _OPSET_OF_DOMAIN = bytes_field(1, DOMAIN.encode()) + b"\x10\x01"
 
 def with_row_kernels(model: bytes) -> tuple[bytes, int]:
     """Returns the model with the operator, and how many nodes have it. `model` has passed `check_onnx`."""
+    changed, replaced = _changed(model, _GRAPH, _graph)
+    return changed + bytes_field(_OPSET, _OPSET_OF_DOMAIN) if replaced else model, replaced
+
+
+def _changed(message: bytes, field: int, change: Callable[[bytes], tuple[bytes, int]]) -> tuple[bytes, int]:
+    """Applies `change` to every `field` of a message; what it replaces nothing in stays byte for byte."""
     out, replaced = bytearray(), 0
-    for number, value, whole in whole_fields_of(model):
-        if number == _GRAPH and isinstance(value, bytes):
-            graph, replaced = _graph(value)
-            out += bytes_field(_GRAPH, graph)
-        else:
-            out += whole
-    if replaced:
-        out += bytes_field(_OPSET, _OPSET_OF_DOMAIN)
+    for number, value, whole in whole_fields_of(message):
+        new, count = change(value) if number == field and isinstance(value, bytes) else (b"", 0)
+        replaced += count
+        out += bytes_field(field, new) if count else whole
     return bytes(out), replaced
 
 
 def _graph(graph: bytes) -> tuple[bytes, int]:
-    out, replaced = bytearray(), 0
-    for number, value, whole in whole_fields_of(graph):
-        if number == _NODE and isinstance(value, bytes):
-            node, count = _node(value)
-            replaced += count
-            out += bytes_field(_NODE, node) if count else whole
-        else:
-            out += whole
-    return bytes(out), replaced
+    return _changed(graph, _NODE, _node)
 
 
 def _node(node: bytes) -> tuple[bytes, int]:
-    if _fits(node):
-        out = bytearray()
-        for number, _, whole in whole_fields_of(node):
-            if number not in (_OP_TYPE, _OP_DOMAIN):
-                out += whole
-        return bytes(out) + bytes_field(_OP_TYPE, OPERATOR.encode()) + bytes_field(_OP_DOMAIN, DOMAIN.encode()), 1
-    out, replaced = bytearray(), 0
-    for number, value, whole in whole_fields_of(node):
-        if number == _ATTRIBUTE and isinstance(value, bytes):
-            attribute, count = _attribute(value)
-            replaced += count
-            out += bytes_field(_ATTRIBUTE, attribute) if count else whole
-        else:
-            out += whole
-    return bytes(out), replaced
+    if not _fits(node):
+        return _changed(node, _ATTRIBUTE, _attribute)
+    kept = b"".join(whole for number, _, whole in whole_fields_of(node) if number not in (_OP_TYPE, _OP_DOMAIN))
+    return kept + bytes_field(_OP_TYPE, OPERATOR.encode()) + bytes_field(_OP_DOMAIN, DOMAIN.encode()), 1
 
 
 def _attribute(attribute: bytes) -> tuple[bytes, int]:
     """Goes into the body of a Loop or a branch of an If."""
-    out, replaced = bytearray(), 0
-    for number, value, whole in whole_fields_of(attribute):
-        if number == _SUBGRAPH and isinstance(value, bytes):
-            graph, count = _graph(value)
-            replaced += count
-            out += bytes_field(_SUBGRAPH, graph)
-        else:
-            out += whole
-    return bytes(out), replaced
+    return _changed(attribute, _SUBGRAPH, _graph)
 
 
 def _fits(node: bytes) -> bool:
