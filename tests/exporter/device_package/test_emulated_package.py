@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from drafts_of import drafts_of
+from edge_devices.files.hashing import sha256_of
 from emulated import ANDROID_TMP, Userland, make_userland, missing_programs, write_cpuinfo
 
 if reason := missing_programs():
     pytest.skip(reason, allow_module_level=True)
 
 from edge_export.device_package.build import PackageRequest, make_package
-from edge_export.device_package.inventory import Component
 from edge_export.device_package.platforms import PLATFORMS, SITE
 from edge_export.device_package.project_code import add_own_code
 from edge_export.errors import PackageError
@@ -126,7 +126,7 @@ def test_package_json_is_what_lies_there(packages: Packages) -> None:
     kept = {file["path"]: file for file in told["files"]}
     for path, file in kept.items():
         if f"{SITE}/edge_" not in path:  # of EDGE_MTP_PACKAGES: replaced by today's
-            assert ((folder / path).stat().st_size, Component.hash_of(folder / path)) == (file["bytes"], file["sha256"])
+            assert ((folder / path).stat().st_size, sha256_of(folder / path)) == (file["bytes"], file["sha256"])
     assert not [path for path in kept if "edge_export" in path or "/torch" in path]
     for component in told["licences"]:
         assert component["texts"], component["name"]

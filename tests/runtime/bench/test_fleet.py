@@ -23,8 +23,8 @@ pytest.importorskip("pyarrow", reason="needs edge-mtp[fleet]")
 pytestmark = pytest.mark.slow
 WORKER = """
 import sys
-from edge_runtime.bench import remote
-remote.POLL_SECONDS = 0.3
+from edge_runtime.bench.devices import remote_run
+remote_run.POLL_SECONDS = 0.3
 from distributed.cli.dask_worker import main
 main(sys.argv[1:])
 """
@@ -118,7 +118,7 @@ def test_a_fleet_that_cannot_be(scheduler: str, bundle: Path, tmp_path: Path) ->
     package = stub_package(tmp_path / "package")
     nobody = bench(bundle, "--fleet", scheduler, "--adb", "not-there", "--package", package, "--results", tmp_path)
     assert nobody.exit_code == 1
-    assert "has a phone that can be used" in nobody.stderr
+    assert "has a usable phone" in nobody.stderr
     unknown = bench(bundle, "--fleet", "nonsense://x", "--package", package, "--results", tmp_path)
     assert unknown.exit_code == 1
     assert "cannot be reached" in unknown.stderr.splitlines()[-1]
