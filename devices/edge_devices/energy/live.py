@@ -1,18 +1,20 @@
-"""Energy of single requests, without the full protocol: what edge-run shows beside its speed."""
+"""Energy of requests without the full protocol, one by one or many short ones together: what edge-run shows beside its speed."""
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.intervals import Interval, of_error, of_model
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.text import figure_text
-from edge_devices.energy.windows import MIN_UPDATES, measure_window
+from edge_devices.energy.windows import MIN_UPDATES, fresh_values, measure_window, sampling_error
 from edge_devices.errors import DeviceError, MeasurementError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, MeterFacts
@@ -21,6 +23,10 @@ from edge_devices.meters.trace import Trace
 
 MIN_REFRESHES = 50
 FAST_S = 0.1
+# Newest values of a sampler from which the error of pooled runs is taken; more would not make it smaller.
+KEPT_VALUES = 10_000
+# Requests that overlap without an end are added to the pool in parts, so that readings need not be kept.
+LONGEST_SPAN_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +34,7 @@ class RunEnergy:
     """Gross energy of one run of `seconds`: joules and joules per emitted token, or why there is no figure.
 
     `shared_with`: number of other requests that ran meanwhile; the joules are then of all together, and none are given per token.
+    `pooled`: number of runs that the figure is of, where they are several.
     """
 
     facts: MeterFacts | None
@@ -36,6 +43,18 @@ class RunEnergy:
     seconds: float = 0.0
     reason: str = ""
     shared_with: int = 0
+    pooled: int = 1
+
+    @property
+    def kind(self) -> Literal["measured", "estimate", "none"]:
+        """Whether the figure per token was measured or is an estimate; "none" without a figure."""
+        if self.joules_per_token is None or self.facts is None:
+            return "none"
+        return "estimate" if self.facts.is_estimate else "measured"
+
+    def row(self) -> tuple[str, str]:
+        """Returns label and text of the row that every screen shows: measured, estimated with a range, or why there is no figure."""
+        return "energy", self.sentence() if self.kind == "estimate" else f"{'not ' * (self.kind == 'none')}measured: {self.sentence()}"
 
     @property
     def watts(self) -> float | None:
@@ -49,13 +68,19 @@ class RunEnergy:
         label = "ESTIMATE, nothing was measured: " if self.facts.is_estimate else ""
         if self.joules_per_token is None:
             return f"{label}no energy figure from {self.facts.name}: {self.reason}"
-        basis = "the range of the model's watts" if self.facts.is_estimate else ""
-        figure = figure_text(self.joules_per_token, basis=basis)
-        return f"{label}{figure} J/token, scope {self.facts.scope}, idle power included ({self.facts.name})"
+        return f"{label}{self.figure()} J/token, scope {self.facts.scope}, idle power included ({self.facts.name})"
+
+    def figure(self) -> str:
+        """Returns joules per token with the interval and what it is of; empty without a figure."""
+        if self.joules_per_token is None:
+            return ""
+        basis = "the range of the model's watts" if self.kind == "estimate" else f"{self.pooled} runs together" * (self.pooled > 1)
+        return figure_text(self.joules_per_token, basis=basis)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
         return {
+            "kind": self.kind,
             "meter": self.facts.to_json() if self.facts else None,
             "joules": self.joules.to_json() if self.joules else None,
             "joules_per_token": self.joules_per_token.to_json() if self.joules_per_token else None,
@@ -88,6 +113,13 @@ class EnergyWatch:
         if self._recorder is None:
             return RunEnergy(facts=None, reason=self._reason)
         return run_energy(self._recorder.trace, self._recorder.faults, *self._window, tokens)
+
+    def add_to(self, pool: EnergyPool, tokens: int) -> None:
+        """Adds the block to a pool."""
+        if self._recorder is None:
+            pool.reason = self._reason
+        else:
+            pool.add(self._recorder.trace, self._recorder.faults, *self._window, tokens)
 
 
 def watch_interval(facts: MeterFacts) -> float:
@@ -122,6 +154,60 @@ def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, e
     return of_model(of_error(window.joules, window.error_watts * window.seconds, window.freedom, 1), facts.model_error)
 
 
+class EnergyPool:
+    """Sums up runs until their meter can tell, each of which may be too short for it.
+
+    What a meter shows of a run's beginning may still be the time before it. So only the inside of each run is used, and a figure needs
+    as many seconds of insides as a single run does.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._facts: MeterFacts | None = None
+        self._runs = self._counted = self._tokens = self._updates = 0
+        self._joules = self._seconds = self._observed_s = self._variance = 0.0
+        self._values: deque[float] = deque(maxlen=KEPT_VALUES)
+
+    def add(self, trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float, tokens: int) -> None:
+        """Adds a run of `tokens` emitted tokens; one that the meter saw nothing of, or failed in, is left out."""
+        self._facts = facts = trace.facts
+        self._runs += 1
+        expected = Characteristics.expected(facts)
+        try:
+            window = measure_window(trace, start_s, end_s, expected)
+        except DeviceError:
+            return
+        if faults or tokens <= 0:
+            return
+        self._counted += 1
+        self._tokens += tokens
+        self._updates += window.updates
+        self._joules += window.joules
+        self._seconds += window.seconds
+        self._observed_s += window.observed_s
+        if facts.kind is Kind.COUNTER:
+            self._variance += (window.error_watts * window.seconds) ** 2
+        else:
+            self._values.extend(fresh_values(trace, start_s + expected.lead_in_s, end_s))
+
+    def energy(self) -> RunEnergy:
+        """Returns joules and joules per token of all runs together, or how much is missing until the meter can tell."""
+        if self._facts is None:
+            return RunEnergy(facts=None, reason=self.reason)
+        facts, need = self._facts, MIN_REFRESHES * self._facts.refresh_s
+        few = facts.kind is Kind.SAMPLER and self._updates < MIN_UPDATES
+        if not self._counted or self._observed_s < need or few:
+            seen = f"this meter saw {self._observed_s:.3g} s of {self._runs} runs and needs {need:.3g} s"
+            return RunEnergy(facts=facts, reason=seen if self._observed_s < need else f"{seen}, with {MIN_UPDATES} new values")
+        error, freedom = math.sqrt(self._variance), math.inf
+        if facts.kind is Kind.SAMPLER:
+            watts, freedom = sampling_error(list(self._values))
+            error = watts * self._seconds
+        joules = of_model(of_error(self._joules, error, freedom, 1), facts.model_error)
+        per_token = of_error(joules.value / self._tokens, joules.error / self._tokens, joules.freedom, 1)
+        return RunEnergy(facts=facts, joules=joules, joules_per_token=per_token, seconds=self._seconds, pooled=self._counted)
+
+
 @dataclass(eq=False, kw_only=True)
 class Share:
     """A running request: its start in seconds, and how many others ran meanwhile."""
@@ -131,17 +217,25 @@ class Share:
 
 
 class SharedWatch:
-    """Reads a meter from a thread of its own while a request runs. `begin` and `end` never wait for the meter; any thread may call them."""
+    """Reads a meter from a thread of its own while a request runs. `begin` and `end` never wait for the meter; any thread may call them.
 
-    def __init__(self, system: System, meter: Meter) -> None:
-        self.facts = meter.facts
+    Without a meter, every request gets the `reason`.
+    """
+
+    def __init__(self, system: System, meter: Meter | None, reason: str = "") -> None:
+        self._reason = reason
+        self._pool = EnergyPool()
+        self._busy_since_s = 0.0
+        self._busy_tokens = 0
         self._system = system
-        self._recorder = Recorder(system, meter, interval_s=watch_interval(meter.facts))
+        self._recorder = Recorder(system, meter, interval_s=watch_interval(meter.facts)) if meter else None
         self._open: list[Share] = []
         self._changed = threading.Condition()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._read_on, name="energy of requests", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if self._recorder:
+            self._thread = threading.Thread(target=self._read_on, args=(self._recorder,), name="energy of requests", daemon=True)
+            self._thread.start()
 
     def begin(self) -> Share:
         """Starts a request."""
@@ -149,36 +243,52 @@ class SharedWatch:
             for share in self._open:
                 share.others += 1
             share = Share(start_s=self._system.clock(), others=len(self._open))
+            if not self._open:
+                self._busy_since_s, self._busy_tokens = share.start_s, 0
             self._open.append(share)
             self._changed.notify()
         return share
 
     def end(self, share: Share, tokens: int) -> RunEnergy:
         """Ends a request of `tokens` emitted tokens; returns the machine's joules meanwhile, per token only if it ran alone."""
+        if self._recorder is None:
+            return RunEnergy(facts=None, reason=self._reason)
         end_s = self._system.clock()
         with self._changed:
             self._open.remove(share)
+            self._busy_tokens += tokens
+            if not self._open or end_s - self._busy_since_s > LONGEST_SPAN_S:  # requests that overlap are one run of the machine
+                trace, faults = self._recorder.snapshot(self._busy_since_s)
+                since = [fault for fault in faults if fault[0] >= self._busy_since_s]
+                self._pool.add(trace, since, self._busy_since_s, end_s, self._busy_tokens)
+                self._busy_since_s, self._busy_tokens = end_s, 0
             oldest = min((other.start_s for other in self._open), default=end_s)
         trace, faults = self._recorder.snapshot(share.start_s)
-        self._recorder.forget(oldest)
+        self._recorder.forget(min(oldest, self._busy_since_s))
         energy = run_energy(trace, [f for f in faults if f[0] >= share.start_s], share.start_s, end_s, tokens)
         if not share.others:
             return energy
         reason = energy.reason or "other requests ran meanwhile: the joules are the whole machine's, and are not split"
         return replace(energy, joules_per_token=None, shared_with=share.others, reason=reason)
 
+    def total(self) -> RunEnergy:
+        """Returns the machine's energy of all requests until now, per emitted token."""
+        with self._changed:
+            return self._pool.energy() if self._recorder else RunEnergy(facts=None, reason=self._reason)
+
     def close(self) -> None:
         """Stops reading."""
         with self._changed:
             self._ended.set()
             self._changed.notify()
-        self._thread.join()
+        if self._thread:
+            self._thread.join()
 
-    def _read_on(self) -> None:
+    def _read_on(self, recorder: Recorder) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._open or self._ended.is_set())
             if self._ended.is_set():
                 return
-            self._recorder.poll()
-            self._ended.wait(self._recorder.next_interval())
+            recorder.poll()
+            self._ended.wait(recorder.next_interval())

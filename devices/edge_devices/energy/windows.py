@@ -106,8 +106,8 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
     times = [*(trace.times[i] for i in inside), end_s]
     joules = sum(trace.values[i] * (b - a) for i, (a, b) in zip(inside, pairwise(times), strict=True))
     watts = joules / (end_s - begin)
-    fresh = [i for i in inside if i > 0 and trace.values[i] != trace.values[i - 1]]
-    error, freedom = _sampling_error([trace.values[i] for i in fresh])
+    fresh = fresh_values(trace, begin, end_s)
+    error, freedom = sampling_error(fresh)
     return WindowEnergy(
         start_s=start_s,
         end_s=end_s,
@@ -121,7 +121,12 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
     )
 
 
-def _sampling_error(values: list[float]) -> tuple[float, float]:
+def fresh_values(trace: Trace, start_s: float, end_s: float) -> list[float]:
+    """Returns the readings of a span that differ from the reading before."""
+    return [trace.values[i] for i in trace.span(start_s, end_s) if i > 0 and trace.values[i] != trace.values[i - 1]]
+
+
+def sampling_error(values: list[float]) -> tuple[float, float]:
     """Standard error of a mean of correlated values, and its degrees of freedom; infinite for fewer than 3 values."""
     if len(values) < 3:
         return math.inf, 1.0

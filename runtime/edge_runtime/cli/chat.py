@@ -15,23 +15,14 @@ from typing import Any
 import click
 
 from edge_devices.command_line import option_group, take
-from edge_devices.energy.intervals import combined, of_error
-from edge_devices.energy.live import EnergyWatch, RunEnergy
-from edge_devices.energy.text import figure_text
+from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.errors import EdgeError
-from edge_devices.machine.system import System
-from edge_runtime.cli.energy_options import energy_record
+from edge_runtime.cli.energy_options import energy_record, unwatched
 from edge_runtime.cli.screens import summary
 from edge_runtime.errors import RequestError
 from edge_runtime.session.chat import OVERFLOWS, Answer, Chat
 from edge_runtime.text.channels import Event, Thought
 from edge_runtime.text.tool_calls import ToolCall
-
-
-def unwatched() -> EnergyWatch:
-    """Returns an energy measurement without a meter."""
-    return EnergyWatch(System(), None)
-
 
 PROMPT = "> "
 # Limit for one prompt or turn from standard input, in characters; more than any context holds.
@@ -103,6 +94,7 @@ class TerminalChat:
         self._chat = chat
         self._watch = watch
         self._energies: list[RunEnergy] = []
+        self._pool = EnergyPool()
         self._as_json = as_json
         if sys.stdin is None:
             raise RequestError("standard input is closed, so a chat has no input; give a PROMPT")
@@ -180,6 +172,7 @@ class TerminalChat:
         finally:
             answer.close()
             self._energies.append(watch.energy(answer.stats.tokens))
+            watch.add_to(self._pool, answer.stats.tokens)
         self._conclude(text, answer)
 
     def _show(self, answer: Answer) -> None:
@@ -241,27 +234,9 @@ class TerminalChat:
         ]
         if drafted:
             lines[-1] += f", mean acceptance length {tokens / rounds:.2f}, {accepted / drafted:.1%} of drafts accepted"
-        return "\n".join([*lines, f"energy of the last answer: {self._energies[-1].sentence()}", *self._total_energy()])
-
-    def _total_energy(self) -> list[str]:
-        """Returns one line for all answers with a figure; none unless there are two."""
-        measured = [
-            (energy.joules, answer.stats.tokens)
-            for energy, answer in zip(self._energies, self._answers, strict=True)
-            if energy.joules_per_token and energy.joules
-        ]
-        tokens = sum(count for _, count in measured)
-        if len(measured) < 2 or not tokens:
-            return []
-        facts = self._energies[-1].facts
-        mark = "ESTIMATE, nothing was measured: " if facts and facts.is_estimate else ""
-        error, freedom = combined([(joules.error, joules.freedom) for joules, _ in measured])
-        mean = of_error(sum(joules.value for joules, _ in measured) / tokens, error / tokens, freedom, 1)
-        scope = f", scope {facts.scope}" if facts else ""
-        return [
-            f"energy of {len(measured)} answers with a figure: {mark}{figure_text(mean)} J/token{scope}, idle power "
-            "while answering included"
-        ]
+        energies = {"the last answer": self._energies[-1], f"all {len(every)} answers": self._pool.energy()}
+        rows = [(*energy.row(), of) for of, energy in energies.items()][: 2 if len(every) > 1 else 1]
+        return "\n".join([*lines, *(f"{label} of {of}: {text}" for label, text, of in rows)])
 
     def _dimmed(self, text: str) -> str:
         return click.style(text, dim=True) if self._interactive else text

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.machine.load import LoadWatch, MachineLoad
 from edge_devices.machine.memory import peak_memory_bytes
+from edge_runtime.cli.energy_options import unwatched
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
 
@@ -23,6 +25,7 @@ class Comparison:
     """Statistics of the runs of each kind; run i of the one kind followed run i of the other.
 
     `drafting` describes the draft lengths; `draft_length` is None if a policy chose them. `same_tokens`: all runs had the same output.
+    The energy of a kind is that of all its runs together.
     """
 
     drafting: str
@@ -32,6 +35,8 @@ class Comparison:
     same_tokens: bool
     peak_memory: int
     load: MachineLoad
+    plain_energy: RunEnergy
+    drafted_energy: RunEnergy
 
     @property
     def speed_up(self) -> float:
@@ -51,6 +56,7 @@ class Comparison:
     def remarks(self) -> list[str]:
         """Returns why the figures may mean little: nothing was drafted, or the machine was busy."""
         sentences = [] if self.drafted_tokens else [NOTHING_DRAFTED]
+        sentences += [": ".join(one.row()) for one in (self.plain_energy, self.drafted_energy) if one.kind == "none"][:1]
         return [*sentences, self.load.sentence()] if self.load.is_busy else sentences
 
     def to_json(self) -> dict[str, Any]:
@@ -65,6 +71,7 @@ class Comparison:
             "peak_memory_bytes": self.peak_memory,
             "plain": [s.to_json() for s in self.plain],
             "drafted": [s.to_json() for s in self.drafted],
+            "energy": {"plain": self.plain_energy.to_json(), "drafted": self.drafted_energy.to_json()},
         }
 
 
@@ -77,23 +84,26 @@ def compare(
     repeats: int,
     show: Callable[[str], None],
     shown_prompt: str,
+    watch: Callable[[], EnergyWatch] = unwatched,
 ) -> Comparison:
     """Runs without and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each kind.
 
-    `draft_length` None leaves it to the session's settings.
+    `draft_length` None leaves it to the session's settings; `watch` returns the energy measurement of one run.
     """
     drafting = f"policy {session.settings.policy}" if draft_length is None else f"drafts of {draft_length}"
     runs: dict[int, list[DecodeStats]] = {0: [], 1: []}
     outputs: list[list[int]] = []
-    watch = LoadWatch()
+    load, pools = LoadWatch(), (EnergyPool(), EnergyPool())
     for repeat in range(repeats):
         for drafting_on, length in enumerate((0, draft_length)):
             if repeat == 0:
                 show(f"\n--- {drafting if drafting_on else 'plain'} ---\n{shown_prompt}")
             generation = session.generate(prompt, max_tokens=max_tokens, draft_length=length)
-            for piece in generation:
-                if repeat == 0:
-                    show(piece)
+            with watch() as energy:
+                for piece in generation:
+                    if repeat == 0:
+                        show(piece)
+            energy.add_to(pools[drafting_on], generation.stats.tokens)
             runs[drafting_on].append(generation.stats)
             outputs.append(generation.tokens)
     show("\n\n")
@@ -104,8 +114,19 @@ def compare(
         drafted=tuple(runs[1]),
         same_tokens=all(o == outputs[0] for o in outputs),
         peak_memory=peak_memory_bytes(),
-        load=watch.load(),
+        load=load.load(),
+        plain_energy=pools[0].energy(),
+        drafted_energy=pools[1].energy(),
     )
+
+
+def _energy_row(comparison: Comparison) -> tuple[str, str, str]:
+    energies = (comparison.plain_energy, comparison.drafted_energy)
+    if any(one.joules_per_token is None for one in energies):
+        return "energy, J/token", "not measured", "not measured"
+    mark = "ESTIMATE " if energies[0].kind == "estimate" else ""
+    scope = f", scope {energies[0].facts.scope}" if energies[0].facts else ""
+    return f"energy, J/token{scope}", mark + energies[0].figure(), mark + energies[1].figure()
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -131,6 +152,7 @@ def comparison_table(comparison: Comparison) -> Table:
     table.add_row("mean acceptance length", *(f"{median(r, lambda s: s.mean_acceptance_length):.2f}" for r in (plain, drafted)))
     table.add_row("time to first token, ms", *(f"{median(r, lambda s: 1000 * s.first_token_seconds):.1f}" for r in (plain, drafted)))
     table.add_row("tokens", str(plain[0].tokens), str(drafted[0].tokens))
+    table.add_row(*_energy_row(comparison))
     table.add_row("same output", "", "yes" if comparison.same_tokens else "no (see --verify-lossless)")
     table.add_row("peak memory of the process, MB", "", f"{comparison.peak_memory / 1e6:.0f}")
     return table

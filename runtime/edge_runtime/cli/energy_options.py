@@ -31,15 +31,19 @@ class EnergyValues:
     power: PhasePower | PowerSource | None
     explain: bool
     reason: str = ""  # why there is no meter
-    meter_given: bool = False  # by --meter, not found
 
     def watch(self) -> EnergyWatch:
         """Returns the energy measurement of one run."""
         return EnergyWatch(self.system, self.meter, self.reason)
 
-    def shared_watch(self) -> SharedWatch | None:
-        """Returns the energy measurement of concurrent requests; None without a meter."""
-        return SharedWatch(self.system, self.meter) if self.meter else None
+    def shared_watch(self) -> SharedWatch:
+        """Returns the energy measurement of concurrent requests."""
+        return SharedWatch(self.system, self.meter, self.reason)
+
+
+def unwatched() -> EnergyWatch:
+    """Returns an energy measurement without a meter."""
+    return EnergyWatch(System(), None)
 
 
 energy_options = option_group(
@@ -99,7 +103,6 @@ def energy_values(values: dict[str, Any], notify: Callable[[str], None], *, poli
         objective=taken.objective,
         power=power,
         explain=taken.explain,
-        meter_given=taken.meter is not None,
         reason="" if meter else no_meter_reason(findings),
     )
 

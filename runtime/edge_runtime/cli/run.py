@@ -194,8 +194,6 @@ def check_mode(options: RunOptions) -> None:
     mode, request = options.mode, options.request
     if options.prompt is None and (mode.comparing or mode.verify_lossless):
         raise click.UsageError("--compare and --verify-lossless need a PROMPT")
-    if mode.comparing and options.energy.meter_given:
-        raise click.UsageError("--compare measures no energy; leave --meter out, or use edge-bench --meter, which measures both sides")
     if mode.comparing and mode.verify_lossless:
         raise click.UsageError("--compare and --verify-lossless exclude each other; give one of them")
     if mode.comparing and (request["sampling"] != GREEDY_PARAMS or request["stop"] or request["constraint"]):
@@ -270,7 +268,7 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
     for sentence in remarks(generation, loaded=cache.load_state is not None):
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
-    note(run_energy.sentence())
+    note(": ".join(run_energy.row()))
     if not generation.complete:
         note("the text ended before the grammar was complete; raise --max-tokens, or leave --stop out")
     if lossless:
@@ -306,6 +304,7 @@ def run_comparison(session: Session, options: RunOptions, prompt: str) -> None:
         repeats=options.mode.repeats,
         show=(lambda _: None) if as_json else (lambda text: click.echo(text, nl=False, err=True)),
         shown_prompt=prompt,
+        watch=options.energy.watch,
     )
     if as_json:
         click.echo(json.dumps(comparison.to_json(), ensure_ascii=False))

@@ -25,12 +25,13 @@ from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.server.requests.tokenize import read_detokenize, read_tokenize
 from edge_runtime.server.responses.chat import ChatFormat
 from edge_runtime.server.responses.completion import CompletionFormat
+from edge_runtime.server.responses.energy_metrics import energy_metrics
 from edge_runtime.server.responses.ollama import OllamaFormat
 from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
 from edge_runtime.server.responses.responses_api import ResponsesFormat
 from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, unless_disconnected
 from edge_runtime.session.monitoring.monitor import Monitor
-from edge_runtime.session.monitoring.prometheus import CONTENT_TYPE
+from edge_runtime.session.monitoring.prometheus import CONTENT_TYPE, exposition
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
 _OLLAMA = "/api/"
@@ -111,7 +112,9 @@ class Api:
 
     async def metrics(self, _request: Request) -> Response:
         """GET /metrics, for Prometheus."""
-        return PlainTextResponse(self._monitor.prometheus_text(), headers={"content-type": CONTENT_TYPE})
+        watch = self._worker.watch
+        joules = exposition(energy_metrics(watch.total())) if watch else ""
+        return PlainTextResponse(self._monitor.prometheus_text() + joules, headers={"content-type": CONTENT_TYPE})
 
     async def page(self, _request: Request) -> Response:
         """GET /, the chat page."""

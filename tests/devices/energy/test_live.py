@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from edge_devices.energy.live import EnergyWatch, SharedWatch
+from edge_devices.energy.live import EnergyPool, EnergyWatch, SharedWatch, run_energy
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
+from edge_devices.meters.trace import Trace
 from simulated_session import SimulatedMachine
 
 FAST = 1000.0  # simulated seconds per second; the pauses between readings are real ones
@@ -133,3 +134,60 @@ def test_energy_of_one_run_that_cannot_be_told():
         pass
     assert watch.energy(5).sentence() == "no energy meter on this machine"
     assert watch.energy(5).to_json()["meter"] is None
+
+
+class Gauge:
+    """A sampler that shows a new value every two seconds."""
+
+    facts = MeterFacts(
+        name="gauge", kind=Kind.SAMPLER, scope=Scope.DEVICE, source="test", refresh_s=2.0, resolution=0.01, poll_s=0.5, lag_s=1.0
+    )
+
+
+def answers(count: int, *, seconds: float, gap_s: float = 30.0, offset_w: float = 0.0):
+    """Traces of answers at 5 W on average, each read from its start on."""
+    for number in range(count):
+        start = number * (seconds + gap_s)
+        samples = [Sample(start + i / 2, WATTS + offset_w + 0.1 * ((i // 4 + number) % 3 - 1)) for i in range(int(2 * seconds) + 1)]
+        yield Trace.of(Gauge.facts, samples), start, start + seconds
+
+
+def test_short_answers_are_pooled_until_the_gauge_can_tell():
+    pool, single = EnergyPool(), []
+    for number, (trace, start, end) in enumerate(answers(14, seconds=12.0)):
+        single.append(run_energy(trace, [], start, end, 30))
+        pool.add(trace, [], start, end, 30)
+        if number == 5:
+            early = pool.energy()
+    assert all("too short" in one.reason for one in single)
+    assert early.kind == "none"
+    assert "needs 100 s" in early.reason
+    energy = pool.energy()
+    assert energy.kind == "measured"
+    assert energy.joules_per_token.low <= WATTS * 12 / 30 <= energy.joules_per_token.high
+    assert energy.joules_per_token.value == pytest.approx(WATTS * 12 / 30, rel=0.02)
+    assert "14 runs together" in energy.row()[1]
+
+
+def test_answers_shorter_than_the_lag_stay_without_a_figure():
+    pool = EnergyPool()
+    for trace, start, end in answers(40, seconds=2.0):
+        pool.add(trace, [], start, end, 30)
+    assert pool.energy().kind == "none"
+    assert "saw 0 s of 40 runs" in pool.energy().reason
+
+
+def test_a_pool_without_a_meter_gives_the_reason():
+    pool = EnergyPool()
+    EnergyWatch(System(), None, "no energy meter here").add_to(pool, 5)
+    assert pool.energy().row() == ("energy", "not measured: no energy meter here")
+
+
+def test_a_server_sums_up_overlapping_requests_once(watch):
+    first, second = watch.begin(), watch.begin()
+    time.sleep(0.05)
+    one = watch.end(first, 10)
+    watch.end(second, 30)
+    total = watch.total()
+    assert total.joules.value == pytest.approx(one.joules.value, rel=0.05)
+    assert total.joules_per_token.value == pytest.approx(total.joules.value / 40)

@@ -169,8 +169,9 @@ def test_a_chat_says_its_joules_per_token_when_asked(chat: Any, meter: Finding) 
     result = chat("hi\nand?\n/stats\n", findings=[meter])
     assert result.exit_code == 0, result.output
     last, every = [line for line in result.stderr.splitlines() if line.startswith("energy of")]
-    assert last.startswith("energy of the last answer: ")
-    assert every.startswith("energy of 2 answers with a figure: ")
+    assert last.startswith("energy of the last answer: measured: ")
+    assert every.startswith("energy of all 2 answers: measured: ")
+    assert "2 runs together" in every
     assert all("J/token, scope rails, idle power" in line for line in (last, every))
     records = [json.loads(line) for line in chat("hi\n", "--json", findings=[meter]).stdout.splitlines()]
     assert records[0]["energy"]["joules_per_token"]["value"] > 0
@@ -179,9 +180,21 @@ def test_a_chat_says_its_joules_per_token_when_asked(chat: Any, meter: Finding) 
 
 def test_a_chat_without_a_meter_says_so_when_asked(chat: Any) -> None:
     result = chat("hi\n/stats\n", findings=[])
-    assert "energy of the last answer: no energy meter on this machine" in result.stderr
+    assert "energy of the last answer: not measured: no energy meter on this machine" in result.stderr
     record = json.loads(chat("hi\n", "--json", findings=[]).stdout)
     assert (record["energy"], record["energy_reason"]) == (None, "no energy meter on this machine")
+
+
+def test_compare_has_joules_of_both_sides(run: Any, meter: Finding) -> None:
+    arguments = ("--compare", "--draft-length", "2", "--max-tokens", "30", "--repeats", "2")
+    result = run(*arguments, findings=[meter], pause=0.003)
+    assert result.exit_code == 0, result.output
+    assert "energy, J/token" in result.stdout
+    energy = json.loads(run(*arguments, "--json", findings=[meter], pause=0.003).stdout)["energy"]
+    assert [energy[side]["kind"] for side in ("plain", "drafted")] == ["measured", "measured"]
+    none = run(*arguments, findings=[])
+    assert "not measured" in none.stdout
+    assert none.stderr.count("energy: not measured: no energy meter on this machine") == 1
 
 
 def test_an_estimate_is_only_made_when_asked_for_and_says_so(run: Any) -> None:

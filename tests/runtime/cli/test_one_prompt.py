@@ -56,7 +56,6 @@ def test_bare_text_stays_bare(ask) -> None:
         (["x", "--raw", "--system", "s"], "--raw sends no message"),
         (["--raw"], "a chat always uses the chat template"),
         (["x", "--overflow", "stop"], "--overflow is for a chat"),
-        (["x", "--compare", "--meter", "estimate:1,1"], "--compare measures no energy"),
     ],
 )
 def test_contradictions_are_usage_errors(ask, options: list[str], words: str) -> None:

@@ -50,7 +50,7 @@ class Worker:
         self._template = template
         self._capacity = len(self._sessions) + waiting
         self._notify = notify
-        self._watch = watch
+        self.watch = watch
         # SimpleQueue.put is reentrant, so a signal handler may call it at any time.
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._stopping = False
@@ -186,7 +186,7 @@ class Worker:
             self._waiting.remove(job)
             try:
                 session, repeatable = self._sessions[slot.number], self._deterministic or job.request.repeatable
-                one = ActiveRequest(job, slot.number, session, self._template, self._watch, repeatable=repeatable)
+                one = ActiveRequest(job, slot.number, session, self._template, self.watch, repeatable=repeatable)
             except EdgeRuntimeError as error:
                 self._fail(job, error)
                 continue

@@ -15,6 +15,7 @@ function figures(usage) {
   const energy = usage.energy;
   if (energy?.joules_per_token) parts.push(`${energy.estimate ? "ESTIMATE " : ""}${energy.joules_per_token.toPrecision(3)} J/token (${energy.scope})`);
   else if (energy?.joules) parts.push(`${energy.estimate ? "ESTIMATE " : ""}${energy.joules.toPrecision(3)} J together with other requests (${energy.scope})`);
+  else if (energy) parts.push(`energy not measured: ${energy.reason}`);
   return parts.join(" · ");
 }
 
