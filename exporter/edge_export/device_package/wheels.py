@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, files, requires
 from pathlib import Path, PurePosixPath
 
+from packaging.requirements import Requirement
+
 from edge_devices.files.hashing import sha256_of
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import PYTHON, SITE, Platform
@@ -68,11 +70,12 @@ def _own_requirements(extra: str) -> list[str]:
     except PackageNotFoundError as error:
         raise PackageError(f"{DISTRIBUTION} is not installed, so its requirements are not known; pip install it first") from error
     found = []
-    for line in lines:
-        requirement, _, marker = line.partition(";")
-        named = re.search(r"extra\s*==\s*[\"']([\w.-]+)[\"']", marker)
-        if (named.group(1) if named else "core") == extra and not requirement.startswith("llama"):
-            found.append(requirement.strip())
+    for requirement in map(Requirement, lines):
+        marker, requirement.marker = requirement.marker, None
+        always = marker is None or marker.evaluate({"extra": ""})
+        wanted = always if extra == "core" else not always and marker is not None and marker.evaluate({"extra": extra})
+        if wanted and not requirement.name.startswith("llama"):
+            found.append(str(requirement))
     return found
 
 
