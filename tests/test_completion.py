@@ -65,6 +65,10 @@ def test_choices_are_offered():
     assert completions("edge-run", "bundle", "--drafter", "") == ["dense", "split", "lookup", "none"]
     assert completions("edge-run", "--plan", "--profile", "raspberry") == ["raspberry-pi-4", "raspberry-pi-5"]
     assert completions("edge-devices", "me") == ["meters"]
+    assert completions("edge-run", "ch") == ["chat"]
+    assert completions("edge-run", "plan", "bundle", "--profile", "raspberry") == ["raspberry-pi-4", "raspberry-pi-5"]
+    assert completions("edge-bench", "r") == ["run", "report"]
+    assert completions("edge-export", "ref") == ["reference"]
 
 
 @pytest.mark.parametrize("name", ["edge-run", "edge-bench"])

@@ -1,30 +1,147 @@
-"""What all commands share: groups of options, and the way an error ends a command."""
+"""What all commands share: options in panels, sub-commands beside the older flat spelling, and the way an error ends a command."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from edge_devices.errors import OUT_OF_MEMORY, EdgeError
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Group = TypeVar("Group")
 INTERRUPTED = 130
+CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 100}
+_OTHER = "Other options"
+# Attribute of a parameter: the panel of the help that lists it.
+_PANEL = "edge_panel"
 
 
-def option_group(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Returns a decorator that adds click options to a command, in the order given."""
+def option_group(*options: Callable[[Any], Any], panel: str = "") -> Callable[[Decorated], Decorated]:
+    """Returns a decorator that adds click options to a command, in the order given; its help lists them under `panel`."""
 
-    def add(command: Command) -> Command:
+    def add(command: Decorated) -> Decorated:
+        declared: list[click.Parameter] = command.__dict__.setdefault("__click_params__", [])
+        before = len(declared)
         for option in reversed(options):
             command = option(command)
+        for parameter in declared[before:]:
+            if panel and not hasattr(parameter, _PANEL):
+                setattr(parameter, _PANEL, panel)
         return command
 
     return add
+
+
+class PanelCommand(click.Command):
+    """A command whose help lists its options in panels, and which explains `--` where a text begins with a dash."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options, a section for each panel in order of first occurrence, the others last."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if row is not None:
+                panels.setdefault(getattr(parameter, _PANEL, _OTHER), []).append(row)
+        others = panels.pop(_OTHER, [])
+        for title, rows in [*panels.items(), (_OTHER if panels else "Options", others)]:
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses. An unknown option that looks like a text gets the advice to write `--` before it."""
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            text = next((word for word in words if word.startswith(error.option_name)), error.option_name)
+            if " " in text or not text.strip("-")[:1].isalpha():
+                raise click.UsageError(f"{text!r} begins with a dash; write -- before a text that is no option: -- {text!r}", ctx) from None
+            raise
+
+
+class CommandWithModes(PanelCommand):
+    """A command with sub-commands in `modes`. If the first word names none, its own parameters stand for all of them together."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.modes: dict[str, click.Command] = {}
+        self.params.append(
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_show_all,
+                help="Show the options of all commands, which this command takes without one, and exit.",
+            )
+        )
+
+    def add_mode(self, name: str, summary: str, takes: Sequence[str | click.Parameter], *, epilog: str | None = None, **fixed: Any) -> None:
+        """Adds a sub-command that runs this command with some of its parameters, by name or replaced, and `fixed` values.
+
+        The other parameters have their defaults.
+        """
+        own = {str(parameter.name): parameter for parameter in self.params}
+
+        def call(**given: Any) -> Any:
+            assert self.callback is not None
+            return self.callback(**{**self.make_context(name, [], resilient_parsing=True).params, **given, **fixed})
+
+        params = [copy.copy(own[one]) if isinstance(one, str) else one for one in takes]
+        self.modes[name] = PanelCommand(name, callback=call, params=params, help=summary, epilog=epilog, context_settings=dict(CONTEXT))
+
+    def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any) -> click.Context:
+        """Returns the context of the sub-command that the first word names, else of this command."""
+        if args and args[0] in self.modes:
+            return self.modes[args[0]].make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command of the context."""
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes both spellings."""
+        formatter.write_usage(ctx.command_path, "COMMAND [OPTIONS] ...")
+        formatter.write_usage(ctx.command_path, " ".join(self.collect_usage_pieces(ctx)), prefix="       ")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the sub-commands; the options are those of `--help-all`."""
+        rows = [(name, mode.get_short_help_str(limit=100)) for name, mode in self.modes.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+        with formatter.section("Help"):
+            formatter.write_dl(
+                [
+                    (f"{ctx.command_path} COMMAND --help", "the options of a command"),
+                    (f"{ctx.command_path} --help-all", "all options, which are taken without a command too"),
+                ]
+            )
+
+    def completed_modes(self, incomplete: str) -> list[str]:
+        """Returns the sub-commands that begin with a text, for the shell's completion of the first word."""
+        return [name for name in self.modes if name.startswith(incomplete)]
+
+
+def _show_all(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        formatter = context.make_formatter()
+        click.Command.format_usage(context.command, context, formatter)
+        PanelCommand.format_options(context.command, context, formatter)  # type: ignore[arg-type]
+        click.echo(formatter.getvalue().rstrip("\n"))
+        context.exit()
+
+
+def given_options(context: click.Context) -> set[str]:
+    """Returns the names of the parameters that the command line gives."""
+    return {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
 
 
 def take(values: dict[str, Any], group: type[Group]) -> Group:

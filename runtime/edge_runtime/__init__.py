@@ -28,7 +28,7 @@ from edge_runtime.text.constraints import Gbnf, JsonSchema, Regex, ToolCalls
 from edge_runtime.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
-    from edge_runtime.cli.screens import Explain
+    from edge_runtime.cli.terminal.screens import Explain
 
 __all__ = [
     "Answer",
@@ -66,6 +66,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "Explain":  # used by terminals only, so imported on first use
         raise AttributeError(f"module 'edge_runtime' has no attribute {name!r}")
-    from edge_runtime.cli.screens import Explain
+    from edge_runtime.cli.terminal.screens import Explain
 
     return Explain

@@ -14,9 +14,10 @@ from typing import Any
 import click
 from rich.console import Console
 
-from edge_devices.command_line import one_sentence_errors
+from edge_devices.command_line import CONTEXT, CommandWithModes, one_sentence_errors
 from edge_export.cli.display import Display, show
-from edge_export.cli.options import EXAMPLES, ExportOptions, export_options
+from edge_export.cli.modes import EXAMPLES, add_modes
+from edge_export.cli.options import ExportOptions, export_options
 from edge_export.device_package.cli import package_options, package_request, run_package
 from edge_export.pipeline.dry_run import planned_manifest
 from edge_export.pipeline.export import export_pair
@@ -32,7 +33,7 @@ from edge_runtime.planning.speed import manifest_plan
 _ONNX_OPTIONS = ("onnx_target", "onnx_drafter", "onnx_embedding", "onnx_kv", "onnx_block", "device")
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=CommandWithModes, epilog=EXAMPLES, context_settings=CONTEXT)
 @export_options
 @plan_options
 @package_options
@@ -114,3 +115,6 @@ def _thread_ended(ended: threading.ExceptHookArgs) -> None:
     """Prints no traceback if the progress thread runs out of memory: the command itself reports that."""
     if not issubclass(ended.exc_type, MemoryError):
         threading.__excepthook__(ended)
+
+
+add_modes(main)

@@ -11,6 +11,7 @@ import click
 from edge_devices.command_line import option_group
 from edge_export.checkpoint.reference_pair import reference_pair
 from edge_export.checkpoint.safetensors import FLOAT_BYTES, FloatType
+from edge_export.cli.modes import FirstWord
 from edge_export.onnx.request import BLOCKS, DEVICE_WEIGHTS, DEVICES, KV_KINDS, ONNX_WEIGHTS, OnnxRequest
 from edge_export.pipeline.gguf_step import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
 from edge_export.quantization.importance_sources import ImportanceSources
@@ -19,98 +20,102 @@ from edge_runtime.config.presets import expanded, preset_of
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.config.yaml_file import read_config
 
-EXAMPLES = """
-\b
-Examples:
-  edge-export google/gemma-4-E2B-it google/gemma-4-E2B-it-assistant -o e2b
-  edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --context 8192
-  edge-export ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
-  edge-export ./target ./drafter -o my-bundle --media f16
-  edge-export target-q4_0.gguf ./drafter -o my-bundle --force
-  edge-export ./target ./drafter --plan --profile raspberry-pi-5
-  edge-export --reference-pair -o reference
-  edge-export --reference-pair -o reference --format onnx --onnx-target int8
-  edge-export --reference-pair -o reference --format onnx --device openvino-npu --context 1024
-  edge-export --package android-arm64 -o phone-package
-"""
 _PATH = click.Path(path_type=Path)
 MEDIA_TYPES = tuple(FLOAT_BYTES)
 
 export_options = option_group(
-    click.argument("target", required=False),
+    click.argument("target", required=False, type=FirstWord()),
     click.argument("drafter", required=False),
-    click.option("-o", "--output", type=_PATH, metavar="BUNDLE", help="Folder to write the bundle or package to; required unless --plan."),
-    click.option(
-        "--format", "formats", type=click.Choice(("gguf", "onnx", "both")), default="gguf", help="Format of the models.  [default: gguf]"
+    option_group(
+        click.option(
+            "-o", "--output", type=_PATH, metavar="BUNDLE", help="Folder to write the bundle or package to; required unless --plan."
+        ),
+        click.option(
+            "--format",
+            "formats",
+            type=click.Choice(("gguf", "onnx", "both")),
+            default="gguf",
+            help="Format of the models.",
+        ),
+        click.option("--reference-pair", "shipped", is_flag=True, help="Export the small trained pair that comes with this package."),
+        click.option(
+            "--media",
+            type=click.Choice(MEDIA_TYPES),
+            help="Add the encoder of images and sound, with weights of this type, for E2B and E4B.  [default: text only]",
+        ),
+        click.option(
+            "--context",
+            type=click.IntRange(min=1),
+            help="Context length of the bundle, in tokens.  [default: 4096, or the model's own if that is shorter]",
+        ),
+        click.option(
+            "--sign",
+            type=_PATH,
+            metavar="KEY",
+            help="Sign the manifest with this Ed25519 private key (PEM); needs pip install 'edge-mtp[sign]'.",
+        ),
+        click.option("--no-verify", is_flag=True, help="Skip the comparison with the reference implementation (transformers)."),
+        click.option("--force", is_flag=True, help="Replace an existing bundle as soon as the new one is complete."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table."),
+        panel="Bundle",
     ),
-    click.option(
-        "--target-quant",
-        type=click.Choice(QUANTIZATIONS),
-        help=f"Quantization of the target's GGUF.  [default: {TARGET_QUANTIZATION}, the 4-bit type that CPUs run fastest]",
+    option_group(
+        click.option(
+            "--target-quant",
+            type=click.Choice(QUANTIZATIONS),
+            help=f"Quantization of the target's GGUF.  [default: {TARGET_QUANTIZATION}, the 4-bit type that CPUs run fastest]",
+        ),
+        click.option(
+            "--drafter-quant",
+            type=click.Choice(QUANTIZATIONS),
+            help="Quantization of the drafter's GGUF."
+            f"  [default: {DRAFTER_QUANTIZATION}, which is nearly lossless and only a few percent of the target's size]",
+        ),
+        click.option(
+            "--calibrate",
+            type=_PATH,
+            metavar="TEXT",
+            help="Compute importance matrices for the quantization by running the pair in transformers on this text file:"
+            " a few hundred kB of the kind of text that the model will read.",
+        ),
+        click.option("--save-imatrix", type=_PATH, metavar="FOLDER", help="Save the matrices of --calibrate here, in llama.cpp's format."),
+        click.option("--imatrix", type=_PATH, metavar="FILE", help="The target's importance matrix, as written by llama-imatrix."),
+        click.option("--drafter-imatrix", type=_PATH, metavar="FILE", help="The drafter's importance matrix."),
+        panel="Quantization",
     ),
-    click.option(
-        "--drafter-quant",
-        type=click.Choice(QUANTIZATIONS),
-        help="Quantization of the drafter's GGUF."
-        f"  [default: {DRAFTER_QUANTIZATION}, which is nearly lossless and only a few percent of the target's size]",
+    option_group(
+        click.option("--onnx-target", type=click.Choice(ONNX_WEIGHTS), help="Weight type of the target's ONNX graphs.  [default: int4]"),
+        click.option("--onnx-drafter", type=click.Choice(ONNX_WEIGHTS), help="Weight type of the drafter's ONNX graph.  [default: int8]"),
+        click.option(
+            "--onnx-embedding",
+            type=click.Choice(ONNX_WEIGHTS),
+            help="Weight type of the target's embedding and output head in ONNX.  [default: that of --onnx-target]",
+        ),
+        click.option("--onnx-kv", type=click.Choice(KV_KINDS), help="Type of the K/V cache of ONNX graphs.  [default: f32, the fastest]"),
+        click.option(
+            "--onnx-block",
+            type=click.Choice([str(block) for block in BLOCKS]),
+            help="Number of int8 or int4 weights that share a scale.  [default: 128; for int4, smaller blocks or 8 bits for the weights"
+            " that lose most by rounding; 32 with --device]",
+        ),
+        click.option(
+            "--device",
+            type=click.Choice(DEVICES),
+            help="Write ONNX graphs of fixed shapes for this NPU, or 'static' for any runtime that needs fixed shapes.",
+        ),
+        panel="ONNX graphs",
     ),
-    click.option(
-        "--media",
-        type=click.Choice(MEDIA_TYPES),
-        help="Add the encoder of images and sound, with weights of this type, for E2B and E4B.  [default: text only]",
+    option_group(
+        click.option(
+            "--config",
+            "config_path",
+            type=_PATH,
+            help="YAML file with models, precisions and context; options on the command line override it."
+            " Its other settings go into the bundle's config.yaml.",
+        ),
+        click.option("--preset", type=click.Choice(PRESET_NAMES), help="Run settings for this kind of work, for the bundle's config.yaml."),
+        panel="Configuration",
     ),
-    click.option("--onnx-target", type=click.Choice(ONNX_WEIGHTS), help="Weight type of the target's ONNX graphs.  [default: int4]"),
-    click.option("--onnx-drafter", type=click.Choice(ONNX_WEIGHTS), help="Weight type of the drafter's ONNX graph.  [default: int8]"),
-    click.option(
-        "--onnx-embedding",
-        type=click.Choice(ONNX_WEIGHTS),
-        help="Weight type of the target's embedding and output head in ONNX.  [default: that of --onnx-target]",
-    ),
-    click.option("--onnx-kv", type=click.Choice(KV_KINDS), help="Type of the K/V cache of ONNX graphs.  [default: f32, the fastest]"),
-    click.option(
-        "--onnx-block",
-        type=click.Choice([str(block) for block in BLOCKS]),
-        help="Number of int8 or int4 weights that share a scale.  [default: 128; for int4, smaller blocks or 8 bits for the weights"
-        " that lose most by rounding; 32 with --device]",
-    ),
-    click.option(
-        "--device",
-        type=click.Choice(DEVICES),
-        help="Write ONNX graphs of fixed shapes for this NPU, or 'static' for any runtime that needs fixed shapes.",
-    ),
-    click.option(
-        "--context",
-        type=click.IntRange(min=1),
-        help="Context length of the bundle, in tokens.  [default: 4096, or the model's own if that is shorter]",
-    ),
-    click.option(
-        "--config",
-        "config_path",
-        type=_PATH,
-        help="YAML file with models, precisions and context; options on the command line override it."
-        " Its other settings go into the bundle's config.yaml.",
-    ),
-    click.option("--preset", type=click.Choice(PRESET_NAMES), help="Run settings for this kind of work, for the bundle's config.yaml."),
-    click.option(
-        "--calibrate",
-        type=_PATH,
-        metavar="TEXT",
-        help="Compute importance matrices for the quantization by running the pair in transformers on this text file:"
-        " a few hundred kB of the kind of text that the model will read.",
-    ),
-    click.option("--save-imatrix", type=_PATH, metavar="FOLDER", help="Save the matrices of --calibrate here, in llama.cpp's format."),
-    click.option("--imatrix", type=_PATH, metavar="FILE", help="The target's importance matrix, as written by llama-imatrix."),
-    click.option("--drafter-imatrix", type=_PATH, metavar="FILE", help="The drafter's importance matrix."),
-    click.option(
-        "--sign",
-        type=_PATH,
-        metavar="KEY",
-        help="Sign the manifest with this Ed25519 private key (PEM); needs pip install 'edge-mtp[sign]'.",
-    ),
-    click.option("--no-verify", is_flag=True, help="Skip the comparison with the reference implementation (transformers)."),
-    click.option("--force", is_flag=True, help="Replace an existing bundle as soon as the new one is complete."),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table."),
-    click.option("--reference-pair", "shipped", is_flag=True, help="Export the small trained pair that comes with this package."),
     click.option(
         "--phase-power",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),

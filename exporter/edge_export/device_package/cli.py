@@ -35,6 +35,7 @@ package_options = option_group(
         type=click.Choice(BACKENDS),
         help="With --package: a backend to include; may be repeated.  [default: all]",
     ),
+    panel="Device packages",
 )
 
 

@@ -12,15 +12,13 @@ from typing import Any, cast
 
 import click
 
-from edge_devices.command_line import one_sentence_errors
-from edge_devices.energy.external.columns import COLUMNS_HELP
+from edge_devices.command_line import CONTEXT, CommandWithModes, one_sentence_errors
 from edge_devices.energy.report import Report
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import report_lines
-from edge_devices.energy.virtual_meters import EXTERNAL, VIRTUAL
+from edge_devices.energy.virtual_meters import EXTERNAL
 from edge_devices.errors import DeviceError
 from edge_devices.files.atomic_write import write_text
-from edge_devices.machine.cpu_affinity import MOST_THREADS
 from edge_devices.meters.base import Meter
 from edge_runtime.bench.devices.command import bench_devices, device_options, wants_devices, write_comparison
 from edge_runtime.bench.devices.results import find_results
@@ -30,32 +28,16 @@ from edge_runtime.bench.measure.prompts import DOMAINS, Prompt, read_prompts, sh
 from edge_runtime.bench.measure.record_file import RecordFile
 from edge_runtime.bench.measure.records import Note, Record, collect, read_records
 from edge_runtime.bench.measure.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_lengths, parse_names, parse_numbers
+from edge_runtime.bench.options import EXAMPLES, add_modes, measuring_options, result_options
 from edge_runtime.bench.report.figures import Figures, figures
 from edge_runtime.bench.report.terminal import BenchProgress, note, print_report
 from edge_runtime.bundle.kv_types import KV_TYPES
-from edge_runtime.cli.options import BundlePath, backend_option, check_options, check_values, config_options
+from edge_runtime.cli.modes import FirstWord
+from edge_runtime.cli.options import backend_option, check_options, check_values, config_options, refuse_threads, threads_option
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import OUT_OF_MEMORY, RequestError
 from edge_runtime.session.open import default_threads
 
-EXAMPLES = """
-\b
-Examples:
-  edge-bench my-bundle
-  edge-bench my-bundle --lengths 2,3 --policies none --domains code --repeats 2 --contexts none
-  edge-bench my-bundle --runs run.jsonl --html report.html --json figures.json
-  edge-bench my-bundle --drafters dense,split,lookup --concurrency 1,2,4
-  edge-bench my-bundle --against llama.cpp=build/llama.cpp/bin
-  edge-bench my-bundle --prompts my-prompts.json --domains none
-  edge-bench my-bundle --runs run.jsonl --energy energy.jsonl
-  edge-bench --report run.jsonl --html report.html
-  edge-bench --report energy.jsonl --html energy.html      (the log of --energy)
-  edge-bench my-bundle --energy energy.jsonl --meter external    (afterwards, with the meter's table:)
-  edge-bench --report energy.jsonl --external usb-meter.csv
-  edge-bench my-bundle --package phone-package --adb all --lengths 2,3,4
-  edge-bench my-bundle --package pi-package --ssh pi@raspberrypi --html pi.html
-  edge-bench --compare bench-results
-"""
 STDOUT = "-"
 NO_ENERGY = "energy was not measured; use --energy FILE"
 
@@ -150,61 +132,14 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Rep
         return measure_energy(path, meter, benchmark.energy_workloads(stack), threads=request.threads or default_threads())
 
 
-@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
-@click.argument("bundle", type=BundlePath(), required=False)
-@click.option("--domains", default=",".join(DOMAINS), help="Shipped prompt sets to use, or none.")
-@click.option(
-    "--prompts",
-    "files",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    help="Your own prompts: a JSON list of texts, an object of lists by domain, or a text file. Repeatable.",
-)
-@click.option("--per-domain", type=click.IntRange(min=1), default=1, help="Number of prompts per set.")
-@click.option("--lengths", default="1-8", help="Fixed draft lengths to measure, such as 3, 1,2,4 or 1-8, or none.")
-@click.option("--policies", default=",".join(CHOOSING_POLICIES), help="Draft length policies to measure, or none.")
-@click.option(
-    "--drafters",
-    default=None,
-    help=f"Drafters to measure: any of {', '.join(k for k in DRAFTER_KINDS if k != 'none')}.  [default: as edge-run chooses]",
-)
-@click.option("--repeats", type=click.IntRange(min=1), default=6, help="Number of repeats; every second one runs in reverse order.")
-@click.option("--max-tokens", type=click.IntRange(min=2), default=96, help="Tokens to generate per request.")
-@click.option("--warm-up", type=click.IntRange(min=0), default=1, help="Warm-up requests per variant, which are not counted.")
-@click.option("--contexts", default="128,512,2048,8192", help="Prompt lengths in tokens to sweep, up to --context, or none.")
-@click.option("--concurrency", default="none", help="Numbers of concurrent clients to measure, such as 1,2,4, or none.")
-@click.option(
-    "--kv-types", default="none", help=f"KV cache types to compare: any of {', '.join(KV_TYPES)}, or none. f16 is always included."
-)
-@click.option("--against", metavar="llama.cpp=PATH", help="Also measure llama.cpp's own binaries in this folder, in turn with edge-mtp.")
+@click.command(cls=CommandWithModes, epilog=EXAMPLES, context_settings=CONTEXT)
+@click.argument("bundle", type=FirstWord(), required=False)
+@measuring_options
 @backend_option
-@click.option("--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads.  [default: all that this process may use]")
+@threads_option("all that this process may use")
 @config_options
 @check_options
-@click.option("--runs", type=click.Path(path_type=Path), help="Write each measurement to this file at once, one JSON line each.")
-@click.option(
-    "--energy",
-    type=click.Path(path_type=Path),
-    help="Also measure energy by the protocol of docs/energy.md (takes long); write its log here. With --report: read this log.",
-)
-@click.option(
-    "--meter",
-    metavar="NAME",
-    help=f"Energy meter to read: a name from edge-devices meters, {VIRTUAL}, or external (see --external)."
-    "  [default: the first usable meter]",
-)
-@click.option(
-    "--external",
-    type=click.Path(path_type=Path),
-    metavar="TABLE",
-    help="With --report of an energy log: use this table of an external meter in place of the log's readings.",
-)
-@click.option("--columns", metavar="KEY=NAME,...", help=COLUMNS_HELP)
-@click.option("--json", "json_path", help="Write the figures to this file; - is standard output, in place of the tables.")
-@click.option("--html", type=click.Path(path_type=Path), help="Write a page with plots to this file. Needs edge-mtp[report].")
-@click.option(
-    "--report", type=click.Path(path_type=Path), help="Do not measure: compute the figures of a file from --runs or --energy again."
-)
+@result_options
 @device_options
 @click.version_option(package_name="edge-mtp")
 def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Path | None, report: Path | None, **values: Any) -> None:
@@ -235,6 +170,8 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
 def check_usage(bundle: Path | None, values: dict[str, Any]) -> None:
     """Raises a usage error for options that exclude each other."""
     report, elsewhere = values["report"], wants_devices(values)
+    if not elsewhere:
+        refuse_threads(values["threads"])
     if values["compare"] and (bundle or report or elsewhere):
         raise click.UsageError("--compare does not measure: leave BUNDLE, --report and devices out")
     if not elsewhere and not values["compare"] and (bundle is None) == (report is None):
@@ -327,3 +264,6 @@ def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
         check=check.check,
         public_key=check.verify_key,
     )
+
+
+add_modes(main)

@@ -18,7 +18,7 @@ from edge_devices.command_line import option_group, take
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.errors import EdgeError
 from edge_runtime.cli.energy_options import energy_record, unwatched
-from edge_runtime.cli.screens import summary
+from edge_runtime.cli.terminal.screens import summary
 from edge_runtime.errors import RequestError
 from edge_runtime.session.chat import OVERFLOWS, Answer, Chat
 from edge_runtime.text.channels import Event, Thought
@@ -44,7 +44,7 @@ ENDED = {
     "interrupted": "stopped",
 }
 chat_options = option_group(
-    click.option("--system", help="The system message of a chat, or of one PROMPT, which then goes through the chat template."),
+    click.option("--system", "-s", help="The system message of a chat, or of one PROMPT, which then goes through the chat template."),
     click.option("--thinking", is_flag=True, help="Let the model think before it answers, if its chat template supports that."),
     click.option(
         "--raw/--templated",
@@ -57,6 +57,7 @@ chat_options = option_group(
         type=click.Choice(OVERFLOWS),
         help="Chat: what to do when the context is full: drop the oldest turns, or stop.  [default: from the configuration]",
     ),
+    panel="Messages",
 )
 
 

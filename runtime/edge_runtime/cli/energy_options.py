@@ -68,6 +68,7 @@ energy_options = option_group(
         is_flag=True,
         help="Print one line per round: decision, expected and emitted tokens, cost, time, gain and confidence. The text follows them.",
     ),
+    panel="Energy",
 )
 
 

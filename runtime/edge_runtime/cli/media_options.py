@@ -32,6 +32,7 @@ media_options = option_group(
         default=str(DEFAULT_BUDGET),
         help="The most rows that an image takes in the context: more show more, and take longer.",
     ),
+    panel="Images and sound",
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,19 +46,41 @@ class BundlePath(click.Path):
         return [CompletionItem(folder + name) for name in bundles] or [CompletionItem(incomplete, type="dir")]
 
 
+def refuse_threads(count: int | None) -> None:
+    """Raises a usage error for more threads than this machine has processors: they would only wait for each other."""
+    processors = os.cpu_count()
+    if count is not None and processors is not None and count > processors:
+        raise click.UsageError(f"--threads {count} is more than the {processors} processors of this machine; give at most {processors}")
+
+
 backend_option = click.option(
     "--backend",
+    "-b",
     type=click.Choice(BACKENDS),
     help="llama.cpp or ONNX Runtime.  [default: the one that the bundle supports and is installed]",
 )
+
+
+def threads_option(default: str) -> Callable[[Any], Any]:
+    """Returns the option --threads; `default` describes its default."""
+    return click.option(
+        "--threads",
+        "-t",
+        type=click.IntRange(1, MOST_THREADS),
+        help=f"CPU threads, at most one a processor.  [default: {default}]",
+    )
+
+
 config_options = option_group(
-    click.option("--context", type=click.IntRange(min=16), help="Size of the KV cache in tokens.  [default: from the configuration]"),
+    click.option("--context", "-c", type=click.IntRange(min=16), help="Size of the KV cache in tokens.  [default: from the configuration]"),
     click.option("--config", type=click.Path(path_type=Path), help="YAML file that overrides --preset and the bundle's config.yaml."),
     click.option("--preset", type=click.Choice(PRESET_NAMES), help="Draft lengths for a kind of work; overrides the bundle's config.yaml."),
+    panel="Configuration",
 )
 drafting_options = option_group(
     click.option(
         "--draft-length",
+        "-d",
         type=click.IntRange(0, 12),
         help="Tokens to draft per round; 0 is plain decoding. With --policy rolling, the initial length.  [default: "
         "from the configuration]",
@@ -68,6 +92,7 @@ drafting_options = option_group(
         help="dense: MTP drafter; split: MTP drafter with a sparse head; lookup: copies from the text; none: no drafts."
         "  [default: from the configuration, else the faster of dense and split]",
     ),
+    panel="Drafting",
 )
 backend_options = option_group(
     backend_option,
@@ -84,11 +109,8 @@ backend_options = option_group(
         is_flag=True,
         help="ONNX: cache weights packed for this CPU on disk, at twice their size. Opens faster and maps memory.",
     ),
-    click.option(
-        "--threads",
-        type=click.IntRange(1, MOST_THREADS),
-        help="CPU threads.  [default: the fastest number per phase, measured on first use]",
-    ),
+    threads_option("the fastest number per phase, measured on first use"),
+    panel="Backend",
 )
 check_options = option_group(
     click.option(
@@ -103,6 +125,7 @@ check_options = option_group(
         metavar="PUBKEY",
         help="Refuse the bundle unless it is signed with this Ed25519 key (PEM). Needs edge-mtp[sign].",
     ),
+    panel="Checks",
 )
 cache_options = option_group(
     click.option(
@@ -120,6 +143,7 @@ cache_options = option_group(
         help="Start from a saved KV state; PROMPT must begin with its text.",
     ),
     click.option("--save-state", type=click.Path(path_type=Path, dir_okay=False), help="Save the KV state to this file afterwards."),
+    panel="Memory",
 )
 monitoring_options = option_group(
     click.option("--log", type=click.Path(path_type=Path), help="Append the figures of each request to this file, one JSON line each."),
@@ -130,6 +154,7 @@ monitoring_options = option_group(
         default=WARN_ABOVE,
         help="Warn when more than this share of recent drafts is rejected. Repeatable.",
     ),
+    panel="Monitoring",
 )
 
 

@@ -37,6 +37,7 @@ plan_options = option_group(
         shell_complete=lambda _context, _parameter, start: [name for name in profiles() if name.startswith(start)],
         help="With --plan: the device, such as raspberry-pi-5.  [default: this machine]",
     ),
+    panel="Plan",
 )
 
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import click
 
-from edge_devices.command_line import one_sentence_errors, take
+from edge_devices.command_line import CONTEXT, CommandWithModes, one_sentence_errors, option_group, take
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.cli.chat import MAX_INPUT, ChatValues, TerminalChat, chat_options, chat_values
-from edge_runtime.cli.comparison import NOTHING_DRAFTED, compare, comparison_table
-from edge_runtime.cli.doctor import doctor_option
+from edge_runtime.cli.comparing.comparison import NOTHING_DRAFTED, compare, comparison_table
+from edge_runtime.cli.doctor.screen import doctor_option
 from edge_runtime.cli.energy_options import EnergyValues, energy_options, energy_record, energy_values
 from edge_runtime.cli.media_options import MediaValues, media_options, media_values, with_media
+from edge_runtime.cli.modes import EXAMPLES, FirstWord, add_modes
 from edge_runtime.cli.one_prompt import read_one_prompt
 from edge_runtime.cli.options import (
     BackendValues,
-    BundlePath,
     CacheValues,
     CheckValues,
     DraftingValues,
@@ -35,10 +35,11 @@ from edge_runtime.cli.options import (
     drafting_options,
     drafting_values,
     monitoring_options,
+    refuse_threads,
 )
 from edge_runtime.cli.plan import PlanValues, measure_plan, plan_options, plan_values, show_plan
 from edge_runtime.cli.sampling_options import given_values, request_values, sampling_options
-from edge_runtime.cli.screens import Explain, remarks, summary
+from edge_runtime.cli.terminal.screens import Explain, remarks, summary
 from edge_runtime.config.settings import load_settings
 from edge_runtime.decoding.default_sampling import default_sampling, over_defaults, sampling_sentence
 from edge_runtime.drafting.phase_power import PhasePower
@@ -56,30 +57,6 @@ from edge_runtime.session.session import Session
 
 RUN_TOKENS = 128
 PLAN_PROMPT = "def area(width, height):\n"
-EXAMPLES = """
-\b
-Examples:
-  edge-run --doctor                       (what works here, what is missing)
-  edge-run my-bundle                      (a chat)
-  edge-run my-bundle "def fibonacci(n):"
-  edge-run my-bundle --draft-length 0 "plain decoding, no drafts"
-  edge-run my-bundle --verify-lossless --max-tokens 200 "class Stack:"
-  edge-run my-bundle --compare "import os"
-  edge-run my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
-  edge-run my-bundle --json-schema '{"type": "array", "items": {"type": "integer"}}' "primes = "
-  edge-run my-bundle --image photo.jpg "What is this?"
-  edge-run my-bundle --explain "what was drafted, and why"
-  edge-run my-bundle --objective energy --phase-power watts.json "fewest joules per token"
-  edge-run my-bundle --plan --profile raspberry-pi-5
-  edge-run my-bundle --plan --measure      (predictions beside what this machine does)
-  edge-run my-bundle --drafter lookup "drafts copied from the text itself"
-  edge-run my-bundle --backend onnx "the same through onnxruntime"
-  edge-run my-bundle --kv-type q8_0 --memory-limit 2GB "half the KV cache"
-  edge-run my-bundle --max-tokens 1 --save-state notes.kv "a long text"
-  edge-run my-bundle --load-state notes.kv "a long text, and what comes after it"
-  echo "from standard input" | edge-run my-bundle -
-  edge-run my-bundle --serve --sessions 4     (OpenAI API and chat page at http://127.0.0.1:8080)
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +140,8 @@ def read_options(prompt: str | None, values: dict[str, Any]) -> RunOptions:
     plan, mode = plan_values(values), take(values, ModeValues)
     if mode.measure and (not plan.plan or plan.profile is not None):
         raise click.UsageError("--measure needs --plan on this machine; add --plan and leave --profile out")
+    if plan.profile is None:
+        refuse_threads(values["threads"])
     serve, check = serve_values(values), check_values(values)
     chat = chat_values(values, chatting=prompt is None)
     cache = cache_values(values, once=prompt is not None and not mode.comparing)
@@ -339,25 +318,35 @@ def run_plan(folder: Path, options: RunOptions, prompt: str) -> None:
     show_plan(plan, measured, as_json=options.mode.as_json)
 
 
-@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
-@click.argument("bundle", type=BundlePath())
-@click.argument("prompt", required=False)
-@drafting_options
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    help=f"Maximum number of tokens to generate.  [default: {RUN_TOKENS}; {MAX_TOKENS} for an answer through the chat template]",
+mode_options = option_group(
+    click.option(
+        "--max-tokens",
+        "-n",
+        type=click.IntRange(min=1),
+        help=f"Maximum number of tokens to generate.  [default: {RUN_TOKENS}; {MAX_TOKENS} for an answer through the chat template]",
+    ),
+    click.option("--json", "as_json", is_flag=True, is_eager=True, help="Print one JSON object instead of text; in a chat, one per turn."),
+    doctor_option,
+    click.option(
+        "--verify-lossless", is_flag=True, help="Run again without drafts; report whether the output is equal, else the first difference."
+    ),
+    click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and print a table."),
+    click.option(
+        "--repeats", type=click.IntRange(min=1), default=3, help="Comparison: runs with and without drafts; the table shows medians."
+    ),
+    click.option("--measure", is_flag=True, help="Plan: also run the bundle here and print the deviation of each prediction."),
+    panel="Run",
 )
+
+
+@click.command(cls=CommandWithModes, epilog=EXAMPLES, context_settings=CONTEXT)
+@click.argument("bundle", type=FirstWord())
+@click.argument("prompt", required=False)
+@mode_options
+@drafting_options
 @backend_options
 @config_options
 @monitoring_options
-@click.option("--json", "as_json", is_flag=True, is_eager=True, help="Print one JSON object instead of text; in a chat, one per turn.")
-@doctor_option
-@click.option(
-    "--verify-lossless", is_flag=True, help="Run again without drafts; report whether the output is equal, else the first difference."
-)
-@click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and print a table.")
-@click.option("--repeats", type=click.IntRange(min=1), default=3, help="With --compare: runs of each; the table shows medians.")
 @check_options
 @sampling_options
 @media_options
@@ -365,13 +354,12 @@ def run_plan(folder: Path, options: RunOptions, prompt: str) -> None:
 @chat_options
 @energy_options
 @plan_options
-@click.option("--measure", is_flag=True, help="With --plan: also run the bundle here and print the deviation of each prediction.")
 @serve_options
 @click.version_option(package_name="edge-mtp")
 def main(bundle: Path, prompt: str | None, **values: Any) -> None:
-    """Generate text from BUNDLE after PROMPT ('-' reads standard input), using the bundle's drafter.
+    """Run BUNDLE with its drafter: a chat, one PROMPT, or a server.
 
-    Without PROMPT: start a chat with the bundle's chat template. Turns are read from the terminal, or one per line from a pipe.
+    Without a command, BUNDLE alone starts a chat, and BUNDLE PROMPT generates text ('-' reads standard input).
     """
     with one_sentence_errors(out_of_memory=OUT_OF_MEMORY):
         options = read_options(prompt, values)
@@ -391,3 +379,6 @@ def main(bundle: Path, prompt: str | None, **values: Any) -> None:
                     run_comparison(session, options, text)
                 else:
                     run_once(session, options, text)
+
+
+add_modes(main)

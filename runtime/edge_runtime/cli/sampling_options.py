@@ -31,6 +31,7 @@ def read_biases(_context: click.Context, parameter: click.Parameter, values: tup
 sampling_options = option_group(
     click.option(
         "--temperature",
+        "-T",
         type=float,
         default=0.0,
         show_default="the bundle's, else 0",
@@ -72,6 +73,7 @@ sampling_options = option_group(
     click.option("--regex", metavar="PATTERN", help="Generate only text that this regular expression matches completely."),
     click.option("--stop", multiple=True, help="Stop before this text; it is not printed. Repeatable."),
     click.option("--chunk-size", type=int, help="Print at least this many tokens at once.  [default: from the configuration, else 1]"),
+    panel="Sampling and constraints",
 )
 
 

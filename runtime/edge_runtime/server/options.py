@@ -67,6 +67,7 @@ serve_options = option_group(
         "--allow-origin", multiple=True, metavar="ORIGIN", help="Serve: website whose scripts may use the server; repeatable; * is all."
     ),
     click.option("--allow-host", multiple=True, metavar="NAME", help="Serve: further name in the Host header, as of a proxy; repeatable."),
+    panel="Server",
 )
 
 

@@ -107,8 +107,8 @@ def test_a_package_without_the_pair_says_so(tmp_path: Path, monkeypatch: pytest.
 def test_help_shows_examples_and_the_version_is_there() -> None:
     shown = invoke("--help")
     assert shown.exit_code == 0
-    assert "edge-export google/gemma-4-E2B-it" in shown.stdout
-    assert "default: q4_0" in " ".join(shown.stdout.split())
+    assert "edge-export pair google/gemma-4-E2B-it" in shown.stdout
+    assert "default: q4_0" in " ".join(invoke("pair", "--help").stdout.split())
     assert "version" in invoke("--version").stdout
 
 

@@ -250,6 +250,6 @@ def test_a_page_is_refused_before_measuring_where_its_library_is_missing(monkeyp
 
 def test_help_has_examples():
     result = bench("--help")
-    assert "edge-bench --report run.jsonl" in result.stdout
-    assert "--against" in result.stdout
+    assert "edge-bench report run.jsonl" in result.stdout
+    assert "--against" in bench("--help-all").stdout
     assert fixed(3).label == "dense 3"

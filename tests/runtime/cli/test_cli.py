@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -132,7 +133,7 @@ def test_interrupt_exits_130(monkeypatch):
 
 
 def test_help_has_examples(run):
-    assert "edge-run my-bundle" in run("--help").stdout
+    assert "edge-run chat my-bundle" in run("--help").stdout
 
 
 def tokens_of(result: Result) -> str:
@@ -236,6 +237,10 @@ def test_too_many_threads_are_a_usage_error(run):
     result = run("bundle", "abc", "--threads", "100000")
     assert result.exit_code == 2
     assert "100000 is not in the range" in result.stderr
+    processors = os.cpu_count() or 1
+    result = run("bundle", "abc", "--threads", str(processors + 1))
+    assert (result.exit_code, f"more than the {processors} processors of this machine" in result.stderr) == (2, True)
+    assert run("bundle", "abc", "-t", str(processors)).exit_code == 0
 
 
 def test_a_closed_standard_input_is_one_sentence(run, monkeypatch):

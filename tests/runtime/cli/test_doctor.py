@@ -20,9 +20,9 @@ from edge_devices.machine.system import System
 from edge_devices.meters.recorded_system import RecordedSystem, read_recording
 from edge_runtime.calibration import crash_probe as probe
 from edge_runtime.calibration.backend_info import ask_backend
-from edge_runtime.cli import diagnosis as doctor
-from edge_runtime.cli import doctor as doctor_screen
-from edge_runtime.cli.diagnosis import Diagnosis, diagnose
+from edge_runtime.cli.doctor import diagnosis as doctor
+from edge_runtime.cli.doctor import screen as doctor_screen
+from edge_runtime.cli.doctor.diagnosis import Diagnosis, diagnose
 from edge_runtime.cli.run import main
 
 ROOT = Path(__file__).parents[3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edge_runtime.cli.comparison import compare, comparison_table
+from edge_runtime.cli.comparing.comparison import compare, comparison_table
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import Fixed, Stepped

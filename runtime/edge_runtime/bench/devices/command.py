@@ -78,6 +78,7 @@ device_options = option_group(
         multiple=True,
         help="Compare the results of devices below this folder; measure nothing. Repeatable.",
     ),
+    panel="Devices",
 )
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edge_devices.command_line import one_sentence_errors
+from edge_devices.command_line import CONTEXT, PanelCommand, one_sentence_errors
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
 from edge_devices.meters.base import State
 from edge_runtime.backends.kernels.library import VARIABLE
 from edge_runtime.calibration.crash_probe import workaround
-from edge_runtime.cli.diagnosis import Diagnosis, diagnose
+from edge_runtime.cli.doctor.diagnosis import Diagnosis, diagnose
 from edge_runtime.errors import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
@@ -37,6 +37,14 @@ def _show(context: click.Context, _parameter: click.Parameter, wanted: bool) -> 
 doctor_option = click.option(
     "--doctor", is_flag=True, expose_value=False, callback=_show, help="Print what works on this machine and what is missing, and exit."
 )
+
+
+@click.command(name="doctor", cls=PanelCommand, context_settings=CONTEXT)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor_command(as_json: bool) -> None:
+    """Show what works on this machine and what is missing."""
+    with one_sentence_errors(out_of_memory=OUT_OF_MEMORY):
+        show_diagnosis(diagnose(System()), as_json=as_json)
 
 
 def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:

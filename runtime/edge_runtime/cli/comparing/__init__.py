@@ -1,0 +1,1 @@
+"""Drafts beside plain decoding: `edge-run compare` and `edge-run demo`."""

@@ -1,0 +1,1 @@
+"""`edge-run doctor`: what works on this machine, found out and shown."""

@@ -1,0 +1,1 @@
+"""What a terminal shows and reads: figures, Markdown, typed and pasted lines."""
