@@ -39,7 +39,7 @@ WARM_UP = 2
 # Tokens of the prompt that measures memory, and free rows of the context after the longest text.
 ROOM = 32
 LOAD_TOKENS = 8
-EXTRAS = {"llama": ("",), "onnx": ("", "uniform", "unpacked")}
+EXTRAS = {"llama": ("",), "onnx": ("", "unpacked")}
 # Returns the representative one of several durations.
 Typical = Callable[[Sequence[float]], float]
 
@@ -65,13 +65,12 @@ class Runner:
             context=self.context,
             check="none",
             keep_packed=onnx and self.extra != "unpacked",
-            uniform_rows=self.extra == "uniform",
             notify=(lambda text: click.echo(text, err=True)) if verbose else (lambda _: None),
         )
 
 
 def read_runners(words: Sequence[str], threads: int, context: int) -> list[Runner]:
-    """Reads BACKEND:BUNDLE, onnx+uniform:BUNDLE and onnx+unpacked:BUNDLE."""
+    """Reads BACKEND:BUNDLE and onnx+unpacked:BUNDLE."""
     made = []
     for word in words:
         kind, _, path = word.partition(":")

@@ -24,13 +24,12 @@ from edge_runtime.session.open import open_session
 @click.option("--count", default=10, help="Prompts to take from each file.")
 @click.option("--tokens", default=200, help="Tokens per prompt.")
 @click.option("--draft-length", default=3)
-@click.option("--uniform-rows", is_flag=True, help="ONNX: plain decoding uses the kernels for several rows too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @one_sentence_errors()
-def main(bundle: Path, files: tuple[Path, ...], count: int, tokens: int, draft_length: int, uniform_rows: bool, as_json: bool) -> None:
+def main(bundle: Path, files: tuple[Path, ...], count: int, tokens: int, draft_length: int, as_json: bool) -> None:
     """Compare BUNDLE's output with and without drafts on many prompts."""
     reports: list[LosslessReport] = []
-    with open_session(bundle, notify=lambda text: click.echo(text, err=True), uniform_rows=uniform_rows) as session:
+    with open_session(bundle, notify=lambda text: click.echo(text, err=True)) as session:
         for prompt in (p for file in files for p in json.loads(file.read_text())[:count]):
             generation = session.generate(prompt, max_tokens=tokens, policy=Fixed(draft_length))
             generation.text()

@@ -207,9 +207,6 @@ def draw(samples: list[Sample], title: str, path: Path) -> None:
 @click.option("--context", type=click.IntRange(min=64), default=512)
 @click.option("--threads", type=click.IntRange(min=1), default=1)
 @click.option("--check-every", type=click.IntRange(min=1), default=1000, help="Tokens between comparisons with plain decoding.")
-@click.option(
-    "--uniform-rows", is_flag=True, help="onnx: as in edge-run; without it int4 and int8 weights differ from plain decoding more often."
-)
 @click.option("--seed", default=1)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("soak.jsonl"), help="One JSON line per sample.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="SVG or PNG of resident memory; needs [report].")
@@ -220,7 +217,6 @@ def main(
     context: int,
     threads: int,
     check_every: int,
-    uniform_rows: bool,
     seed: int,
     output: Path,
     plot: Path | None,
@@ -237,7 +233,6 @@ def main(
                 context=context,
                 threads=threads,
                 notify=lambda text: click.echo(text, err=True),
-                uniform_rows=uniform_rows,
             ) as session,
         ):
             soak = Soak(session, seed, check_every, tie_of(session.bundle, backend))

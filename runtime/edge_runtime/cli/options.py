@@ -100,11 +100,6 @@ backend_options = option_group(
         "--execution-provider", metavar="NAME", help="ONNX: where graphs run, such as cpu, openvino or openvino:NPU.  [default: cpu]"
     ),
     click.option(
-        "--uniform-rows",
-        is_flag=True,
-        help="ONNX: use the same kernels for one row as for several, so that drafts almost never change the output.",
-    ),
-    click.option(
         "--keep-packed",
         is_flag=True,
         help="ONNX: cache weights packed for this CPU on disk, at twice their size. Opens faster and maps memory.",
@@ -186,7 +181,6 @@ class BackendValues:
 
     backend: BackendKind | None
     execution_provider: str | None
-    uniform_rows: bool
     keep_packed: bool
     threads: int | None
 

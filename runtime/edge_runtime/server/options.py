@@ -17,7 +17,6 @@ _SHARED = frozenset(
         "bundle",
         "backend",
         "execution_provider",
-        "uniform_rows",
         "keep_packed",
         "draft_length",
         "policy",

@@ -47,7 +47,6 @@ class LoadOptions:
         power: Watts per phase, or a function that measures them; needed for the objective "energy".
         backend: llama or onnx; None chooses by what the bundle holds and what is installed.
         execution_provider: ONNX Runtime's execution provider, such as "xnnpack" (onnx).
-        uniform_rows: Whether a single row goes through the kernels for several rows, so that both give the same bits (onnx).
         keep_packed: Whether packed weights are kept on disk for the next start (onnx).
     """
 
@@ -65,7 +64,6 @@ class LoadOptions:
     power: PhasePower | PowerSource | None = None
     backend: BackendKind | None = None
     execution_provider: str | None = None
-    uniform_rows: bool = False
     keep_packed: bool = False
 
 
@@ -86,7 +84,6 @@ class LoadKeywords(TypedDict, total=False):
     power: PhasePower | PowerSource | None
     backend: BackendKind | None
     execution_provider: str | None
-    uniform_rows: bool
     keep_packed: bool
 
 

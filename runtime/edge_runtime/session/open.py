@@ -91,7 +91,6 @@ class _PairLoader:
             context=self.settings.context,
             threads=self.threads,
             provider=options.execution_provider,
-            uniform_rows=options.uniform_rows,
             keep_packed=options.keep_packed,
         )
         target, drafter, kind = open_onnx(self.bundle, ort_options, self.drafter, options.notify)
@@ -112,8 +111,8 @@ class _PairLoader:
         from edge_runtime.backends.llama.library import library_version, system_info
 
         options = self.options
-        if options.execution_provider is not None or options.uniform_rows or options.keep_packed:
-            raise RequestError("execution providers, uniform rows and packed weights are onnxruntime's; ask for them with the onnx backend")
+        if options.execution_provider is not None or options.keep_packed:
+            raise RequestError("execution providers and packed weights are onnxruntime's; ask for them with the onnx backend")
         kv_type = check_kv_type(self.bundle.manifest.cache_layout, options.kv_type or self.settings.kv_type)
         self._check_memory(kv_type, count)
         batch, kind, use_extra_bufts, quantizations = self._open_llama(kv_type, count)

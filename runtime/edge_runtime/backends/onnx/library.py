@@ -24,8 +24,7 @@ CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
 FIRST_VERSION, END_VERSION = (1, 31), (1, 32)
 # Graphs of plain operators run on 1.24 too, the newest there is for OpenVINO.
 FIRST_STATIC_VERSION = (1, 24)
-# GroupQueryAttention without its flash kernel: quicker for as few rows as a verify has, and a query's result is the same bits whatever
-# other queries come with it, which uniform rows rest on. It is read while a session is made.
+# GroupQueryAttention without its flash kernel: quicker for as few rows as a verify has. It is read while a session is made.
 _NO_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 # Bytes from which a saved graph's tensors lie outside it. onnxruntime begins a tensor without a packed form on a cache line, one with it
 # wherever the last one's packed form ended: so scales, of which each matrix has some, have to lie between them. Shapes have to lie

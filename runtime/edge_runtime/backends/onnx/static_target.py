@@ -80,7 +80,7 @@ class StaticOrtTarget(OrtTarget):
         self.turns = Turns(files.graphs.rotations, options.context + facts.prefill_rows)
         paths = {1: files.static.row, facts.verify_rows: files.target, facts.prefill_rows: files.static.prefill}
         self._static = {rows: _StaticForward(Graph(path, session), path, self, rows) for rows, path in sorted(paths.items())}
-        self._verify_rows = [facts.verify_rows] if options.uniform_rows else sorted({1, facts.verify_rows})
+        self._verify_rows = sorted({1, facts.verify_rows})
         self._per_layer: Embedding | None = None
         if files.static.per_layer_embedding is not None and facts.per_layer_scale is not None:
             width = self._static[1].arrays["per_layer"].shape[2]

@@ -30,15 +30,12 @@ PREFILL_ROWS, PREFILL_SCORES = 256, 1 << 18
 class OrtOptions:
     """How a pair is opened. `context` is in tokens.
 
-    `uniform_rows` runs a single row through the kernels of several, beside a row that is thrown away: kernels with int8 activations
-    round one row differently from several, so that plain decoding and drafting would differ more often (docs/onnx.md). `keep_packed`
-    keeps the weights on disk in the format of this CPU's kernels, about twice their size (`prepacked`).
+    `keep_packed` keeps the weights on disk in the format of this CPU's stock kernels, about twice their size (`prepacked`).
     """
 
     context: int
     threads: int
     provider: str | None = None
-    uniform_rows: bool = False
     keep_packed: bool = False
 
 
@@ -80,15 +77,14 @@ class OrtTarget(CommittedText):
         assert files.target_head is not None  # only graphs of fixed shapes have none
         self._graph: Graph | None = Graph(files.target, session)
         self._head: Graph | None = Graph(files.target_head, session)
-        self._least_rows = 2 if options.uniform_rows else 1
         self.cache = KeyValueCache(files.layout, options.context)
         check_inputs(self._graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
         new = {name.removeprefix("new_") for name in self._graph.outputs if name.startswith("new_")}
         if set(given_back(self._graph).values()) != set(self.cache.values) or new != set(self.cache.read_by_rows):
             raise BundleError(f"{files.target} does not give the rows that the manifest's buffers hold; export the bundle again")
-        # Rows past the context are there for the row that uniform_rows throws away.
+        # A drafter is at the position behind the text.
         halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
-        self.rotations = Rotations(files.graphs.rotations, options.context + MAX_ROWS, halved=halved)
+        self.rotations = Rotations(files.graphs.rotations, options.context + 1, halved=halved)
         self._chunk = min(PREFILL_ROWS, self.cache.chunk)
         self.hidden_rows = np.zeros((1, max(self._chunk, MAX_ROWS), files.hidden_size), np.float32)
         self._forwards: dict[int, _Forward] = {}
@@ -134,10 +130,9 @@ class OrtTarget(CommittedText):
         self.check_rows(len(ids), self.max_rows)
         self.forget_hidden()
         start = self.length
-        padded = np.concatenate([ids, ids[-1:]]) if len(ids) < self._least_rows else ids
         try:
-            self._forward(padded, keep=len(ids))
-            self._head_call(len(padded)).run()
+            self._forward(ids)
+            self._head_call(len(ids)).run()
         except BaseException:
             self.length = start
             raise
@@ -190,7 +185,7 @@ class OrtTarget(CommittedText):
         """Tokens of the next forward of a prefill: scores of a full layer, rows times context for each head, take memory."""
         return max(MAX_ROWS, min(self._chunk, PREFILL_SCORES // (self.length + self._chunk)))
 
-    def _forward(self, ids: NDArray[np.int64], keep: int | None = None) -> NDArray[np.int64]:
+    def _forward(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         rows = len(ids)
         forward = self._forwards.get(rows)
         if forward is None:
@@ -200,7 +195,7 @@ class OrtTarget(CommittedText):
                 self._forwards[rows] = forward
         self.cache.make_room(self.length, rows)
         forward.run(ids, self.length)
-        self.append(ids[:keep])
+        self.append(ids)
         return ids
 
     def _head_call(self, rows: int) -> Call:

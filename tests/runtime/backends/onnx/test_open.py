@@ -81,7 +81,7 @@ def test_a_bundle_without_graphs_names_the_format_to_export(exported_pair: Path,
     with pytest.raises(BundleError, match="no gguf target for the llama backend"):
         open_session(onnx_pair("f32"), backend="llama")
     with pytest.raises(RequestError, match="are onnxruntime's; ask for them with the onnx backend"):
-        open_session(exported_pair, uniform_rows=True)
+        open_session(exported_pair, keep_packed=True)
 
 
 def test_a_session_says_which_backend_it_is(onnx_pair: Bundles) -> None:
@@ -95,7 +95,7 @@ def test_the_command_runs_graphs_and_checks_itself(onnx_pair: Bundles) -> None:
 
     from edge_runtime.cli.run import main
 
-    arguments = [str(onnx_pair("int4")), "--backend", "onnx", "--threads", "1", "--max-tokens", "30", "--uniform-rows", "--verify-lossless"]
+    arguments = [str(onnx_pair("int4")), "--backend", "onnx", "--threads", "1", "--max-tokens", "30", "--verify-lossless"]
     result = CliRunner().invoke(main, [*arguments, "--json", PROMPTS[2]])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)

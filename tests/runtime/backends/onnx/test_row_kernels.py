@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
@@ -16,7 +15,6 @@ from onnx import TensorProto, helper
 from edge_runtime.backends.kernels import library
 from edge_runtime.backends.onnx import library as ort_library
 from edge_runtime.backends.onnx.row_kernels import DOMAIN, OPERATOR, with_row_kernels
-from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.session.open import open_session
 
 Bundles = Callable[[str], Path]
@@ -77,20 +75,3 @@ def test_a_bundle_drafts_and_verifies_on_the_kernels(onnx_pair: Bundles, weights
     with open_session(folder, threads=1) as session:
         stock = session.generate("class Stack:", max_tokens=24, draft_length=0).text()
     assert fast[:16] == stock[:16]
-
-
-@built
-def test_a_rows_logits_do_not_depend_on_its_batch(onnx_pair: Bundles) -> None:
-    """The head's products are equal bit for bit; what attention adds up in another order is a rounding of float32."""
-    bundle = open_bundle(onnx_pair("int8"))
-    head = ort_library.Graph(bundle.folder / bundle.file("target_head", "onnx").path, ort_library.SessionOptions(threads=2))
-    assert head.row_kernels == 1
-    hidden = np.random.default_rng(0).standard_normal((1, 13, head.inputs["hidden"][-1])).astype(np.float32)
-    rows = []
-    for count in (1, 4, 8, 13):
-        values = np.ascontiguousarray(hidden[:, :count])
-        call = head.bind({"hidden": ort_library.value_over(values)}, {"logits": None})
-        call.run()
-        rows.append(call.outputs()[0][0].copy())
-    for some in rows:
-        assert np.array_equal(some, rows[-1][: len(some)])

@@ -113,7 +113,7 @@ def test_prefills_of_any_length_fill_the_same_rows(static: tuple[Any, Any], dyna
 
 @pytest.mark.parametrize("weights", ["f32", "f16", "int8", "int4"])
 def test_drafts_leave_greedy_output_as_it_is(weights: str, static_pair: Bundles) -> None:
-    with open_session(static_pair(weights), threads=1, uniform_rows=True) as session:
+    with open_session(static_pair(weights), threads=1) as session:
         plain, drafted = (session.generate(PROMPT, max_tokens=60, draft_length=n) for n in (0, 3))
         assert plain.text() == drafted.text()
         assert plain.tokens == drafted.tokens

@@ -72,26 +72,6 @@ def test_drafts_leave_greedy_output_as_it_is_token_for_token(onnx_pair: Bundles)
             assert drafted.stats.acceptance_rate > 0.5
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_uniform_rows_make_int8_activations_lossless_too(weights: str, onnx_pair: Bundles) -> None:
-    with open_session(onnx_pair(weights), threads=1, uniform_rows=True) as session:
-        for prompt in PROMPTS[:6]:
-            plain, drafted = (session.generate(prompt, max_tokens=120, draft_length=n) for n in (0, 3))
-            plain.text(), drafted.text()
-            assert plain.tokens == drafted.tokens
-
-
-def test_one_row_of_int8_activations_differs_otherwise(onnx_pair: Bundles) -> None:
-    """Why uniform_rows exists. If this ever fails it can go."""
-    rows = []
-    for uniform in (False, True):
-        with open_session(onnx_pair("int4"), threads=1, uniform_rows=uniform) as session:
-            session.target.prefill(random_tokens(1, 20))
-            rows.append(np.array(session.target.verify([300])))
-    assert rows[0].shape == rows[1].shape == (1, 4096)
-    assert 0 < np.abs(rows[0] - rows[1]).max() < 0.2
-
-
 def test_rows_at_once_and_one_by_one_agree_also_after_roll_backs(target: OrtTarget) -> None:
     tokens = random_tokens(2, 40)
     target.prefill(tokens[:30])
@@ -285,7 +265,7 @@ def test_closing_closes_the_drafter_too(onnx_pair: Bundles) -> None:
 
 
 def test_the_context_can_be_filled_to_its_last_row(onnx_pair: Bundles) -> None:
-    with open_session(onnx_pair("int4"), threads=1, context=40, uniform_rows=True) as session:
+    with open_session(onnx_pair("int4"), threads=1, context=40) as session:
         generation = session.generate(random_tokens(13, 30), max_tokens=100, draft_length=4)
         generation.text()
         assert session.target.length == 40

@@ -24,21 +24,51 @@ EDGE_EXPORT void edge_rows_variants(char* names, size_t size) {
 // The chosen variant's name, or null.
 EDGE_EXPORT const char* edge_rows_chosen() { return chosen_variant() ? chosen_variant()->name : nullptr; }
 
+static const Variant* named(const char* name) {
+    const Variant* const* variant = usable_variants();
+    while (*variant && strcmp((*variant)->name, name) != 0) variant++;
+    return *variant;
+}
+
+// out [fresh x heads, dim]: attention by the variant of this name, in one thread, `at_once` queries at a time. Arrays are those of Attention.
+// Returns 0, or 1 for a name or a shape that cannot be, or without memory.
+EDGE_EXPORT int edge_rows_attend(const char* name, const float* queries, const float* past_keys, const float* past_values, const float* new_keys,
+                                 const float* new_values, int64_t past, int64_t fresh, int64_t heads, int64_t dim, int64_t origin, int64_t window, int64_t at_once,
+                                 float* out) {
+    const Variant* variant = named(name);
+    if (!variant || past < 0 || fresh < 1 || heads < 1 || dim < 1 || origin < 0 || window < 0 || at_once < 1 || at_once > kMostQueries) return 1;
+    const Attention a = {queries, past_keys, past_values, new_keys, new_values, past, fresh, heads, dim, origin, window};
+    float* states = static_cast<float*>(malloc(static_cast<size_t>(2 * kMostQueries * a.state()) * sizeof(float)));
+    if (!states) return 1;
+    float* next = states + kMostQueries * a.state();
+    for (int64_t query = 0; query < fresh * heads; query += at_once) {
+        const int64_t count = fresh * heads - query < at_once ? fresh * heads - query : at_once;
+        variant->attend.span(a, query, count, a.first_span(query), states);
+        for (int64_t span = a.first_span(query) + 1; span <= a.last_span(query + count - 1); span++) {
+            variant->attend.span(a, query, count, span, next);
+            for (int64_t r = 0; r < count; r++) variant->attend.merge(dim, states + r * a.state(), next + r * a.state());
+        }
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t i = 0; i < dim; i++) out[(query + r) * dim + i] = states[r * a.state() + i] / states[r * a.state() + dim + 1];
+    }
+    free(states);
+    return 0;
+}
+
 // out [rows, outputs] = values [rows, inputs] times the transposed matrix, by the variant of this name, in one thread. `levels` and `scales`
 // are as MatMulNBits stores them. Returns 0, or 1 for a name or a shape that cannot be, or without memory.
 EDGE_EXPORT int edge_rows_multiply(const char* name, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales,
                                    const float* values, int64_t rows, float* out) {
-    const Variant* const* variant = usable_variants();
-    while (*variant && strcmp((*variant)->name, name) != 0) variant++;
+    const Variant* variant = named(name);
     PackedMatrix matrix;
-    if (!*variant || rows < 1 || !pack(matrix, outputs, inputs, bits, block, levels, scales)) return 1;
+    if (!variant || rows < 1 || !pack(matrix, outputs, inputs, bits, block, levels, scales)) return 1;
     const size_t entries = static_cast<size_t>(rows * matrix.blocks());
     int8_t* rounded = static_cast<int8_t*>(malloc(static_cast<size_t>(rows * inputs)));
     float* factors = static_cast<float*>(malloc(entries * sizeof(float)));
     int32_t* sums = static_cast<int32_t*>(malloc(entries * sizeof(int32_t)));
     const bool there = rounded && factors && sums;
-    for (int64_t row = 0; there && row < rows; row++) (*variant)->round(values + row * inputs, inputs, block, row, rows, rounded, factors, sums);
-    if (there) (*variant)->multiply(matrix, {rounded, factors, sums, rows}, 0, matrix.tiles(), out);
+    for (int64_t row = 0; there && row < rows; row++) variant->round(values + row * inputs, inputs, block, row, rows, rounded, factors, sums);
+    if (there) variant->multiply(matrix, {rounded, factors, sums, rows}, 0, matrix.tiles(), out);
     free(rounded);
     free(factors);
     free(sums);

@@ -49,10 +49,38 @@ using MultiplyTiles = void (*)(const PackedMatrix&, const RoundedRows&, int64_t 
 // Rounds row number `row` of `rows` into the arrays of a RoundedRows.
 using RoundRow = void (*)(const float* values, int64_t inputs, int block, int64_t row, int64_t rows, int8_t* levels, float* scales, int32_t* sums);
 
+// Attention of query rows [queries, dim] to the keys and values of one K/V head. Its rows are positions from `origin` on: `past` older ones,
+// then `fresh` ones, each with `heads` queries, which attend to what lies up to their own row and, with a window, at most `window` rows back.
+// Sums run over spans of kSpan positions, which are merged in order: a query's numbers depend on its position and on what it attends to, on
+// nothing else in its batch.
+constexpr int64_t kSpan = 128;
+constexpr int64_t kMostQueries = 16;  // of one call
+
+struct Attention {
+    const float *queries, *past_keys, *past_values, *new_keys, *new_values;
+    int64_t past, fresh, heads, dim, origin, window;  // a window of 0 is none
+
+    // Positions that a query attends to.
+    int64_t end(int64_t query) const { return origin + past + query / heads + 1; }
+    int64_t begin(int64_t query) const { return window && end(query) - window > origin ? end(query) - window : origin; }
+    int64_t first_span(int64_t query) const { return begin(query) / kSpan; }
+    int64_t last_span(int64_t query) const { return (end(query) - 1) / kSpan; }
+    // Floats of a query's state: the weighted sum of values, the greatest score, the sum of weights.
+    int64_t state() const { return dim + 2; }
+};
+
+struct Attend {
+    // Attends from `count` queries, `query` and the following, to one span; a query that sees none of it gets a state without weights.
+    void (*span)(const Attention&, int64_t query, int64_t count, int64_t span, float* states);
+    // Merges the state of the next span into that of those before it.
+    void (*merge)(int64_t dim, float* state, const float* next);
+};
+
 struct Variant {
     const char* name;
     MultiplyTiles multiply;
     RoundRow round;
+    Attend attend;
 };
 
 }  // namespace edge

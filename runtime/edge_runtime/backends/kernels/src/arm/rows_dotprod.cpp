@@ -1,6 +1,7 @@
 // NEON with dot products (Cortex-A55, A75, A76 and later): levels of 2 and 4 bits are multiplied as they are, those of 8 bits made signed.
 #include "arm/isa_neon.h"
-#include "round_row.h"
+#include "per_isa/attend.h"
+#include "per_isa/round_row.h"
 #include "variants.h"
 
 namespace edge {
@@ -46,6 +47,6 @@ struct Dotprod : NeonBase {
 
 }  // namespace
 
-const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row};
+const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row, {attend_span, merge_spans}};
 
 }  // namespace edge

@@ -1,7 +1,8 @@
 // NEON with matrix products (i8mm: Cortex-A510, A710, X2, Neoverse N2 and later, Apple M2 and later): two rows by two outputs by eight inputs
 // to an instruction. A single row goes through the dot products.
 #include "arm/isa_neon.h"
-#include "round_row.h"
+#include "per_isa/attend.h"
+#include "per_isa/round_row.h"
 #include "variants.h"
 
 namespace edge {
@@ -106,6 +107,6 @@ void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, i
 
 }  // namespace
 
-const Variant kI8mm = {"i8mm", multiply_i8mm, round_row};
+const Variant kI8mm = {"i8mm", multiply_i8mm, round_row, {attend_span, merge_spans}};
 
 }  // namespace edge

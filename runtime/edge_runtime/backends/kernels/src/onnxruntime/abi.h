@@ -17,7 +17,7 @@ struct Op;
 using Table = void* const*;
 
 constexpr uint32_t kVersion = 17;
-enum Type : int { kFloat = 1, kUint8 = 2 };
+enum Type : int { kFloat = 1, kUint8 = 2, kInt32 = 6, kInt64 = 7 };
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
 
 struct ApiBase {

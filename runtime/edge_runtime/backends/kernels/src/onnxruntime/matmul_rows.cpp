@@ -4,7 +4,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "onnxruntime/abi.h"
+#include "onnxruntime/memory.h"
+#include "onnxruntime/operators.h"
 #include "pack.h"
 #include "variants.h"
 
@@ -13,38 +14,11 @@ namespace {
 
 using namespace ort;
 
-#define EDGE_TRY(call)                          \
-    do {                                        \
-        if (Status* status = (call)) return status; \
-    } while (0)
-
 struct Kernel {
     Table api;
     const Variant* variant;
     PackedMatrix matrix;
 };
-
-// Memory that a calling thread uses again for each product of few rows; it stays until the process ends. More is given back after use.
-struct Scratch {
-    char* memory;
-    size_t size;
-};
-thread_local Scratch kept = {nullptr, 0};
-constexpr size_t kMostKept = size_t{1} << 20;
-
-char* scratch(size_t wanted) {
-    if (wanted > kMostKept) return static_cast<char*>(malloc(wanted));
-    if (wanted > kept.size) {
-        free(kept.memory);
-        kept.memory = static_cast<char*>(malloc(wanted));
-        kept.size = kept.memory ? wanted : 0;
-    }
-    return kept.memory;
-}
-
-void give_back_scratch(char* memory) {
-    if (memory != kept.memory) free(memory);
-}
 
 Status* failed(Table api, const char* message) { return create_status(api, kFail, message); }
 
@@ -117,8 +91,6 @@ struct Job {
     float* out;
 };
 
-constexpr int64_t kFewRows = 16;
-
 void multiply_chunk(void* data, size_t index) {
     const Job& job = *static_cast<Job*>(data);
     const int64_t first = static_cast<int64_t>(index) * kTilesAtOnce;
@@ -135,33 +107,27 @@ Status* compute(void* data, KernelContext* context) {
     const Kernel* kernel = static_cast<Kernel*>(data);
     const Table api = kernel->api;
     const PackedMatrix& m = kernel->matrix;
-    const Value* value = nullptr;
-    EDGE_TRY(input(api, context, 0, &value));
-    ShapeInfo* info = nullptr;
-    EDGE_TRY(shape_of(api, value, &info));
-    size_t rank = 0;
-    int64_t shape[8];
-    Status* status = dimension_count(api, info, &rank);
-    if (!status && (rank < 1 || rank > 8)) status = failed(api, "MatMulRows: the input must have 1 to 8 dimensions");
-    if (!status) status = dimensions(api, info, shape, rank);
-    release_shape(api, info);
-    if (status) return status;
-    if (shape[rank - 1] != m.inputs) return failed(api, "MatMulRows: the input's last dimension is not K");
+    Shape shape;
+    const float* from = nullptr;
+    EDGE_TRY(read_input(api, context, 0, shape, &from));
+    if (shape.rank < 1) return failed(api, "MatMulRows: the input is a scalar");
+    int64_t& last = shape.sizes[shape.rank - 1];
+    if (last != m.inputs) return failed(api, "MatMulRows: the input's last dimension is not K");
     int64_t rows = 1;
-    for (size_t i = 0; i + 1 < rank; i++) rows *= shape[i];
-    shape[rank - 1] = m.outputs;
+    for (size_t i = 0; i + 1 < shape.rank; i++) rows *= shape.sizes[i];
+    last = m.outputs;
     Value* result = nullptr;
-    EDGE_TRY(output(api, context, 0, shape, rank, &result));
+    EDGE_TRY(output(api, context, 0, shape.sizes, shape.rank, &result));
     if (rows == 0) return nullptr;
-    void *from = nullptr, *to = nullptr;
-    EDGE_TRY(tensor_data(api, const_cast<Value*>(value), &from));
+    void* to = nullptr;
     EDGE_TRY(tensor_data(api, result, &to));
     const size_t level_bytes = (static_cast<size_t>(rows * m.inputs) + 63) / 64 * 64, entries = static_cast<size_t>(rows * m.blocks());
     char* memory = scratch(level_bytes + entries * 8);
     if (!memory) return failed(api, "MatMulRows: out of memory");
-    Job job = {kernel, {}, static_cast<const float*>(from), reinterpret_cast<int8_t*>(memory), reinterpret_cast<float*>(memory + level_bytes),
+    Job job = {kernel, {}, from, reinterpret_cast<int8_t*>(memory), reinterpret_cast<float*>(memory + level_bytes),
                reinterpret_cast<int32_t*>(memory + level_bytes + entries * 4), static_cast<float*>(to)};
     job.rows = {job.levels, job.scales, job.sums, rows};
+    Status* status = nullptr;
     if (rows <= kFewRows)
         for (int64_t row = 0; row < rows; row++) round_one(&job, row);
     else
@@ -172,32 +138,13 @@ Status* compute(void* data, KernelContext* context) {
 }
 
 const char* op_name(const Op*) { return "MatMulRows"; }
-const char* no_provider(const Op*) { return nullptr; }
 Type input_type(const Op*, size_t index) { return index == 1 ? kUint8 : kFloat; }
 size_t input_count(const Op*) { return 3; }
-Type output_type(const Op*, size_t) { return kFloat; }
-size_t output_count(const Op*) { return 1; }
-int required(const Op*, size_t) { return 0; }
-int in_memory(const Op*, size_t) { return 0; }
-int one(const Op*) { return 1; }
-int any_version(const Op*) { return 0x7fffffff; }
-
-const Op kMatMulRows = {kVersion, nullptr, op_name, no_provider, input_type, input_count, output_type, output_count, nullptr, destroy,
-                        required, required, in_memory, one, one, one, one, create, compute, nullptr, one, any_version,
-                        nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
-}  // namespace edge
 
-extern "C" __attribute__((visibility("default"))) edge::ort::Status* RegisterCustomOps(edge::ort::SessionOptions* options, const edge::ort::ApiBase* base) {
-    using namespace edge::ort;
-    const Table api = base->get_api(kVersion);
-    static Domain* domain = nullptr;  // as long as the process: sessions keep a reference to it
-    if (!domain) {
-        Domain* made = nullptr;
-        if (Status* status = create_domain(api, "edge.mtp", &made)) return status;
-        if (Status* status = add_op(api, made, &edge::kMatMulRows)) return status;
-        domain = made;
-    }
-    return add_domain(api, options, domain);
-}
+const Op ort::kMatMulRows = {kVersion, nullptr, op_name, no_provider, input_type, input_count, float_type, one_output, nullptr, destroy,
+                             required, required, in_memory, one, one, one, one, create, compute, nullptr, one, any_version,
+                             nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace edge

@@ -2,7 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
-#include "rows_kernel.h"
+#include "per_isa/multiply.h"
 
 namespace edge {
 namespace {

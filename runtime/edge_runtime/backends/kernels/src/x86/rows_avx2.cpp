@@ -1,7 +1,8 @@
 // AVX2 without VNNI. Pairs of products are added in 16 bits: levels of at most 15 times 127 leave room for four of them; 8-bit levels are
 // made signed, and their magnitudes take the products' signs from the activations, so that no sum leaves 16 bits either.
 #include "x86/isa_avx2.h"
-#include "round_row.h"
+#include "per_isa/attend.h"
+#include "per_isa/round_row.h"
 #include "variants.h"
 
 namespace edge {
@@ -27,6 +28,6 @@ struct Avx2 : Avx2Base {
 
 }  // namespace
 
-const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row};
+const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row, {attend_span, merge_spans}};
 
 }  // namespace edge

@@ -1,8 +1,9 @@
 // AVX-512 with VNNI: 16 outputs to a register, four multiplications to a lane.
 #include <immintrin.h>
 
-#include "round_row.h"
-#include "rows_kernel.h"
+#include "per_isa/attend.h"
+#include "per_isa/round_row.h"
+#include "per_isa/multiply.h"
 #include "variants.h"
 
 namespace edge {
@@ -52,6 +53,6 @@ struct Avx512Vnni {
 
 }  // namespace
 
-const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row};
+const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row, {attend_span, merge_spans}};
 
 }  // namespace edge

@@ -1,6 +1,7 @@
 // AVX-VNNI: client processors without AVX-512.
 #include "x86/isa_avx2.h"
-#include "round_row.h"
+#include "per_isa/attend.h"
+#include "per_isa/round_row.h"
 #include "variants.h"
 
 namespace edge {
@@ -16,6 +17,6 @@ struct AvxVnni : Avx2Base {
 
 }  // namespace
 
-const Variant kAvxVnni = {"avxvnni", multiply<AvxVnni>, round_row};
+const Variant kAvxVnni = {"avxvnni", multiply<AvxVnni>, round_row, {attend_span, merge_spans}};
 
 }  // namespace edge

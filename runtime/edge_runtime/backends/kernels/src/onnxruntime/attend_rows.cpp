@@ -1,0 +1,61 @@
+// AttendRows(queries [1, 1, tokens x heads, dim], cached keys and values [1, 1, n, dim], new keys and values [1, 1, tokens, dim]): attention of
+// one K/V head to all cached rows, causal among the new ones.
+#include <stdlib.h>
+
+#include "onnxruntime/attention.h"
+#include "onnxruntime/operators.h"
+
+namespace edge {
+namespace {
+
+using namespace ort;
+
+struct Kernel {
+    Table api;
+    Attend attend;
+};
+
+Status* create(const Op*, Table api, const KernelInfo*, void** out) {
+    Kernel* kernel = static_cast<Kernel*>(malloc(sizeof(Kernel)));
+    if (!kernel || !chosen_variant()) {
+        free(kernel);
+        return create_status(api, kFail, "AttendRows: out of memory, or no kernel for this processor");
+    }
+    *kernel = {api, chosen_variant()->attend};
+    *out = kernel;
+    return nullptr;
+}
+
+Status* compute(void* data, KernelContext* context) {
+    const Kernel& kernel = *static_cast<Kernel*>(data);
+    const Table api = kernel.api;
+    const float* at[5];
+    Shape shapes[5] = {};
+    for (size_t i = 0; i < 5; i++) {
+        EDGE_TRY(read_input(api, context, i, shapes[i], &at[i]));
+        const Shape& s = shapes[i];
+        const int64_t rows = shapes[i < 3 ? (i + 1) / 2 : 3].sizes[2];
+        if (s.rank != 4 || s.sizes[0] != 1 || s.sizes[1] != 1 || s.sizes[2] != rows || s.sizes[3] != shapes[0].sizes[3] || s.sizes[3] < 1)
+            return create_status(api, kFail, "AttendRows: inputs must be [1, 1, rows, dim], with as many keys as values");
+    }
+    const int64_t queries = shapes[0].sizes[2], dim = shapes[0].sizes[3], past = shapes[1].sizes[2], fresh = shapes[3].sizes[2];
+    Value* result = nullptr;
+    EDGE_TRY(output(api, context, 0, shapes[0].sizes, 4, &result));
+    if (queries == 0) return nullptr;
+    if (fresh < 1 || queries % fresh != 0) return create_status(api, kFail, "AttendRows: each new row must have the same number of queries");
+    void* to = nullptr;
+    EDGE_TRY(tensor_data(api, result, &to));
+    const Attention one = {at[0], at[1], at[2], at[3], at[4], past, fresh, queries / fresh, dim, 0, 0};
+    return attend_all(api, context, kernel.attend, {one, 1, 0, 0, 0}, static_cast<float*>(to));
+}
+
+const char* op_name(const Op*) { return "AttendRows"; }
+size_t input_count(const Op*) { return 5; }
+
+}  // namespace
+
+const Op ort::kAttendRows = {kVersion, nullptr, op_name, no_provider, float_type, input_count, float_type, one_output, nullptr, free,
+                             required, required, in_memory, one, one, one, one, create, compute, nullptr, one, any_version,
+                             nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace edge

@@ -1,0 +1,89 @@
+#include "onnxruntime/attention.h"
+
+#include "onnxruntime/memory.h"
+#include "onnxruntime/operators.h"
+
+namespace edge {
+namespace {
+
+constexpr size_t kMostState = size_t{4} << 20;  // bytes of all states, up to which work is divided by spans
+
+struct Job {
+    const Attend& attend;
+    const AllHeads& all;
+    int64_t queries, groups, first_span, spans, size;
+    float *states, *out;
+
+    Attention of_head(int64_t head) const {
+        Attention one = all.first;
+        one.queries += head * all.query_stride;
+        one.past_keys += head * all.past_stride, one.past_values += head * all.past_stride;
+        one.new_keys += head * all.new_stride, one.new_values += head * all.new_stride;
+        return one;
+    }
+    int64_t count(int64_t group) const { return queries - group * kMostQueries < kMostQueries ? queries - group * kMostQueries : kMostQueries; }
+    void finish(const float* state, int64_t head, int64_t query) const {
+        const int64_t dim = all.first.dim, each = all.first.heads;
+        float* to = out + ((query / each * all.heads + head) * each + query % each) * dim;
+        for (int64_t i = 0; i < dim; i++) to[i] = state[i] / state[dim + 1];
+    }
+};
+
+// One group of queries and one span; states are [heads, spans, queries].
+void attend_one_span(void* data, size_t index) {
+    const Job& job = *static_cast<Job*>(data);
+    const int64_t group = static_cast<int64_t>(index) % job.groups, rest = static_cast<int64_t>(index) / job.groups;
+    const int64_t first = group * kMostQueries;
+    job.attend.span(job.of_head(rest / job.spans), first, job.count(group), job.first_span + rest % job.spans,
+                    job.states + (rest * job.queries + first) * job.size);
+}
+
+void merge_query(void* data, size_t index) {
+    const Job& job = *static_cast<Job*>(data);
+    const int64_t head = static_cast<int64_t>(index) / job.queries, query = static_cast<int64_t>(index) % job.queries;
+    float* state = job.states + (head * job.spans * job.queries + query) * job.size;
+    for (int64_t span = 1; span < job.spans; span++) job.attend.merge(job.all.first.dim, state, state + span * job.queries * job.size);
+    job.finish(state, head, query);
+}
+
+// One group of queries and all its spans; states are [heads, groups, 2, kMostQueries].
+void attend_all_spans(void* data, size_t index) {
+    const Job& job = *static_cast<Job*>(data);
+    const int64_t group = static_cast<int64_t>(index) % job.groups, head = static_cast<int64_t>(index) / job.groups;
+    const int64_t first = group * kMostQueries, count = job.count(group);
+    const Attention one = job.of_head(head);
+    float *states = job.states + static_cast<int64_t>(index) * 2 * kMostQueries * job.size, *next = states + kMostQueries * job.size;
+    const int64_t begin = one.first_span(first), end = one.last_span(first + count - 1);
+    job.attend.span(one, first, count, begin, states);
+    for (int64_t span = begin + 1; span <= end; span++) {
+        job.attend.span(one, first, count, span, next);
+        for (int64_t r = 0; r < count; r++) job.attend.merge(one.dim, states + r * job.size, next + r * job.size);
+    }
+    for (int64_t r = 0; r < count; r++) job.finish(states + r * job.size, head, first + r);
+}
+
+}  // namespace
+
+ort::Status* attend_all(ort::Table api, ort::KernelContext* context, const Attend& attend, const AllHeads& all, float* out) {
+    const Attention& first = all.first;
+    const int64_t queries = first.fresh * first.heads, begin = first.first_span(0);
+    Job job = {attend, all, queries, (queries + kMostQueries - 1) / kMostQueries, begin, first.last_span(queries - 1) - begin + 1, first.state(),
+               nullptr, out};
+    const size_t state = static_cast<size_t>(job.size) * sizeof(float), tasks = static_cast<size_t>(all.heads * job.groups);
+    const size_t by_spans = state * static_cast<size_t>(all.heads * queries * job.spans);
+    const bool divide_spans = by_spans <= kMostState;
+    char* memory = scratch(divide_spans ? by_spans : state * tasks * 2 * kMostQueries);
+    if (!memory) return ort::create_status(api, ort::kFail, "attention: out of memory");
+    job.states = reinterpret_cast<float*>(memory);
+    ort::Status* status;
+    if (divide_spans) {
+        status = ort::parallel_for(api, context, attend_one_span, tasks * static_cast<size_t>(job.spans), 0, &job);
+        if (!status) status = ort::parallel_for(api, context, merge_query, static_cast<size_t>(all.heads * queries), 0, &job);
+    } else {
+        status = ort::parallel_for(api, context, attend_all_spans, tasks, 0, &job);
+    }
+    give_back_scratch(memory);
+    return status;
+}
+
+}  // namespace edge

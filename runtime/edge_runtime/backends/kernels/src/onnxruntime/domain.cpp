@@ -1,0 +1,16 @@
+// Adds the operators to onnxruntime's sessions.
+#include "onnxruntime/operators.h"
+
+extern "C" __attribute__((visibility("default"))) edge::ort::Status* RegisterCustomOps(edge::ort::SessionOptions* options, const edge::ort::ApiBase* base) {
+    using namespace edge::ort;
+    const Table api = base->get_api(kVersion);
+    static Domain* domain = nullptr;  // as long as the process: sessions keep a reference to it
+    if (!domain) {
+        Domain* made = nullptr;
+        EDGE_TRY(create_domain(api, "edge.mtp", &made));
+        const Op* const operators[] = {&kMatMulRows, &kAttendRows, &kAttendBuffers, &kReadBuffers};
+        for (const Op* op : operators) EDGE_TRY(add_op(api, made, op));
+        domain = made;
+    }
+    return add_domain(api, options, domain);
+}

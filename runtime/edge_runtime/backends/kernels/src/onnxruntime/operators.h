@@ -1,0 +1,58 @@
+// The operators of the domain edge.mtp, and what their code shares.
+#pragma once
+#include "onnxruntime/abi.h"
+
+#define EDGE_TRY(call)                                    \
+    do {                                                  \
+        if (::edge::ort::Status* status = (call)) return status; \
+    } while (0)
+
+namespace edge::ort {
+
+extern const Op kMatMulRows, kAttendRows, kAttendBuffers, kReadBuffers;
+
+constexpr size_t kMostDimensions = 8;
+constexpr int64_t kFewRows = 16;  // so many that small work is not divided among threads
+
+struct Shape {
+    int64_t sizes[kMostDimensions];
+    size_t rank;
+
+    int64_t count() const {
+        int64_t product = 1;
+        for (size_t i = 0; i < rank; i++) product *= sizes[i];
+        return product;
+    }
+};
+
+inline Status* read_shape(Table api, const Value* value, Shape& out) {
+    ShapeInfo* info = nullptr;
+    EDGE_TRY(shape_of(api, value, &info));
+    Status* status = dimension_count(api, info, &out.rank);
+    if (!status && out.rank > kMostDimensions) status = create_status(api, kFail, "an input must have at most 8 dimensions");
+    if (!status) status = dimensions(api, info, out.sizes, out.rank);
+    release_shape(api, info);
+    return status;
+}
+
+template <class T>
+Status* read_input(Table api, const KernelContext* context, size_t index, Shape& shape, const T** out) {
+    const Value* value = nullptr;
+    void* data = nullptr;
+    EDGE_TRY(input(api, context, index, &value));
+    EDGE_TRY(read_shape(api, value, shape));
+    EDGE_TRY(tensor_data(api, const_cast<Value*>(value), &data));
+    *out = static_cast<const T*>(data);
+    return nullptr;
+}
+
+// Callbacks that all operators share.
+inline const char* no_provider(const Op*) { return nullptr; }
+inline Type float_type(const Op*, size_t) { return kFloat; }
+inline size_t one_output(const Op*) { return 1; }
+inline int required(const Op*, size_t) { return 0; }
+inline int in_memory(const Op*, size_t) { return 0; }
+inline int one(const Op*) { return 1; }
+inline int any_version(const Op*) { return 0x7fffffff; }
+
+}  // namespace edge::ort

@@ -1,0 +1,153 @@
+"""Attention by the project's operators: the stock operator's numbers, and each row's bits the same whatever else is in its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+
+from onnx import TensorProto, helper
+
+from edge_runtime.backends.kernels import library
+from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
+from edge_runtime.backends.onnx.row_kernels import DOMAIN, READER, STOCK_ATTENTION, WRITER, with_row_kernels
+from edge_runtime.bundle.bundle import open_bundle
+
+Bundles = Callable[[str], Path]
+Arrays = dict[str, NDArray[Any]]
+pytestmark = pytest.mark.skipif(not library.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
+HEADS, KV_HEADS, DIM, CAPACITY = 4, 2, 48, 320
+INPUTS = {
+    "q": (TensorProto.FLOAT, [1, "t", HEADS * DIM]),
+    "k": (TensorProto.FLOAT, [1, "w", KV_HEADS * DIM]),
+    "v": (TensorProto.FLOAT, [1, "w", KV_HEADS * DIM]),
+    "keys": (TensorProto.FLOAT, [1, KV_HEADS, CAPACITY, DIM]),
+    "values": (TensorProto.FLOAT, [1, KV_HEADS, CAPACITY, DIM]),
+    "last": (TensorProto.INT32, [1]),
+    "rows": (TensorProto.INT32, []),
+    "cosine": (TensorProto.FLOAT, ["c", DIM // 2]),
+    "sine": (TensorProto.FLOAT, ["c", DIM // 2]),
+    "positions": (TensorProto.INT64, [1, "t"]),
+}
+
+
+def model(window: int, *, writes: bool, **changes: Any) -> bytes:
+    """A graph of one attention on buffers, and a product whose sake it is opened for."""
+    outputs = ["y", "new_keys", "new_values"] if writes else ["y"]
+    facts = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "scale": 1.0, "local_window_size": window, "do_rotary": 1, **changes}
+    attention = helper.make_node(STOCK_ATTENTION, list(INPUTS), outputs, domain="com.microsoft", **facts)
+    product = helper.make_node(
+        "MatMulNBits", ["y", "b", "s"], ["z"], domain="com.microsoft", K=HEADS * DIM, N=1, bits=8, block_size=32, accuracy_level=4
+    )
+    weights = [
+        onnx.numpy_helper.from_array(np.zeros((1, HEADS * DIM // 32, 32), np.uint8), "b"),
+        onnx.numpy_helper.from_array(np.ones((1, HEADS * DIM // 32), np.float32), "s"),
+    ]
+    inputs = [helper.make_tensor_value_info(name, *facts) for name, facts in INPUTS.items()]
+    made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in [*outputs, "z"]]
+    graph = helper.make_graph([attention, product], "g", inputs, made, weights)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString())
+
+
+def session(graph: bytes) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 2, 4
+    options.register_custom_ops_library(str(library.library_path()))
+    return ort.InferenceSession(graph, options)
+
+
+def drawn(past: int, tokens: int, *, writes: bool = True) -> Arrays:
+    """Inputs of `tokens` rows behind `past` ones; a fewer number of tokens gets the first ones' rows."""
+    random = np.random.default_rng(past)
+    angles = np.outer(np.arange(400), 1 / 10 ** np.linspace(0, 3, DIM // 2))
+    held = random.standard_normal((2, 1, KV_HEADS, CAPACITY, DIM)).astype(np.float32)
+    rows = random.standard_normal((3, 1, 60, HEADS * DIM)).astype(np.float32)
+    return {
+        "q": rows[0, :, :tokens],
+        "k": rows[1, :, : tokens * writes, : KV_HEADS * DIM],
+        "v": rows[2, :, : tokens * writes, : KV_HEADS * DIM],
+        "keys": held[0],
+        "values": held[1],
+        "last": np.array([past + tokens - 1], np.int32),
+        "rows": np.array(past + tokens, np.int32),
+        "cosine": np.cos(angles).astype(np.float32),
+        "sine": np.sin(angles).astype(np.float32),
+        "positions": np.arange(past, past + tokens)[None],
+    }
+
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("window", [-1, 20, 150])
+def test_attention_on_buffers_is_that_of_the_stock_operator(window: int, writes: bool) -> None:
+    graph = model(window, writes=writes)
+    changed, _ = with_row_kernels(graph)
+    assert [node.op_type for node in onnx.load_from_string(changed).graph.node] == [WRITER if writes else READER, "MatMulRows"]
+    stock, ours = session(graph), session(changed)
+    for past, tokens in [(0, 1), (0, 40), (7, 5), (127, 3), (200, 8), (250, 60), (300, 13)]:
+        inputs = drawn(past, tokens, writes=writes)
+        wanted, found = (one.run(None, inputs)[:-1] for one in (stock, ours))
+        for one, other in zip(wanted, found, strict=True):
+            rows = slice(None) if one.ndim == 3 else slice(past + tokens)
+            np.testing.assert_allclose(other[..., rows, :], one[..., rows, :], atol=2e-5)
+
+
+def test_a_rows_attention_has_the_same_bits_in_every_batch_and_on_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for variant in library.usable_variants():
+        monkeypatch.setenv(library.VARIABLE, variant)
+        ours = session(with_row_kernels(model(150, writes=True))[0])
+        found.append({(past, n): ours.run(["y"], drawn(past, n))[0][0] for past in (0, 100, 123, 250) for n in (1, 2, 5, 8, 13, 60)})
+    for some in found:
+        for (past, tokens), rows in some.items():
+            assert np.array_equal(rows, found[0][past, 60][:tokens]), (past, tokens)
+
+
+@pytest.mark.parametrize("change", [{"softcap": 30.0}, {"scale": 0.5}, {"do_rotary": 0}, {"smooth_softmax": 1}])
+def test_attention_of_another_kind_stays(change: dict[str, Any]) -> None:
+    graph = onnx.load_from_string(with_row_kernels(model(20, writes=True, **change))[0]).graph
+    assert [(node.op_type, node.domain) for node in graph.node] == [(STOCK_ATTENTION, "com.microsoft"), ("MatMulRows", DOMAIN)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rows", np.array(CAPACITY + 1, np.int32)),
+        ("rows", np.array(2, np.int32)),
+        ("positions", np.arange(3, 8)[None]),
+        ("positions", np.array([[100, 101, 103, 104, 105]])),
+        ("positions", np.array([[398, 399, 400, 401, 402]])),
+        ("positions", np.array([[-5, -4, -3, -2, -1]])),
+        ("k", np.zeros((1, 4, KV_HEADS * DIM), np.float32)),
+    ],
+)
+def test_rows_and_positions_outside_the_buffers_are_refused(name: str, value: NDArray[Any]) -> None:
+    ours = session(with_row_kernels(model(20, writes=True))[0])
+    with pytest.raises(Exception, match="attention: "):
+        ours.run(None, drawn(7, 5) | {name: value})
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_rows_logits_are_bit_equal_in_every_verify_and_behind_every_prefill(onnx_pair: Bundles, weights: str) -> None:
+    tokens = np.random.default_rng(0).integers(300, 4096, 330).tolist()
+    target, _, _ = open_onnx(open_bundle(onnx_pair(weights)), OrtOptions(context=512, threads=2), "none")
+    with target:
+        # Beyond the window of 128 rows, and behind a move of the sliding rows.
+        for depth in (0, 1, 125, 300):
+            target.rollback(0)
+            target.prefill(tokens[:depth])
+            alone = np.concatenate([np.array(target.verify([token])) for token in tokens[depth : depth + 13]])
+            for count in (2, 3, 5, 8, 12, 13):
+                target.rollback(depth)
+                assert np.array_equal(target.verify(tokens[depth : depth + count]), alone[:count]), (depth, count)
+        target.rollback(0)
+        for token in tokens[:300]:
+            target.verify([token])
+        assert np.array_equal(target.verify(tokens[300:301]), alone[:1])
