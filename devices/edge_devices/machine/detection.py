@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from typing import Any
 
 from edge_devices.machine.facts import Machine, read_machine
@@ -13,6 +14,7 @@ from edge_devices.machine.system import System
 
 BIG_SHARE = 0.6  # of the fastest cluster's clock: work is split evenly, so slower cores delay the others
 MOST_PROCESSORS = 4096
+DISTRIBUTIONS = ("edge-mtp", "llama-cpp-python", "onnxruntime")  # whose versions a measurement depends on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ def detect_device(system: System) -> Device:
 
 
 def environment(system: System) -> dict[str, Any]:
-    """Returns the machine's entry in the record of a measurement: hardware and kernel, nothing about the user."""
+    """Returns the machine's entry in the record of a measurement: hardware, kernel and versions, nothing about the user."""
     device = detect_device(system)
     return {
         "platform": platform.platform(),
@@ -67,7 +69,15 @@ def environment(system: System) -> dict[str, Any]:
         "processors": device.machine.usable_processors,
         "clusters": [asdict(c) for c in device.clusters],
         "profile": device.profile.name,
+        "versions": {"python": platform.python_version()} | {name: found for name in DISTRIBUTIONS if (found := _version(name))},
     }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def pick_profile(machine: Machine, model: str, soc: str) -> tuple[Profile, str]:

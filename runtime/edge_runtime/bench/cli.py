@@ -16,10 +16,11 @@ from edge_devices.command_line import CONTEXT, CommandWithModes, one_sentence_er
 from edge_devices.energy.report import Report
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import report_lines
-from edge_devices.energy.virtual_meters import EXTERNAL
+from edge_devices.energy.virtual_meters import ESTIMATE, EXTERNAL
 from edge_devices.errors import DeviceError
 from edge_devices.files.atomic_write import write_text
 from edge_devices.meters.base import Meter
+from edge_runtime.bench.contribution.command import PROTOCOL, Contribution, contribution_options, print_pool, remote_options
 from edge_runtime.bench.devices.command import bench_devices, device_options, wants_devices, write_comparison
 from edge_runtime.bench.devices.results import find_results
 from edge_runtime.bench.measure.benchmark import Benchmark, BenchRequest
@@ -123,13 +124,14 @@ def measure(request: BenchRequest, runs: Path | None, remark: str = "") -> tuple
     return records, False
 
 
-def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Report | None, RunLog]:
+def measure_joules(request: BenchRequest, path: Path, meter: Meter, minutes: int | None) -> tuple[Report | None, RunLog]:
     """Runs the energy protocol over the same variants. Raises DeviceError where it cannot be done."""
     with ExitStack() as stack, BenchProgress() as progress:
         benchmark = Benchmark(request, progress)
         recording = "; its recording must run from now until the end" if meter.facts.name == EXTERNAL else ""
         progress.message(f"energy: {meter.facts.name}; measuring idle, warm-up and repeats{recording}")
-        return measure_energy(path, meter, benchmark.energy_workloads(stack), threads=request.threads or default_threads())
+        threads = request.threads or default_threads()
+        return measure_energy(path, meter, benchmark.energy_workloads(stack), threads=threads, minutes=minutes)
 
 
 @click.command(cls=CommandWithModes, epilog=EXAMPLES, context_settings=CONTEXT)
@@ -140,6 +142,7 @@ def measure_joules(request: BenchRequest, path: Path, meter: Meter) -> tuple[Rep
 @config_options
 @check_options
 @result_options
+@contribution_options
 @device_options
 @click.version_option(package_name="edge-mtp")
 def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Path | None, report: Path | None, **values: Any) -> None:
@@ -156,12 +159,17 @@ def main(bundle: Path | None, runs: Path | None, json_path: str | None, html: Pa
             from edge_runtime.bench.report.svg import require_library
 
             require_library()
-        if wants_devices(values) or values["compare"]:
+        if values["pool"]:
+            print_pool(values["pool"], values["verify_key"], json_path)
+        elif values["contribute"]:
+            contribute(cast(Path, bundle), values)
+        elif wants_devices(values) or values["compare"]:
             measure_elsewhere(bundle, values, outputs)
         elif report is not None:
             report_again(report, values["energy"], values["external"], values["columns"], outputs)
         else:
-            stopped = measure_all(bench_request(cast(Path, bundle), values), runs, values["energy"], values["meter"], outputs)
+            request = bench_request(cast(Path, bundle), values)
+            stopped = measure_all(request, runs, values["energy"], values["meter"], outputs, minutes=values["minutes"])
     if stopped:
         note("stopped; the figures cover what was measured until then")
         sys.exit(130)
@@ -172,16 +180,40 @@ def check_usage(bundle: Path | None, values: dict[str, Any]) -> None:
     report, elsewhere = values["report"], wants_devices(values)
     if not elsewhere:
         refuse_threads(values["threads"])
-    if values["compare"] and (bundle or report or elsewhere):
-        raise click.UsageError("--compare does not measure: leave BUNDLE, --report and devices out")
-    if not elsewhere and not values["compare"] and (bundle is None) == (report is None):
+    for option in ("compare", "pool"):
+        if values[option] and (bundle or report or elsewhere):
+            raise click.UsageError(f"--{option} does not measure: leave BUNDLE, --report and devices out")
+    if not elsewhere and not values["compare"] and not values["pool"] and (bundle is None) == (report is None):
         raise click.UsageError("give a BUNDLE to measure, or --report with a file from --runs")
     if report is not None and values["runs"] is not None:
         raise click.UsageError("--report does not measure, so it cannot write --runs; leave one of them out")
+    if values["contribute"] and (report or values["runs"] or values["energy"]):
+        raise click.UsageError("--contribute has a protocol of its own: leave --report, --runs and --energy out")
+    if values["sign"] and not values["contribute"]:
+        raise click.UsageError("--sign is for --contribute; add it, or leave --sign out")
+    if values["minutes"] and not (values["energy"] or values["contribute"]):
+        raise click.UsageError("--minutes is for --energy and --contribute; add one of them, or leave --minutes out")
     if values["columns"] is not None and values["external"] is None:
         raise click.UsageError("--columns is for the table of --external; add it, or leave --columns out")
     if values["external"] is not None and report is None:
         raise click.UsageError("--external needs --report with an energy log; add it, or leave --external out")
+
+
+def contribute(bundle: Path, values: dict[str, Any]) -> None:
+    """Measures joules per token here or on devices, and writes a record of each."""
+    contribution = Contribution(bundle, values["contribute"], values["sign"], values["minutes"])
+    if wants_devices(values):
+        contribution.guide_devices()
+        values |= {"energy": True, "run_name": values["run_name"] or contribution.run_name}
+        contribution.collect(bench_devices(bundle, values, remote_options(contribution.minutes)), values)
+        return
+    meter, reason = find_meter(values["meter"])
+    if meter is None:
+        raise RequestError(f"{reason}; see edge-devices meters, or add --meter {ESTIMATE} for a record that is labelled as one")
+    if meter.facts.name == EXTERNAL:
+        raise RequestError("--contribute needs a meter that is read during the runs; use --energy and --external for a table")
+    request = bench_request(bundle, values | PROTOCOL)
+    contribution.measure_here(request, meter, lambda path: measure_joules(request, path, meter, contribution.minutes)[1])
 
 
 def measure_elsewhere(bundle: Path | None, values: dict[str, Any], outputs: Outputs) -> None:
@@ -210,7 +242,9 @@ def report_again(report: Path, energy: Path | None, external: Path | None, colum
     outputs.write(figures(read_records(report), joules, log))
 
 
-def measure_all(request: BenchRequest, runs: Path | None, energy: Path | None, meter_name: str | None, outputs: Outputs) -> bool:
+def measure_all(
+    request: BenchRequest, runs: Path | None, energy: Path | None, meter_name: str | None, outputs: Outputs, *, minutes: int | None
+) -> bool:
     """Measures, then measures energy if `energy` is given, and writes the results; returns whether it was interrupted."""
     meter, reason = find_meter(meter_name)
     if energy and meter is None:
@@ -222,7 +256,7 @@ def measure_all(request: BenchRequest, runs: Path | None, energy: Path | None, m
     failure: DeviceError | None = None
     if energy and meter and not stopped:
         try:
-            joules, log = measure_joules(request, energy, meter)
+            joules, log = measure_joules(request, energy, meter, minutes)
             stopped = log.stopped
         except KeyboardInterrupt:
             stopped = True

@@ -32,6 +32,8 @@ Examples:
   edge-bench devices my-bundle --package phone-package --adb all --lengths 2,3,4
   edge-bench devices my-bundle --package pi-package --ssh pi@raspberrypi --html pi.html
   edge-bench compare bench-results
+  edge-bench contribute my-bundle my-device.json      (joules per token, guided, for others to pool)
+  edge-bench pool records
 """
 measuring_options = option_group(
     click.option("--domains", default=",".join(DOMAINS), help="Shipped prompt sets to use, or none."),
@@ -99,7 +101,7 @@ def add_modes(main: CommandWithModes) -> None:
     main.add_mode(
         "run",
         "Measure BUNDLE on this machine, plainly and with drafts in turn.",
-        [bundle, *what, "against", *how, "verify_key", "runs", "energy", "meter", *outputs],
+        [bundle, *what, "against", *how, "verify_key", "runs", "energy", "minutes", "meter", *outputs],
     )
     main.add_mode(
         "devices",
@@ -107,7 +109,7 @@ def add_modes(main: CommandWithModes) -> None:
         [
             click.Argument(["bundle"], type=BundlePath(), required=False),
             *("adb", "ssh", "fleet", "package", "results", "run_name", "unplugged", "deploy_only", "stop", "clean", "device_folder"),
-            *("ssh_config", *what, *how, "energy", "meter", *outputs),
+            *("ssh_config", *what, *how, "energy", "minutes", "meter", *outputs),
         ],
     )
     main.add_mode(
@@ -119,4 +121,22 @@ def add_modes(main: CommandWithModes) -> None:
         "compare",
         "Compare the results of devices below the FOLDERs.",
         [click.Argument(["compare"], metavar="FOLDER...", nargs=-1, required=True, type=click.Path(path_type=Path)), *outputs],
+    )
+    main.add_mode(
+        "contribute",
+        "Measure joules per token, guided, in less than 30 minutes, and write FILE, which others can check and pool.",
+        [
+            bundle,
+            click.Argument(["contribute"], metavar="FILE", type=click.Path(path_type=Path)),
+            *("sign", "minutes", "meter", "threads", "backend", "adb", "ssh", "package", "results", "run_name", "unplugged", "ssh_config"),
+            "device_folder",
+        ],
+    )
+    main.add_mode(
+        "pool",
+        "Check the files of contribute below the PATHs, and print a table of those that are valid.",
+        [
+            click.Argument(["pool"], metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True)),
+            *("verify_key", "json_path"),
+        ],
     )

@@ -1,4 +1,4 @@
-"""The signature of a bundle: Ed25519 over its manifest, which holds the sha256 of every other file except config.yaml.
+"""The signature of a bundle: Ed25519 over its manifest, which holds the sha256 of every other file except config.yaml. And of a file.
 
 `cryptography` is used rather than sigstore's model-signing, because the manifest already hashes all files and no identity service is
 needed. openssl reads and writes the same key and signature files. The only module of the runtime that imports cryptography.
@@ -9,11 +9,17 @@ from __future__ import annotations
 import base64
 import binascii
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from edge_devices.files.limited_read import FileTooLarge, read_regular
+from edge_devices.files.limited_read import FileTooLarge, read_at_most, read_regular
 from edge_runtime.errors import BackendError, BundleError
 
-SIGNATURE_NAME = "manifest.json.sig"
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+SIGNATURE_SUFFIX = ".sig"
+SIGNATURE_NAME = "manifest.json" + SIGNATURE_SUFFIX
+MAX_SIGNED_BYTES = 64 << 20
 INSTALL = "pip install 'edge-mtp[sign]'"
 _MAX_KEY_BYTES = 16 << 10
 _MAX_SIGNATURE_FILE_BYTES = 4 << 10
@@ -22,6 +28,48 @@ _SIGNATURE_BYTES = 64
 
 def check_signature(folder: Path, manifest: bytes, public_key: Path) -> None:
     """Raises BundleError unless the bundle is signed by the owner of the key in `public_key`, a PEM file, over exactly these bytes."""
+    _check(folder / SIGNATURE_NAME, manifest, public_key, "this manifest", "this bundle")
+
+
+def check_file_signature(path: Path, public_key: Path) -> None:
+    """Raises BundleError unless the file's signature beside it (`NAME.sig`) is by the owner of the key in `public_key`."""
+    try:
+        data = read_at_most(path, MAX_SIGNED_BYTES)
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error}); give a file of at most {MAX_SIGNED_BYTES >> 20} MiB") from error
+    _check(path.with_name(path.name + SIGNATURE_SUFFIX), data, public_key, path.name, "this file")
+
+
+def sign_file(path: Path, key: Ed25519PrivateKey) -> Path:
+    """Writes the signature of a file beside it; returns where."""
+    target = path.with_name(path.name + SIGNATURE_SUFFIX)
+    target.write_bytes(base64.b64encode(key.sign(path.read_bytes())) + b"\n")
+    return target
+
+
+def read_signing_key(path: Path) -> Ed25519PrivateKey:
+    """Returns the private key in a PEM file without a password. Raises BundleError if it is none."""
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    except ImportError as error:
+        raise BackendError(f"signing needs cryptography, which is not installed ({error}); {INSTALL}") from error
+    try:
+        with path.open("rb") as file:
+            key = load_pem_private_key(file.read(_MAX_KEY_BYTES), password=None)
+    except OSError as error:
+        raise BundleError(f"the key {path} cannot be read ({error.strerror or error}); check the path") from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise BundleError(
+            f"{path} is no private key in PEM without a password; make one: openssl genpkey -algorithm ed25519 -out KEY"
+        ) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise BundleError(f"{path} is no Ed25519 key; make one: openssl genpkey -algorithm ed25519 -out KEY")
+    return key
+
+
+def _check(path: Path, data: bytes, public_key: Path, what: str, thing: str) -> None:
     try:
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -36,11 +84,10 @@ def check_signature(folder: Path, manifest: bytes, public_key: Path) -> None:
         ) from error
     if not isinstance(key, Ed25519PublicKey):
         raise BundleError(f"{public_key} is not an Ed25519 key; make a pair with: openssl genpkey -algorithm ed25519 -out KEY")
-    path = folder / SIGNATURE_NAME
     try:
-        key.verify(_decoded(_read_signature(path)), manifest)
+        key.verify(_decoded(_read_signature(path, thing)), data)
     except (InvalidSignature, binascii.Error, ValueError) as error:
-        raise BundleError(f"{path} is not a signature of this manifest by the owner of {public_key}; do not use this bundle") from error
+        raise BundleError(f"{path} is not a signature of {what} by the owner of {public_key}; do not use {thing}") from error
 
 
 def _read_key(path: Path) -> bytes:
@@ -54,14 +101,14 @@ def _read_key(path: Path) -> bytes:
         ) from error
 
 
-def _read_signature(path: Path) -> bytes:
+def _read_signature(path: Path, thing: str) -> bytes:
     try:
         return read_regular(path, _MAX_SIGNATURE_FILE_BYTES)
     except FileTooLarge as error:
         raise ValueError(f"more than {_MAX_SIGNATURE_FILE_BYTES} bytes") from error
     except OSError as error:
         raise BundleError(
-            f"the signature {path} cannot be read ({error.strerror or error}); the bundle is not signed, so do not trust it, or ask its"
+            f"the signature {path} cannot be read ({error.strerror or error}); {thing} is not signed, so do not trust it, or ask its"
             " maker for a signed one"
         ) from error
 

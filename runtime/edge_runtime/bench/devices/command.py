@@ -49,6 +49,7 @@ FORWARDED = {
     "config",
     "preset",
     "check",
+    "minutes",
 }
 device_options = option_group(
     click.option("--adb", multiple=True, metavar="SERIAL", help="Measure on this phone, or on all that adb sees (all). Repeatable."),
@@ -87,12 +88,15 @@ def wants_devices(values: dict[str, Any]) -> bool:
     return bool(values["adb"] or values["ssh"] or values["fleet"])
 
 
-def bench_devices(bundle: Path | None, values: dict[str, Any]) -> list[DeviceResult]:
-    """Carries out the options on all devices in parallel. Failed devices are left out; raises RequestError if all fail."""
+def bench_devices(bundle: Path | None, values: dict[str, Any], further: Sequence[str] = ()) -> list[DeviceResult]:
+    """Carries out the options on all devices in parallel, with `further` options of edge-bench after the user's.
+
+    Failed devices are left out; raises RequestError if all fail.
+    """
     if values["clean"] and bundle is None:
         _each(connect(values), lambda transport: clean(transport))
         return []
-    request = remote_request(bundle, values)
+    request = remote_request(bundle, values, further)
     if values["fleet"]:
         from edge_runtime.bench.devices.fleet import run_fleet
 
@@ -122,7 +126,7 @@ def connect(values: dict[str, Any]) -> list[Transport]:
     return phones + [SshTransport(host, folder or SshTransport.FOLDER, options) for host in dict.fromkeys(values["ssh"])]
 
 
-def remote_request(bundle: Path | None, values: dict[str, Any]) -> RemoteRequest:
+def remote_request(bundle: Path | None, values: dict[str, Any], further: Sequence[str] = ()) -> RemoteRequest:
     """Builds the request from the command's values. Raises RequestError for options that do not apply to a device."""
     if bundle is None:
         raise RequestError("name the BUNDLE to measure")
@@ -136,7 +140,7 @@ def remote_request(bundle: Path | None, values: dict[str, Any]) -> RemoteRequest
     return RemoteRequest(
         bundle=bundle,
         package=read_package(values["package"]),
-        options=tuple(forwarded(click.get_current_context())),
+        options=(*forwarded(click.get_current_context()), *further),
         name=values["run_name"] or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
         energy=bool(values["energy"]),
         meter=values["meter"],

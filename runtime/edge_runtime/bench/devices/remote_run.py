@@ -55,9 +55,9 @@ class RemoteRequest:
             raise RequestError(f"{self.name!r} is not a valid run name; use letters, digits, dots and dashes")
 
 
-def device_label(transport: Transport) -> str:
-    """Returns the name of the device's results folder on this machine."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", transport.name).strip("-.") or "device"
+def device_label(name: str) -> str:
+    """Returns the name of a device's results folder on this machine."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "device"
 
 
 def deploy(transport: Transport, request: RemoteRequest, log: Log) -> tuple[str, DeviceSnapshot, list[str]]:
@@ -84,7 +84,7 @@ def bench_on(transport: Transport, request: RemoteRequest, results: Path, log: L
 
     Raises EdgeError; the device keeps its files then, and the same call resumes the run.
     """
-    home = results / request.name / device_label(transport)
+    home = results / request.name / device_label(transport.name)
     folder = prepare_folder(transport)
     job = posixpath.join(folder, "runs", request.name)
     if poll_job(transport, job, RUNS).state is JobState.ABSENT:

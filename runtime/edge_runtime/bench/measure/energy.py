@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from edge_devices.energy.characteristics import Characteristics
@@ -13,7 +14,17 @@ from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.columns import parse_choice
 from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.phases import PREFILL
-from edge_devices.energy.protocol import BusyLoad, PhaseLoop, Plan, Work, Workload, characterise_meter, measure
+from edge_devices.energy.protocol import (
+    SOAK_WINDOWS,
+    WINDOW_MARGIN,
+    BusyLoad,
+    PhaseLoop,
+    Plan,
+    Work,
+    Workload,
+    characterise_meter,
+    measure,
+)
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import CALIBRATION, Report, make_report
 from edge_devices.energy.run_log import MAX_LINE_CHARS, LogFile, RunLog, read_log
@@ -28,6 +39,7 @@ from edge_runtime.bench.measure.variants import BASELINE, PLAIN, Variant
 from edge_runtime.session.session import Session
 
 REPEATS = 5
+FEWEST_REPEATS = 3
 DRAFT_LENGTH = 3
 # Verifies or drafts per calibration loop: enough that reading the clock is negligible.
 LOOP = 20
@@ -69,9 +81,16 @@ def read_energy(path: Path, external: Path | None = None, columns: str | None = 
 
 
 def measure_energy(
-    path: Path, meter: Meter, workloads: Mapping[str, Workload], *, threads: int, system: System | None = None, repeats: int = REPEATS
+    path: Path,
+    meter: Meter,
+    workloads: Mapping[str, Workload],
+    *,
+    threads: int,
+    system: System | None = None,
+    repeats: int = REPEATS,
+    minutes: float | None = None,
 ) -> tuple[Report | None, RunLog]:
-    """Runs the protocol, writes its log window by window and computes the figures.
+    """Runs the protocol, writes its log window by window and computes the figures. `minutes`: about how long it may take.
 
     The report is None for an external meter, whose table is not available yet. Ctrl-C after the first window ends it with what there is
     (`RunLog.stopped`). Raises MeasurementError where the machine's state forbids it, or no repeat counts; the log is kept then too.
@@ -83,6 +102,9 @@ def measure_energy(
 
     characteristics = Characteristics.expected(meter.facts) if awaited else characterise_meter(system, meter, load)
     kept: RunLog | None = None
+    plan = Plan(repeats=repeats)
+    if minutes is not None:
+        plan, workloads = fitted(plan, workloads, characteristics, 60 * minutes)
 
     with LogFile(path) as file, Recorder(system, meter) as recorder:
 
@@ -92,7 +114,7 @@ def measure_energy(
             file.keep(log, recorder.raw)
 
         try:
-            log = measure(system, recorder, workloads, characteristics, Plan(repeats=repeats), load if awaited else None, keep)
+            log = measure(system, recorder, workloads, characteristics, plan, load if awaited else None, keep)
         except KeyboardInterrupt:
             if kept is None or not kept.runs:
                 raise
@@ -101,6 +123,23 @@ def measure_energy(
             log.warnings.append("stopped by Ctrl-C before the end: figures have fewer repeats, and some may be missing")
             keep(log)
     return (None if awaited else _figures(log)), log
+
+
+def fitted(
+    plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics, seconds: float
+) -> tuple[Plan, Mapping[str, Workload]]:
+    """Returns the longest plan within `seconds`: fewer repeats, then no loops of single phases; else the shortest one."""
+    whole = {name: work for name, work in workloads.items() if not name.startswith(CALIBRATION)}
+    counts = range(plan.repeats, FEWEST_REPEATS - 1, -1)
+    tries = [(replace(plan, repeats=count), each) for each in (workloads, whole) for count in counts]
+    return next((one for one in tries if planned_seconds(*one, characteristics) <= seconds), tries[-1])
+
+
+def planned_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> float:
+    """Returns about how long a measurement takes after the meter is characterised."""
+    window_s = plan.window_s or WINDOW_MARGIN * characteristics.shortest_window_s
+    runs = plan.repeats * len(workloads) * (window_s + plan.rest_s)
+    return 2 * characteristics.shortest_idle_s + plan.soak * SOAK_WINDOWS * window_s + runs
 
 
 def _figures(log: RunLog) -> Report:

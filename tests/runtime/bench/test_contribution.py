@@ -1,0 +1,172 @@
+"""Records of joules per token: made, checked, signed, pooled; and refused where anything does not follow from the readings."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from edge_devices.energy.characteristics import Characteristics
+from edge_devices.energy.protocol import Plan, characterise_meter, measure
+from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.report import make_report
+from edge_devices.energy.run_log import LogFile, RunLog, read_log
+from edge_devices.machine.load import MachineLoad
+from edge_runtime.bench import cli
+from edge_runtime.bench.contribution import command
+from edge_runtime.bench.contribution.guide import steps
+from edge_runtime.bench.measure.energy import fitted, planned_seconds
+from simulated_session import SimulatedMachine
+
+
+def bench(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "250"})
+
+
+@pytest.fixture
+def contribute(monkeypatch: pytest.MonkeyPatch, exported_pair: Path):
+    """Runs the command with a simulated meter and simulated work."""
+
+    def call(target: Path, *arguments: str | Path, repeats: int = 4, others: float = 0.01) -> Result:
+        machine = SimulatedMachine()
+        machine.system.sleep(len(target.name))  # no two recordings are equal
+
+        def simulated(_request: Any, path: Path, _meter: Any, _minutes: int) -> tuple[Any, RunLog]:
+            measured = characterise_meter(machine.system, machine, machine.load)
+            machine.recorder = Recorder(machine.system, machine)
+            machine.recorder.poll()
+            workloads = {"plain": machine.workload(12.0), "dense profit": machine.workload(14.0, decode_s=1.0)}
+            with LogFile(path) as file:
+                log = measure(machine.system, machine.recorder, workloads, measured, Plan(repeats=repeats, rest_s=1.0))
+                file.keep(log)
+            return make_report(log), log
+
+        monkeypatch.setattr(cli, "find_meter", lambda _: (machine, ""))
+        monkeypatch.setattr(cli, "measure_joules", simulated)
+        monkeypatch.setattr(command, "LoadWatch", lambda: SimpleNamespace(load=lambda: MachineLoad(others=others, seconds=60.0)))
+        return bench("contribute", exported_pair, target, *arguments)
+
+    return call
+
+
+def test_a_record_is_made_and_pooled(contribute, tmp_path):
+    made = contribute(tmp_path / "a.json")
+    assert made.exit_code == 0, made.output
+    for words in ("scope package", "1. plug in the charger", "wait: this takes about 27 minutes", "valid: send this file"):
+        assert words in made.stderr
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["files"]
+    assert all(len(file["sha256"]) == 64 for file in record["files"])
+    assert record["figures"].keys() == {"plain", "dense profit"}
+    log = read_log(tmp_path / "a.jsonl")
+    assert log.environment["versions"]["python"]
+    assert contribute(tmp_path / "bb.json").exit_code == 0
+    pooled = bench("pool", tmp_path)
+    assert pooled.exit_code == 0, pooled.output
+    assert "Joules, scope package" in pooled.stdout
+    assert "mean of 2 ×" in pooled.stdout
+    assert "Left out" not in pooled.stdout
+    figures = json.loads(bench("--pool", tmp_path / "a.json", "--json", "-").stdout)
+    assert figures["records"][0]["variants"][0]["joules_per_output_token"]["value"] == record["figures"]["plain"][0]
+
+
+def test_equal_records_count_once_and_other_files_are_named(contribute, tmp_path):
+    assert contribute(tmp_path / "a.json").exit_code == 0
+    shutil.copy(tmp_path / "a.json", tmp_path / "b.json")
+    (tmp_path / "c.json").write_text("{}")
+    pooled = bench("pool", tmp_path)
+    assert "the same measurement is there already" in pooled.stdout
+    assert "is no energy record" in pooled.stdout
+    assert bench("--pool", tmp_path, "bundle").exit_code == 2
+
+
+def test_too_few_repeats_are_not_pooled(contribute, tmp_path):
+    made = contribute(tmp_path / "few.json", repeats=2)
+    assert made.exit_code == 0, made.output
+    assert "not valid" in made.stderr
+    assert "plain: 2 repeats count, 3 are needed" in made.stdout
+
+
+def test_a_busy_machine_is_not_pooled(contribute, tmp_path):
+    made = contribute(tmp_path / "busy.json", others=0.4)
+    assert "busy: other programs used 40% of the processors" in made.stdout
+
+
+def changed(path: Path, **values: Any) -> Path:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"figures": {"plain": [0.1, 0.1, 0.1], "dense profit": [0.1, 0.1, 0.1]}}, "do not follow from its readings"),
+        ({"figures": {}}, "do not follow from its readings"),
+        ({"log_sha256": "0" * 64}, "another sha256"),
+        ({"log": "????"}, "is no energy record"),
+        ({"log": base64.b64encode(zlib.compress(bytes(1 << 20))[:50]).decode()}, "incomplete"),
+        ({"schema": 2}, "schema 2"),
+        ({"remarks": [5]}, "is no energy record"),
+    ],
+)
+def test_what_does_not_follow_from_the_readings_is_refused(contribute, tmp_path, values, words):
+    assert contribute(tmp_path / "a.json").exit_code == 0
+    pooled = bench("--pool", changed(tmp_path / "a.json", **values))
+    assert words in pooled.stdout
+    assert "J/output token" not in pooled.stdout
+
+
+def test_what_a_record_says_does_not_move_the_terminal(contribute, tmp_path):
+    assert contribute(tmp_path / "a.json").exit_code == 0
+    assert "\x1b" not in bench("--pool", changed(tmp_path / "a.json", bundle="\x1b[2Jgone")).stdout
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_a_signed_record(contribute, tmp_path):
+    pytest.importorskip("cryptography", reason="needs edge-mtp[sign]")
+    key, public = tmp_path / "key.pem", tmp_path / "public.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True, capture_output=True)
+    subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", public], check=True, capture_output=True)
+    assert contribute(tmp_path / "a.json", "--sign", key).exit_code == 0
+    assert "yes" in bench("--pool", tmp_path / "a.json", "--verify-key", public).stdout
+    changed(tmp_path / "a.json", created_at="later")
+    assert "is not a signature of a.json" in bench("--pool", tmp_path / "a.json", "--verify-key", public).stdout
+    (tmp_path / "a.json.sig").unlink()
+    assert "is not signed" in bench("--pool", tmp_path / "a.json", "--verify-key", public).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--contribute", "a.json", "--energy", "b.jsonl"), ("--sign", "key"), ("--minutes", "10"), ("--contribute", "a.json", "--runs", "r")],
+)
+def test_contradictions_are_usage_errors(arguments):
+    assert bench("bundle", *arguments).exit_code == 2
+
+
+def test_a_place_that_cannot_hold_the_record_is_refused_before_measuring(contribute, tmp_path):
+    result = contribute(tmp_path / "missing" / "a.json")
+    assert (result.exit_code, "must be a .json file in a folder that exists" in result.stderr) == (1, True)
+
+
+def test_devices_get_their_own_steps():
+    assert "unplug it when asked" in " ".join(steps(None, 27))
+
+
+def meter_of(refresh_s: float, lag_s: float) -> Characteristics:
+    return Characteristics(refresh_s=refresh_s, longest_gap_s=2 * refresh_s, lag_s=lag_s, zero_rate=0.0, read_s=0.01)
+
+
+@pytest.mark.parametrize(("refresh_s", "lag_s", "repeats", "loops"), [(0.001, 0.0, 5, True), (0.2, 0.0, 5, True), (2.0, 2.0, 4, False)])
+def test_the_protocol_fits_into_its_minutes(refresh_s, lag_s, repeats, loops):
+    workloads = dict.fromkeys(["plain", "profit", "calibrate:prefill", "calibrate:draft", "calibrate:verify", "calibrate:plain"])
+    plan, chosen = fitted(Plan(repeats=5), workloads, meter_of(refresh_s, lag_s), 1620)
+    assert (plan.repeats, "calibrate:draft" in chosen) == (repeats, loops)
+    assert planned_seconds(plan, chosen, meter_of(refresh_s, lag_s)) <= 1620
