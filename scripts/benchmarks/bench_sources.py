@@ -106,7 +106,7 @@ class Pair:
     def run(self, prompt: str | Sequence[int], *, alone: bool = False, plain: bool = False, **options: Any) -> Run:
         """Runs a request; `alone` with the drafter alone, `plain` without drafts."""
         session, spent = self.session, [0.0, 0.0]
-        policy = None if plain else session.profit(constrained="constraint" in options)
+        policy = None if plain else session.profit(assisted="constraint" in options)
         given: dict[str, Any] = {"draft_length": 0} if plain else {"policy": policy} if alone else {}
 
         def count(_: object) -> None:

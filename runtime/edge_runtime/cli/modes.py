@@ -36,6 +36,7 @@ Examples:
 """
 _OPENING = ("drafter", "threads", "backend", "execution_provider", "uniform_rows", "keep_packed", "context", "config", "preset")
 _FILES = ("check", "verify_key", "kv_type", "memory_limit")
+_MEMORY = ("memory", "memory_size", "remember", "forget")
 _DRAFTS = ("draft_length", "policy", "objective", "phase_power")
 _SAMPLING = (
     "temperature",
@@ -75,7 +76,7 @@ def add_modes(main: CommandWithModes) -> None:
     main.add_mode(
         "chat",
         "Chat with BUNDLE in the terminal. A pipe is one message.",
-        [bundle, "max_tokens", "as_json", "system", "thinking", "overflow", *_DRAFTS, *_OPENING, *_SAMPLING, *_FILES, *_LOG],
+        [bundle, "max_tokens", "as_json", "system", "thinking", "overflow", *_DRAFTS, *_MEMORY, *_OPENING, *_SAMPLING, *_FILES, *_LOG],
     )
     main.add_mode(
         "generate",
@@ -84,7 +85,7 @@ def add_modes(main: CommandWithModes) -> None:
             bundle,
             prompt,
             *("max_tokens", "as_json", "verify_lossless", "explain", "system", "thinking", "raw", "images", "sounds", "image_rows"),
-            *_DRAFTS,
+            *(*_DRAFTS, *_MEMORY),
             *_OPENING,
             *_SAMPLING,
             *(*_FILES, "load_state", "save_state"),
@@ -98,7 +99,7 @@ def add_modes(main: CommandWithModes) -> None:
         [
             bundle,
             *("host", "port", "sessions", "deterministic", "waiting", "api_key", "allow_origin", "allow_host"),
-            *_DRAFTS,
+            *(*_DRAFTS, *_MEMORY),
             *_OPENING,
             *_FILES,
             *_LOG,

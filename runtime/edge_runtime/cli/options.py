@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from edge_devices.command_line import option_group, take
+from edge_devices.command_line import one_sentence_errors, option_group, take
 from edge_devices.machine.cpu_affinity import MOST_THREADS
 from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.bundle.integrity import CHECK_MODES, CheckMode
@@ -23,6 +23,8 @@ from edge_runtime.config.yaml_file import read_config
 from edge_runtime.drafting.acceptance_window import WARN_ABOVE
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.drafting.policies import POLICIES
+from edge_runtime.drafting.stored_memory import MEMORY_SIZE, forget
+from edge_runtime.errors import OUT_OF_MEMORY
 
 # Shell completion looks at no more folders than this, so that it stays fast.
 MOST_FOLDERS = 1000
@@ -51,6 +53,15 @@ def refuse_threads(count: int | None) -> None:
     processors = os.cpu_count()
     if count is not None and processors is not None and count > processors:
         raise click.UsageError(f"--threads {count} is more than the {processors} processors of this machine; give at most {processors}")
+
+
+def _forget(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+    if path is None or context.resilient_parsing:
+        return
+    with one_sentence_errors(out_of_memory=OUT_OF_MEMORY):
+        count = forget(path)
+        click.echo(f"{path}: {count} texts forgotten" if count else f"{path}: there was nothing to forget", err=True)
+    context.exit()
 
 
 backend_option = click.option(
@@ -140,6 +151,36 @@ cache_options = option_group(
     click.option("--save-state", type=click.Path(path_type=Path, dir_okay=False), help="Save the KV state to this file afterwards."),
     panel="Memory",
 )
+memory_options = option_group(
+    click.option(
+        "--memory",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Keep answers in this file, for you alone, and copy drafts from it: faster where texts come back.  [default: keep nothing]",
+    ),
+    click.option(
+        "--memory-size",
+        default=MEMORY_SIZE,
+        help="With --memory: the most that the file may hold; the oldest texts make room.",
+    ),
+    click.option(
+        "--remember",
+        type=click.Path(path_type=Path),
+        multiple=True,
+        metavar="TEXT",
+        help="With --memory: add a text file to it, such as one that answers will quote. Repeatable.",
+    ),
+    click.option(
+        "--forget",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=_forget,
+        help="Remove a file of --memory and exit.",
+    ),
+    panel="Drafting",
+)
 monitoring_options = option_group(
     click.option("--log", type=click.Path(path_type=Path), help="Append the figures of each request to this file, one JSON line each."),
     click.option(
@@ -201,6 +242,15 @@ class CacheValues:
     memory_limit: str | None
     load_state: Path | None
     save_state: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryValues:
+    """Values of `memory_options`, by the names of `LoadOptions`."""
+
+    memory: Path | None
+    memory_size: str
+    remember: tuple[Path, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from edge_runtime.cli.options import (
     CacheValues,
     CheckValues,
     DraftingValues,
+    MemoryValues,
     MonitoringValues,
     backend_options,
     cache_options,
@@ -34,6 +35,7 @@ from edge_runtime.cli.options import (
     config_options,
     drafting_options,
     drafting_values,
+    memory_options,
     monitoring_options,
     refuse_threads,
 )
@@ -83,6 +85,7 @@ class RunOptions:
     backend: BackendValues
     check: CheckValues
     cache: CacheValues
+    memory: MemoryValues
     monitoring: MonitoringValues
     chat: ChatValues
     energy: EnergyValues
@@ -117,6 +120,7 @@ class RunOptions:
         """Returns the options for `open_session`."""
         return LoadOptions(
             **asdict(self.backend),
+            **asdict(self.memory),
             context=self.drafting.context,
             drafter=self.drafting.drafter,
             config=self.drafting.configuration(self.energy.objective),
@@ -160,6 +164,7 @@ def read_options(prompt: str | None, values: dict[str, Any]) -> RunOptions:
         media=media_values(values, once=prompt is not None and not mode.comparing and not plan.plan and serve is None),
         drafting=drafting_values(values),
         backend=take(values, BackendValues),
+        memory=take(values, MemoryValues),
         monitoring=take(values, MonitoringValues),
     )
     if values:
@@ -347,6 +352,7 @@ mode_options = option_group(
 @backend_options
 @config_options
 @monitoring_options
+@memory_options
 @check_options
 @sampling_options
 @media_options

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from edge_runtime.drafting.sources import Guess
 
@@ -19,8 +20,19 @@ _BOUNDS = (2, 3, 4, 6, 9, 14, 22, 40)
 MEMORY_PRIORS = {f"{NAME} {bound}": chance for bound, chance in zip(_BOUNDS, (0.25, 0.35, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95), strict=True)}
 # Of a longer prompt only the end is remembered: a token takes about 600 bytes.
 MOST_TOKENS = 32768
+# What no text contains; matches and copies end there.
+BORDER = -1
+# The end of the prompt that is put before a predicted answer, so that the answer is guessed to follow it.
+LEAD = 40
 # Where a text repeats itself endlessly, its ends are one another's suffixes; so many of them are updated per token.
 _MOST_SUFFIXES = 32
+
+
+class Place(NamedTuple):
+    """A state of the automaton, and how many tokens of the text are matched there."""
+
+    state: int
+    length: int
 
 
 class SuffixAutomaton:
@@ -76,21 +88,33 @@ class SuffixAutomaton:
     def longest_repeat(self, ahead: Sequence[int] = ()) -> tuple[int, int]:
         """Returns the length of the longest end of the text and `ahead` that occurs earlier, and where its newest occurrence ends."""
         state = max(self._link[self._last], 0)
-        length = self._length[state]
+        place = Place(state, self._length[state])
         for token in ahead:
-            while state > 0 and token not in self._next[state]:
-                state = self._link[state]
-                length = self._length[state]
-            if token in self._next[state]:
-                state, length = self._next[state][token], length + 1
-        return length, self._end[state]
+            place = self.follow(place, token)
+        return place.length, self._end[place.state]
+
+    def follow(self, place: Place, token: int) -> Place:
+        """Returns where the longest end of a text is that occurs here, from where it was before the text's newest token."""
+        state, length = place
+        while state > 0 and token not in self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        onward = self._next[state].get(token)
+        return Place(0, 0) if onward is None else Place(onward, length + 1)
+
+    def copied(self, place: Place, most: int) -> list[int]:
+        """Returns at most `most` tokens that follow the newest occurrence of a place, up to a border."""
+        return within_text(self.tokens[self._end[place.state] : self._end[place.state] + most])
 
 
 class TextMemory:
     """Guesses what followed the longest earlier occurrence of the newest tokens. Implements `sources.Source`."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], predicted: Sequence[int] = ()) -> None:
+        """`predicted` is what the output is expected to be, or to contain parts of."""
         self._automaton = SuffixAutomaton()
+        if predicted:
+            self.add([*tokens[-LEAD:], *predicted[:MOST_TOKENS], BORDER])
         self.add(tokens[-MOST_TOKENS:])
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -103,12 +127,20 @@ class TextMemory:
         length, end = self._automaton.longest_repeat(ahead)
         if length < SHORTEST_MATCH:
             return Guess(NAME)
-        copy = [*self._automaton.tokens[end : end + most], *ahead] if end + most > len(self._automaton.tokens) else []
-        copy = copy or self._automaton.tokens[end : end + most]
-        while copy and len(copy) < most:
+        ends = end + most > len(self._automaton.tokens)
+        copy = self._automaton.tokens[end : end + most] + (list(ahead) if ends else [])
+        if BORDER in copy:
+            copy, ends = within_text(copy), False
+        while ends and copy and len(copy) < most:
             copy += copy
-        return Guess(NAME, tuple(copy[:most]), tuple(_bin(length + place) for place in range(len(copy[:most]))))
+        return Guess(NAME, tuple(copy[:most]), tuple(evidence(length + place) for place in range(len(copy[:most]))))
 
 
-def _bin(length: int) -> str:
-    return f"{NAME} {_BOUNDS[bisect_right(_BOUNDS, length) - 1]}"
+def within_text(tokens: list[int]) -> list[int]:
+    """Returns the tokens before the first border."""
+    return tokens[: tokens.index(BORDER)] if BORDER in tokens else tokens
+
+
+def evidence(length: int, name: str = NAME) -> str:
+    """Returns the bin of a match of this length."""
+    return f"{name} {_BOUNDS[bisect_right(_BOUNDS, length) - 1]}"

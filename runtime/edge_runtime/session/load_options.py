@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -15,6 +15,7 @@ from edge_runtime.calibration.first_use import PowerSource
 from edge_runtime.config.schema import SpeculativeConfig
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.drafting.stored_memory import MEMORY_SIZE
 from edge_runtime.session.monitoring.monitor import MonitorOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,6 +49,9 @@ class LoadOptions:
         backend: llama or onnx; None chooses by what the bundle holds and what is installed.
         execution_provider: ONNX Runtime's execution provider, such as "xnnpack" (onnx).
         keep_packed: Whether packed weights are kept on disk for the next start (onnx).
+        memory: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
+        memory_size: The most bytes of that file, or a text such as "2MB"; the oldest texts make room.
+        remember: Text files to add to it.
     """
 
     threads: int | None = None
@@ -65,6 +69,9 @@ class LoadOptions:
     backend: BackendKind | None = None
     execution_provider: str | None = None
     keep_packed: bool = False
+    memory: Path | None = None
+    memory_size: str | int = MEMORY_SIZE
+    remember: Sequence[Path] = ()
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -85,6 +92,9 @@ class LoadKeywords(TypedDict, total=False):
     backend: BackendKind | None
     execution_provider: str | None
     keep_packed: bool
+    memory: Path | None
+    memory_size: str | int
+    remember: Sequence[Path]
 
 
 def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:

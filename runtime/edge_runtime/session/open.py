@@ -21,6 +21,7 @@ from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
+from edge_runtime.drafting.stored_memory import StoredMemory
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
 from edge_runtime.media.soft_rows import LazyEncoder
@@ -68,6 +69,8 @@ class _PairLoader:
     """One bundle with its resolved settings, to be loaded on a backend."""
 
     def __init__(self, folder: Path | str, options: LoadOptions) -> None:
+        if options.remember and options.memory is None:
+            raise RequestError("remember adds files to a memory; name its file as memory too")
         if options.drafter is not None and options.drafter not in DRAFTER_KINDS:
             raise RequestError(f"drafter {options.drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
         self.options = options
@@ -80,6 +83,7 @@ class _PairLoader:
         self.monitor = Monitor(replace(options.monitoring or MonitorOptions(), window=self.settings.window))
         self.drafter = options.drafter or self.settings.drafter
         self.threads = options.threads or default_threads()
+        self._memory: StoredMemory | None = None
 
     def load_onnx(self) -> Sessions:
         """Loads the bundle's graphs for one request at a time."""
@@ -183,7 +187,18 @@ class _PairLoader:
             costs=costs,
             acceptance_cache=acceptance_cache,
             encoder=encoder,
+            memory=self._stored_memory(vocabulary),
         )
+
+    def _stored_memory(self, vocabulary: Vocabulary) -> StoredMemory | None:
+        """The memory on the disk, which all sessions share."""
+        options = self.options
+        if self._memory is None and options.memory is not None:
+            limit = memory_bytes(options.memory_size)
+            self._memory = StoredMemory(Path(options.memory), vocabulary, limit=limit, notify=options.notify)
+            for path in options.remember:
+                self._memory.remember_file(Path(path))
+        return self._memory
 
     def _encoder(self, batch: LlamaSequenceBatch) -> LazyEncoder | None:
         if self.bundle.manifest.media is None or not self.bundle.has(MEDIA_ENCODER, "gguf"):

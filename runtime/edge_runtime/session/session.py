@@ -24,7 +24,8 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.drafting.safety_net import Guarded, SafetyNet
-from edge_runtime.drafting.sources import SourceOdds, Sources
+from edge_runtime.drafting.sources import Source, SourceOdds, Sources
+from edge_runtime.drafting.stored_memory import STORED_PRIORS, StoredMemory
 from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory
 from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, media_prompt, with_places
@@ -41,6 +42,7 @@ class SessionParts(LoadedPair):
 
     `costs` is called once, when the policy `profit` is first used; without it that policy drafts a fixed length with a safety net.
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
+    `memory` holds earlier answers and files to copy drafts from.
     """
 
     bundle: Bundle
@@ -50,6 +52,7 @@ class SessionParts(LoadedPair):
     costs: Callable[[], Costs] | None = None
     acceptance_cache: AcceptanceCache | None = None
     encoder: LazyEncoder | None = None
+    memory: StoredMemory | None = None
 
 
 class Session:
@@ -71,7 +74,7 @@ class Session:
         self._parts = parts
         self._net = SafetyNet(window=self.settings.window)
         self._profit: Profit | None = None
-        self._odds = SourceOdds(GRAMMAR_PRIORS | MEMORY_PRIORS)
+        self._odds = SourceOdds(GRAMMAR_PRIORS | MEMORY_PRIORS | STORED_PRIORS)
 
     def generate(
         self,
@@ -89,6 +92,7 @@ class Session:
         constraint: ConstraintSource | None = None,
         logprobs: int | None = None,
         compiled: Constraint | None = None,
+        prediction: str = "",
     ) -> Generation:
         """Starts a request, greedy by default. `prompt` is text, token ids, or a `media_prompt`.
 
@@ -96,6 +100,7 @@ class Session:
         `acceptance` is "block", "rejection" or "match": all keep the target's distribution. `chunk_size` None takes the settings' value.
         With a `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with drafts as without. Other options:
         `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
+        `prediction` is a text that the output is expected to repeat, whole or in parts; it changes the speed alone.
         Raises RequestError if the prompt does not fit or an option is out of range or of the wrong type, or the session is closed,
         BackendError if a constraint's library is missing.
         """
@@ -119,13 +124,23 @@ class Session:
             monitor, sources = self.monitor.start_request(self._log_settings(options, draft_length, policy)), None
             if policy is None and draft_length is None:
                 # Profit knows what drafts cost; the safety net does not, and would only interfere.
-                policy = self.profit(constrained=enforced is not None)
-                sources = None if policy is None else self._sources([token for token in ids if token >= 0], enforced)
+                sources = self._sources([token for token in ids if token >= 0], enforced, prediction)
+                policy = self.profit(assisted=sources is not None)
+                sources = None if policy is None else sources
                 policy = policy or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
             elif policy is None:
                 policy = Fixed(self.draft_length_for(draft_length))
             given = prompt if isinstance(prompt, MediaPrompt) else ids
-            return Generation(self._parts, given, policy=policy, options=options, monitor=monitor, constraint=enforced, sources=sources)
+            return Generation(
+                self._parts,
+                given,
+                policy=policy,
+                options=options,
+                monitor=monitor,
+                constraint=enforced,
+                sources=sources,
+                memory=self._parts.memory,
+            )
 
     def _prompt_ids(self, prompt: str | Sequence[int] | MediaPrompt) -> list[int]:
         """Returns the prompt's token ids. Raises RequestError if it is neither text nor ids of the vocabulary, is empty, or too long."""
@@ -170,22 +185,28 @@ class Session:
             if self._parts.encoder is not None:
                 self._parts.encoder.close()
 
-    def _sources(self, prompt: Sequence[int], constraint: Constraint | None) -> Sources | None:
-        """Returns what drafts beside the drafter: the memory of the text; without a drafter of its own, what a constraint forces.
+    def _sources(self, prompt: Sequence[int], constraint: Constraint | None, prediction: str) -> Sources | None:
+        """Returns what drafts beside the drafter: memories; without a drafter of its own, what a constraint forces.
 
         A drafter whose drafts are masked writes forced text as well (docs/drafting.md), and prompt lookup copies as the memory does.
         """
-        if self.drafter is not None and self.drafter_kind != "lookup":
-            return Sources([TextMemory(prompt)], self._odds)
-        return None if constraint is None else Sources([GrammarSource(constraint)], self._odds)
+        found: list[Source] = []
+        drafts = self.drafter is not None and self.drafter_kind != "lookup"
+        if drafts or prediction:
+            found.append(TextMemory(prompt, self.vocabulary.encode(prediction, add_bos=False) if prediction else ()))
+        if self._parts.memory is not None:
+            found.append(self._parts.memory.source(prompt))
+        if constraint is not None and not drafts:
+            found.append(GrammarSource(constraint))
+        return Sources(found, self._odds) if found else None
 
-    def profit(self, *, constrained: bool = False) -> Profit | None:
+    def profit(self, *, assisted: bool = False) -> Profit | None:
         """Returns the session's `profit` policy, which learns from request to request.
 
-        None if another one is configured, or there is no drafter and the output is not `constrained` either, which drafts by itself.
+        None if another one is configured, or there is no drafter and the request is not `assisted` by other sources of drafts either.
         """
         with self._open():
-            if self.drafter is None and not constrained:
+            if self.drafter is None and not assisted:
                 return None
             if self._profit is None and self.settings.policy == "profit" and self._parts.costs:
                 self._profit = self._new_profit(self._parts.costs)
@@ -250,6 +271,11 @@ class Session:
             self.profit()  # measures costs now, since measuring later would empty the cache
             load_state(Path(path), self.target, self.bundle)
             self.claim.release()
+
+    @property
+    def memory(self) -> StoredMemory | None:
+        """The memory on the disk, None without one; `memory.remember(text)` adds a file's text."""
+        return self._parts.memory
 
     def save_acceptance(self) -> None:
         """Writes the acceptance model to the cache, where the next session finds it."""

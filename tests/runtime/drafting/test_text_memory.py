@@ -56,3 +56,11 @@ def test_emitted_tokens_are_remembered_and_longer_matches_are_other_evidence():
     memory.add([3, 4, 5, 6])
     assert memory.guess((), 1).tokens == (7,)
     assert memory.guess((), 1).bins != short
+
+
+def test_a_predicted_text_is_guessed_after_the_prompt_and_found_in_parts():
+    memory = TextMemory([1, 2, 3], predicted=[7, 8, 9, 5])
+    first = memory.guess((), 6)
+    assert first.tokens == (7, 8, 9, 5), "a copy ends with the predicted text"
+    memory.add([6, 8, 9])
+    assert memory.guess((), 2).tokens == (5,)

@@ -18,6 +18,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
 from chat_server import Child
+from edge_runtime.server.requests.completions import read_chat
 from edge_runtime.session.open import open_session
 
 PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
@@ -39,6 +40,16 @@ def chat(client: Any, text: str, **fields: Any) -> Any:
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=60) as response:
         return response.read().decode()
+
+
+def test_a_prediction_changes_the_speed_alone(several: str) -> None:
+    client, text = client_of(several), "class Stack:"
+    wanted = chat(client, text).choices[0].message.content
+    for content in (wanted, [{"type": "text", "text": wanted[:20]}, {"type": "text", "text": wanted[20:]}]):
+        answer = chat(client, text, prediction={"type": "content", "content": content})
+        assert answer.choices[0].message.content == wanted
+    body = {"messages": [{"role": "user", "content": text}], "prediction": {"type": "content", "content": content}}
+    assert read_chat(body).choices[0].prediction == wanted
 
 
 def test_completions_are_what_a_session_says(several: str, exported_pair: Path) -> None:

@@ -53,6 +53,7 @@ class ActiveRequest:
             logprobs=request.logprobs,
             compiled=job.constraint,
             draft_length=request.draft_length,
+            prediction=request.prediction,
         )
         self._parser: OutputParser
         if isinstance(request.prompt, Conversation):

@@ -64,7 +64,7 @@ class CompletionRequest:
 
     Of the sampling, the request names what is `given`; the bundle's own values count for the rest.
     `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities. `draft_length` None lets
-    the server decide.
+    the server decide. `prediction` is a text that the answer is expected to repeat.
     """
 
     prompt: Prompt
@@ -75,6 +75,7 @@ class CompletionRequest:
     constraint: ConstraintSource | None = None
     logprobs: int | None = None
     draft_length: int | None = None
+    prediction: str = ""
 
     @property
     def repeatable(self) -> bool:
@@ -103,13 +104,14 @@ def read_chat(body: dict[str, Any]) -> ApiRequest:
         fields.refuse(name)
     for name in ("functions", "function_call"):
         fields.refuse(name, [], "none", why="it is deprecated; send tools")
-    _check_prediction(fields)
+    prediction = _prediction(fields)
     limit = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     tools = read_tools(fields)
     constraint = read_constraint(fields, tools)
     thinking = _thinking(fields) and constraint is None  # a constrained answer has no place for thoughts
     conversation = Conversation(messages=read_messages(fields), tools=tools, thinking=thinking)
-    return _request(fields, (conversation,), fields.integer(limit, 1, 1 << 31), constraint=constraint, logprobs=_chat_logprobs(fields))
+    tokens, logprobs = fields.integer(limit, 1, 1 << 31), _chat_logprobs(fields)
+    return _request(fields, (conversation,), tokens, constraint=constraint, logprobs=logprobs, prediction=prediction)
 
 
 def read_completion(body: dict[str, Any]) -> ApiRequest:
@@ -144,6 +146,7 @@ def _request(
     *,
     constraint: ConstraintSource | None = None,
     logprobs: int | None = None,
+    prediction: str = "",
 ) -> ApiRequest:
     n = fields.integer("n", 1, MAX_CHOICES, 1) or 1
     if n * len(prompts) > MAX_CHOICES:
@@ -167,6 +170,7 @@ def _request(
                 constraint=constraint,
                 logprobs=logprobs,
                 draft_length=draft_length,
+                prediction=prediction,
             )
             for prompt in prompts
             for number in range(n)
@@ -187,15 +191,16 @@ def _chat_logprobs(fields: Fields) -> int | None:
     return top if wanted else None
 
 
-def _check_prediction(fields: Fields) -> None:
-    """Checks a predicted output. It is a hint for drafts, which this server makes from other sources, so it changes nothing."""
+def _prediction(fields: Fields) -> str:
+    """Returns the text that the answer is expected to repeat: drafts are copied from it, so it changes the speed alone."""
     prediction = Fields(fields.object("prediction") or {}, "prediction")
     if "prediction" in fields and prediction.text("type") != "content":
         raise prediction.wrong("type", "must be 'content'")
     content = prediction.get("content")
-    if content is not None and not isinstance(content, str):
-        for i, part in enumerate(prediction.items("content", MAX_PROMPTS)):
-            fields_of(part, f"prediction.content[{i}]").text("text")
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = prediction.items("content", MAX_PROMPTS)
+    return "".join(fields_of(part, f"prediction.content[{i}]").text("text") or "" for i, part in enumerate(parts))
 
 
 def _thinking(fields: Fields) -> bool:

@@ -1,0 +1,177 @@
+"""A memory on the disk, only where the user asks for one: earlier answers and files, from which later requests copy drafts.
+
+The file is text: a first line that names the format, then a JSON string a line, oldest first. It is its owner's alone (mode 0600). A file
+that is something else is neither used nor changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from edge_devices.files.atomic_write import atomic_write
+from edge_devices.files.limited_read import FileTooLarge, read_at_most, read_regular
+from edge_runtime.drafting.sources import Guess
+from edge_runtime.drafting.text_memory import BORDER, LEAD, MEMORY_PRIORS, SHORTEST_MATCH, Place, SuffixAutomaton, evidence
+from edge_runtime.errors import RequestError
+from edge_runtime.interfaces import Vocabulary
+
+NAME = "stored"
+# A match in another text says a little less than one in the same text.
+STORED_PRIORS = {key.replace("memory", NAME): 0.9 * chance for key, chance in MEMORY_PRIORS.items()}
+HEADER = "edge-mtp memory 1"
+MEMORY_SIZE = "1MB"
+# The most that a limit may be: all of it is read.
+MOST_MEMORY_BYTES = 64 << 20
+# Tokens of the newest texts that are held.
+MOST_TOKENS = 1 << 16
+
+
+class StoredMemory:
+    """The texts of a memory file, as an automaton that all requests of a model share. May be used from any thread."""
+
+    def __init__(self, path: Path, vocabulary: Vocabulary, *, limit: int, notify: Callable[[str], None] = lambda _: None) -> None:
+        """`limit` in bytes. A file that is not of this kind or not private is reported by `notify`, and left alone.
+
+        Raises RequestError for a limit out of range.
+        """
+        if not 1 << 10 <= limit <= MOST_MEMORY_BYTES:
+            raise RequestError(f"the memory limit is {limit} bytes; give {1 << 10} to {MOST_MEMORY_BYTES}")
+        self._path, self._vocabulary, self._limit, self._notify = path, vocabulary, limit, notify
+        self._automaton = SuffixAutomaton()
+        self._lock = threading.Lock()
+        try:
+            self._texts: list[str] = read_memory(path)
+            self.usable = True
+        except RequestError as error:
+            self._texts, self.usable = [], False
+            notify(f"{error}; it is not used and not changed")
+        self._relearn()
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def remember(self, text: str) -> None:
+        """Adds a text, unless it is there already; the oldest texts make room."""
+        with self._lock:
+            if not self.usable or not text.strip() or text in self._texts or len(text.encode("utf-8", "replace")) > self._limit // 2:
+                return
+            self._texts.append(text)
+            if sum(map(_bytes, self._texts)) > self._limit:
+                while sum(map(_bytes, self._texts)) > self._limit // 2:  # so that not each text rewrites the file
+                    del self._texts[0]
+            self._learn(text)
+            if len(self._automaton.tokens) > 2 * MOST_TOKENS:
+                self._relearn()
+            try:
+                write_memory(self._path, self._texts)
+            except OSError as error:
+                self.usable = False
+                self._notify(f"the memory {self._path} cannot be written ({error.strerror or error}); nothing more is remembered")
+
+    def remember_file(self, path: Path) -> None:
+        """Adds a text file. Raises RequestError if it cannot be read, is not UTF-8 text, or takes more than half of the limit."""
+        try:
+            text = read_at_most(path, self._limit // 2).decode("utf-8")
+        except FileTooLarge as error:
+            raise RequestError(f"{path} is too large to remember ({error}); raise the memory's limit of {self._limit} bytes") from error
+        except (OSError, ValueError) as error:
+            raise RequestError(f"{path} cannot be remembered ({error}); give a text file") from error
+        self.remember(text)
+
+    def source(self, prompt: Sequence[int]) -> StoredSource:
+        """Returns the source of a request."""
+        return StoredSource(self._automaton, self._lock, prompt)
+
+    def _learn(self, text: str) -> None:
+        for token in (*self._vocabulary.encode(text, add_bos=False), BORDER):
+            self._automaton.append(token)
+
+    def _relearn(self) -> None:
+        """Begins a new automaton with the newest texts, as many as are held. Running requests keep the old one."""
+        self._automaton = SuffixAutomaton()
+        kept, tokens = [], 0
+        for text in reversed(self._texts):
+            tokens += len(self._vocabulary.encode(text, add_bos=False)) + 1
+            if tokens > MOST_TOKENS:
+                break
+            kept.append(text)
+        for text in reversed(kept):
+            self._learn(text)
+
+
+class StoredSource:
+    """Implements `sources.Source`: where the newest tokens of one request are in a stored memory."""
+
+    def __init__(self, automaton: SuffixAutomaton, lock: threading.Lock, prompt: Sequence[int]) -> None:
+        self._automaton, self._lock = automaton, lock
+        self._place = Place(0, 0)
+        self.add(prompt[-LEAD:])
+
+    def guess(self, ahead: Sequence[int], most: int) -> Guess:
+        """Copies what followed."""
+        with self._lock:
+            place = self._followed(ahead)
+            copy = self._automaton.copied(place, most) if place.length >= SHORTEST_MATCH else []
+        return Guess(NAME, tuple(copy), tuple(evidence(place.length + index, NAME) for index in range(len(copy))))
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Moves on."""
+        with self._lock:
+            self._place = self._followed(tokens)
+
+    def _followed(self, tokens: Sequence[int]) -> Place:
+        place = self._place
+        for token in tokens:
+            place = self._automaton.follow(place, token)
+        return place
+
+
+def read_memory(path: Path) -> list[str]:
+    """Returns the texts of a memory file, none if there is no file. Raises RequestError if it is none, or if others may read it."""
+    try:
+        state = path.lstat()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise RequestError(f"the memory {path} cannot be read ({error})") from error
+    if os.name == "posix" and stat.S_IMODE(state.st_mode) & 0o077:
+        raise RequestError(f"the memory {path} may be read by others (mode {stat.S_IMODE(state.st_mode):o}); chmod 600 it if it is yours")
+    try:
+        lines = read_regular(path, 2 * MOST_MEMORY_BYTES).decode("utf-8").split("\n")
+        if lines[0] != HEADER or lines[-1]:
+            raise ValueError(f"its first line is not {HEADER!r}" if lines[0] != HEADER else "its end is missing")
+        texts = [json.loads(line) for line in lines[1:-1]]
+    except FileTooLarge as error:
+        raise RequestError(f"{path} is no memory of edge-mtp ({error})") from error
+    except OSError as error:
+        raise RequestError(f"the memory {path} cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path} is no memory of edge-mtp ({error})") from error
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{path} is no memory of edge-mtp (a line is not a text)")
+    return texts
+
+
+def write_memory(path: Path, texts: Sequence[str]) -> None:
+    """Replaces a memory file. Raises OSError."""
+    data = "".join(f"{line}\n" for line in (HEADER, *map(json.dumps, texts)))
+    atomic_write(path, [data.encode()])
+
+
+def forget(path: Path) -> int:
+    """Removes a memory file; returns how many texts it had. Raises RequestError if it is none or cannot be removed."""
+    texts = read_memory(path)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise RequestError(f"the memory {path} cannot be removed ({error.strerror or error})") from error
+    return len(texts)
+
+
+def _bytes(text: str) -> int:
+    return len(json.dumps(text)) + 1

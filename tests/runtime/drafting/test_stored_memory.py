@@ -1,0 +1,199 @@
+"""The memory on the disk: what it keeps, for how long and for whom, files that are none, and requests that draft from it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from edge_runtime.cli.run import main
+from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
+from edge_runtime.drafting.policies import Timing
+from edge_runtime.drafting.stored_memory import HEADER, StoredMemory, forget, read_memory
+from edge_runtime.errors import RequestError
+from edge_runtime.session.open import open_session
+from edge_runtime.session.session import Session
+
+posix = pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX's")
+
+
+class Letters:
+    """A vocabulary whose tokens are the text's characters."""
+
+    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+        assert not add_bos
+        return [ord(letter) for letter in text]
+
+
+def memory_at(path: Path, limit: int = 1 << 20) -> tuple[StoredMemory, list[str]]:
+    said: list[str] = []
+    return StoredMemory(path, Letters(), limit=limit, notify=said.append), said
+
+
+def guessed(memory: StoredMemory, prompt: str, most: int = 5) -> str:
+    return "".join(map(chr, memory.source([ord(letter) for letter in prompt]).guess((), most).tokens))
+
+
+@posix
+def test_texts_are_kept_for_their_owner_alone_and_found_by_the_next_session(tmp_path):
+    path = tmp_path / "memory"
+    memory, said = memory_at(path)
+    memory.remember("the quick brown fox")
+    assert path.stat().st_mode & 0o777 == 0o600
+    again, _ = memory_at(path)
+    assert guessed(again, "a quick") == " brow"
+    assert guessed(again, "zzz") == ""
+    assert said == []
+
+
+def test_a_copy_ends_with_its_text(tmp_path):
+    memory, _ = memory_at(tmp_path / "memory")
+    memory.remember("one two")
+    memory.remember("three")
+    assert guessed(memory, "one t") == "wo"
+
+
+def test_a_request_follows_its_own_tokens(tmp_path):
+    memory, _ = memory_at(tmp_path / "memory")
+    memory.remember("abcdefgh")
+    source = memory.source([])
+    source.add([ord("x"), ord("b"), ord("c")])
+    assert [chr(token) for token in source.guess([ord("d")], 2).tokens] == ["e", "f"]
+    assert source.guess([ord("z")], 2).tokens == ()
+
+
+def test_the_oldest_texts_make_room(tmp_path):
+    path = tmp_path / "memory"
+    memory, _ = memory_at(path, limit=2000)
+    for number in range(40):
+        memory.remember(f"{number} " + "x" * 90)
+    assert path.stat().st_size <= 2100
+    texts = read_memory(path)
+    assert texts[-1].startswith("39 ")
+    assert not any(text.startswith("0 ") for text in texts)
+    memory.remember(texts[-1])
+    memory.remember("y" * 1500)
+    assert read_memory(path) == texts, "neither twice, nor more than half of the limit at once"
+
+
+@posix
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"something else\n",
+        b"\xff\xfe",
+        f"{HEADER}\n3\n".encode(),
+        f'{HEADER}\n"cut'.encode(),
+        f"{HEADER}\n{'[' * 10**5}\n".encode(),
+    ],
+    ids=["empty", "other", "bytes", "number", "cut", "nested"],
+)
+def test_another_file_is_named_and_left_alone(tmp_path, content):
+    path = tmp_path / "memory"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    memory, said = memory_at(path)
+    memory.remember("text")
+    assert path.read_bytes() == content
+    assert len(said) == 1
+    assert "not used and not changed" in said[0]
+    assert "\n" not in said[0]
+    with pytest.raises(RequestError, match="no memory"):
+        forget(path)
+    assert path.exists()
+
+
+@posix
+def test_links_and_files_that_others_may_read_are_not_used(tmp_path):
+    path, link = tmp_path / "memory", tmp_path / "link"
+    memory_at(path)[0].remember("secret words")
+    link.symlink_to(path)
+    assert len(memory_at(link)[1]) == 1
+    path.chmod(0o644)
+    memory, said = memory_at(path)
+    assert "chmod 600" in said[0]
+    assert guessed(memory, "secret") == ""
+
+
+def test_a_file_that_cannot_be_written_is_said_once(tmp_path):
+    memory, said = memory_at(tmp_path / "missing" / "memory")
+    memory.remember("one")
+    memory.remember("two")
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 40])
+def test_limits_out_of_range_are_refused(tmp_path, limit):
+    with pytest.raises(RequestError, match="limit"):
+        memory_at(tmp_path / "memory", limit=limit)
+
+
+class FlatCosts(CostCurve):
+    """Rows cost nearly nothing, whatever the clock says."""
+
+    def learn(self, timing: Timing) -> None:
+        """Does nothing."""
+
+
+def with_flat_costs(session: Session) -> Session:
+    costs = MeasuredCosts(verify=tuple(10 + 0.1 * rows for rows in range(13)), step=1.0, overhead=1.0)
+    parts = replace(session._parts, costs=lambda: FlatCosts(costs), acceptance_cache=None)
+    return Session(replace(parts, settings=session.settings, monitor=None))
+
+
+@pytest.mark.parametrize("drafter", ["none", "dense"])
+def test_the_pair_copies_what_it_wrote_before(exported_pair, tmp_path, drafter):
+    """The text is the same as without a memory."""
+    path, prompt = tmp_path / "memory", "class Stack:\n    def push("
+    with open_session(exported_pair, context=512, drafter=drafter, check="none", threads=1, memory=path) as opened:
+        session = with_flat_costs(opened)
+        wanted = session.generate(prompt, max_tokens=80, draft_length=0).text()
+        again = session.generate(prompt, max_tokens=80)
+        assert again.text() == wanted
+        assert again.stats.accepted_from["stored"] > 0
+    assert [json.loads(line) for line in path.read_text().splitlines()[1:]] == [wanted]
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup", "dense"])
+def test_a_prediction_is_drafted_from_the_first_token_on(exported_pair, drafter):
+    with open_session(exported_pair, context=512, drafter=drafter, check="none", threads=1) as opened:
+        session, prompt = with_flat_costs(opened), "import os\n\nfor name in os."
+        wanted = session.generate(prompt, max_tokens=80, draft_length=0).text()
+        predicted = session.generate(prompt, max_tokens=80, prediction=wanted)
+        assert predicted.text() == wanted
+        assert predicted.stats.accepted_from["memory"] > 40
+        wrong = session.generate(prompt, max_tokens=80, prediction="something else entirely, " * 20)
+        assert wrong.text() == wanted
+
+
+def test_the_command_remembers_and_forgets(exported_pair, tmp_path):
+    memory, text = tmp_path / "memory", tmp_path / "text"
+    text.write_text("def area(width, height):\n    return width * height\n")
+    options = [str(exported_pair), "def area(", "--max-tokens", "8", "--threads", "1", "--memory", str(memory)]
+    found = CliRunner().invoke(main, [*options, "--remember", str(text)])
+    assert found.exit_code == 0, found.output
+    assert read_memory(memory)[0] == text.read_text()
+    assert len(read_memory(memory)) == 2
+    found = CliRunner().invoke(main, ["--forget", str(memory)])
+    assert (found.exit_code, memory.exists()) == (0, False)
+    assert "2 texts forgotten" in found.output
+    assert "nothing to forget" in CliRunner().invoke(main, ["--forget", str(memory)]).output
+    found = CliRunner().invoke(main, [*options[:-2], "--remember", str(text)])
+    assert found.exit_code == 1
+    assert "memory" in found.output
+
+
+def test_files_that_cannot_be_remembered_are_named(tmp_path):
+    memory, _ = memory_at(tmp_path / "memory", limit=1024)
+    path = tmp_path / "text"
+    for content in (b"\xff", b"x" * 600):
+        path.write_bytes(content)
+        with pytest.raises(RequestError, match="text"):
+            memory.remember_file(path)
+    with pytest.raises(RequestError, match="cannot be remembered"):
+        memory.remember_file(tmp_path / "missing")
