@@ -34,7 +34,7 @@ Examples:
   echo "from standard input" | edge-run generate my-bundle -
   edge-run generate my-bundle -- "-1 + 2 ="
 """
-_OPENING = ("drafter", "threads", "backend", "execution_provider", "uniform_rows", "keep_packed", "context", "config", "preset")
+_OPENING = ("drafter", "threads", "backend", "execution_provider", "keep_packed", "context", "config", "preset")
 _FILES = ("check", "verify_key", "kv_type", "memory_limit")
 _MEMORY = ("memory", "memory_size", "remember", "forget")
 _DRAFTS = ("draft_length", "policy", "objective", "phase_power")
