@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from edge_runtime.media.image import Image
+from edge_runtime.media.sound import Sound
 from tiny_members import MEMBERS, write_member
 
 # The text of each media token, and its key in config.json.
@@ -74,6 +78,30 @@ def write_media_member(folder: Path, *, audio: bool = True, dtype: str = "bfloat
     processor = {"image_processor": {"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0], "image_seq_length": 280}}
     (folder / "processor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+def picture(height: int, width: int, seed: int) -> Image:
+    """Returns an image of noise."""
+    return Image(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def noise(samples: int, seed: int = 1) -> Sound:
+    """Returns a sound of noise."""
+    return Sound(np.random.default_rng(seed).uniform(-0.5, 0.5, samples).astype(np.float32))
+
+
+def reference_rows(model: Any, media: Image | Sound) -> np.ndarray:
+    """Returns the soft rows of transformers' model [rows, hidden size]."""
+    import torch
+
+    with torch.no_grad():
+        if isinstance(media, Image):
+            found = model.model.get_image_features(torch.from_numpy(media.patches())[None], torch.from_numpy(media.positions())[None])
+        else:
+            mels = torch.from_numpy(media.mel_frames())[None]
+            found = model.model.get_audio_features(mels, torch.ones(mels.shape[:2], dtype=torch.bool))
+    rows = found.pooler_output
+    return (torch.cat(list(rows)) if isinstance(rows, tuple) else rows).numpy().reshape(media.rows, -1)
 
 
 def _values(name: str, tensor: Any, generator: Any) -> Any:

@@ -167,8 +167,6 @@ class ExportOptions:
 
     def _check_formats(self) -> None:
         onnx = self.onnx
-        if self.formats == "onnx" and self.media:
-            raise click.UsageError("--media writes a GGUF file; leave it out with --format onnx")
         if self.formats == "gguf" and any(onnx.values()):
             raise click.UsageError("the --onnx options and --device need --format onnx or both")
         if onnx["device"] not in (None, "static") and onnx["onnx_block"]:

@@ -17,6 +17,7 @@ from edge_export.onnx.graphs.attention import reads_rows
 from edge_export.onnx.graphs.drafter import write_drafter
 from edge_export.onnx.graphs.kv import KvFormat, fit_scales, store_kv
 from edge_export.onnx.graphs.target import TargetFormats, write_target
+from edge_export.onnx.media.export import write_encoders
 from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, measure_onnx_parity, measure_rows, onnx_why_not
 from edge_export.onnx.request import OnnxFiles, OnnxRequest, check_onnx_sources
 from edge_export.onnx.weight_formats import head_format, quantization_name, table_format, weight_format
@@ -48,7 +49,9 @@ def write_onnx(
     """
     check_onnx_sources(target, drafter)
     first, second = target.checkpoint, drafter.checkpoint
-    formats = TargetFormats(layers=weight_format(request.target, request), embedding=table_format(request))
+    formats = TargetFormats(
+        layers=weight_format(request.target, request), embedding=table_format(request), soft_rows=request.media is not None
+    )
     paths = {
         role: folder / f"{role.replace('_', '-')}-{quantization_name(role, request)}.onnx" for role in ("target", "target_head", "drafter")
     }
@@ -68,13 +71,15 @@ def write_onnx(
             head_format=head_format(request),
             kv=formats.kv,
         )
+    encoders, encoder_ops = write_encoders(first, request.media, folder, progress) if request.media is not None else ((), set())
     files = OnnxFiles(
         parts=(
+            *encoders,
             *(onnx_part(role, path, "onnx", request) for role, path in paths.items()),
             *(onnx_part(f"{role}_data", path, "onnx_data", request) for role, path in data.items()),
         ),
         layout=dataclasses.replace(layout, buffers=_buffers(first.architecture, layout, formats.kv)),
-        graphs=onnx_facts(target, contrib_ops),
+        graphs=onnx_facts(target, contrib_ops | encoder_ops),
     )
     if request.kv == "int8":
         rows = measure_rows(onnx_pair(target, files))

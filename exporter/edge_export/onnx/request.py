@@ -19,6 +19,9 @@ OnnxWeights = Literal["f32", "f16", "int8", "int4"]
 ONNX_WEIGHTS: tuple[OnnxWeights, ...] = get_args(OnnxWeights)
 # Type of K/V rows.
 KvKind = Literal["f32", "f16", "int8"]
+# Type of the encoders' weights.
+MediaWeights = Literal["f32", "f16", "int8"]
+ONNX_MEDIA: dict[str, MediaWeights] = {"f32": "f32", "f16": "f16", "bf16": "f16", "q8_0": "int8"}
 KV_KINDS: tuple[KvKind, ...] = get_args(KvKind)
 Block = Literal[32, 64, 128]
 BLOCKS: tuple[Block, ...] = get_args(Block)
@@ -41,6 +44,7 @@ class OnnxRequest:
     costs most (see weight_formats).
 
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
+    `media`: the weights of the encoders of images and sound, None leaves them out.
     `kv` is the type of K/V rows. With a `device` the graphs have fixed shapes and plain operators (docs/npu.md).
     """
 
@@ -50,6 +54,7 @@ class OnnxRequest:
     embedding: OnnxWeights | None = None
     device: Device | None = None
     kv: KvKind = "f32"
+    media: MediaWeights | None = None
 
     @property
     def block_size(self) -> int:

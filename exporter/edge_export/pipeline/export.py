@@ -15,7 +15,7 @@ from edge_export.errors import ExportError
 from edge_export.gguf.exact_q4 import trained_for_q4
 from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
 from edge_export.gguf.split_head import can_split
-from edge_export.onnx.request import OnnxFiles, check_onnx_sources
+from edge_export.onnx.request import ONNX_MEDIA, OnnxFiles, check_onnx_sources
 from edge_export.output.atomic_folder import check_output, partial_folder, sync_files
 from edge_export.output.bundle_part import BundlePart
 from edge_export.output.replaceable_folder import check_outside
@@ -106,9 +106,11 @@ def _open_job(request: ExportRequest) -> _Job:
     check_outside(request.output, [part.path for part in pair])
     if request.onnx is not None:
         check_onnx_sources(target, drafter)
-        if request.onnx.mixed(request.onnx.target) and trained_for_q4(target.checkpoint):
+        onnx = request.onnx if request.media is None else replace(request.onnx, media=ONNX_MEDIA[request.media])
+        if onnx.mixed(onnx.target) and trained_for_q4(target.checkpoint):
             # int4 in blocks of 32 holds these weights exactly; the default mix of larger blocks does not.
-            request = replace(request, onnx=replace(request.onnx, block=32))
+            onnx = replace(onnx, block=32)
+        request = replace(request, onnx=onnx)
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
     layout = cache_layout(target.checkpoint, drafter.checkpoint, context)
     split = request.gguf and drafter.gguf is None and can_split(target.checkpoint.architecture.hidden_size, drafter.checkpoint)

@@ -13,8 +13,8 @@ MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20
 # A draft is never longer than this (see docs/bundle.md, rewind slack).
 MAX_DRAFT_LENGTH = 12
-# The role of the encoder of images and sound.
-MEDIA_ENCODER = "media_encoder"
+# The roles of the encoders of images and sound: one GGUF file for both, an ONNX graph for each.
+MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER = "media_encoder", "vision_encoder", "audio_encoder"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,14 +24,18 @@ _MAX_PARTS = 4096
 # The operators that the exporter writes. Others may name files (EPContext) or code (custom operators), or take any time or memory for a
 # few bytes (Scan, ConstantOfShape, Range).
 CONTRIB = "com.microsoft"
-CONTRIB_OPS = frozenset(["FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "RotaryEmbedding"])
+CONTRIB_OPS = frozenset(
+    ["FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "MultiHeadAttention", "RotaryEmbedding"]
+)
 ONNX_OPS = frozenset(
     [
         "Abs",
         "Add",
         "ArgMax",
         "Cast",
+        "Clip",
         "Concat",
+        "Conv",
         "DequantizeLinear",
         "Div",
         "DynamicQuantizeLinear",
@@ -44,6 +48,7 @@ ONNX_OPS = frozenset(
         "GreaterOrEqual",
         "Identity",
         "If",
+        "LayerNormalization",
         "Loop",
         "MatMul",
         "MatMulInteger",
@@ -55,10 +60,12 @@ ONNX_OPS = frozenset(
         "ReduceMax",
         "ReduceMean",
         "ReduceSum",
+        "Relu",
         "Reshape",
         "ScatterElements",
         "ScatterND",
         "Shape",
+        "Sigmoid",
         "Slice",
         "Softmax",
         "Split",

@@ -323,7 +323,7 @@ class Generation:
             elif isinstance(target, MediaTarget):
                 target.prefill_rows(prompt[first:end], span.rows()[first - span.first : end - span.first])
             else:
-                raise RequestError("this backend takes text only; use the llama.cpp backend for images and sound")
+                raise RequestError("this target takes text only; leave the images and sounds out")
             stats.prefill_seconds += time.perf_counter() - begin
             self._prefilled = end
 

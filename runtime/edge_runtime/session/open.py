@@ -14,7 +14,7 @@ from edge_runtime.backends.kernels.library import variant as row_kernels
 from edge_runtime.backends.selection import choose_backend
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.kv_types import KvType, check_kv_type
-from edge_runtime.bundle.manifest import MEDIA_ENCODER
+from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, measured_threads
 from edge_runtime.calibration.thread_probe import ThreadCounts
@@ -24,7 +24,7 @@ from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.drafting.stored_memory import StoredMemory
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
-from edge_runtime.media.soft_rows import LazyEncoder
+from edge_runtime.media.soft_rows import Encoder, LazyEncoder
 from edge_runtime.planning.memory import MemoryRequest, check_memory, memory_bytes
 from edge_runtime.session.batch import Sessions, SingleSequence
 from edge_runtime.session.load_options import LoadKeywords, LoadOptions, with_keywords
@@ -87,7 +87,7 @@ class _PairLoader:
 
     def load_onnx(self) -> Sessions:
         """Loads the bundle's graphs for one request at a time."""
-        from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
+        from edge_runtime.backends.onnx.open import OrtOptions, media_encoder, open_onnx
 
         self._check_onnx()
         options = self.options
@@ -107,6 +107,7 @@ class _PairLoader:
             kind=kind,
             costs=lambda: measured_costs(pair, options.power),
             acceptance_cache=self._acceptance_cache("onnx", kind, exported),
+            encoder=self._encoder("onnx", lambda: media_encoder(self.bundle, ort_options)),
         )
         return Sessions([Session(parts)], SingleSequence(target, drafter))
 
@@ -130,7 +131,7 @@ class _PairLoader:
         if count > 1 and self.settings.policy == "profit":
             costs()  # measuring empties the cache, so it is done before any request runs
         acceptance_cache = self._acceptance_cache("llama", kind, self.bundle.manifest.parity)
-        encoder = self._encoder(batch)
+        encoder = self._encoder("gguf", lambda: batch.open_encoder(self.bundle.path(MEDIA_ENCODER, "gguf")))
         sessions = [
             Session(
                 self._parts(target, drafter, batch.vocabulary, kind=kind, costs=costs, acceptance_cache=acceptance_cache, encoder=encoder)
@@ -200,11 +201,12 @@ class _PairLoader:
                 self._memory.remember_file(Path(path))
         return self._memory
 
-    def _encoder(self, batch: LlamaSequenceBatch) -> LazyEncoder | None:
-        if self.bundle.manifest.media is None or not self.bundle.has(MEDIA_ENCODER, "gguf"):
+    def _encoder(self, format: str, load: Callable[[], Encoder]) -> LazyEncoder | None:
+        roles = (MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER)
+        files = [file for file in self.bundle.manifest.files if file.format.startswith(format) and file.role.removesuffix("_data") in roles]
+        if self.bundle.manifest.media is None or not files:
             return None
-        file = self.bundle.file(MEDIA_ENCODER, "gguf")
-        return LazyEncoder(lambda: batch.open_encoder(self.bundle.folder / file.path), file.sha256)
+        return LazyEncoder(load, " ".join(file.sha256 for file in files))
 
     def _measured_pair(self, target: Target, drafter: Drafter | None, bos: int, *facts: object) -> MeasuredPair:
         hashes = tuple(file.sha256 for file in self.bundle.manifest.files)

@@ -174,7 +174,7 @@ class Session:
         """
         inputs, encoder = self.bundle.manifest.media, self._parts.encoder
         if inputs is None or encoder is None:
-            raise RequestError("here this bundle takes text only; export E2B or E4B with --media f16, and use the llama.cpp backend")
+            raise RequestError("this bundle has no encoder of images and sound for this backend; export E2B or E4B again with --media f16")
         if isinstance(prompt, str):
             prompt = with_places(self.vocabulary.encode(prompt), media, inputs, self.vocabulary.bos)
         return media_prompt(prompt, media, inputs, encoder)

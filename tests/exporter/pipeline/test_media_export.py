@@ -10,16 +10,18 @@ pytest.importorskip("gguf")
 pytest.importorskip("torch", reason="tiny checkpoints are made with torch")
 pytest.importorskip("transformers", reason="tiny checkpoints are made with transformers")
 
-from click.testing import CliRunner
-
-from edge_export.cli.command import main
 from edge_export.errors import ExportError
+from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.manifest import MEDIA_ENCODER, MediaTokens
+from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER, MediaTokens
+from edge_runtime.bundle.onnx_graph import check_onnx
 from silent import Silent
 from tiny_media import MEDIA_IDS, write_media_assistant, write_media_member
+
+# No GGUF quantizations.
+GGUF_ONLY = {"target_quantization": None, "drafter_quantization": None}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,12 @@ def test_a_gguf_has_no_towers(pair, tmp_path):
     assert not (tmp_path / "second").exists()
 
 
-def test_onnx_has_no_encoder_yet():
-    done = CliRunner().invoke(main, ["a", "b", "-o", "c", "--format", "onnx", "--media", "f16"])
-    assert done.exit_code == 2
-    assert "--media writes a GGUF file" in done.output
+def test_onnx_has_a_graph_for_each_encoder(pair, tmp_path):
+    pytest.importorskip("onnx")
+    export_pair(request(pair, tmp_path / "bundle", gguf=False, onnx=OnnxRequest(), **GGUF_ONLY), Silent())
+    bundle = open_bundle(tmp_path / "bundle", check="full")
+    assert bundle.file(VISION_ENCODER).path == "vision-encoder-f16.onnx"
+    assert bundle.file(AUDIO_ENCODER).path == "audio-encoder-f16.onnx"
+    for file in bundle.manifest.files:
+        if file.format == "onnx":
+            check_onnx(bundle.folder / file.path)

@@ -17,11 +17,15 @@ from edge_export.onnx.weights import Matrix, WeightFile, WeightFormat
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFormats:
-    """How the target's matrices and K/V rows are stored; `embedding` is the format of the token embedding and of the head."""
+    """How the target's matrices and K/V rows are stored; `embedding` is the format of the token embedding and of the head.
+
+    With `soft_rows` the graph takes rows of images and sound in place of embeddings.
+    """
 
     layers: WeightFormat
     embedding: WeightFormat
     kv: KvFormat = FLOAT_ROWS
+    soft_rows: bool = False
 
 
 def embed(graph: Graph, table: Matrix, ids: str, factor: float) -> str:
@@ -37,7 +41,12 @@ def write_target(
     table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], formats.embedding)
     graph = Graph("target")
     ids = graph.input("input_ids", "i64", (1, "tokens"))
-    hidden = _layers(graph, checkpoint, weights, formats, embed(graph, table, ids, sqrt(model.hidden_size)), ids)
+    embedded = embed(graph, table, ids, sqrt(model.hidden_size))
+    if formats.soft_rows:
+        # Either one row that is not used, or all rows; ids are then 0, whose per-layer embedding stands beside soft rows.
+        soft = graph.input("soft_rows", "f32", (1, "soft", model.hidden_size))
+        embedded = graph.op("Where", graph.input("is_soft", "bool", (1, 1, 1)), soft, embedded)
+    hidden = _layers(graph, checkpoint, weights, formats, embedded, ids)
     graph.output(hidden, "f32", (1, "tokens", model.hidden_size))
     graph.save(path)
     head_weights = table if model.tied else weights.matrix(checkpoint, ["lm_head.weight"], formats.embedding)

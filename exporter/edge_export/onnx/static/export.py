@@ -19,6 +19,7 @@ from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.export import onnx_facts, onnx_pair, onnx_reference
 from edge_export.onnx.graphs.target import TargetFormats
+from edge_export.onnx.media.export import write_encoders
 from edge_export.onnx.parity import OnnxParityRequest, measure_onnx_parity, measure_ranges, onnx_why_not
 from edge_export.onnx.request import OnnxFiles, OnnxRequest, OnnxWeights, check_onnx_sources
 from edge_export.onnx.static.blocks import Shape
@@ -77,10 +78,12 @@ def write_static(
     parts = [_part(role, path, "onnx", request) for role, path in paths.items()]
     parts += [_part(f"{role}_data", path, "onnx_data", request) for role, path in data.items()]
     parts += _write_tables(first, request, folder, progress)
+    encoders, encoder_ops = write_encoders(first, request.media, folder, progress) if request.media is not None else ((), set())
+    parts += encoders
     written = OnnxFiles(
         parts=tuple(parts),
         layout=named,
-        graphs=dataclasses.replace(onnx_facts(target, set()), opset=PlainGraph.opset),
+        graphs=dataclasses.replace(onnx_facts(target, encoder_ops), opset=PlainGraph.opset),
         static=StaticGraphs(
             device=request.device or "static",
             prefill_rows=PREFILL_ROWS,

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from edge_devices.files.user_cache import cache_folder
 from edge_runtime.backends.onnx.drafter import OrtDrafter
 from edge_runtime.backends.onnx.library import SessionOptions, check_version, provider_and_device
+from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 from edge_runtime.backends.onnx.prepacked import PackingPlace
 from edge_runtime.backends.onnx.static_drafter import StaticOrtDrafter
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget
 from edge_runtime.backends.onnx.target import OrtOptions, OrtTarget, PairFiles, StaticParts, pair_of
 from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.prompt_lookup import LookupDrafter
 from edge_runtime.errors import BundleError
@@ -39,6 +41,14 @@ def open_onnx(
     for sentence in fallbacks(provider_and_device(options.provider)[0], target, drafter):
         notify(sentence)
     return target, drafter, kind
+
+
+def media_encoder(bundle: Bundle, options: OrtOptions) -> OrtMediaEncoder:
+    """Returns the encoders of a bundle that has graphs of them; each is opened at its first use."""
+    sound = bundle.path(AUDIO_ENCODER, "onnx") if bundle.has(AUDIO_ENCODER, "onnx") else None
+    provider, device = provider_and_device(options.provider)
+    session = SessionOptions(threads=options.threads, provider=provider, device=device)
+    return OrtMediaEncoder(bundle.path(VISION_ENCODER, "onnx"), sound, session, bundle.manifest.architecture.hidden_size)
 
 
 def open_pair(

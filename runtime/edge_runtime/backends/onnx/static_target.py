@@ -137,15 +137,15 @@ class StaticOrtTarget(OrtTarget):
         if not self._static:
             raise RequestError("the target is closed; open the bundle again")
 
-    def _forward(self, ids: NDArray[np.int64], keep: int | None = None) -> NDArray[np.int64]:
-        forward = self._run(ids[:keep], list(self._static))
+    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> NDArray[np.int64]:
+        forward = self._run(ids, list(self._static), soft)
         self.hidden_rows[0, : len(ids)] = forward.hidden[0, : len(ids)]
         return ids
 
-    def _run(self, ids: NDArray[np.int64], sizes: Sequence[int]) -> _StaticForward:
+    def _run(self, ids: NDArray[np.int64], sizes: Sequence[int], soft: NDArray[np.float32] | None = None) -> _StaticForward:
         """Runs the smallest graph of `sizes` that `ids` fit in, and keeps their rows."""
         forward = self._static[next(size for size in sizes if size >= len(ids))]
-        forward.run(ids, self._per_layer)
+        forward.run(ids, self._per_layer, soft)
         self.rows.write(forward.new_rows, self.length, len(ids))
         self.append(ids)
         return forward
@@ -168,12 +168,16 @@ class _StaticForward:
         inputs = {name: value_over(array) for name, array in self.arrays.items()}
         self._call: Call = graph.bind(inputs | target.rows.values, {name: value_over(array) for name, array in outputs.items()})
 
-    def run(self, ids: NDArray[np.int64], per_layer: Embedding | None) -> None:
-        """A forward over `ids` and, behind them, rows of old content, whose results are ignored."""
+    def run(self, ids: NDArray[np.int64], per_layer: Embedding | None, soft: NDArray[np.float32] | None = None) -> None:
+        """A forward over `ids`, or over soft rows, and, behind them, rows of old content, whose results are ignored."""
         target, start = self._target, self._target.length
-        target.embedding.look_up(ids, self.arrays["embedded"])
+        if soft is None:
+            target.embedding.look_up(ids, self.arrays["embedded"])
+        else:
+            self.arrays["embedded"][0, : len(soft)] = soft
         if per_layer is not None:
-            per_layer.look_up(ids, self.arrays["per_layer"])
+            # Beside soft rows stands the per-layer embedding of id 0.
+            per_layer.look_up(ids if soft is None else np.zeros_like(ids), self.arrays["per_layer"])
         target.turns.fill(self.arrays, start)
         for kind in target.rows.rows:
             target.rows.mask(kind, self.arrays[f"mask_{kind}"], start)

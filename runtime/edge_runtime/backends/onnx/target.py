@@ -87,7 +87,7 @@ class OrtTarget(CommittedText):
         self.rotations = Rotations(files.graphs.rotations, options.context + 1, halved=halved)
         self._chunk = min(PREFILL_ROWS, self.cache.chunk)
         self.hidden_rows = np.zeros((1, max(self._chunk, MAX_ROWS), files.hidden_size), np.float32)
-        self._forwards: dict[int, _Forward] = {}
+        self._forwards: dict[tuple[int, bool], _Forward] = {}
         self._heads: dict[int, Call] = {}
 
     def _begin(self, files: PairFiles, context: int, most: int) -> None:
@@ -120,6 +120,22 @@ class OrtTarget(CommittedText):
             self.length = start
             raise
         self.take_hidden(self.hidden_rows[0, :rows])
+
+    def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32]) -> None:
+        """Appends the soft rows [n, hidden size] of an image or sound, which negative `ids` stand for. Raises as `prefill` does."""
+        values = self.checked_soft(ids)
+        if rows.shape != (len(values), self.hidden_size):
+            raise RequestError(f"soft rows have the shape {rows.shape}, not {(len(values), self.hidden_size)}; use this bundle's encoder")
+        start = self.length
+        self.forget_hidden()
+        try:
+            first = 0
+            while first < len(values):
+                piece = slice(first, first + self._chunk_now())
+                first += len(self._forward(values[piece], soft=rows[piece]))
+        except BaseException:
+            self.length = start
+            raise
 
     def verify(self, tokens: Sequence[int]) -> Logits:
         """One forward over at most `max_rows` tokens; returns a view of the float32 logits [len(tokens), vocabulary].
@@ -185,16 +201,16 @@ class OrtTarget(CommittedText):
         """Tokens of the next forward of a prefill: scores of a full layer, rows times context for each head, take memory."""
         return max(MAX_ROWS, min(self._chunk, PREFILL_SCORES // (self.length + self._chunk)))
 
-    def _forward(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        rows = len(ids)
-        forward = self._forwards.get(rows)
+    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> NDArray[np.int64]:
+        rows, key = len(ids), (len(ids), soft is not None)
+        forward = self._forwards.get(key)
         if forward is None:
             assert self._graph is not None
-            forward = _Forward(self._graph, self, rows)
+            forward = _Forward(self._graph, self, rows, soft=soft is not None)
             if rows <= MAX_ROWS or rows == self._chunk:
-                self._forwards[rows] = forward
+                self._forwards[key] = forward
         self.cache.make_room(self.length, rows)
-        forward.run(ids, self.length)
+        forward.run(ids, self.length, soft)
         self.append(ids)
         return ids
 
@@ -207,13 +223,18 @@ class OrtTarget(CommittedText):
 
 
 class _Forward:
-    """A forward of a fixed number of rows, bound once."""
+    """A forward of a fixed number of tokens, or of soft rows, bound once."""
 
-    def __init__(self, graph: Graph, target: OrtTarget, rows: int) -> None:
+    def __init__(self, graph: Graph, target: OrtTarget, rows: int, *, soft: bool) -> None:
+        if soft and "soft_rows" not in graph.inputs:
+            raise RequestError("the target's graph takes text only; export the bundle again with --media f16")
+        # Graphs for text only have neither.
+        self._soft, self._is_soft = np.zeros((1, rows if soft else 1, target.hidden_size), np.float32), np.full((1, 1, 1), soft)
         self._ids, self._positions = np.zeros((1, rows), np.int64), np.zeros((1, rows), np.int64)
         self._cache = cache = target.cache
         shared = shared_inputs(target)
         inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **shared, **cache.values}
+        inputs |= {"soft_rows": value_over(self._soft), "is_soft": value_over(self._is_soft)}
         # Layers that read a buffer may give it back too, each under a name of its own behind an "@".
         outputs = {name: cache.values[name.removeprefix("present_").split("@")[0]] for name in graph.outputs if name.startswith("present_")}
         self._call = graph.bind(
@@ -222,8 +243,11 @@ class _Forward:
         )
         self._offsets = np.arange(rows)
 
-    def run(self, ids: NDArray[np.int64], start: int) -> None:
-        self._ids[0] = ids
+    def run(self, ids: NDArray[np.int64], start: int, soft: NDArray[np.float32] | None = None) -> None:
+        if soft is None:
+            self._ids[0] = ids
+        else:
+            self._soft[0] = soft
         self._cache.place_rows(self._call, start, len(ids))
         np.add(self._offsets, start, out=self._positions[0])
         self._call.run()

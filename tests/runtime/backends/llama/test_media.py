@@ -23,19 +23,11 @@ from edge_runtime.media.sound import Sound
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 from silent import Silent
-from tiny_media import MEDIA_IDS, write_media_assistant, write_media_member
+from tiny_media import MEDIA_IDS, noise, picture, reference_rows, write_media_assistant, write_media_member
 
 # Of the rows' norm. ggml's GELU is a table of float16; without clip.use_gelu the distance is larger than this.
 ROWS = 5e-3
 TEXT = [2, 40, 41, 42, 300, 310, 320]
-
-
-def picture(height: int, width: int, seed: int) -> Image:
-    return Image(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def noise(samples: int, seed: int = 1) -> Sound:
-    return Sound(np.random.default_rng(seed).uniform(-0.5, 0.5, samples).astype(np.float32))
 
 
 MEDIA = [picture(96, 144, 1), picture(48, 48, 2), picture(336, 432, 3), noise(16_000), noise(7_777), noise(161), noise(480_000)]
@@ -68,17 +60,6 @@ def model(folders) -> Any:
 def session(folders, probe_memory) -> Session:
     with open_session(folders["bundle"], drafter="dense", threads=1) as session:
         yield session
-
-
-def reference_rows(model: Any, media: Image | Sound) -> np.ndarray:
-    with torch.no_grad():
-        if isinstance(media, Image):
-            found = model.model.get_image_features(torch.from_numpy(media.patches())[None], torch.from_numpy(media.positions())[None])
-        else:
-            mels = torch.from_numpy(media.mel_frames())[None]
-            found = model.model.get_audio_features(mels, torch.ones(mels.shape[:2], dtype=torch.bool))
-    rows = found.pooler_output
-    return (torch.cat(list(rows)) if isinstance(rows, tuple) else rows).numpy().reshape(-1, 64)
 
 
 def rows_of(session: Session, media: Image | Sound) -> np.ndarray:

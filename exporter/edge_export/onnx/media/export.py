@@ -1,0 +1,48 @@
+"""Writes the encoders of images and sound as ONNX graphs, each with a data file of its own, so that each can be loaded alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.media_architecture import AUDIO, VISION
+from edge_export.gguf.media_encoder import media_architecture
+from edge_export.onnx.block_quantization import WeightSpec
+from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.media.audio import build_audio
+from edge_export.onnx.media.tower import Tower
+from edge_export.onnx.media.vision import build_vision
+from edge_export.onnx.request import MediaWeights
+from edge_export.onnx.weights import WeightFile, WeightFormat
+from edge_export.output.bundle_part import BundlePart
+from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
+
+_FORMATS: dict[MediaWeights, WeightFormat] = {
+    "f32": WeightFormat(kind="f32"),
+    "f16": WeightFormat(kind="f16"),
+    "int8": WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=32)),
+}
+
+
+def write_encoders(
+    checkpoint: Checkpoint, weights: MediaWeights, folder: Path, progress: Callable[[int], None]
+) -> tuple[tuple[BundlePart, ...], set[str]]:
+    """Writes the graphs and data files; returns them, and the contrib operators in use. Raises CheckpointError."""
+    media = media_architecture(checkpoint)
+    towers = [(VISION_ENCODER, VISION, build_vision)]
+    if media.audio is not None:
+        towers.append((AUDIO_ENCODER, AUDIO, build_audio))
+    parts: list[BundlePart] = []
+    contrib_ops: set[str] = set()
+    for role, prefix, build in towers:
+        path = folder / f"{role.replace('_', '-')}-{weights}.onnx"
+        data = path.with_suffix(".onnx_data")
+        graph = Graph(role)
+        with WeightFile(data, progress) as file:
+            build(Tower(graph, checkpoint, file, _FORMATS[weights], prefix), media)
+        graph.save(path)
+        parts.append(BundlePart(role=role, path=path, format="onnx", quantization=weights))
+        parts.append(BundlePart(role=f"{role}_data", path=data, format="onnx_data", quantization=weights))
+        contrib_ops |= graph.contrib_ops
+    return tuple(parts), contrib_ops

@@ -1,0 +1,91 @@
+"""The encoders of images and sound on onnxruntime: a graph for each, loaded at its first use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.onnx.library import Graph, SessionOptions, value_over
+from edge_runtime.bundle.onnx_graph import check_onnx
+from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.media.image import POOLING, Image
+from edge_runtime.media.sound import MELS, Sound
+
+# The rows of a block of the audio tower's attention, the distance that it sees, and the score of what it does not.
+_BLOCK, _SEEN, _UNSEEN = 12, 12, -1e9
+_INPUTS = {"image": {"patches", "x", "y"}, "sound": {"mels", "filler", "mask"}}
+
+
+class OrtMediaEncoder:
+    """The encoders of a bundle. Implements `media.soft_rows.Encoder`."""
+
+    def __init__(self, image: Path, sound: Path | None, options: SessionOptions, width: int) -> None:
+        """`width` is the hidden size of the target. Opens nothing."""
+        self._paths, self._options, self._width = {"image": image, "sound": sound}, options, width
+        self._graphs: dict[str, Graph] = {}
+
+    def encode(self, media: Image | Sound) -> NDArray[np.float32]:
+        """Returns the soft rows [rows, hidden size]. Raises RequestError for sound without an audio tower, BackendError if it fails."""
+        return self._image(media) if isinstance(media, Image) else self._sound(media)
+
+    def close(self) -> None:
+        """Frees the graphs. Can be called twice."""
+        self._graphs.clear()
+
+    def _image(self, image: Image) -> NDArray[np.float32]:
+        graph = self._graph("image")
+        order = grouped(image)
+        x, y = image.positions()[order].T
+        return self._run(graph, {"patches": image.patches()[order][None], "x": x, "y": y})
+
+    def _sound(self, sound: Sound) -> NDArray[np.float32]:
+        graph = self._graph("sound")
+        # At least one row of filler: onnxruntime copies empty arrays.
+        blocks, size = sound.rows // _BLOCK + 1, graph.inputs["filler"][-1]
+        if type(size) is not int or not 0 < size <= 1 << 16:
+            raise BundleError(f"{graph.name} takes rows of {size!r} values; export the bundle again")
+        inputs = {
+            "mels": sound.mel_frames()[None, None],
+            "filler": np.zeros((1, blocks * _BLOCK - sound.rows, size), np.float32),
+            "mask": block_masks(blocks),
+        }
+        return self._run(graph, inputs)[: sound.rows]
+
+    def _graph(self, kind: str) -> Graph:
+        if kind not in self._graphs:
+            path = self._paths[kind]
+            if path is None:
+                raise RequestError("this bundle's encoder takes images only; leave the sound out")
+            check_onnx(path)
+            graph = Graph(path, self._options)
+            mels = graph.inputs.get("mels", (MELS,))[-1:]
+            if set(graph.inputs) != _INPUTS[kind] or mels != (MELS,) or graph.outputs.get("rows", ())[-1:] != (self._width,):
+                raise BundleError(f"{path} is no encoder of this target; export the bundle again")
+            self._graphs[kind] = graph
+        return self._graphs[kind]
+
+    def _run(self, graph: Graph, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+        kept = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
+        call = graph.bind({name: value_over(array) for name, array in kept.items()}, {"rows": None})
+        call.run()
+        rows: NDArray[np.float32] = call.outputs()[0][0].copy()
+        return rows
+
+
+def grouped(image: Image) -> NDArray[np.int64]:
+    """Returns the indexes of an image's patches in the order of soft rows, nine for each."""
+    height, width = (side // POOLING for side in (image.rgb.shape[0] // 16, image.rgb.shape[1] // 16))
+    grid = np.arange(9 * height * width).reshape(height, POOLING, width, POOLING)
+    return grid.transpose(0, 2, 1, 3).reshape(-1)
+
+
+def block_masks(blocks: int) -> NDArray[np.float32]:
+    """Returns what is added to the scores [blocks, 1, 12, 24] of each block over the one before and itself."""
+    back = np.arange(_BLOCK)[:, None] + _BLOCK - np.arange(2 * _BLOCK)
+    masks = np.repeat(np.where((back >= 0) & (back < _SEEN), 0.0, _UNSEEN).astype(np.float32)[None, None], blocks, axis=0)
+    masks[0, :, :, :_BLOCK] = _UNSEEN
+    return masks

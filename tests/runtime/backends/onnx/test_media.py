@@ -1,0 +1,152 @@
+"""Images and sound on onnxruntime: encoder rows beside transformers', prompts with media, prefixes, drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from edge_export.onnx.request import OnnxRequest
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from edge_runtime.errors import BackendError
+from edge_runtime.media.image import Image
+from edge_runtime.media.sound import Sound
+from edge_runtime.session.open import open_session
+from edge_runtime.session.session import Session
+from silent import Silent
+from tiny_media import MEDIA_IDS, noise, picture, reference_rows, write_media_assistant, write_media_member
+
+# Of the rows' norm. The checkpoint is bfloat16, so float16 holds nearly all of its weights exactly.
+ROWS = {"f32": 1e-5, "f16": 1e-5, "int8": 0.1}
+TEXT = [2, 40, 41, 42, 300, 310, 320]
+MEDIA = [picture(96, 144, 1), picture(48, 48, 2), picture(336, 432, 3), noise(16_000), noise(7_777), noise(161), noise(480_000)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return write_media_member(tmp_path_factory.mktemp("media") / "target")
+
+
+@pytest.fixture(scope="module")
+def model(target) -> Any:
+    return transformers.Gemma4ForConditionalGeneration.from_pretrained(target, dtype=torch.float32).eval()
+
+
+def export(target: Path, output: Path, media: str, **onnx: Any) -> Path:
+    drafter = write_media_assistant(output / "drafter")
+    request = ExportRequest(
+        target=str(target),
+        drafter=str(drafter),
+        output=output / "bundle",
+        gguf=False,
+        onnx=OnnxRequest(target="f32", drafter="f32", **onnx),
+        context=768,
+        verify=False,
+        media=media,
+    )
+    export_pair(request, Silent())
+    return output / "bundle"
+
+
+@pytest.fixture(scope="module", params=["dynamic", "static"])
+def session(request, target, tmp_path_factory) -> Session:
+    bundle = export(target, tmp_path_factory.mktemp(request.param), "f32", device="static" if request.param == "static" else None)
+    with open_session(bundle, threads=1) as session:
+        yield session
+
+
+def rows_of(session: Session, media: Image | Sound) -> np.ndarray:
+    return session._parts.encoder.rows(media)
+
+
+def distance(ours: np.ndarray, wanted: np.ndarray) -> float:
+    assert ours.shape == wanted.shape
+    return float(np.linalg.norm(ours - wanted) / np.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("weights", ["f32", "f16"])
+def test_rows_equal_transformers(weights, target, model, tmp_path):
+    with open_session(export(target, tmp_path, weights), threads=1) as session:
+        distances = [distance(rows_of(session, media), reference_rows(model, media)) for media in MEDIA]
+    assert max(distances) < ROWS[weights], distances
+
+
+def test_text_is_the_same_as_without_encoders(session, target, tmp_path):
+    session.free_encoder()
+    with open_session(export(target, tmp_path, None), threads=1) as plain:
+        assert session.generate(TEXT, max_tokens=24, draft_length=3).text() == plain.generate(TEXT, max_tokens=24, draft_length=3).text()
+    assert session._parts.encoder._encoder is None  # it was never opened
+
+
+def test_logits_behind_an_image_equal_transformers(session, model):
+    image = picture(96, 144, 1)
+    prompt = session.media_prompt([*TEXT[:3], MEDIA_IDS["<|image|>"], *TEXT[3:]], [image])
+    list(session.generate(prompt, max_tokens=1, draft_length=0))
+    session.target.rollback(len(prompt.ids) - 1)
+    ours = session.target.verify(prompt.ids[-1:])[0]
+    ids = torch.tensor([[token if token >= 0 else MEDIA_IDS["<|image|>"] for token in prompt.ids]])
+    with torch.no_grad():
+        wanted = model(
+            input_ids=ids,
+            pixel_values=torch.from_numpy(image.patches())[None],
+            image_position_ids=torch.from_numpy(image.positions())[None],
+            mm_token_type_ids=(ids == MEDIA_IDS["<|image|>"]).long(),
+        ).logits[0, -1]
+    assert np.abs(ours - wanted.numpy()).max() < 1e-3
+
+
+@pytest.mark.parametrize("first", [TEXT[:3], TEXT[:3] * 12], ids=["in one window", "behind a window"])
+def test_drafts_change_nothing(first, session):
+    media = [picture(144, 192, 4), noise(9_000)]
+    ids = [*first, MEDIA_IDS["<|image|>"], 40, MEDIA_IDS["<|audio|>"], *TEXT[3:]]
+    plain = session.generate(session.media_prompt(ids, media), max_tokens=40, draft_length=0)
+    list(plain)
+    drafted = session.generate(session.media_prompt(ids, media), max_tokens=40, draft_length=3)
+    list(drafted)
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.drafted > 0
+
+
+def test_no_picture_is_taken_for_another(session):
+    one, other = picture(96, 144, 5), picture(96, 144, 6)
+
+    def run(image: Image, **options: Any) -> Any:
+        prompt = session.media_prompt([*TEXT[:3], MEDIA_IDS["<|image|>"], *TEXT[3:]], [image])
+        generation = session.generate(prompt, max_tokens=8, draft_length=0, **options)
+        list(generation)
+        return generation
+
+    fresh = {id(image): run(image).tokens for image in (one, other)}
+    run(one)
+    same, changed = run(one, reuse_prefix=True), run(other, reuse_prefix=True)
+    assert same.stats.reused_tokens == len(same.prompt) - 1
+    assert changed.stats.reused_tokens == 4  # three tokens and the begin of an image
+    assert (same.tokens, changed.tokens) == (fresh[id(one)], fresh[id(other)])
+
+
+def test_the_encoder_can_be_freed(session):
+    image = picture(96, 144, 9)
+    first = rows_of(session, image).copy()
+    session.free_encoder()
+    assert session._parts.encoder._encoder is None
+    assert np.array_equal(rows_of(session, image), first)
+
+
+def test_int8_rows_are_near(target, model, tmp_path):
+    """Only that the graphs run, and the rows' direction: the weights are random."""
+    with open_session(export(target, tmp_path, "q8_0"), threads=1) as session:
+        for media in MEDIA[:4]:
+            assert distance(rows_of(session, media), reference_rows(model, media)) < ROWS["int8"]
+
+
+def test_an_image_beyond_the_table_is_refused(session):
+    with pytest.raises(BackendError, match="out of data bounds"):
+        rows_of(session, picture(48, 2064, 1))
