@@ -25,6 +25,8 @@ MOST_PENALTY = 1e6
 
 # Logits per block in the search for the greatest ones.
 _BLOCK = 256
+# Sums of the same numbers in another order differ by less.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,7 @@ class Sampler:
         kept = _top_k(row, self._params.top_k)
         if self._params.top_p == 1 and self._params.min_p == 0:
             return kept
-        weights = np.exp(row[kept].astype(np.float64) - best)
+        weights = np.exp((row if kept.size == row.size else row[kept]).astype(np.float64) - best)
         if self._params.top_p < 1:
             inside = _nucleus(weights, self._params.top_p)
             kept, weights = kept[inside], weights[inside]
@@ -194,11 +196,21 @@ def _above_bound(row: Logits, k: int) -> Tokens:
 def _nucleus(weights: Weights, share: float) -> Tokens:
     """Returns ascending indices of the fewest of the greatest weights that sum to at least `share` of all (arXiv 1904.09751)."""
     wanted = share * float(weights.sum())
-    # All weights below this bound sum to at most 1 - share, so the others suffice: far fewer to sort than a vocabulary.
-    candidates = np.flatnonzero(weights >= (1 - share) / weights.size * float(weights.sum()))
+    candidates = _heaviest(weights, wanted)
     order = candidates[np.argsort(-weights[candidates], kind="stable")]
     count = int(np.searchsorted(np.cumsum(weights[order]), wanted)) + 1
     return np.sort(order[:count])
+
+
+def _heaviest(weights: Weights, wanted: float) -> Tokens:
+    """Returns ascending indices of the greatest weights, at most 1, enough to sum to `wanted`: far fewer to sort than a vocabulary.
+
+    Weights are counted by exponent and first two bits of the mantissa, which are in the order of the weights.
+    """
+    keys = weights.view(np.int64) >> 50
+    sums = np.cumsum(np.bincount(keys, weights)[::-1])
+    bound = sums.size - 1 - int(np.searchsorted(sums, wanted * (1 + _ROUNDING)))
+    return np.flatnonzero(keys >= bound)
 
 
 def _places(ids: Tokens | None, wanted: Tokens) -> tuple[Tokens, Tokens]:

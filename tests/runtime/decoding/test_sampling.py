@@ -107,6 +107,22 @@ def test_extreme_temperatures_stay_finite(temperature):
     assert got.of(1) >= got.of(2)
 
 
+def nucleus_by_sorting(row: np.ndarray, share: float) -> list[int]:
+    weights = np.exp(row.astype(np.float64) - row.max())
+    order = np.argsort(-weights, kind="stable")
+    return sorted(order[: int(np.searchsorted(np.cumsum(weights[order]), share * weights.sum())) + 1].tolist())
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 4.0, 300.0])
+def test_a_nucleus_is_that_of_sorting_all_tokens(scale):
+    random = np.random.default_rng(7)
+    for size in (1, 2, 63, 5000):
+        row = np.round(random.standard_normal(size) * scale, 2).astype(np.float32)
+        row[random.random(size) < 0.2] -= 500  # far below, some without any weight
+        for share in (0.1, 0.9, 0.999):
+            assert Sampler(SamplingParams(top_p=share))(row).tokens.tolist() == nucleus_by_sorting(row, share)
+
+
 def test_the_nucleus_of_a_large_flat_vocabulary_is_exact():
     row = np.random.default_rng(1).normal(0, 1, 50_000).astype(np.float32)
     weights = np.sort(np.exp(row.astype(np.float64)))[::-1]
