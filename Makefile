@@ -16,12 +16,18 @@ LOCK := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --
 AUDIT = $(BIN)/python scripts/setup/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin \
 	--lock requirements/ci.txt --lock requirements/runtime.txt
 DEMO_BUNDLE ?= demo-bundle
-DEMO_PROMPT ?= class Stack:
+# make demo BACKEND=llama runs on llama.cpp, which is compiled; onnx needs wheels only. UNIFORM: outputs that do not depend on the draft length.
+BACKEND ?= onnx
+DEMO_EXTRAS_onnx := onnx,export-onnx
+DEMO_EXTRAS_llama := llama,export
+DEMO_FORMAT_onnx := onnx
+DEMO_FORMAT_llama := gguf
+UNIFORM_onnx := --uniform-rows
 
-.PHONY: help demo test test-random test-slow lint docs lock audit wheel-check release dist setup setup-test llama-cpp clean
+.PHONY: help demo setup-llama test test-random test-slow lint docs lock audit wheel-check release dist setup setup-test llama-cpp clean
 
 help:
-	@echo "make demo       set up, export the shipped reference pair, run it with and without drafts"
+	@echo "make demo       set up without a compiler, make a pair of a phone-sized model's cost, show what drafts bring (BACKEND=llama: on llama.cpp)"
 	@echo "make test       set up and run the tests"
 	@echo "make test-slow  the tests that take minutes, which make test omits, in random order"
 	@echo "make test-random  the tests of make test in random order"
@@ -33,11 +39,12 @@ help:
 	@echo "make llama-cpp  build llama.cpp's own tools from llama-cpp-python's source archive, to compare with"
 	@echo "make clean      remove .venv, build/ and the demo bundle"
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready-$(BACKEND)
+setup-llama: $(VENV)/.ready-llama
 setup-test: $(VENV)/.ready-test
 
-$(VENV)/.ready: pyproject.toml scripts/setup/setup.sh
-	@PYTHON=$(PYTHON) scripts/setup/setup.sh $(VENV) '.[llama,export]'
+$(VENV)/.ready-onnx $(VENV)/.ready-llama: $(VENV)/.ready-%: pyproject.toml scripts/setup/setup.sh
+	@PYTHON=$(PYTHON) scripts/setup/setup.sh $(VENV) '.[$(DEMO_EXTRAS_$*)]'
 	@touch $@
 
 # CI's lock, in which everything but torch has its hash.
@@ -50,9 +57,11 @@ $(TOOLS)/.ready: requirements/tools.txt
 	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements/tools.txt
 	@touch $@
 
-demo: setup
-	$(BIN)/edge-export --reference-pair --output $(DEMO_BUNDLE) --force
-	$(BIN)/edge-run $(DEMO_BUNDLE) --compare --draft-length 3 --max-tokens 200 "$(DEMO_PROMPT)"
+$(DEMO_BUNDLE)-$(BACKEND)/manifest.json: $(VENV)/.ready-$(BACKEND)
+	$(BIN)/edge-export reference --widened --format $(DEMO_FORMAT_$(BACKEND)) --no-verify --output $(DEMO_BUNDLE)-$(BACKEND) --force
+
+demo: $(DEMO_BUNDLE)-$(BACKEND)/manifest.json
+	$(BIN)/edge-run demo $(DEMO_BUNDLE)-$(BACKEND) $(UNIFORM_$(BACKEND))
 
 test: setup-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -p no:randomly -m "not slow"
@@ -104,8 +113,8 @@ dist: $(TOOLS)/.ready
 	$(TOOLS)/bin/cyclonedx-py environment build/release/bin/python --pyproject pyproject.toml --output-reproducible -o dist/sbom.json
 	@ls -l dist
 
-llama-cpp: setup
+llama-cpp: setup-llama
 	scripts/setup/build_llama_cpp.sh $(VENV) build/llama.cpp
 
 clean:
-	rm -rf $(VENV) $(TOOLS) build dist $(DEMO_BUNDLE)
+	rm -rf $(VENV) $(TOOLS) build dist $(DEMO_BUNDLE)-*

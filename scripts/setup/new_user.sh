@@ -1,8 +1,8 @@
 #!/bin/sh
-# What a new user does, from a clone to the first tokens, with the seconds of each step: new_user.sh onnx|llama [REPOSITORY]
+# What a new user does, from a clone to the first tokens, with the seconds of each step: new_user.sh demo|onnx|llama [REPOSITORY]
 # Everything is made anew in a temporary folder that is removed at the end: clone, home, virtual environment, no cache of pip's or ours.
 set -eu
-path=${1:?"onnx (wheels only) or llama (compiles llama.cpp)"}
+path=${1:?"demo or onnx (wheels only), or llama (compiles llama.cpp)"}
 repository=${2:-$(cd "$(dirname "$0")/../.." && pwd)}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -26,17 +26,20 @@ onnx)
     step python3 -m venv .venv
     PATH="$PWD/.venv/bin:$PATH"
     step pip install --quiet '.[onnx,export-onnx]'
-    step edge-run --doctor
-    step edge-export --reference-pair --output my-bundle --format onnx
-    step edge-run my-bundle 'class Stack:' --max-tokens 64
+    step edge-run doctor
+    step edge-export reference --output my-bundle --format onnx
+    step edge-run generate my-bundle 'class Stack:' --max-tokens 64
+    ;;
+demo)
+    step make demo
     ;;
 llama)
-    step make demo
-    step .venv/bin/edge-run --doctor
-    step .venv/bin/edge-run demo-bundle 'class Stack:' --max-tokens 64
+    step make demo BACKEND=llama
+    step .venv/bin/edge-run doctor
+    step .venv/bin/edge-run demo-bundle-llama 'class Stack:' --max-tokens 64
     ;;
 *)
-    echo "$path is neither onnx nor llama" >&2
+    echo "$path is none of demo, onnx and llama" >&2
     exit 2
     ;;
 esac

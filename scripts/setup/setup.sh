@@ -15,15 +15,23 @@ command -v "$python" >/dev/null 2>&1 || missing "Python 3.11 or newer" "install 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     missing "Python 3.11 or newer" "$python is $("$python" --version); name a newer one with PYTHON=python3.12 make ..."
 "$python" -c 'import ensurepip, venv' 2>/dev/null || missing "Python's venv module" "install it (Debian, Ubuntu: apt install python3-venv)"
-command -v cmake >/dev/null 2>&1 || missing "cmake" "install it (Debian, Ubuntu: apt install cmake; macOS: brew install cmake)"
-if ! command -v c++ >/dev/null 2>&1 && ! command -v g++ >/dev/null 2>&1 && ! command -v clang++ >/dev/null 2>&1; then
-    missing "a C++ compiler" "install one (Debian, Ubuntu: apt install g++; macOS: xcode-select --install)"
-fi
+# llama.cpp is compiled: what is locked holds it, and the extras llama and export need it.
+case "$1 ${LOCK:-}" in
+*llama* | *[[,]export[],]* | *.txt)
+    advice="; or run it without a compiler: make demo BACKEND=onnx"
+    command -v cmake >/dev/null 2>&1 || missing "cmake" "install it (Debian, Ubuntu: apt install cmake; macOS: brew install cmake)$advice"
+    if ! command -v c++ >/dev/null 2>&1 && ! command -v g++ >/dev/null 2>&1 && ! command -v clang++ >/dev/null 2>&1; then
+        missing "a C++ compiler" "install one (Debian, Ubuntu: apt install g++; macOS: xcode-select --install)$advice"
+    fi
+    time="the first time, llama.cpp is compiled: about 4 minutes on 2 cores"
+    ;;
+*) time="about a minute on 2 cores" ;;
+esac
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 project=$1
 shift
-echo "setup: installing into $venv (the first time, llama.cpp is compiled: about 4 minutes on 2 cores)"
+echo "setup: installing into $venv ($time)"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
 install() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"

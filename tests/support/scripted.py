@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,13 +115,15 @@ def plain_greedy(prompt: Sequence[int], max_tokens: int, stop: frozenset[int] = 
 class LetterVocabulary:
     """Token ids as letters; token 16 is the first half of a two-byte character, 15 its second half."""
 
+    control_tokens: ClassVar[dict[str, int]] = {}
+
     def __init__(self, eog: frozenset[int] = frozenset()) -> None:
         self.eog_tokens = eog
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) % VOCABULARY for c in text]
 
-    def piece(self, token: int) -> bytes:
+    def piece(self, token: int, *, special: bool = False) -> bytes:
         return {16: b"\xc3", 15: b"\xa9"}.get(token, bytes([97 + token]))
 
 

@@ -121,7 +121,13 @@ def mixed_training(target: ResolvedSource, drafter: ResolvedSource) -> str | Non
 def manifest_source(source: ResolvedSource, progress: Callable[[int], None] = lambda _: None) -> Source:
     """Hashes the files the export read; `progress` gets the bytes read since its last call."""
     files = tuple(_hashed(path, progress) for path in source_files(source))
-    return Source(origin=source.origin, model_type=source.checkpoint.model_type, files=files)
+    return Source(origin=_public_name(source.origin), model_type=source.checkpoint.model_type, files=files)
+
+
+def _public_name(origin: str) -> str:
+    """A hub id as it is; of a local path only its last part, as a bundle must not tell of its maker's folders."""
+    path = Path(origin)
+    return path.resolve().name if path.exists() else origin
 
 
 def source_files(source: ResolvedSource) -> list[Path]:

@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 
 from edge_devices.command_line import CONTEXT, CommandWithModes, one_sentence_errors
+from edge_export.checkpoint.shipped.widened_pair import widened_target
 from edge_export.cli.display import Display, show
 from edge_export.cli.modes import EXAMPLES, add_modes
 from edge_export.cli.options import ExportOptions, export_options
@@ -53,9 +54,11 @@ def main(**values: Any) -> None:
     options = ExportOptions(onnx={name: values.pop(name) for name in _ONNX_OPTIONS}, **values)
     options.check(planning=planning.plan)
     console = Console(stderr=True)
-    with export_errors():
+    with export_errors(), contextlib.ExitStack() as stack:
         config = options.config()
         models = options.models(config)
+        if options.widened:
+            models = str(stack.enter_context(widened_target(Path(models[0])))), models[1]
         if options.output is None or planning.plan:
             run_plan(plan_manifest(options, models, config), planning.profile, options.phase_power, options.as_json)
             return

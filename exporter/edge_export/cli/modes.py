@@ -39,7 +39,9 @@ class FirstWord(click.Path):
 def add_modes(main: CommandWithModes) -> None:
     """Adds the sub-commands of edge-export."""
     main.add_mode("pair", "Export TARGET and its drafter as one bundle.", ["target", "drafter", *_FORM, *_IMPORTANCE, *_ONNX])
-    main.add_mode("reference", "Export the small trained pair that comes with this package.", [*_FORM, *_IMPORTANCE, *_ONNX], shipped=True)
+    main.add_mode(
+        "reference", "Export the small trained pair that comes with this package.", ["widened", *_FORM, *_IMPORTANCE, *_ONNX], shipped=True
+    )
     main.add_mode(
         "plan",
         "Predict memory, speed and joules per token of a pair before it is exported.",

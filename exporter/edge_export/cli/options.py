@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from edge_devices.command_line import option_group
-from edge_export.checkpoint.reference_pair import reference_pair
 from edge_export.checkpoint.safetensors import FLOAT_BYTES, FloatType
+from edge_export.checkpoint.shipped.reference_pair import reference_pair
 from edge_export.cli.modes import FirstWord
 from edge_export.onnx.request import BLOCKS, DEVICE_WEIGHTS, DEVICES, KV_KINDS, ONNX_WEIGHTS, OnnxRequest
 from edge_export.pipeline.gguf_step import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
@@ -38,6 +38,11 @@ export_options = option_group(
             help="Format of the models.",
         ),
         click.option("--reference-pair", "shipped", is_flag=True, help="Export the small trained pair that comes with this package."),
+        click.option(
+            "--widened",
+            is_flag=True,
+            help="With --reference-pair: widen its feed-forward layers with zeros: a phone-sized model's cost, the same output.",
+        ),
         click.option(
             "--media",
             type=click.Choice(MEDIA_TYPES),
@@ -147,6 +152,7 @@ class ExportOptions:
     force: bool
     as_json: bool
     shipped: bool
+    widened: bool
     phase_power: Path | None
     media: FloatType | None
     onnx: dict[str, Any]
@@ -159,6 +165,8 @@ class ExportOptions:
             raise click.UsageError("--phase-power is for --plan; leave it out")
         if self.shipped and (self.target or self.drafter):
             raise click.UsageError("--reference-pair is exported instead of TARGET and DRAFTER; leave them out")
+        if self.widened and not self.shipped:
+            raise click.UsageError("--widened is for --reference-pair; add it, or leave --widened out")
         if self.calibrate and (self.imatrix or self.drafter_imatrix):
             raise click.UsageError("give --calibrate or an importance matrix, not both")
         if self.save_imatrix and not (self.calibrate and self.save_imatrix.is_dir()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import click
 
 from edge_devices.command_line import option_group, take
 from edge_devices.energy.live import EnergyWatch, RunEnergy, SharedWatch
-from edge_devices.energy.virtual_meters import VIRTUAL, requested_meter
+from edge_devices.energy.virtual_meters import ESTIMATE, VIRTUAL, requested_meter, virtual_meter
+from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters, no_meter_reason
@@ -31,6 +32,15 @@ class EnergyValues:
     power: PhasePower | PowerSource | None
     explain: bool
     reason: str = ""  # why there is no meter
+
+    def or_estimate(self) -> EnergyValues:
+        """Returns these values with the power model of the device's profile where there is no meter and the profile has watts."""
+        if self.meter is not None:
+            return self
+        try:
+            return replace(self, meter=virtual_meter(self.system, ESTIMATE))
+        except MeterError:
+            return self
 
     def watch(self) -> EnergyWatch:
         """Returns the energy measurement of one run."""

@@ -113,6 +113,12 @@ def add_modes(main: CommandWithModes) -> None:
         comparing=True,
     )
     main.add_mode(
+        "demo",
+        "Stream several kinds of text with accepted drafts in colour, beside plain decoding.",
+        [bundle, "max_tokens", "repeats", "as_json", "policy", *_OPENING, *_FILES, "meter"],
+        demo=True,
+    )
+    main.add_mode(
         "plan",
         "Predict memory, speed, best draft length and joules per token, here or on a device.",
         [

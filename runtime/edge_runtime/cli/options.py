@@ -17,6 +17,7 @@ from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.bundle.integrity import CHECK_MODES, CheckMode
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
 from edge_runtime.bundle.manifest import MANIFEST_NAME
+from edge_runtime.cli.doctor.screen import doctor_option
 from edge_runtime.config.presets import expanded
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig, TuningConfig
 from edge_runtime.config.yaml_file import read_config
@@ -25,9 +26,11 @@ from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.drafting.stored_memory import MEMORY_SIZE, forget
 from edge_runtime.errors import OUT_OF_MEMORY
+from edge_runtime.session.chat import MAX_TOKENS
 
 # Shell completion looks at no more folders than this, so that it stays fast.
 MOST_FOLDERS = 1000
+RUN_TOKENS = 128
 
 
 class BundlePath(click.Path):
@@ -192,6 +195,39 @@ monitoring_options = option_group(
     ),
     panel="Monitoring",
 )
+mode_options = option_group(
+    click.option(
+        "--max-tokens",
+        "-n",
+        type=click.IntRange(min=1),
+        help=f"Maximum number of tokens to generate.  [default: {RUN_TOKENS}; {MAX_TOKENS} for an answer through the chat template]",
+    ),
+    click.option("--json", "as_json", is_flag=True, is_eager=True, help="Print one JSON object instead of text; in a chat, one per turn."),
+    doctor_option,
+    click.option(
+        "--verify-lossless", is_flag=True, help="Run again without drafts; report whether the output is equal, else the first difference."
+    ),
+    click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and print a table."),
+    click.option("--demo", is_flag=True, help="Stream several kinds of text with accepted drafts in colour, beside plain decoding."),
+    click.option(
+        "--repeats", type=click.IntRange(min=1), default=3, help="Comparison: runs with and without drafts; the table shows medians."
+    ),
+    click.option("--measure", is_flag=True, help="Plan: also run the bundle here and print the deviation of each prediction."),
+    panel="Run",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeValues:
+    """Values of `mode_options`: what to run, and in which form to print it."""
+
+    max_tokens: int | None
+    as_json: bool
+    verify_lossless: bool
+    comparing: bool
+    demo: bool
+    repeats: int
+    measure: bool
 
 
 @dataclass(frozen=True, kw_only=True)

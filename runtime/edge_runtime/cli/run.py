@@ -11,21 +11,24 @@ from typing import Any
 
 import click
 
-from edge_devices.command_line import CONTEXT, CommandWithModes, one_sentence_errors, option_group, take
+from edge_devices.command_line import CONTEXT, CommandWithModes, one_sentence_errors, take
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.cli.chat import MAX_INPUT, ChatValues, TerminalChat, chat_options, chat_values
 from edge_runtime.cli.comparing.comparison import NOTHING_DRAFTED, compare, comparison_table
-from edge_runtime.cli.doctor.screen import doctor_option
+from edge_runtime.cli.comparing.demo import TOKENS as DEMO_TOKENS
+from edge_runtime.cli.comparing.demo import run_demo
 from edge_runtime.cli.energy_options import EnergyValues, energy_options, energy_record, energy_values
 from edge_runtime.cli.media_options import MediaValues, media_options, media_values, with_media
 from edge_runtime.cli.modes import EXAMPLES, FirstWord, add_modes
 from edge_runtime.cli.one_prompt import read_one_prompt
 from edge_runtime.cli.options import (
+    RUN_TOKENS,
     BackendValues,
     CacheValues,
     CheckValues,
     DraftingValues,
     MemoryValues,
+    ModeValues,
     MonitoringValues,
     backend_options,
     cache_options,
@@ -36,6 +39,7 @@ from edge_runtime.cli.options import (
     drafting_options,
     drafting_values,
     memory_options,
+    mode_options,
     monitoring_options,
     refuse_threads,
 )
@@ -57,20 +61,7 @@ from edge_runtime.session.monitoring.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
-RUN_TOKENS = 128
 PLAN_PROMPT = "def area(width, height):\n"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModeValues:
-    """Values of the options that this module declares: what to run, and in which form to print it."""
-
-    max_tokens: int | None
-    as_json: bool
-    verify_lossless: bool
-    comparing: bool
-    repeats: int
-    measure: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +98,7 @@ class RunOptions:
 
     def over_bundle(self, bundle: Bundle) -> RunOptions:
         """Returns these options with the bundle's sampling where the command line says nothing, and prints what that is."""
-        if self.mode.comparing or self.mode.verify_lossless:
+        if self.mode.comparing or self.mode.verify_lossless or self.mode.demo:
             return self
         chosen = self.request["sampling"]
         sampling = over_defaults(chosen, self.given, default_sampling(bundle.manifest.generation, GREEDY_PARAMS))
@@ -134,7 +125,7 @@ class RunOptions:
             monitoring=MonitorOptions(
                 warn_above=self.monitoring.warn_rejection,
                 log=self.monitoring.log,
-                on_event=lambda event: None if self.mode.comparing else note(f"\nwarning: {event.sentence}"),
+                on_event=lambda event: None if self.mode.comparing or self.mode.demo else note(f"\nwarning: {event.sentence}"),
             ),
         )
 
@@ -176,6 +167,8 @@ def read_options(prompt: str | None, values: dict[str, Any]) -> RunOptions:
 def check_mode(options: RunOptions) -> None:
     """Raises a usage error for a mode that contradicts other options."""
     mode, request = options.mode, options.request
+    if mode.demo and (options.prompt is not None or mode.comparing):
+        raise click.UsageError("--demo has its own prompts; leave PROMPT and --compare out")
     if options.prompt is None and (mode.comparing or mode.verify_lossless):
         raise click.UsageError("--compare and --verify-lossless need a PROMPT")
     if mode.comparing and mode.verify_lossless:
@@ -323,27 +316,6 @@ def run_plan(folder: Path, options: RunOptions, prompt: str) -> None:
     show_plan(plan, measured, as_json=options.mode.as_json)
 
 
-mode_options = option_group(
-    click.option(
-        "--max-tokens",
-        "-n",
-        type=click.IntRange(min=1),
-        help=f"Maximum number of tokens to generate.  [default: {RUN_TOKENS}; {MAX_TOKENS} for an answer through the chat template]",
-    ),
-    click.option("--json", "as_json", is_flag=True, is_eager=True, help="Print one JSON object instead of text; in a chat, one per turn."),
-    doctor_option,
-    click.option(
-        "--verify-lossless", is_flag=True, help="Run again without drafts; report whether the output is equal, else the first difference."
-    ),
-    click.option("--compare", "comparing", is_flag=True, help="Run with and without drafts and print a table."),
-    click.option(
-        "--repeats", type=click.IntRange(min=1), default=3, help="Comparison: runs with and without drafts; the table shows medians."
-    ),
-    click.option("--measure", is_flag=True, help="Plan: also run the bundle here and print the deviation of each prediction."),
-    panel="Run",
-)
-
-
 @click.command(cls=CommandWithModes, epilog=EXAMPLES, context_settings=CONTEXT)
 @click.argument("bundle", type=FirstWord())
 @click.argument("prompt", required=False)
@@ -379,7 +351,15 @@ def main(bundle: Path, prompt: str | None, **values: Any) -> None:
         else:
             with open_session(bundle, options.load_options()) as session:
                 options = options.over_bundle(session.bundle)
-                if prompt is None:
+                if options.mode.demo:
+                    run_demo(
+                        session,
+                        max_tokens=options.mode.max_tokens or DEMO_TOKENS,
+                        repeats=options.mode.repeats,
+                        as_json=options.mode.as_json,
+                        watch=options.energy.or_estimate().watch,
+                    )
+                elif prompt is None:
                     run_chat(session, options)
                 elif options.mode.comparing:
                     run_comparison(session, options, text)

@@ -12,7 +12,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 from click.testing import CliRunner, Result
 
 from edge_devices.machine.memory import byte_text
-from edge_export.checkpoint import reference_pair as reference
+from edge_export.checkpoint.shipped import reference_pair as reference
 from edge_export.cli import options
 from edge_export.cli.command import main
 from edge_runtime.bundle.bundle import open_bundle

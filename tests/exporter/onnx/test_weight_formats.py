@@ -15,7 +15,7 @@ ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from edge_export.checkpoint.centroid_rows import cluster_rows
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.reference_pair import reference_pair
+from edge_export.checkpoint.shipped.reference_pair import reference_pair
 from edge_export.gguf.split_head import token_order
 from edge_export.onnx.block_quantization import WeightSpec, round_rows
 from edge_export.onnx.graph_builder import Graph

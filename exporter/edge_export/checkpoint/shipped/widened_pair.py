@@ -1,0 +1,75 @@
+"""The shipped pair with the cost of a phone-sized model and the same output: its feed-forward layers are widened with zeros.
+
+A gated feed-forward layer is down(act(gate x) * up x). New rows of gate and up and new columns of down are zeros, so that they add
+act(0) * 0 = 0 to every sum. The zeros are holes of the file, which take no disk space on common file systems.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from edge_export.checkpoint.safetensors import ITEM_BYTES, SINGLE_NAME, StoredTensor, read_header
+
+# 488 million target weights instead of 8 million: about as many bytes per token as a phone-sized model in 4 bits.
+FACTOR = 96
+_ROWS, _COLUMNS = (".mlp.gate_proj.weight", ".mlp.up_proj.weight"), ".mlp.down_proj.weight"
+
+
+@contextlib.contextmanager
+def widened_target(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder with the widened twin of a target's checkpoint folder."""
+    with tempfile.TemporaryDirectory(prefix="edge-export-") as place:
+        output = Path(place) / "reference-widened"
+        widen_target(folder, output)
+        yield output
+
+
+def widen_target(folder: Path, output: Path, factor: int = FACTOR) -> None:
+    """Writes the widened twin of a target's checkpoint folder to the new folder `output`."""
+    output.mkdir(parents=True)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["intermediate_size"] *= factor
+    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for path in folder.iterdir():
+        if path.name not in ("config.json", SINGLE_NAME):
+            shutil.copy(path, output / path.name)
+    _widen(folder / SINGLE_NAME, output / SINGLE_NAME, factor)
+
+
+def _widen(source: Path, output: Path, factor: int) -> None:
+    tensors = read_header(source)
+    header: dict[str, dict[str, Any]] = {}
+    end = 0
+    for tensor in tensors:
+        rows, *columns = tensor.shape
+        shape = (rows * factor, *columns) if tensor.name.endswith(_ROWS) else tensor.shape
+        shape = (rows, columns[0] * factor) if tensor.name.endswith(_COLUMNS) else shape
+        size = tensor.bytes * factor if shape != tensor.shape else tensor.bytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": (end, end + size)}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    with source.open("rb") as read, output.open("wb") as write:
+        write.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            begin = start + header[tensor.name]["data_offsets"][0]
+            _copy(tensor, read, write, begin, factor if tensor.name.endswith(_COLUMNS) else 1)
+        write.truncate(start + end)
+
+
+def _copy(tensor: StoredTensor, read: BinaryIO, write: BinaryIO, begin: int, factor: int) -> None:
+    """Copies a tensor to `begin`, each row of a matrix to the start of `factor` times its length."""
+    pieces = tensor.shape[0] if factor > 1 else 1
+    length = tensor.bytes // pieces
+    assert factor == 1 or length == tensor.shape[1] * ITEM_BYTES[tensor.dtype]
+    read.seek(tensor.offset)
+    for piece in range(pieces):
+        write.seek(begin + piece * length * factor)
+        write.write(read.read(length))

@@ -1,0 +1,209 @@
+"""`edge-run demo`: several kinds of text with accepted drafts in colour, beside plain decoding, and one sentence at the end."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
+from edge_devices.machine.load import LoadWatch, MachineLoad
+from edge_runtime.cli.one_prompt import is_instruction_tuned
+from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.session.generation import Generation
+from edge_runtime.session.session import Session
+from edge_runtime.session.stats import DecodeStats
+from edge_runtime.text.channels import ChannelParser, Text
+from edge_runtime.text.chat_template import bundle_template
+
+# Continued by a model of plain text.
+TEXTS = {
+    "code": """class Stack:
+    \"\"\"A last-in, first-out stack.\"\"\"
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+""",
+    "prose": "This module provides functions for reading and writing files.",
+    "list": "The following methods are available:\n\n* open: open the file\n* read:",
+    "JSON": """{
+    "name": "parser",
+    "options": [
+        {"name": "encoding", "type": "string", "default": "utf-8"},
+        {"name":""",
+    "tests": """    def test_add(self):
+        self.assertEqual(add(1, 1), 2)
+        self.assertEqual(add(2, 2), 4)
+        self.assertEqual(""",
+}
+# Answered by a model that is tuned to.
+MESSAGES = {
+    "code": "Write a Python class for a stack with push, pop and peek.",
+    "prose": "Tell the story of a lighthouse keeper in one paragraph.",
+    "list": "List ten things to check before a long bicycle ride.",
+    "JSON": "Describe three planets as a JSON array with name, radius in km and number of moons.",
+    "edit": 'Correct the spelling, change nothing else: "Their are to many peple who beleive that speling dosnt matter."',
+}
+# A low temperature: greedy text of a small model soon repeats itself, which is too easy to draft. The seed makes texts comparable.
+SAMPLING = SamplingParams(temperature=0.4, top_p=0.95, seed=1)
+TOKENS = 72
+_WAIT, _ERASE = click.style("the same again, without and with drafts in turn ...", dim=True), "\r\x1b[2K"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindResult:
+    """The runs of one kind of text; run i with drafts stands beside run i without. `same`: all runs had the same tokens."""
+
+    name: str
+    plain: tuple[DecodeStats, ...]
+    drafted: tuple[DecodeStats, ...]
+    same: bool
+
+    @property
+    def speed_up(self) -> float:
+        """Tokens per second with drafts / without: the median over the pairs of runs."""
+        return statistics.median(one.tokens_per_second / two.tokens_per_second for one, two in zip(self.drafted, self.plain, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """All kinds of text, the energy of all runs without and with drafts, and the load by other programs."""
+
+    kinds: tuple[KindResult, ...]
+    plain_energy: RunEnergy
+    drafted_energy: RunEnergy
+    load: MachineLoad
+
+    @property
+    def speed_up(self) -> float:
+        """Geometric mean over the kinds."""
+        return statistics.geometric_mean(kind.speed_up for kind in self.kinds)
+
+    def sentence(self) -> str:
+        """Returns the result in one sentence: how many times as fast, whether the output was the same, joules per token."""
+        ratios = sorted(kind.speed_up for kind in self.kinds)
+        same = sum(kind.same for kind in self.kinds)
+        equal = "the same output" if same == len(self.kinds) else f"the same output for {same} of {len(self.kinds)} kinds of text"
+        words = f"{self.speed_up:.2f} times as fast as without drafts ({ratios[0]:.2f} to {ratios[-1]:.2f} by kind of text), {equal}"
+        return f"{words}; {self._energy()}"
+
+    def _energy(self) -> str:
+        plain, drafted = self.plain_energy, self.drafted_energy
+        if plain.joules_per_token is None or drafted.joules_per_token is None:
+            why = (drafted if plain.joules_per_token else plain).sentence()
+            ratios = sorted(1 / kind.speed_up for kind in self.kinds)
+            share = f"{1 / self.speed_up:.2f} times the joules per token ({ratios[0]:.2f} to {ratios[-1]:.2f}) if the watts are equal"
+            return f"{share}, an ESTIMATE: {why}"
+        mark = "an ESTIMATE, nothing was measured" if drafted.kind == "estimate" else "measured"
+        return f"{drafted.figure()} J per token instead of {plain.figure()}, {mark}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values under stable keys."""
+        return {
+            "speed_up": self.speed_up,
+            "same_tokens": all(kind.same for kind in self.kinds),
+            "kinds": [
+                {
+                    "name": kind.name,
+                    "speed_up": kind.speed_up,
+                    "same_tokens": kind.same,
+                    "plain": [stats.to_json() for stats in kind.plain],
+                    "drafted": [stats.to_json() for stats in kind.drafted],
+                }
+                for kind in self.kinds
+            ],
+            "energy": {"plain": self.plain_energy.to_json(), "drafted": self.drafted_energy.to_json()},
+            "machine_load": self.load.to_json(),
+            "sentence": self.sentence(),
+        }
+
+
+class Demo:
+    """Runs the kinds of text that suit the bundle; `write` gets text with colours, `watch` returns the energy measurement of one run."""
+
+    def __init__(
+        self, session: Session, *, max_tokens: int, repeats: int, write: Callable[[str], None], watch: Callable[[], EnergyWatch]
+    ) -> None:
+        self._session, self._max_tokens, self._repeats = session, max_tokens, repeats
+        self._write, self._watch = write, watch
+        self._pools = {True: EnergyPool(), False: EnergyPool()}
+        self._template = bundle_template(session.bundle, session.vocabulary) if is_instruction_tuned(session) else None
+
+    def run(self) -> DemoResult:
+        """Streams each kind once with drafts, then measures it without and with drafts in turn."""
+        load = LoadWatch()
+        architecture = self._session.bundle.manifest.architecture
+        self._write(
+            f"{architecture.parameters / 1e6:.0f} million weights. {click.style('Green', fg='green')}: drafts that were accepted.\n"
+        )
+        kinds = tuple(self._kind(name, prompt) for name, prompt in (TEXTS if self._template is None else MESSAGES).items())
+        return DemoResult(
+            kinds=kinds, plain_energy=self._pools[False].energy(), drafted_energy=self._pools[True].energy(), load=load.load()
+        )
+
+    def _kind(self, name: str, prompt: str) -> KindResult:
+        self._write(click.style(f"\n--- {name} ---\n", bold=True) + click.style(prompt, dim=True) + "\n" * (self._template is not None))
+        sent: str | list[int] = prompt if self._template is None else self._template.encode([{"role": "user", "content": prompt}])
+        shown = self._generation(sent, drafting=True)
+        for piece in self._coloured(shown):
+            self._write(piece)
+        runs: dict[bool, list[DecodeStats]] = {True: [], False: []}
+        outputs = [shown.tokens]
+        self._write("\n" + _WAIT)
+        for _ in range(self._repeats):
+            for drafting in (False, True):
+                generation = self._generation(sent, drafting=drafting)
+                with self._watch() as energy:
+                    generation.text()
+                energy.add_to(self._pools[drafting], generation.stats.tokens)
+                runs[drafting].append(generation.stats)
+                outputs.append(generation.tokens)
+        result = KindResult(
+            name=name, plain=tuple(runs[False]), drafted=tuple(runs[True]), same=all(tokens == outputs[0] for tokens in outputs)
+        )
+        self._write(f"{_ERASE}{_line(result)}\n")
+        return result
+
+    def _generation(self, sent: str | list[int], *, drafting: bool) -> Generation:
+        length = None if drafting else 0
+        return self._session.generate(sent, max_tokens=self._max_tokens, draft_length=length, sampling=SAMPLING, acceptance="match")
+
+    def _coloured(self, generation: Generation) -> Iterator[str]:
+        """Yields the answer's text, in colour where drafts were accepted."""
+        parser = ChannelParser(self._session.vocabulary, self._template.stop if self._template else ())
+        for one in generation.rounds():
+            for number, token in enumerate(one.tokens):
+                text = "".join(event.text for event in parser.feed(token) if isinstance(event, Text))
+                yield click.style(text, fg="green") if text and number < one.accepted else text
+        yield "".join(event.text for event in parser.finish() if isinstance(event, Text))
+
+
+def _line(kind: KindResult) -> str:
+    plain, drafted = (statistics.median(stats.tokens_per_second for stats in runs) for runs in (kind.plain, kind.drafted))
+    length = kind.drafted[0].mean_acceptance_length
+    equal = "the same output" if kind.same else "ANOTHER output"
+    return f"{kind.speed_up:.2f} times as fast: {drafted:.1f} instead of {plain:.1f} tok/s, {length:.1f} tokens per verify, {equal}"
+
+
+def run_demo(session: Session, *, max_tokens: int, repeats: int, as_json: bool, watch: Callable[[], EnergyWatch]) -> None:
+    """Runs the demo and prints its result; with `as_json`, only one object."""
+    terminal = sys.stdout.isatty()
+
+    def write(text: str) -> None:
+        if not as_json and (terminal or text != "\n" + _WAIT):
+            click.echo(text if terminal else text.replace(_ERASE, "\n"), nl=False)
+
+    result = Demo(session, max_tokens=max_tokens, repeats=repeats, write=write, watch=watch).run()
+    if as_json:
+        click.echo(json.dumps(result.to_json(), ensure_ascii=False))
+        return
+    if result.load.is_busy:
+        click.echo(result.load.sentence(), err=True)
+    click.echo("\n" + click.style(result.sentence(), bold=True))

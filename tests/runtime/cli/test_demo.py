@@ -1,0 +1,76 @@
+"""edge-run demo over a scripted session: colours, figures, the sentence at its end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from edge_devices.energy.intervals import Interval
+from edge_devices.energy.live import RunEnergy
+from edge_devices.energy.virtual_meters import virtual_meter
+from edge_devices.machine.load import MachineLoad
+from edge_devices.machine.system import System
+from edge_runtime.cli import run as cli
+from edge_runtime.cli.comparing.demo import TEXTS, Demo, DemoResult
+from edge_runtime.cli.energy_options import unwatched
+from scripted import make_session
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cli, "open_session", lambda *_, **__: make_session())
+    return lambda *words: CliRunner().invoke(cli.main, list(words), prog_name="edge-run")
+
+
+def result() -> DemoResult:
+    return Demo(make_session(), max_tokens=12, repeats=2, write=lambda _: None, watch=unwatched).run()
+
+
+def test_it_ends_in_one_sentence(run):
+    shown = run("demo", "bundle", "-n", "12", "--repeats", "1")
+    assert shown.exit_code == 0
+    assert all(f"--- {name} ---" in shown.stdout for name in TEXTS)
+    last = shown.stdout.strip().splitlines()[-1]
+    assert "times as fast as without drafts" in last
+    assert "the same output; " in last
+    assert "an ESTIMATE" in last
+    assert "\x1b" not in shown.stdout
+    assert "warning" not in shown.stderr
+
+
+def test_json_has_every_run(run):
+    record = json.loads(run("demo", "bundle", "-n", "12", "--repeats", "2", "--json").stdout)
+    assert record["same_tokens"] is True
+    assert [len(kind["plain"]) for kind in record["kinds"]] == [2] * len(TEXTS)
+    assert record["speed_up"] > 0
+    assert {"energy", "machine_load", "sentence"} <= set(record)
+
+
+def test_accepted_drafts_are_green():
+    written: list[str] = []
+    Demo(make_session(), max_tokens=12, repeats=1, write=written.append, watch=unwatched).run()
+    assert any(piece == click.style(click.unstyle(piece), fg="green") for piece in written if click.unstyle(piece))
+
+
+def test_another_output_is_said():
+    one = result()
+    kinds = (replace(one.kinds[0], same=False), *one.kinds[1:])
+    assert f"the same output for {len(kinds) - 1} of {len(kinds)} kinds of text" in replace(one, kinds=kinds).sentence()
+
+
+def test_an_energy_figure_is_named_for_what_it_is():
+    figure = Interval(value=0.2, low=0.15, high=0.25, error=0.02, freedom=5, n=3)
+    estimate = virtual_meter(System(), "estimate:2,1")
+    assert estimate is not None
+    energy = RunEnergy(facts=estimate.facts, joules=figure, joules_per_token=figure, seconds=1.0)
+    sentence = replace(result(), plain_energy=energy, drafted_energy=energy, load=MachineLoad(others=None, seconds=1.0)).sentence()
+    assert "an ESTIMATE, nothing was measured" in sentence
+    assert "J per token instead of" in sentence
+
+
+def test_it_takes_no_prompt(run):
+    assert run("bundle", "prompt", "--demo").exit_code == 2
