@@ -16,13 +16,12 @@ LOCK := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --
 AUDIT = $(BIN)/python scripts/setup/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin \
 	--lock requirements/ci.txt --lock requirements/runtime.txt
 DEMO_BUNDLE ?= demo-bundle
-# make demo BACKEND=llama runs on llama.cpp, which is compiled; onnx needs wheels only. UNIFORM: outputs that do not depend on the draft length.
+# make demo BACKEND=llama runs on llama.cpp, which is compiled; onnx needs wheels only.
 BACKEND ?= onnx
 DEMO_EXTRAS_onnx := onnx,export-onnx
 DEMO_EXTRAS_llama := llama,export
 DEMO_FORMAT_onnx := onnx
 DEMO_FORMAT_llama := gguf
-UNIFORM_onnx := --uniform-rows
 
 .PHONY: help demo setup-llama test test-random test-slow lint docs lock audit wheel-check release dist setup setup-test llama-cpp clean
 
@@ -61,7 +60,7 @@ $(DEMO_BUNDLE)-$(BACKEND)/manifest.json: $(VENV)/.ready-$(BACKEND)
 	$(BIN)/edge-export reference --widened --format $(DEMO_FORMAT_$(BACKEND)) --no-verify --output $(DEMO_BUNDLE)-$(BACKEND) --force
 
 demo: $(DEMO_BUNDLE)-$(BACKEND)/manifest.json
-	$(BIN)/edge-run demo $(DEMO_BUNDLE)-$(BACKEND) $(UNIFORM_$(BACKEND))
+	$(BIN)/edge-run demo $(DEMO_BUNDLE)-$(BACKEND)
 
 test: setup-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -p no:randomly -m "not slow"
