@@ -33,6 +33,7 @@ class MeasuredPair:
     token: int
     rows: int
     objective: str
+    slowdown: float | None
     facts: tuple[object, ...]
 
     @property
@@ -56,7 +57,8 @@ def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None) -
     curve = CostCurve(measured)
     if pair.objective != "energy" or power is None:
         return curve
-    return EnergyCosts(curve, power if isinstance(power, PhasePower) else power(pair.target, pair.drafter, pair.token, pair.rows, pair.key))
+    watts = power if isinstance(power, PhasePower) else power(pair.target, pair.drafter, pair.token, pair.rows, pair.key)
+    return EnergyCosts(curve, watts, slowdown=pair.slowdown)
 
 
 def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Callable[[str], None]) -> ThreadCounts:

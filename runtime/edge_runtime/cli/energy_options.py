@@ -22,6 +22,22 @@ from edge_runtime.config.schema import OBJECTIVES
 from edge_runtime.drafting.phase_power import PhasePower, read_phase_power
 
 
+class PercentType(click.ParamType[float]):
+    """A percentage such as 10%; its value is the share, 0.1."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Returns the share; a usage error for anything but 0 to 1000 percent."""
+        try:
+            share = float(str(value).strip().removesuffix("%")) / 100
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 10:
+            self.fail(f"{value!r} is no percentage from 0% to 1000%; write such as 10%", param, ctx)
+        return share
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnergyValues:
     """The selected meter and options. `power` is the watts per phase for the objective energy; None if unknown."""
@@ -29,6 +45,7 @@ class EnergyValues:
     system: System
     meter: Meter | None
     objective: str | None
+    slowdown: float | None
     power: PhasePower | PowerSource | None
     explain: bool
     reason: str = ""  # why there is no meter
@@ -68,6 +85,12 @@ energy_options = option_group(
         help="What --policy profit optimizes: tokens per second, or joules per token.  [default: from the configuration]",
     ),
     click.option(
+        "--slowdown",
+        type=PercentType(),
+        metavar="PERCENT",
+        help="For --objective energy: the fewest joules that cost at most so much more time per token, such as 10%.  [default: any]",
+    ),
+    click.option(
         "--phase-power",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
         metavar="FILE",
@@ -86,6 +109,7 @@ energy_options = option_group(
 class _Options:
     meter: str | None
     objective: str | None
+    slowdown: float | None
     phase_power: Path | None
     explain: bool
 
@@ -100,6 +124,8 @@ def energy_values(values: dict[str, Any], notify: Callable[[str], None], *, poli
         raise click.UsageError("--objective energy needs --policy profit, which chooses draft lengths itself; leave the others out")
     if taken.phase_power is not None and taken.objective == "time":
         raise click.UsageError("--phase-power is for --objective energy; leave one of them out")
+    if taken.slowdown is not None and taken.objective == "time":
+        raise click.UsageError("--slowdown is for --objective energy; leave one of them out")
     system = System()
     findings = find_meters(system)
     meter = requested_meter(system, findings, taken.meter)
@@ -112,6 +138,7 @@ def energy_values(values: dict[str, Any], notify: Callable[[str], None], *, poli
         system=system,
         meter=meter,
         objective=taken.objective,
+        slowdown=taken.slowdown,
         power=power,
         explain=taken.explain,
         reason="" if meter else no_meter_reason(findings),

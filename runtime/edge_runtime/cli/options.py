@@ -246,9 +246,10 @@ class DraftingValues:
         """The draft length of every round; None if a policy chooses it."""
         return None if self.policy == "rolling" else self.draft_length
 
-    def configuration(self, objective: str | None) -> SpeculativeConfig:
+    def configuration(self, objective: str | None, slowdown: float | None) -> SpeculativeConfig:
         """Returns the configuration file, overridden by the draft options of the command line."""
-        options = SpeculativeConfig(tuning=TuningConfig(policy=self.policy, initial_horizon=self.draft_length, objective=objective))
+        tuning = TuningConfig(policy=self.policy, initial_horizon=self.draft_length, objective=objective, slowdown=slowdown)
+        options = SpeculativeConfig(tuning=tuning)
         return options if self.config is None else options.over(expanded(read_config(self.config)))
 
 

@@ -114,7 +114,7 @@ class RunOptions:
             **asdict(self.memory),
             context=self.drafting.context,
             drafter=self.drafting.drafter,
-            config=self.drafting.configuration(self.energy.objective),
+            config=self.drafting.configuration(self.energy.objective, self.energy.slowdown),
             preset=self.drafting.preset,
             check=self.check.check,
             public_key=self.check.verify_key,

@@ -96,6 +96,9 @@ class TuningConfig(Section):
         one_of(*POLICIES), "profit: the most profitable length; fixed: always initial_horizon; rolling, stepped: follow the acceptance"
     )
     objective: str | None = _key(one_of(*OBJECTIVES), "what profit optimizes: tokens per second (time) or joules per token (energy)")
+    slowdown: float | None = _key(
+        number(0, 10), "with objective energy: the most time per token that fewer joules may cost, 0.1 is 10 % more; null: any"
+    )
     initial_horizon: int | None = _key(
         integer(0, MAX_DRAFT_LENGTH), "tokens to draft in the first round; 0 with policy fixed is plain decoding"
     )

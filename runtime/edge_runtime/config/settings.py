@@ -41,6 +41,7 @@ class Settings:
     overflow: str
     policy: str
     objective: str
+    slowdown: float | None
     start: int
     shortest: int
     longest: int
@@ -141,6 +142,7 @@ def resolve_settings(layers: Iterable[SpeculativeConfig], bundle: Bundle) -> Set
         overflow=_required(config.cache.overflow),
         policy=_required(tuning.policy),
         objective=_required(tuning.objective),
+        slowdown=tuning.slowdown,
         start=_required(tuning.initial_horizon),
         shortest=_required(tuning.min_horizon),
         longest=_required(tuning.max_horizon),

@@ -10,7 +10,7 @@ Where N requests share their forwards, each counts an Nth of a verify of N times
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,10 @@ BUDGET_PER_TOKEN, MAX_BUDGET = 0.01, 2.0
 STALE = 6.0
 # Costs and acceptance change slowly; they are recomputed after so many rounds that drafted.
 REFRESH = 8
+# From so many tokens on, the seconds per token of the newest rounds say whether a promise is kept.
+TRUSTED_TOKENS = 40.0
+# Expected tokens of rounds of 0, 1, ... drafts, requests at once, seconds per token of the newest rounds: whether the costs changed.
+Promise = Callable[[Sequence[float], int, float | None], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +64,24 @@ class Profit:
     """
 
     def __init__(
-        self, costs: Costs, model: Acceptance, *, longest: int = MAX_DRAFT_LENGTH, stepwise: bool = True, most: int | None = None
+        self,
+        costs: Costs,
+        model: Acceptance,
+        *,
+        longest: int = MAX_DRAFT_LENGTH,
+        stepwise: bool = True,
+        most: int | None = None,
+        promise: Promise | None = None,
     ) -> None:
         """`longest` limits a draft, 0 without a drafter; `most` limits what is verified, drafts and other tokens (None: `longest`).
 
-        `stepwise`: the drafter calls `should_continue` after each draft; otherwise `plan` fixes the length.
+        `stepwise`: the drafter calls `should_continue` after each draft; otherwise `plan` fixes the length. `promise` may change the costs
+        before they are read again, such as `EnergyCosts.keep_promise`.
         """
         self._costs = costs
+        self._promise = promise
+        # Seconds and tokens of the newest rounds.
+        self._seconds_taken = self._tokens_taken = 0.0
         self._model = model
         self._longest = longest
         self._most = max(longest, most or 0)
@@ -173,6 +188,9 @@ class Profit:
         self._until_refresh -= 1
         if self._until_refresh < 0:
             self._forecast, self._until_refresh = self._model.forecast(self._longest), REFRESH
+            taken = self._seconds_taken / self._tokens_taken if self._tokens_taken > TRUSTED_TOKENS else None
+            if self._promise and self._promise(self._tokens_of_lengths().tolist(), self._requests, taken):
+                self._cost_reached = 0.0  # earlier costs had another price
             self._update_row_costs()
         self._rate = max(self._plain_rate, self._tokens_reached / self._cost_reached)
 
@@ -262,6 +280,8 @@ class Profit:
             self._observe_shadow(result.shadow_accepted)
         if (timing := result.timing) is not None:
             self._costs.learn(timing)
+            self._seconds_taken = RATE_DECAY * self._seconds_taken + timing.draft_seconds + timing.verify_seconds
+            self._tokens_taken = RATE_DECAY * self._tokens_taken + result.accepted + 1
             if shadow and timing.verify_seconds > 0:
                 self._probe_cost = min(timing.draft_seconds / timing.verify_seconds, MAX_BUDGET)
         self._verified = verified = result.verified

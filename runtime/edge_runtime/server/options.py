@@ -29,6 +29,7 @@ _SHARED = frozenset(
         "warn_rejection",
         "meter",
         "objective",
+        "slowdown",
         "phase_power",
         "check",
         "verify_key",

@@ -216,6 +216,7 @@ class _PairLoader:
             token=max(bos, 0),
             rows=self.settings.longest_draft + 1,
             objective=self.settings.objective,
+            slowdown=self.settings.slowdown,
             facts=(*hashes, self.threads, *facts),
         )
 

@@ -21,6 +21,7 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.drafting.phase_power import EnergyCosts
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.drafting.safety_net import Guarded, SafetyNet
@@ -222,7 +223,8 @@ class Session:
         if self.target.length != rows:  # they were measured now, which emptied the cache
             self.claim.release()
         model = learned if stepwise else PositionModel()
-        return Profit(costs, model, longest=longest, stepwise=stepwise, most=self.settings.longest_draft)
+        promise = costs.keep_promise if isinstance(costs, EnergyCosts) else None
+        return Profit(costs, model, longest=longest, stepwise=stepwise, most=self.settings.longest_draft, promise=promise)
 
     def with_policy(self, name: str) -> Session:
         """Returns a session on the same loaded pair that drafts by another policy, with its own safety net and monitor."""

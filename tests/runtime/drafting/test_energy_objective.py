@@ -18,12 +18,12 @@ from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, Costs, MeasuredCosts
 from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower, read_phase_power
-from edge_runtime.drafting.policies import Fixed, Timing
+from edge_runtime.drafting.policies import Fixed, RoundPlan, RoundResult, Timing
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.session.open import open_session
 from scripted import ScriptedDrafter, ScriptedTarget, next_token
-from simulated_rounds import CURVES, LINEAR, ExactCosts, rate
+from simulated_rounds import CURVES, FLAT, LINEAR, ExactCosts, rate
 
 
 def planned(step: float, power: PhasePower | None, *, prior: float = 0.7, curve: tuple[float, ...] = LINEAR) -> int:
@@ -227,3 +227,65 @@ def test_a_session_weighs_joules(exported_pair: Path, probe_memory: None) -> Non
 def test_the_watts_must_be_powers() -> None:
     with pytest.raises(ConfigError):
         replace(PhasePower(draft=1, verify=2), verify=-1)
+
+
+class Counted(ExactCosts):
+    """Costs that count the seconds and joules of all rounds."""
+
+    def __init__(self, power: PhasePower) -> None:
+        super().__init__(LINEAR, 2.0)
+        self.power, self.seconds, self.joules = power, 0.0, 0.0
+
+    def learn(self, timing: Timing) -> None:
+        self.seconds += timing.draft_seconds + timing.verify_seconds
+        self.joules += timing.draft_seconds * self.power.draft + timing.verify_seconds * self.power.forward(timing.rows)
+
+
+def spent(power: PhasePower, slowdown: float | None, acceptance: float, *, by_time: bool = False) -> tuple[float, float]:
+    """Seconds and joules of 900 tokens."""
+    counted = Counted(power)
+    joules = EnergyCosts(counted, power, slowdown=slowdown)
+    policy = Profit(counted, AcceptanceModel()) if by_time else Profit(joules, AcceptanceModel(), promise=joules.keep_promise)
+    rate(counted, policy, lambda _: acceptance, 900, 1)
+    return counted.seconds, counted.joules
+
+
+@pytest.mark.parametrize("power", [PhasePower(draft=2, verify=6, plain=3), PhasePower(draft=5, verify=5, plain=2.5)])
+def test_fewer_joules_cost_no_more_time_than_promised(power: PhasePower) -> None:
+    seconds, joules = spent(power, None, 0.8, by_time=True)
+    free = spent(power, None, 0.8)
+    promised = spent(power, 0.1, 0.8)
+    assert free[0] > 1.3 * seconds
+    assert promised[0] < 1.1 * seconds
+    assert promised[1] < joules
+    assert spent(power, 0.0, 0.8)[0] < 1.03 * seconds
+
+
+def test_drafts_that_waste_energy_stop_and_come_back() -> None:
+    power = PhasePower(draft=2.0, verify=6.0, plain=3.0)
+    costs = EnergyCosts(ExactCosts(FLAT, 2.0), power)
+    policy, drafted = Profit(costs, AcceptanceModel()), []
+
+    class Watched:
+        def plan(self) -> RoundPlan:
+            plan = policy.plan()
+            drafted.append(0 if plan.shadow else plan.draft_length)
+            return plan
+
+        def observe(self, result: RoundResult) -> None:
+            policy.observe(result)
+
+    rate(costs, Watched(), lambda n: 0.2 if n < 1200 else 0.97, 3000, 2)
+    assert sum(length > 0 for length in drafted[400:1000]) < 120
+    assert sum(length > 0 for length in drafted[-80:]) > 60
+
+
+def test_a_price_that_hardly_differs_is_kept() -> None:
+    joules = EnergyCosts(ExactCosts(LINEAR, 2.0), PhasePower(draft=5, verify=5, plain=2.5), slowdown=0.1)
+    tokens = [sum(0.8**i for i in range(n + 1)) for n in range(13)]
+    assert joules.keep_promise(tokens, 1, None)
+    price = joules.price
+    assert price > 0
+    assert not joules.keep_promise(tokens, 1, None)
+    assert joules.keep_promise(tokens, 1, 1e3)
+    assert joules.price == pytest.approx(1.25 * price)
