@@ -154,7 +154,9 @@ def _fill(model: Any, seed: int) -> None:
         elif tensor.dim() < 2:
             near_one = 1 + 0.1 * torch.randn(tensor.shape, generator=generator)
             signs = torch.where(torch.rand(tensor.shape, generator=generator) < 0.2, -1.0, 1.0)
-            tensor.copy_(near_one * signs if name.endswith("per_expert_scale") else near_one)
+            # Scores of random queries and keys spread by sqrt(head_dim); attention to one row alone would make chaos of rounding errors.
+            sharp = tensor.numel() ** -0.5 if name.endswith("q_norm.weight") else 1.0
+            tensor.copy_(near_one * (signs if name.endswith("per_expert_scale") else sharp))
         else:
             scale = 0.5 if "embed_tokens" in name else tensor.shape[-1] ** -0.5
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)

@@ -119,8 +119,10 @@ def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
     for name, found, wanted_name, wanted in facts:
         if found != wanted:
             raise mismatch(target, drafter, f"its {name} is {found}, the target's {wanted_name} is {wanted}")
-    if SLIDING in reads.layer_types and reads.window > model.window:
-        raise mismatch(target, drafter, f"its window of {reads.window} rows is longer than the target's {model.window}")
+    if SLIDING in reads.layer_types and reads.window != model.window:
+        # llama.cpp and the graphs' K/V rows know one window, the target's.
+        why = f"its sliding_window is {reads.window}, the target's is {model.window}, and both runtimes use the target's for both"
+        raise mismatch(target, drafter, why)
     if reads.hidden_size == model.hidden_size:
         raise mismatch(target, drafter, f"both have hidden_size {model.hidden_size}, which llama.cpp refuses")
 

@@ -1,0 +1,74 @@
+"""Pairs of every member with legal variations drawn at random, built by transformers: both formats equal two oracles.
+
+transformers gives logits and drafts, llama.cpp's converter the GGUF files. Campaign: EDGE_MTP_RANDOM_PAIRS="100:400" pytest -m slow FILE.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("transformers", reason="needs edge-mtp[verify]")
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+
+from edge_export.checkpoint.sources import resolve_pair
+from edge_export.gguf.writer import plan_gguf
+from edge_export.onnx.request import OnnxRequest
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from random_pairs import write_random_pair
+
+FIRST, END = (int(part) for part in os.environ.get("EDGE_MTP_RANDOM_PAIRS", "0:5").split(":"))
+SCRIPT = Path(os.environ.get("EDGE_MTP_LLAMA_CPP") or "/nowhere") / "convert_hf_to_gguf.py"
+CONVERT = """
+import runpy, sys
+script, folder, names = sys.argv[1], sys.argv[2], sys.argv[3:]
+for name in reversed(names):
+    sys.argv = [script, f"{folder}/{name}", "--outfile", f"{folder}/{name}.gguf", "--outtype", "bf16"]
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(FIRST, END))
+def test_a_random_pair_equals_both_oracles(seed: int, tmp_path: Path) -> None:
+    _, *folders = write_random_pair(seed, tmp_path)
+    request = ExportRequest(
+        target=str(folders[0]),
+        drafter=str(folders[1]),
+        output=tmp_path / "bundle",
+        target_quantization="f16",
+        drafter_quantization="f16",
+        onnx=OnnxRequest(target="f32", drafter="f32"),
+    )
+    # The export itself judges the GGUF files' logits and drafts.
+    parity = export_pair(request).manifest.parity or {}
+    assert parity["unquantized"]["mean_kl"] < 0.005
+    assert parity["onnx"]["unquantized"]["mean_kl"] < 1e-6
+    assert parity["onnx"]["drafts"]["unquantized_agreement"] > 0.99
+    if SCRIPT.is_file():
+        _check_converted(folders, tmp_path)
+
+
+def _check_converted(folders: list[Path], folder: Path) -> None:
+    """llama.cpp's converter writes the same bytes, where it takes the class."""
+    done = subprocess.run(
+        [sys.executable, "-c", CONVERT, str(SCRIPT), str(folder), *(path.name for path in folders)],
+        env=os.environ | {"PYTHONPATH": f"{SCRIPT.parent}{os.pathsep}{SCRIPT.parent}/gguf-py"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0 or "is not supported" in done.stderr, done.stderr[-3000:]
+    for source in resolve_pair(*map(str, folders)):
+        theirs, ours = folder / f"{source.path.name}.gguf", folder / "ours.gguf"
+        assert source.tokenizer is not None
+        plan_gguf(source.checkpoint, "bf16", source.tokenizer).write(ours, lambda _: None)
+        assert not theirs.is_file() or ours.read_bytes() == theirs.read_bytes()
