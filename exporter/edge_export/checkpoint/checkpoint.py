@@ -96,6 +96,18 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     )
 
 
+def planned_checkpoint(config: dict[str, Any], path: Path) -> Checkpoint:
+    """A checkpoint with the shapes that a parsed config.json asks for and no weights; `path` is for messages. Raises CheckpointError."""
+    architecture = parse_architecture(config, path)
+    _check_shared_layers(architecture, path)
+    tensors = {
+        name: StoredTensor(name=name, path=path, dtype="BF16", shape=shape, offset=0, bytes=2 * prod(shape))
+        for name, shape in needed_shapes(architecture).items()
+    }
+    model_type = str(config["model_type"])
+    return Checkpoint(folder=path, config=config, model_type=model_type, architecture=architecture, tensors=tensors, left_out=())
+
+
 def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
     """Raises CheckpointError unless `drafter` can read the hidden rows and K/V rows of `target` and has as many tokens."""
     reads, model = drafter.assistant, target.architecture

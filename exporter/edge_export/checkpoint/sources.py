@@ -1,26 +1,26 @@
-"""Opens and checks a pair that the user names as folders, hub ids or GGUFs. The only module that imports huggingface_hub."""
+"""Opens and checks a pair that the user names as folders, hub names or GGUFs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 from edge_devices.files.hashing import sha256_of
-from edge_export.checkpoint.checkpoint import Checkpoint, check_pair, mismatch, open_checkpoint
+from edge_export.checkpoint.checkpoint import MAX_CONFIG_BYTES, Checkpoint, check_pair, mismatch, open_checkpoint, planned_checkpoint
 from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
+from edge_export.checkpoint.json_file import read_json_object
+from edge_export.checkpoint.published.hub import PATTERNS, Steps, fetch, fetch_config, hub_name
+from edge_export.checkpoint.published.sizes import published_config
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, TokenTable, Vocabulary, read_table, read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, string_array
 from edge_runtime.bundle.manifest import Source, SourceFile
 
-# Files that an export reads of a hub repository.
-PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")
 # Files of a checkpoint folder, besides the weights, that determine the bundle.
 _SIDE_FILES = (
     "config.json",
@@ -34,7 +34,6 @@ _SIDE_FILES = (
 # The folder of a repository in the hub's cache is models--OWNER--NAME.
 _HUB_CACHE = "models--"
 _QAT = "qat-"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,20 +75,46 @@ class ResolvedSource:
         return "bf16" if largest == "BF16" else "f16" if largest == "F16" else "f32"
 
 
-def resolve_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
-    """Opens both halves and checks that they belong together. Reads headers and tokenizers, no weights; may download from the hub.
+def resolve_pair(target: str, drafter: str, steps: Steps | None = None) -> tuple[ResolvedSource, ResolvedSource]:
+    """Opens both halves and checks that they belong together. Reads headers and tokenizers, no weights.
+
+    May download from the hub, which `steps` reports.
 
     Raises CheckpointError if one cannot be read, if target and drafter are exchanged, or if they are not a pair.
     """
     try:
-        return _resolved(target, drafter)
+        return _resolved(target, drafter, steps)
     except OSError as error:
         where = error.filename or f"{target} or {drafter}"
         raise CheckpointError(f"{where} cannot be read ({error.strerror or error}); check the checkpoint") from error
 
 
-def _resolved(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
-    first, second = _open("target", target), _open("drafter", drafter)
+def planned_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
+    """Opens both halves for a plan, which needs no weights: a hub repository or a folder may have no more than config.json.
+
+    A name of `published.sizes`, such as E2B, is that size. Raises CheckpointError.
+    """
+    first, second = _planned("target", target), _planned("drafter", drafter)
+    return (first, second) if first is not None and second is not None else resolve_pair(target, drafter)
+
+
+def _planned(role: str, origin: str) -> ResolvedSource | None:
+    """None for what has weights here: its files tell more."""
+    path = Path(origin)
+    with contextlib.suppress(RuntimeError):
+        path = path.expanduser()
+    config = None if path.exists() else published_config(origin, assistant=role == "drafter")
+    if config is None:
+        name = None if path.exists() else hub_name(origin)
+        path = path if name is None else fetch_config(name)
+        if not path.is_dir() or any(path.glob("*.safetensors")):
+            return None
+        config = read_json_object(path / "config.json", MAX_CONFIG_BYTES)
+    return ResolvedSource(role=role, origin=origin, checkpoint=planned_checkpoint(config, path / "config.json"))
+
+
+def _resolved(target: str, drafter: str, steps: Steps | None) -> tuple[ResolvedSource, ResolvedSource]:
+    first, second = _open("target", target, steps), _open("drafter", drafter, steps)
     if first.checkpoint.model_type.endswith("_assistant"):
         raise CheckpointError(f"{target} is an assistant, not a target; give the full model first, its assistant second")
     if not second.checkpoint.model_type.endswith("_assistant"):
@@ -138,44 +163,23 @@ def source_files(source: ResolvedSource) -> list[Path]:
     return weights + [source.path / name for name in _SIDE_FILES if (source.path / name).is_file()]
 
 
-def hub_folder(repository: str) -> Path:
-    """Downloads the files that an export needs of a hub repository, unless they are in the cache; returns their folder.
-
-    Raises CheckpointError if huggingface_hub is missing, the hub cannot be reached, or the repository does not exist or is gated.
-    """
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    except ImportError as error:
-        raise CheckpointError(
-            f"{repository} is not a local folder, and huggingface_hub, which would fetch it, is not installed;"
-            " pip install 'edge-mtp[export]'"
-        ) from error
-    try:
-        return Path(snapshot_download(repository, allow_patterns=list(PATTERNS)))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{repository} is not a local folder and could not be fetched from the Hugging Face hub ({reason});"
-            " give a local folder, or check the name, the network, and your access to the repository"
-        ) from error
-
-
-def _open(role: str, origin: str) -> ResolvedSource:
+def _open(role: str, origin: str, steps: Steps | None) -> ResolvedSource:
     path = Path(origin)
     with contextlib.suppress(RuntimeError):  # ~name of an unknown user is an ordinary path
         path = path.expanduser()
+    if not path.exists():
+        name = hub_name(origin)
+        if name is None:
+            raise CheckpointError(
+                f"the {role} {origin} does not exist; give a checkpoint folder, a GGUF file,"
+                " or a hub name like google/name or owner/name:file.gguf"
+            )
+        path = fetch(name, role, steps)
     if path.is_file():
         checkpoint, header = open_gguf(path)
         return ResolvedSource(role=role, origin=origin, checkpoint=checkpoint, gguf=header)
-    if path.is_dir():
-        _check_links(path)
-        return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(path))
-    if not _HUB_ID.fullmatch(origin):
-        raise CheckpointError(f"the {role} {origin} does not exist; give a checkpoint folder, a GGUF file or a hub id like google/name")
-    folder = hub_folder(origin)
-    _check_links(folder)
-    return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(folder))
+    _check_links(path)
+    return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(path))
 
 
 def _check_links(folder: Path) -> None:

@@ -42,8 +42,9 @@ _ONNX_OPTIONS = ("onnx_target", "onnx_drafter", "onnx_embedding", "onnx_kv", "on
 def main(**values: Any) -> None:
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
-    Each is a Hugging Face checkpoint folder, a hub id, or an existing GGUF file, which is checked and copied unchanged. A --config file
-    may name them instead.
+    Each is a Hugging Face checkpoint folder, a GGUF file, which is checked and copied unchanged, or a hub name: OWNER/NAME, with
+    @REVISION, and with :FILE for a GGUF file of the repository. A --config file may name them instead. --plan needs no weights: it takes
+    E2B, E4B, 12B, 26B-A4B and 31B too.
     """
     package = package_request(values, values["output"], values["force"])
     if package is not None:
@@ -56,7 +57,7 @@ def main(**values: Any) -> None:
     console = Console(stderr=True)
     with export_errors(), contextlib.ExitStack() as stack:
         config = options.config()
-        models = options.models(config)
+        models = options.models(config, planning=options.output is None or planning.plan)
         if options.widened:
             models = str(stack.enter_context(widened_target(Path(models[0])))), models[1]
         if options.output is None or planning.plan:

@@ -16,13 +16,15 @@ Examples:
   edge-export pair ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
   edge-export pair ./target ./drafter -o my-bundle --media f16
   edge-export pair target-q4_0.gguf ./drafter -o my-bundle --force
-  edge-export plan ./target ./drafter --profile raspberry-pi-5
+  edge-export pair unsloth/gemma-4-E2B-it-GGUF:gemma-4-E2B-it-Q4_0.gguf unsloth/gemma-4-E2B-it-GGUF:mtp-gemma-4-E2B-it.gguf -o e2b
+  edge-export plan E2B --profile raspberry-pi-5
   edge-export reference -o reference
   edge-export reference -o reference --format onnx --onnx-target int8
   edge-export reference -o reference --format onnx --device openvino-npu --context 1024
   edge-export package android-arm64 -o phone-package
 """
 _FORM = ("output", "formats", "media", "context", "sign", "no_verify", "force", "as_json", "target_quant", "drafter_quant")
+_REVISIONS = ("revision", "drafter_revision")
 _IMPORTANCE = ("calibrate", "save_imatrix", "imatrix", "drafter_imatrix")
 _ONNX = ("onnx_target", "onnx_drafter", "onnx_embedding", "onnx_kv", "onnx_block", "device", "config_path", "preset")
 
@@ -38,7 +40,7 @@ class FirstWord(click.Path):
 
 def add_modes(main: CommandWithModes) -> None:
     """Adds the sub-commands of edge-export."""
-    main.add_mode("pair", "Export TARGET and its drafter as one bundle.", ["target", "drafter", *_FORM, *_IMPORTANCE, *_ONNX])
+    main.add_mode("pair", "Export TARGET and its drafter as one bundle.", ["target", "drafter", *_REVISIONS, *_FORM, *_IMPORTANCE, *_ONNX])
     main.add_mode(
         "reference", "Export the small trained pair that comes with this package.", ["widened", *_FORM, *_IMPORTANCE, *_ONNX], shipped=True
     )
@@ -46,7 +48,7 @@ def add_modes(main: CommandWithModes) -> None:
         "plan",
         "Predict memory, speed and joules per token of a pair before it is exported.",
         [
-            *("target", "drafter", "shipped", "profile", "target_quant", "drafter_quant", "context"),
+            *("target", "drafter", *_REVISIONS, "shipped", "profile", "target_quant", "drafter_quant", "context"),
             *("config_path", "preset", "phase_power", "as_json"),
         ],
         plan=True,

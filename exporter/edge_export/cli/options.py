@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 from edge_devices.command_line import option_group
+from edge_export.checkpoint.published.hub import with_revision
+from edge_export.checkpoint.published.sizes import published_config
 from edge_export.checkpoint.safetensors import FLOAT_BYTES, FloatType
 from edge_export.checkpoint.shipped.reference_pair import reference_pair
 from edge_export.cli.modes import FirstWord
@@ -30,6 +32,10 @@ export_options = option_group(
         click.option(
             "-o", "--output", type=_PATH, metavar="BUNDLE", help="Folder to write the bundle or package to; required unless --plan."
         ),
+        click.option(
+            "--revision", metavar="REV", help="Branch, tag or commit of TARGET's hub repository; as OWNER/NAME@REV.  [default: main]"
+        ),
+        click.option("--drafter-revision", metavar="REV", help="The same for DRAFTER's repository."),
         click.option(
             "--format",
             "formats",
@@ -137,6 +143,8 @@ class ExportOptions:
     target: str | None
     drafter: str | None
     output: Path | None
+    revision: str | None
+    drafter_revision: str | None
     formats: str
     target_quant: str | None
     drafter_quant: str | None
@@ -191,15 +199,20 @@ class ExportOptions:
         config = SpeculativeConfig() if self.config_path is None else expanded(read_config(self.config_path))
         return config if self.preset is None else config.over(preset_of(self.preset).config)
 
-    def models(self, config: SpeculativeConfig) -> tuple[str, str]:
-        """Returns target and drafter, from the command line or `config`. Raises ExportError, or a usage error if there are none."""
+    def models(self, config: SpeculativeConfig, *, planning: bool = False) -> tuple[str, str]:
+        """Returns target and drafter, from the command line or `config`. Raises ExportError, or a usage error if there are none.
+
+        A plan of a built-in size has its own drafter.
+        """
         if self.shipped:
             target, drafter = reference_pair()
             return str(target), str(drafter)
         first, second = self.target or config.verifier.model, self.drafter or config.drafter.model
+        if planning and first and not second and published_config(first, assistant=True):
+            second = first
         if not (first and second):
             raise click.UsageError("give TARGET and DRAFTER, a --config that names both models, or --reference-pair")
-        return first, second
+        return with_revision(first, self.revision), with_revision(second, self.drafter_revision)
 
     def onnx_request(self) -> OnnxRequest | None:
         """Returns the ONNX part of the request; None if no graphs are asked for."""

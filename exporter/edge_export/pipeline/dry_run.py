@@ -1,8 +1,8 @@
-"""The manifest that an export would write, as far as a plan needs it: from the checkpoints' headers alone; nothing is made or hashed."""
+"""The manifest that an export would write, as far as a plan needs it: from the checkpoints' headers or configs alone."""
 
 from __future__ import annotations
 
-from edge_export.checkpoint.sources import ResolvedSource, resolve_pair
+from edge_export.checkpoint.sources import ResolvedSource, planned_pair
 from edge_export.errors import ExportError
 from edge_export.gguf.split_head import can_split, head_bytes
 from edge_export.pipeline.cache_layout import architecture, cache_layout
@@ -26,9 +26,9 @@ def planned_manifest(
 ) -> Manifest:
     """Returns a manifest with the facts, the cache layout and about the sizes of the GGUF files. Raises ExportError (CheckpointError).
 
-    A hub id is fetched first, as for an export.
+    Weights are not needed: of a hub repository config.json is fetched, and E2B, E4B, 12B, 26B-A4B and 31B are built in.
     """
-    first, second = resolve_pair(target, drafter)
+    first, second = planned_pair(target, drafter)
     context = context or min(DEFAULT_CONTEXT, first.checkpoint.architecture.context)
     facts = architecture(first.checkpoint, second.checkpoint, context)
     rows = facts.vocab_size * (facts.hidden_size + facts.layers * (facts.per_layer_size or 0))

@@ -68,7 +68,7 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
     key = read_signing_key(request.sign) if request.sign is not None else None
     check_output(request.output, request.force)
     progress.step("Open the checkpoints", None)
-    job = _open_job(request)
+    job = _open_job(request, progress)
     if (sentence := mixed_training(*job.pair)) is not None:
         progress.say(sentence)
     for role, name in job.left_out:
@@ -100,9 +100,9 @@ def _check_quantizations(request: ExportRequest) -> None:
             check_quantization(quantization)
 
 
-def _open_job(request: ExportRequest) -> _Job:
+def _open_job(request: ExportRequest, progress: Progress) -> _Job:
     """Opens the pair and checks the request against it. Raises ExportError."""
-    pair = target, drafter = resolve_pair(request.target, request.drafter)
+    pair = target, drafter = resolve_pair(request.target, request.drafter, progress)
     check_outside(request.output, [part.path for part in pair])
     if request.onnx is not None:
         check_onnx_sources(target, drafter)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 # Folders are searched no further than this, so that an error comes at once.
 _MOST_ENTRIES = 2000
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@[\w./-]+)?(?::[^:]+\.gguf)?")
 _CHECKPOINT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 
 
@@ -40,7 +40,11 @@ def advice(folder: Path, manifest_name: str) -> str:
 
 
 def _hub_export(name: str) -> str:
-    return f"edge-export {name} {name}-assistant --output {name.rpartition('/')[2]}"
+    found = _HUB_NAME.fullmatch(name)
+    repository = found[1] if found else name
+    # A repository of GGUF files holds the drafter too; edge-export finds it, or lists the files.
+    drafter = repository if name.endswith(".gguf") or repository.lower().endswith("-gguf") else f"{repository}-assistant"
+    return f"edge-export {shlex.quote(name)} {drafter} --output {repository.rpartition('/')[2]}"
 
 
 def _target_first(names: list[str]) -> list[str]:

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import shutil
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.gguf_source import open_gguf, read_gguf_header
-from edge_export.checkpoint.sources import PATTERNS, hub_folder, manifest_source, resolve_pair
+from edge_export.checkpoint.sources import manifest_source, resolve_pair
 from edge_export.errors import CheckpointError
 from edge_export.gguf.writer import write_gguf
 from edge_export.pipeline.cache_layout import architecture, cache_layout
@@ -284,32 +283,3 @@ def test_absurd_values_in_keys(key: bytes, value: int, gguf_of: Folders) -> None
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=f"{key.decode()} is {value}, not an integer"):
         open_gguf(path)
-
-
-def test_a_hub_id_is_fetched_with_what_an_export_reads(member_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    asked: list[tuple[str, list[str]]] = []
-
-    def fetched(repository: str, allow_patterns: list[str]) -> str:
-        asked.append((repository, allow_patterns))
-        return str(member_folder(repository.split("/")[1]))
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
-    target, drafter = resolve_pair("somebody/e2b", "somebody/e2b-assistant")
-    assert (target.origin, target.path) == ("somebody/e2b", member_folder("e2b"))
-    assert drafter.path == member_folder("e2b-assistant")
-    assert asked == [("somebody/e2b", list(PATTERNS)), ("somebody/e2b-assistant", list(PATTERNS))]
-
-
-def test_the_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-
-    def unreachable(*_: object, **__: object) -> str:
-        raise ConnectionError("no route\nto the hub")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(CheckpointError, match=r"could not be fetched from the Hugging Face hub \(no route\)"):
-        hub_folder("google/gemma")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match=r"huggingface_hub, which would fetch it, is not installed"):
-        hub_folder("google/gemma")

@@ -30,8 +30,18 @@ def test_what_is_no_bundle_is_recognised(tmp_path: Path, files: list[str], given
         open_bundle(tmp_path / given)
 
 
-def test_a_hub_name_is_answered_with_its_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "drafter", "output"),
+    [
+        ("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", "gemma-4-E2B-it"),
+        ("google/gemma-4-E2B-it@main", "google/gemma-4-E2B-it-assistant", "gemma-4-E2B-it"),
+        ("unsloth/x-GGUF", "unsloth/x-GGUF", "x-GGUF"),
+        ("ggml-org/x:x-Q4_0.gguf", "ggml-org/x", "x"),
+    ],
+)
+def test_a_hub_name_is_answered_with_its_export(
+    name: str, drafter: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    wanted = "edge-export google/gemma-4-E2B-it google/gemma-4-E2B-it-assistant --output gemma-4-E2B-it"
-    with pytest.raises(BundleError, match=wanted):
-        open_bundle("google/gemma-4-E2B-it")
+    with pytest.raises(BundleError, match=f"edge-export {name} {drafter} --output {output}$"):
+        open_bundle(name)

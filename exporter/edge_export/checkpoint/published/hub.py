@@ -1,0 +1,167 @@
+"""Repositories of the Hugging Face hub: names with a revision or a file, and their download, which goes on after a cut connection.
+
+The only module that imports huggingface_hub.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from edge_export.checkpoint.published.formats import ADAPTER_NAME
+from edge_export.errors import CheckpointError
+
+# Files that an export reads of a checkpoint's repository.
+PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*))?(?::([^:]+\.gguf))?")
+_DRAFTER_FILE = re.compile(r"mtp|assistant", re.IGNORECASE)
+_NAMED = 8
+
+
+class Steps(Protocol):
+    """What reports a download."""
+
+    def step(self, title: str, total_bytes: int | None) -> None:
+        """A download of so many bytes begins."""
+
+    def advance(self, done_bytes: int) -> None:
+        """So many more bytes have arrived, or were there already."""
+
+
+@dataclass(frozen=True)
+class HubName:
+    """OWNER/NAME, with @REVISION (a branch, tag or commit) and with :FILE, a GGUF file in the repository."""
+
+    repository: str
+    revision: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        revision, file = f"@{self.revision}" if self.revision else "", f":{self.file}" if self.file else ""
+        return f"{self.repository}{revision}{file}"
+
+
+def hub_name(text: str) -> HubName | None:
+    """Returns the parts of a hub name; None if it is none."""
+    found = _NAME.fullmatch(text)
+    return None if found is None else HubName(*found.groups())
+
+
+def with_revision(text: str, revision: str | None) -> str:
+    """Returns a hub name with this revision, or `text` for None. Raises CheckpointError for other names and a second revision."""
+    if revision is None:
+        return text
+    name = hub_name(text)
+    if name is None or name.revision is not None or Path(text).exists() or hub_name(f"{name.repository}@{revision}") is None:
+        raise CheckpointError(f"revision {revision!r} does not fit {text}; a revision needs the name of a hub repository without one")
+    return str(HubName(name.repository, revision, name.file))
+
+
+def fetch(name: HubName, role: str, steps: Steps | None = None) -> Path:
+    """Downloads what an export needs, unless it is in the cache; returns the folder of a checkpoint, or a GGUF file.
+
+    Of a repository of GGUF files, that of `role` ("target", "drafter") is taken if there is one only. Raises CheckpointError if
+    huggingface_hub is missing, the hub cannot be reached, or repository, revision or file do not exist.
+    """
+    with _errors(name):
+        sizes = _files(name)
+        file = name.file or _only_gguf(name, role, list(sizes))
+        if file is not None and sizes and file not in sizes:
+            raise CheckpointError(f"{name.repository} has no file {file}; it has {_listed(_ggufs(list(sizes)))}")
+        folder = _download(name, [file] if file is not None else list(PATTERNS), sizes, steps)
+    return folder / file if file is not None else folder
+
+
+def fetch_config(name: HubName) -> Path:
+    """Downloads config.json alone and returns its folder; for a plan. Raises CheckpointError."""
+    with _errors(name):
+        if name.file is not None:
+            raise CheckpointError(f"{name} is a GGUF file; plan for its size instead, such as E2B, or for the downloaded file")
+        return _download(name, ["config.json"], {}, None)
+
+
+@contextmanager
+def _errors(name: HubName) -> Iterator[None]:
+    try:
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ImportError as error:
+        raise CheckpointError(
+            f"{name} is not a local folder, and huggingface_hub, which would fetch it, is not installed; pip install 'edge-mtp[export]'"
+        ) from error
+    try:
+        yield
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{name} is not a local folder and could not be fetched from the Hugging Face hub ({reason});"
+            " check the name and the network and repeat the command (complete files are kept), or give a local folder"
+        ) from error
+
+
+def _files(name: HubName) -> dict[str, int]:
+    """Names and sizes of the repository's files; empty if the hub cannot be reached, as all may be in the cache."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        found = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True).siblings
+    except HfHubHTTPError:
+        raise
+    except Exception:  # noqa: BLE001 - the client's own errors of connections differ from release to release
+        return {}
+    return {file.rfilename: file.size or 0 for file in found or ()}
+
+
+def _only_gguf(name: HubName, role: str, files: list[str]) -> str | None:
+    """The GGUF file that a repository without a checkpoint has for this role; None for a checkpoint."""
+    ggufs = _ggufs(files)
+    if not ggufs or ADAPTER_NAME in files or any(file.endswith(".safetensors") for file in files):
+        return None
+    fitting = [file for file in ggufs if bool(_DRAFTER_FILE.search(file)) == (role == "drafter")]
+    if len(fitting) == 1:
+        return fitting[0]
+    one = HubName(name.repository, name.revision, (fitting or ggufs)[0])
+    raise CheckpointError(f"{name} holds {len(fitting) or 'no'} GGUF files for a {role} ({_listed(ggufs)}); name one, such as {one}")
+
+
+def _ggufs(files: list[str]) -> list[str]:
+    """GGUF files of language models."""
+    return sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file.lower())
+
+
+def _listed(files: list[str]) -> str:
+    more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
+    return (", ".join(files[:_NAMED]) or "no GGUF files") + more
+
+
+def _download(name: HubName, patterns: list[str], sizes: dict[str, int], steps: Steps | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    if steps is None:
+        return Path(snapshot_download(name.repository, revision=name.revision, allow_patterns=patterns))
+    total = sum(size for file, size in sizes.items() if any(PurePosixPath(file).match(pattern) for pattern in patterns))
+    steps.step(f"Fetch {name}", total or None)
+    bar = _bar(steps)
+    return Path(snapshot_download(name.repository, revision=name.revision, allow_patterns=patterns, tqdm_class=bar))
+
+
+def _bar(steps: Steps) -> type[Any]:
+    """A tqdm class that shows nothing and reports the bytes of the one bar that counts files as they will be."""
+    from huggingface_hub.utils import tqdm
+
+    class Reported(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._counts = options.get("unit") == "B" and not str(options.get("name")).endswith(".transfer")
+            super().__init__(*args, **options | {"disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            if self._counts:
+                steps.advance(int(n or 0))
+
+    return Reported

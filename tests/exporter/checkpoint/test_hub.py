@@ -1,0 +1,159 @@
+"""Hub names, against a hub on this machine and huggingface_hub's own client."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs edge-mtp[export]")
+
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.published.hub import HubName, fetch, hub_name, with_revision
+from edge_export.checkpoint.sources import resolve_pair
+from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
+from edge_export.errors import CheckpointError
+from edge_export.gguf.writer import plan_gguf
+from fake_hub import FakeHub, serving
+
+Folders = Callable[[str], Path]
+TARGET, DRAFTER = "gemma-4-E2B-it-qat-UD-Q4_K_XL.gguf", "MTP/mtp-gemma-4-E2B-it.gguf"
+
+
+class Log:
+    """Records what a download reports."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int | None]] = []
+        self.bytes = 0
+
+    def step(self, title: str, total_bytes: int | None) -> None:
+        self.steps.append((title, total_bytes))
+
+    def advance(self, done_bytes: int) -> None:
+        self.bytes += done_bytes
+
+
+@pytest.fixture
+def hub(member_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    files = tmp_path / "files"
+    (files / "MTP").mkdir(parents=True)
+    for member, name in (("e2b", TARGET), ("e2b-assistant", DRAFTER)):
+        checkpoint = open_checkpoint(member_folder(member))
+        plan_gguf(checkpoint, "bf16", read_vocabulary(checkpoint.folder)).write(files / name, lambda _: None)
+    (files / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    (files / "config.json").write_text("{}")
+    old = Path(shutil.copytree(member_folder("e2b"), tmp_path / "old"))
+    (old / "chat_template.jinja").write_text("old template")
+    repositories = {
+        "google/gemma-4-E2B-it": {"main": member_folder("e2b"), "refs/pr/1": old},
+        "google/gemma-4-E2B-it-assistant": {"main": member_folder("e2b-assistant")},
+        "unsloth/gemma-4-E2B-it-GGUF": {"main": files},
+    }
+    with serving(FakeHub(repositories)) as running:
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", running.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("google/gemma-4-E2B-it", HubName("google/gemma-4-E2B-it")),
+        ("google/gemma-4-E2B-it@refs/pr/1", HubName("google/gemma-4-E2B-it", "refs/pr/1")),
+        ("unsloth/x-GGUF:MTP/mtp-x.gguf", HubName("unsloth/x-GGUF", None, "MTP/mtp-x.gguf")),
+        ("unsloth/x-GGUF@v1.0:x Q4.gguf", HubName("unsloth/x-GGUF", "v1.0", "x Q4.gguf")),
+        *((text, None) for text in ("gemma", "a/b/c", "a/b@", "a/b:", "a/b:file.bin", "/a/b", "../a/b", "a/b@x y")),
+    ],
+)
+def test_names(text: str, name: HubName | None) -> None:
+    assert hub_name(text) == name
+    assert name is None or str(name) == text
+
+
+def test_a_revision_joins_a_name_without_one() -> None:
+    assert with_revision("a/b", None) == "a/b"
+    assert with_revision("a/b:f.gguf", "v1") == "a/b@v1:f.gguf"
+    for text, revision in (("folder", "v1"), ("a/b@v1", "v2"), ("a/b", "not one")):
+        with pytest.raises(CheckpointError, match="does not fit"):
+            with_revision(text, revision)
+
+
+def test_a_pair_is_fetched_once_and_found_again_without_the_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, log = ("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant"), Log()
+    target, drafter = resolve_pair(*names, log)
+    assert (target.origin, drafter.origin) == names
+    assert [title for title, _ in log.steps] == [f"Fetch {name}" for name in names]
+    assert log.bytes == sum(total or 0 for _, total in log.steps) > 0
+    asked = len(hub.ranges)
+    assert resolve_pair(*names)[0].path == target.path
+    assert len(hub.ranges) == asked, "all is in the cache"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert resolve_pair(*names)[0].path == target.path
+
+
+def test_a_revision_is_another_snapshot(hub: FakeHub) -> None:
+    repository = "google/gemma-4-E2B-it"
+    revisions = (None, "refs/pr/1", hub.commit(repository, "refs/pr/1"))
+    folders = [fetch(HubName(repository, revision), "target") for revision in revisions]
+    assert [(folder / "chat_template.jinja").read_text() == "old template" for folder in folders] == [False, True, True]
+    with pytest.raises(CheckpointError, match="could not be fetched"):
+        fetch(HubName("google/gemma-4-E2B-it", "v9"), "target")
+
+
+def test_a_cut_connection_is_resumed(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, log = HubName("unsloth/gemma-4-E2B-it-GGUF", None, TARGET), Log()
+    # Bytes count once a whole chunk of them is there; the client's are 10 MB.
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 50_000)
+    hub.cut_after[TARGET] = 100_000
+    path = fetch(name, "target", log)
+    assert hub.ranges == [(TARGET, None), (TARGET, "bytes=100000-")]
+    assert path.read_bytes() == (hub.repositories[name.repository]["main"] / TARGET).read_bytes()
+    assert (log.steps, log.bytes) == ([(f"Fetch {name}", path.stat().st_size)], path.stat().st_size)
+
+
+def test_a_download_that_was_ended_leaves_nothing_wrong(hub: FakeHub, tmp_path: Path) -> None:
+    name = HubName("unsloth/gemma-4-E2B-it-GGUF", None, TARGET)
+
+    class Ended(Log):
+        def advance(self, done_bytes: int) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch(name, "target", Ended())
+    assert not list((tmp_path / "cache").rglob("*.gguf"))
+    assert fetch(name, "target").read_bytes() == (hub.repositories[name.repository]["main"] / TARGET).read_bytes()
+
+
+def test_a_pair_of_published_gguf_files(hub: FakeHub) -> None:
+    """Both halves lie in one repository; each role has one file that fits it."""
+    repository = "unsloth/gemma-4-E2B-it-GGUF"
+    target, drafter = resolve_pair(repository, repository)
+    assert (target.path.name, drafter.path.name) == (TARGET, Path(DRAFTER).name)
+    named = resolve_pair(f"{repository}:{TARGET}", f"{repository}:{DRAFTER}")
+    assert [source.path for source in named] == [target.path, drafter.path]
+
+
+def test_a_choice_of_gguf_files_is_listed(hub: FakeHub, tmp_path: Path) -> None:
+    shutil.copy(tmp_path / "files" / TARGET, tmp_path / "files/gemma-4-E2B-it-Q8_0.gguf")
+    repository = "unsloth/gemma-4-E2B-it-GGUF"
+    with pytest.raises(CheckpointError, match=rf"2 GGUF files for a target .*; name one, such as {repository}:gemma-4-E2B-it-Q8_0.gguf"):
+        fetch(HubName(repository), "target")
+    with pytest.raises(CheckpointError, match=r"has no file other\.gguf; it has MTP/mtp"):
+        fetch(HubName(repository, None, "other.gguf"), "target")
+
+
+def test_a_hub_that_has_not_the_repository(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"google/gemma is not a local folder and could not be fetched from the Hugging Face hub"):
+        resolve_pair("google/gemma", "google/gemma-4-E2B-it-assistant")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(CheckpointError, match="complete files are kept"):
+        resolve_pair("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant")
+    monkeypatch.setitem(sys.modules, "huggingface_hub.errors", None)
+    with pytest.raises(CheckpointError, match=r"huggingface_hub, which would fetch it, is not installed"):
+        fetch(HubName("google/gemma"), "target")
