@@ -38,7 +38,7 @@ def published_config(size: str, *, assistant: bool) -> dict[str, Any] | None:
     (layers, hidden), name = shape, SIZES[shape]
     feed_forward, heads, kv_heads, full_kv_heads, shared, step = _NUMBERS[name]
     small = name.startswith("E")
-    common = (_SMALL if small else _LARGE) | {
+    common: dict[str, Any] = (_SMALL if small else _LARGE) | {
         "vocab_size": _VOCABULARY,
         "head_dim": 256,
         "global_head_dim": 512,
