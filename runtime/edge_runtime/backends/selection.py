@@ -15,7 +15,12 @@ LIBRARY: dict[BackendKind, str] = {"llama": "llama_cpp", "onnx": "onnxruntime"}
 
 
 def choose_backend(bundle: Bundle, wanted: BackendKind | None) -> BackendKind:
-    """Returns `wanted`, or the first backend of BACKENDS whose files are in the bundle and whose library is installed.
+    """Returns `wanted`, or the first backend of BACKENDS that `usable_backends` has; raises as it does."""
+    return usable_backends(bundle, wanted)[0]
+
+
+def usable_backends(bundle: Bundle, wanted: BackendKind | None) -> list[BackendKind]:
+    """Returns `wanted`, or all backends whose files are in the bundle and whose library is installed; at least one.
 
     Raises RequestError for an unknown backend, BundleError if the bundle has no files for it, BackendError if no library is installed.
     """
@@ -28,8 +33,8 @@ def choose_backend(bundle: Bundle, wanted: BackendKind | None) -> BackendKind:
         )
     if not held:
         raise BundleError(f"{bundle.folder} has neither a gguf nor an onnx target; export the bundle again")
-    for kind in [wanted] if wanted is not None else held:
-        if find_spec(LIBRARY[kind]) is not None:
-            return kind
+    usable = [kind for kind in ([wanted] if wanted is not None else held) if find_spec(LIBRARY[kind]) is not None]
+    if usable:
+        return usable
     missing = " or ".join(f"'edge-mtp[{kind}]'" for kind in ([wanted] if wanted is not None else held))
     raise BackendError(f"no library is installed that runs {bundle.folder}; pip install {missing}")

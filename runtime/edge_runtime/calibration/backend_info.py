@@ -23,9 +23,9 @@ def ask_backend(
 ) -> dict[str, Any]:
     """Returns the version and features of a backend, or {"error": a sentence} if it cannot be used.
 
-    llama: `version`, `system_info`, `probes` (`quantizations`, `use_extra_bufts`). onnx: `version`, `execution_providers`,
-    `only_fixed_shapes` (the version runs only graphs of fixed shapes), `row_kernels` (the variant of the project's own kernels that
-    multiplies, None for stock operators). Raises BackendError if no child process can be started.
+    llama: `version`, `system_info`, `probes` (`quantizations`, `use_extra_bufts`), `stock_reason` (why llama.cpp's own kernels multiply).
+    onnx: `version`, `execution_providers`, `only_fixed_shapes` (the version runs only graphs of fixed shapes). Both: `row_kernels` (the
+    variant of the project's own kernels that multiplies, None for stock ones). Raises BackendError if no child process can be started.
     """
     child = ask_child([*child_command, kind], timeout_seconds)
     if isinstance(child.answer.get("error"), str):
@@ -36,10 +36,16 @@ def ask_backend(
 
 
 def _llama() -> dict[str, Any]:
-    from edge_runtime.backends.llama.library import library_version, system_info
+    from edge_runtime.backends.llama.library import library, library_version, system_info
     from edge_runtime.calibration.crash_probe import cached_probes
 
-    return {"version": library_version(), "system_info": system_info(), "probes": [asdict(one) for one in cached_probes()]}
+    return {
+        "version": library_version(),
+        "system_info": system_info(),
+        "probes": [asdict(one) for one in cached_probes()],
+        "row_kernels": library().row_kernels,
+        "stock_reason": library().stock_reason,
+    }
 
 
 def _onnx() -> dict[str, Any]:

@@ -71,7 +71,7 @@ backend_option = click.option(
     "--backend",
     "-b",
     type=click.Choice(BACKENDS),
-    help="llama.cpp or ONNX Runtime.  [default: the one that the bundle supports and is installed]",
+    help="llama.cpp or ONNX Runtime.  [default: the faster one on this machine, measured on first use]",
 )
 
 

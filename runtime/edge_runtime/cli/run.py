@@ -230,6 +230,8 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
             "prompt": prompt,
             "text": "".join(pieces),
             "templated": one.template is not None,
+            "backend": session.backend,
+            "row_kernels": session.row_kernels,
             "drafter": session.drafter_kind,
             "stats": generation.stats.to_json(),
             "finish_reason": generation.finish_reason,

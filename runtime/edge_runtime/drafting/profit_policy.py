@@ -36,6 +36,17 @@ TRUSTED_TOKENS = 40.0
 Promise = Callable[[Sequence[float], int, float | None], bool]
 
 
+def expected_rate(costs: Costs, model: Acceptance, lengths: Sequence[int]) -> float:
+    """Returns the tokens per unit of cost that rounds of the best of these draft lengths are expected to emit."""
+    known = model.forecast(max(lengths))
+    best = 0.0
+    for length in lengths:
+        tokens = 1.0 + float((1.0 + known.further[length - 1]) @ (known.first * known.accept_prob)) if length else 1.0
+        cost = costs.draft(length) + min(costs.verify(rows) for rows in range(length + 1, max(lengths) + 2))
+        best = max(best, tokens / cost)
+    return best
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """The figures behind the last round. Rates are tokens per unit of cost; `mode` is "plain", "shadow", "draft" or "offer" (tokens that

@@ -46,7 +46,7 @@ class LoadOptions:
         public_key: PEM file of the Ed25519 key that must have signed the bundle.
         notify: Called with a sentence about slow steps, such as a measurement on first use.
         power: Watts per phase, or a function that measures them; needed for the objective "energy".
-        backend: llama or onnx; None chooses by what the bundle holds and what is installed.
+        backend: llama or onnx; None takes the faster one on this machine of those that are installed, by a measurement on first use.
         execution_provider: ONNX Runtime's execution provider, such as "xnnpack" (onnx).
         keep_packed: Whether packed weights are kept on disk for the next start (onnx).
         memory: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.

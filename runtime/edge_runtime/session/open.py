@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Unpack
 from edge_devices.machine.cpu_affinity import processor_groups
 from edge_devices.machine.memory import available_memory_bytes
 from edge_runtime.backends.kernels.library import variant as row_kernels
-from edge_runtime.backends.selection import choose_backend
+from edge_runtime.backends.selection import BackendKind, usable_backends
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.kv_types import KvType, check_kv_type
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
+from edge_runtime.calibration.backend_choice import measured_rates
 from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, measured_threads
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
@@ -55,14 +56,16 @@ def open_session(folder: Path | str, options: LoadOptions | None = None, **keywo
 def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = None, **keywords: Unpack[LoadKeywords]) -> Sessions:
     """Opens a bundle for `count` requests at once, each with `context` tokens of its own. Otherwise as `open_session`.
 
-    More than one at once run on llama.cpp only.
+    More than one at once run on llama.cpp only. Where both backends can run a bundle, the first use measures which is faster.
     """
     loader = _PairLoader(folder, replace(options or LoadOptions(), **keywords))
-    if choose_backend(loader.bundle, loader.options.backend) == "llama":
-        return loader.load_llama(count)
-    if count > 1:
-        raise RequestError(f"{count} sessions at once run on llama.cpp only; ask for 1, or for the llama backend")
-    return loader.load_onnx()
+    return loader.load(loader.choose_backend(count), count)
+
+
+@with_keywords(LoadKeywords, LoadOptions)
+def faster_backend(folder: Path | str, options: LoadOptions | None = None, **keywords: Unpack[LoadKeywords]) -> BackendKind:
+    """Returns the backend that `open_session` would take with these options; measures as it does, and raises as it does."""
+    return _PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_backend(1)
 
 
 class _PairLoader:
@@ -85,6 +88,35 @@ class _PairLoader:
         self.threads = options.threads or default_threads()
         self._memory: StoredMemory | None = None
 
+    def choose_backend(self, count: int) -> BackendKind:
+        """Returns the backend that the options need, or else the faster one on this machine, which the first use measures."""
+        options, settings = self.options, self.settings
+        usable = usable_backends(self.bundle, options.backend)
+        of_llama: list[object] = [count > 1, options.kv_type, settings.kv_type != "f16", options.memory_limit, settings.memory_limit]
+        of_llama += [settings.max_candidates, self.bundle.manifest.media, self.drafter not in (None, "none", "lookup")]
+        needed = [kind for kind, wants in (("llama", of_llama), ("onnx", [options.execution_provider, options.keep_packed])) if any(wants)]
+        if len(usable) == 1 or len(needed) == 2:
+            return usable[0]
+        if needed:
+            return next(kind for kind in usable if kind in needed)
+        files = [file.sha256 for file in self.bundle.manifest.files]
+        policy = [settings.context, settings.policy, settings.start, settings.longest, settings.longest_draft, settings.objective]
+
+        def rate_of(kind: BackendKind) -> float:
+            with self.load(kind, 1) as sessions:
+                return sessions.sessions[0].expected_rate()
+
+        facts = [*files, self.threads, options.threads is None, self.drafter, *policy]
+        return measured_rates(self.bundle.folder.name, facts, usable, rate_of, options.notify).fastest
+
+    def load(self, kind: BackendKind, count: int) -> Sessions:
+        """Loads the bundle for `count` requests at once. Raises RequestError if the backend runs fewer."""
+        if kind == "llama":
+            return self.load_llama(count)
+        if count > 1:
+            raise RequestError(f"{count} sessions at once run on llama.cpp only; ask for 1, or for the llama backend")
+        return self.load_onnx()
+
     def load_onnx(self) -> Sessions:
         """Loads the bundle's graphs for one request at a time."""
         from edge_runtime.backends.onnx.open import OrtOptions, media_encoder, open_onnx
@@ -105,6 +137,8 @@ class _PairLoader:
             drafter,
             target.vocabulary,
             kind=kind,
+            backend="onnx",
+            kernels=row_kernels() if target.row_kernels else None,
             costs=lambda: measured_costs(pair, options.power),
             acceptance_cache=self._acceptance_cache("onnx", kind, exported),
             encoder=self._encoder("onnx", lambda: media_encoder(self.bundle, ort_options)),
@@ -113,7 +147,7 @@ class _PairLoader:
 
     def load_llama(self, count: int) -> Sessions:
         """Loads the bundle's GGUF files in one context with `count` sequences."""
-        from edge_runtime.backends.llama.library import library_version, system_info
+        from edge_runtime.backends.llama.library import library, library_version, system_info
 
         options = self.options
         if options.execution_provider is not None or options.keep_packed:
@@ -134,7 +168,17 @@ class _PairLoader:
         encoder = self._encoder("gguf", lambda: batch.open_encoder(self.bundle.path(MEDIA_ENCODER, "gguf")))
         sessions = [
             Session(
-                self._parts(target, drafter, batch.vocabulary, kind=kind, costs=costs, acceptance_cache=acceptance_cache, encoder=encoder)
+                self._parts(
+                    target,
+                    drafter,
+                    batch.vocabulary,
+                    kind=kind,
+                    backend="llama",
+                    kernels=library().row_kernels if use_extra_bufts else None,
+                    costs=costs,
+                    acceptance_cache=acceptance_cache,
+                    encoder=encoder,
+                )
             )
             for target, drafter in zip(batch.targets, batch.drafters, strict=True)
         ]
@@ -172,6 +216,8 @@ class _PairLoader:
         vocabulary: Vocabulary,
         *,
         kind: DrafterKind,
+        backend: BackendKind,
+        kernels: str | None,
         costs: Callable[[], Costs],
         acceptance_cache: AcceptanceCache,
         encoder: LazyEncoder | None = None,
@@ -183,6 +229,8 @@ class _PairLoader:
             drafter=drafter,
             vocabulary=vocabulary,
             drafter_kind=kind,
+            backend=backend,
+            row_kernels=kernels,
             settings=self.settings,
             monitor=self.monitor,
             costs=costs,

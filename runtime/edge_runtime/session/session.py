@@ -23,7 +23,7 @@ from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import EnergyCosts
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
-from edge_runtime.drafting.profit_policy import Profit
+from edge_runtime.drafting.profit_policy import Profit, expected_rate
 from edge_runtime.drafting.safety_net import Guarded, SafetyNet
 from edge_runtime.drafting.sources import Source, SourceOdds, Sources
 from edge_runtime.drafting.stored_memory import STORED_PRIORS, StoredMemory
@@ -43,11 +43,14 @@ class SessionParts(LoadedPair):
 
     `costs` is called once, when the policy `profit` is first used; without it that policy drafts a fixed length with a safety net.
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
-    `memory` holds earlier answers and files to copy drafts from.
+    `memory` holds earlier answers and files to copy drafts from. `row_kernels` names the variant of the project's kernels that multiplies,
+    None for stock ones.
     """
 
     bundle: Bundle
     drafter_kind: DrafterKind = "dense"
+    backend: str = ""
+    row_kernels: str | None = None
     settings: Settings | None = None
     monitor: Monitor | None = None
     costs: Callable[[], Costs] | None = None
@@ -68,6 +71,8 @@ class Session:
         self.target = parts.target
         self.drafter = parts.drafter
         self.drafter_kind = parts.drafter_kind
+        self.backend = parts.backend
+        self.row_kernels = parts.row_kernels
         self.vocabulary = parts.vocabulary
         self.claim = parts.claim
         self.settings = parts.settings or resolve_settings([], parts.bundle)
@@ -225,6 +230,21 @@ class Session:
         model = learned if stepwise else PositionModel()
         promise = costs.keep_promise if isinstance(costs, EnergyCosts) else None
         return Profit(costs, model, longest=longest, stepwise=stepwise, most=self.settings.longest_draft, promise=promise)
+
+    def expected_rate(self) -> float:
+        """Returns the tokens per second, or per joule, to be expected of the policy's rounds, by the acceptance that was exported.
+
+        Measures costs on first use, which empties the cache. Raises RequestError without a way to measure them.
+        """
+        if self._parts.costs is None:
+            raise RequestError("this session was opened without a way to measure costs")
+        longest = min(self.settings.longest, self.settings.longest_draft)
+        lengths = range(longest + 1) if self.settings.policy == "profit" else [min(self.settings.start, longest)]
+        drafts = (self.bundle.manifest.parity or {}).get("drafts")
+        exported = drafts.get("confidence") if isinstance(drafts, dict) else None
+        with self._open():
+            costs = self._parts.costs()
+            return expected_rate(costs, AcceptanceModel.from_json(exported) or AcceptanceModel(), lengths if self.drafter else [0])
 
     def with_policy(self, name: str) -> Session:
         """Returns a session on the same loaded pair that drafts by another policy, with its own safety net and monitor."""

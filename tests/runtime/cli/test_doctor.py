@@ -28,7 +28,10 @@ from edge_runtime.cli.run import main
 ROOT = Path(__file__).parents[3]
 FIXTURES = ROOT / "tests" / "devices" / "meters" / "fixtures"
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-LLAMA = {"version": "0.3.36", "system_info": "CPU : AVX2 = 1 | AMX_INT8 = 0 | REPACK = 1 | ", "probes": []}
+LLAMA = {"version": "0.3.36", "system_info": "CPU : AVX2 = 1 | AMX_INT8 = 0 | REPACK = 1 | ", "probes": []} | {
+    "row_kernels": "avx2",
+    "stock_reason": None,
+}
 ONNX = {"version": "1.31.1", "execution_providers": ["cpu"], "only_fixed_shapes": False, "row_kernels": "avx2"}
 
 

@@ -106,6 +106,11 @@ class StaticOrtTarget(OrtTarget):
         return logits
 
     @property
+    def row_kernels(self) -> bool:
+        """No: graphs of fixed shapes have plain operators."""
+        return False
+
+    @property
     def rollback_floor(self) -> int:
         """The smallest length above 0 that `rollback` can go back to now."""
         return self.rows.rollback_floor

@@ -169,6 +169,11 @@ class OrtTarget(CommittedText):
             self.cache.restart()
 
     @property
+    def row_kernels(self) -> bool:
+        """Whether the project's own kernels multiply in its layers."""
+        return self._graph is not None and self._graph.row_kernels > 0
+
+    @property
     def rollback_floor(self) -> int:
         """The smallest length above 0 that `rollback` can go back to now."""
         return self.cache.rollback_floor

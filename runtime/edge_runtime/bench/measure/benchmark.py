@@ -32,7 +32,7 @@ from edge_runtime.drafting.cost_model import LEAST_SECONDS
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.session.load_options import LoadOptions
-from edge_runtime.session.open import default_threads, open_session, open_sessions
+from edge_runtime.session.open import default_threads, faster_backend, open_session, open_sessions
 
 
 class Progress(Protocol):
@@ -85,8 +85,9 @@ class Benchmark:
         self._progress = progress
         self._bundle = open_bundle(request.bundle, check=request.check, public_key=request.public_key)
         self._threads = request.threads or default_threads()
-        self._backend = choose_backend(self._bundle, request.backend)
-        if self._backend != "llama" and (request.tools or request.kv_types or request.concurrency):
+        of_llama = bool(request.tools or request.kv_types or request.concurrency)
+        self._backend = choose_backend(self._bundle, request.backend) if of_llama else self._faster_backend()
+        if self._backend != "llama" and of_llama:
             raise RequestError("--against, --kv-types and --concurrency need the llama backend; choose it, or leave them out")
         self._settings = load_settings(
             self._bundle, config=request.config, preset=request.preset, context=request.context, notify=progress.message
@@ -99,6 +100,19 @@ class Benchmark:
             check="none",
             notify=progress.message,
             backend=self._backend,
+        )
+
+    def _faster_backend(self) -> BackendKind:
+        request = self._request
+        return faster_backend(
+            request.bundle,
+            backend=request.backend,
+            threads=self._threads,
+            context=request.context,
+            config=request.config,
+            preset=request.preset,
+            check="none",
+            notify=self._progress.message,
         )
 
     def records(self) -> Iterator[Record]:

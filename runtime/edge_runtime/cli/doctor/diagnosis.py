@@ -23,6 +23,7 @@ from edge_devices.meters.search import find_meters
 from edge_runtime.backends.selection import BACKENDS, LIBRARY, BackendKind
 from edge_runtime.calibration import cost_probe, power_probe
 from edge_runtime.calibration import crash_probe as probe
+from edge_runtime.calibration.backend_choice import BackendRates, cached_choices
 from edge_runtime.calibration.backend_info import ask_backend
 from edge_runtime.errors import BackendError
 
@@ -67,7 +68,8 @@ class CacheFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The findings. `backends`: what `ask_backend` returned, None if the library is not installed; `build_tools`: path or None."""
+    """The findings. `backends`: what `ask_backend` returned, None if the library is not installed; `build_tools`: path or None; `choices`:
+    which backend is faster for bundles of both formats."""
 
     version: str
     python: str
@@ -76,6 +78,7 @@ class Diagnosis:
     backends: Mapping[BackendKind, dict[str, Any] | None]
     build_tools: Mapping[str, str | None]
     extras: tuple[Extra, ...]
+    choices: tuple[BackendRates, ...]
     meters: tuple[Finding, ...]
     cache: str
     cache_variable: str
@@ -105,6 +108,7 @@ class Diagnosis:
             "backends": dict(self.backends),
             "build_tools": dict(self.build_tools),
             "extras": [asdict(extra) for extra in self.extras],
+            "faster_backends": [asdict(choice) for choice in self.choices],
             "meters": [finding.to_json() for finding in self.meters],
             "cache": {"folder": self.cache, "variable": self.cache_variable, "files": [asdict(file) for file in self.cache_files]},
             "install": self.install,
@@ -126,6 +130,7 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         backends={kind: ask(kind) if find_spec(LIBRARY[kind]) is not None else None for kind in BACKENDS},
         build_tools={tool: next((found for name in names if (found := shutil.which(name))), None) for tool, names in _COMPILED_BY.items()},
         extras=tuple(_extra(name, purpose, requirements) for name, purpose in EXTRAS.items()),
+        choices=tuple(cached_choices()),
         meters=tuple(find_meters(system)),
         cache=str(folder),
         cache_variable=CACHE_VARIABLE,

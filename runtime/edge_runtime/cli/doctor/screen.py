@@ -90,6 +90,7 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
     yield "profile", "", f"{device.profile.name}: {device.profile.quantization}, {device.threads} threads ({device.why})"
     yield from _llama_rows(diagnosis)
     yield from _onnx_rows(diagnosis)
+    yield from _choice_rows(diagnosis)
     for extra in diagnosis.extras:
         if extra.name not in diagnosis.backends:
             versions = ", ".join(f"{name} {version}" for name, version in extra.installed.items())
@@ -124,6 +125,7 @@ def _llama_rows(diagnosis: Diagnosis) -> Iterator[Row]:
             "",
             "; ".join(_probes(answer["probes"])) or "not yet tested with a model; the first use of a bundle does that, in a child process",
         )
+        yield _kernel_row(answer, f"llama.cpp's own kernels multiply: {answer['stock_reason']}")
 
 
 def _kernels(system_info: str) -> str:
@@ -149,14 +151,23 @@ def _onnx_rows(diagnosis: Diagnosis) -> Iterator[Row]:
     else:
         only = "; this version runs only graphs of fixed shapes (docs/npu.md)" if answer["only_fixed_shapes"] else ""
         yield _ONNX, "ok", f"onnxruntime {answer['version']}; execution providers: {', '.join(answer['execution_providers'])}{only}"
-        kernels = answer["row_kernels"]
-        yield (
-            "row kernels",
-            "ok" if kernels else "missing",
-            f"{kernels}: a verify reads weights once for all its rows"
-            if kernels
-            else f"stock operators multiply: not built for this machine, no variant for its processor, or ${VARIABLE}=none",
+        yield _kernel_row(
+            answer, f"stock operators multiply: not built for this machine, no variant for its processor, or ${VARIABLE}=none"
         )
+
+
+def _kernel_row(answer: dict[str, Any], otherwise: str) -> Row:
+    kernels = answer["row_kernels"]
+    return (
+        "row kernels",
+        "ok" if kernels else "missing",
+        f"{kernels}: a verify reads weights once for all its rows" if kernels else otherwise,
+    )
+
+
+def _choice_rows(diagnosis: Diagnosis) -> Iterator[Row]:
+    for choice in diagnosis.choices:
+        yield "faster backend", "ok", f"{choice.bundle}: {choice.sentence()}, as measured on first use"
 
 
 def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:

@@ -1,0 +1,83 @@
+"""The backend of a bundle of both formats: measured once per machine, bundle and settings, by the rate of the policy's best rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_devices.files.user_cache import CACHE_VARIABLE, cache_put
+from edge_runtime.backends.kernels.library import VARIABLE
+from edge_runtime.backends.selection import BackendKind
+from edge_runtime.calibration.backend_choice import CACHE_NAME, BackendRates, cached_choices, measured_rates
+from edge_runtime.drafting.acceptance_model import PositionModel
+from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
+from edge_runtime.drafting.profit_policy import expected_rate
+from edge_runtime.errors import BackendError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return tmp_path
+
+
+class Machine:
+    """Rates of both backends; counts how often one is measured."""
+
+    def __init__(self, **rates: float) -> None:
+        self.rates, self.asked = rates, []
+        self.notes: list[str] = []
+
+    def rate(self, kind: BackendKind) -> float:
+        self.asked.append(kind)
+        if kind not in self.rates:
+            raise BackendError(f"no {kind}")
+        return self.rates[kind]
+
+    def choose(self, *facts: object, kinds: tuple[BackendKind, ...] = ("llama", "onnx")) -> BackendRates:
+        return measured_rates("pair", facts, kinds, self.rate, self.notes.append)
+
+
+def test_the_faster_one_is_taken_and_measured_once() -> None:
+    machine = Machine(llama=50.0, onnx=75.0)
+    assert machine.choose("hash").fastest == "onnx"
+    assert machine.notes[-1] == "Backend: ONNX Runtime, 1.50 times the speed of llama.cpp; --backend takes the other one."
+    assert machine.choose("hash").fastest == "onnx"
+    assert machine.asked == ["llama", "onnx"]
+    assert [one.rates for one in cached_choices()] == [{"llama": 50.0, "onnx": 75.0}]
+
+
+def test_another_bundle_other_settings_and_other_kernels_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(llama=80.0, onnx=75.0)
+    assert machine.choose("hash", 2).fastest == "llama"
+    for facts in (("other", 2), ("hash", 4)):
+        machine.choose(*facts)
+    monkeypatch.setenv(VARIABLE, "none")
+    machine.choose("hash", 2)
+    assert len(machine.asked) in (6, 8)  # no kernels are built everywhere
+
+
+def test_a_backend_that_does_not_open_the_bundle_is_left_out() -> None:
+    machine = Machine(onnx=75.0)
+    assert machine.choose("hash").fastest == "onnx"
+    assert "llama.cpp is left out: no llama." in machine.notes
+    with pytest.raises(BackendError, match="no llama"):
+        Machine().choose("other")
+
+
+@pytest.mark.parametrize("entry", [7, {"bundle": "x"}, {"bundle": "x", "rates": {"vllm": 1.0}}, {"bundle": "x", "rates": {"onnx": "1"}}])
+def test_damaged_entries_are_ignored(entry: object, folder: Path) -> None:
+    cache_put(folder / CACHE_NAME, "key", entry)
+    assert list(cached_choices()) == []
+
+
+def test_the_rate_is_that_of_the_best_round() -> None:
+    model = PositionModel(0.5)
+    chance = float(model.forecast(1).accept_prob[0])
+    costs = CostCurve(MeasuredCosts(verify=(1.0, 4.0, *[1.5] * (MAX_ROWS - 2)), step=0.1, overhead=0.0))
+    # Two rows cost more than three, so that a draft of one is verified with a padding row.
+    assert np.isclose(expected_rate(costs, model, [0, 1, 2]), max(1.0, (1 + chance) / 1.6, (1 + chance + chance**2) / 1.7), rtol=0.05)
+    assert expected_rate(costs, model, [0]) == 1.0
