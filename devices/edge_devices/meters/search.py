@@ -13,11 +13,24 @@ from edge_devices.meters.android import battery as android_battery
 from edge_devices.meters.android import power_rails as android_rails
 from edge_devices.meters.android import power_stats as android_powerstats
 from edge_devices.meters.base import Finding, Meter, Scope, State
-from edge_devices.meters.linux import hwmon, jetson, rapl, raspberry_pi
+from edge_devices.meters.linux import hwmon, jetson, power_average, rapl, raspberry_pi
 from edge_devices.meters.linux import laptop_battery as battery
 
 # The order is the order of preference: sensed or counted close to the work first, slow gauges of the whole device last.
-SOURCES = (jetson, hwmon, rapl, emi, android_rails, android_powerstats, raspberry_pi, powermetrics, battery, android_battery, nvml)
+SOURCES = (
+    jetson,
+    hwmon,
+    rapl,
+    emi,
+    android_rails,
+    android_powerstats,
+    raspberry_pi,
+    powermetrics,
+    power_average,
+    battery,
+    android_battery,
+    nvml,
+)
 
 NO_METER = "no energy meter on this machine"
 

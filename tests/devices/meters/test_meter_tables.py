@@ -38,6 +38,20 @@ TABLES = [
         5.0,
     ),
     ("Joulescope, no header", "current, voltage and power after the time", "0,1.0,5.0,5.0\n0.5,0.8,5.0,4.0\n1,1.2,5.0,6.0\n", "", 5.0),
+    (
+        "Otii, as exported",
+        "a reader of its CSV: timestamp_s,datetime,current_A",
+        "timestamp_s,datetime,current_A\n0.0,2026-04-13 10:00:00.000,1.0\n0.5,2026-04-13 10:00:00.500,1.0\n",
+        "volts=5",
+        5.0,
+    ),
+    (
+        "Otii, amperes and volts",
+        "Otii 3's names: Timestamp, Arc Main Current (A), Arc Main Voltage (V)",
+        "Timestamp,Arc Main Current (A),Arc Main Voltage (V)\n0.0,1.0,5.0\n0.5,1.0,5.0\n",
+        "",
+        5.0,
+    ),
     ("WITRN", "WITRN Meter: hh:mm:ss.mmm;V;A", "23:59:59.500;5,00;1,0\n23:59:59.900;5,00;1,0\n00:00:00.300;5,00;1,0\n", "", 5.0),
     ("CurrentRanger", "vitormhenrique/CurrentRangerApp, Workspaces", "timestamp,amps,voltage_v\n1700000000,1,5\n1700000001,1,5\n", "", 5.0),
     (

@@ -238,6 +238,46 @@ def test_jetsons():
     assert value("jetson-nano", "jetson") == pytest.approx(3.902)
 
 
+def test_an_agx_orin_sums_its_supplies_without_what_they_feed():
+    assert value("jetson-agx-orin", "jetson") == pytest.approx(0.843 * 6.170 + 0.780 * 3.437 + 4.968 * 0.953)
+    facts = findings("jetson-agx-orin")["jetson"].meter.facts
+    assert facts.scope is Scope.RAILS
+    assert "reads lower" in facts.notes[0]
+    assert "hwmon" in findings("jetson-agx-orin")
+
+
+def test_thor_has_an_input():
+    assert value("jetson-thor", "jetson") == pytest.approx(23.0)
+    assert findings("jetson-thor")["jetson"].meter.facts.scope is Scope.MODULE
+
+
+def test_apus_boards_and_servers_with_a_mean_power():
+    found = findings("apu-and-server")
+    for name, watts, scope in (
+        ("hwmon:amdgpu:1", 11.042, Scope.PACKAGE),
+        ("hwmon:amdgpu:2", 28.0, Scope.GPU),
+        ("hwmon:power_meter:1", 184.0, Scope.PLATFORM),
+        ("hwmon:ina226_u76:1", 0.85, Scope.EXTERNAL),
+        ("hwmon:ina226:1", 1.0, Scope.EXTERNAL),
+        ("hwmon:ina226:1-2", 2.0, Scope.EXTERNAL),
+    ):
+        assert found[name].meter.read().value == pytest.approx(watts)
+        assert found[name].meter.facts.scope is scope
+
+
+def test_two_sockets_with_dies_are_summed():
+    assert value("rapl-two-sockets", "rapl:package") == pytest.approx(10.0)
+    assert value("rapl-two-sockets", "rapl:dram") == pytest.approx(2.0)
+
+
+def test_a_ups_beside_the_battery_counts_only_when_it_supplies():
+    assert value("battery-beside-ups", "battery") == pytest.approx(22.543)
+    system = recorded("battery-beside-ups", **{"ups/uevent": "POWER_SUPPLY_TYPE=UPS\nPOWER_SUPPLY_ONLINE=1\n"})
+    found = {f.name: f for f in find_meters(system)}["battery"]
+    assert found.meter is None
+    assert "ups supplies power" in found.reason
+
+
 def test_apple():
     assert value("apple-m1", "apple:powermetrics") == pytest.approx(1.473)
     found = findings("apple-denied")["apple:powermetrics"]

@@ -81,3 +81,9 @@ def test_two_cells_in_series_are_named():
     assert "whole volts" in voltage_notes("4", "samsung")[0]
     assert voltage_notes("4350", "samsung") == ()
     assert any("twice" in note for note in phone(SAMSUNG.format(voltage=3685, current=-125), maker="OnePlus").meter.facts.notes)
+
+
+def test_a_sleeping_phones_microamperes_are_not_read_as_milliamperes():
+    found = phone(SAMSUNG.format(voltage=3900, current=-3000))
+    assert found.meter is None
+    assert "it sleeps or works; turn the screen on" in found.reason

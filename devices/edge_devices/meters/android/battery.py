@@ -1,7 +1,7 @@
 """The battery gauge of an Android device: through the battery service (works for the shell user), or through its sysfs files.
 
 The specification requires microamperes, positive while charging; makers differ in both. The sign is dropped, and the charging status gives
-the direction. The unit is the one in which an idle device takes 0.1 to 15 W, which is true of one unit only.
+the direction. The unit is the one in which an idle device takes 0.1 to 6 W, which is true of one unit only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edge_devices.machine.system import System
 from edge_devices.meters.android.battery_counters import read_current
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
 
-PLAUSIBLE_WATTS = (0.1, 15.0)
+PLAUSIBLE_WATTS = (0.1, 6.0)  # of an idle phone that is awake; asleep, its milliwatts would read as watts of the other unit
 AMPERES = {"µA": 1e-6, "mA": 1e-3}
 UNSUPPORTED = -(1 << 31)
 DISCHARGING = "3"  # BatteryManager.BATTERY_STATUS_DISCHARGING
@@ -73,8 +73,8 @@ def current_unit(current: int, volts: float) -> str:
         if PLAUSIBLE_WATTS[0] <= abs(current) * amperes * volts <= PLAUSIBLE_WATTS[1]:
             return unit
     raise MeterError(
-        f"a current of {current} at {volts:g} V is no idle power in microamperes or milliamperes (0.1 to 15 W); "
-        "turn the screen on, stop other work, and try again"
+        f"a current of {current} at {volts:g} V is no idle power in microamperes or milliamperes (0.1 to 6 W): "
+        "it sleeps or works; turn the screen on, stop other work, and try again"
     )
 
 

@@ -2,11 +2,12 @@
 
 Files (Documentation/hwmon/ina2xx.rst, ina238.rst, ina3221.rst of Linux): energy1_input µJ where the chip counts, power1_input µW, in1_input
 mV with curr1_input mA; INA3221 has three channels and no power file. Chips are identified by `name`: their numbers change at each boot.
+Boards with many INA226 name each (`ina226_u76`), or number equal names in the kernel's order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
@@ -15,7 +16,11 @@ from edge_devices.meters.counter_wrap import Unwrapped
 
 PATTERN = "sys/class/hwmon/hwmon*"
 CHIPS = ("ina219", "ina220", "ina226", "ina230", "ina231", "ina260", "ina228", "ina237", "ina238", "ina700", "ina780", "sq52206", "ina3221")
-BOARD_LABELS = ("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC", "POM_5V_IN")  # a Jetson's own rails: jetson.py reads those
+# A Jetson's own rails: jetson.py reads those.
+BOARD_LABELS = (
+    *("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC", "POM_5V_IN", "VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0", "VDDQ_VDD2_1V8AO"),
+    *("VDD_GPU", "VDD_CPU_SOC_MSS", "VIN"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,7 @@ def channels(system: System) -> list[Channel]:
     found = []
     for folder in system.paths(PATTERN):
         chip = system.text_or(f"{folder}/name")
-        if chip not in CHIPS:
+        if chip.partition("_")[0] not in CHIPS:
             continue
         if system.exists(f"{folder}/energy1_input"):
             found.append(Channel(chip=chip, label="1", kind=Kind.COUNTER, paths=(f"{folder}/energy1_input",)))
@@ -41,7 +46,13 @@ def channels(system: System) -> list[Channel]:
             found.append(Channel(chip=chip, label="1", kind=Kind.SAMPLER, paths=(f"{folder}/power1_input",)))
         else:
             found += _multiplied(system, folder, chip)
-    return found
+    return [_numbered(channel, found[:i]) for i, channel in enumerate(found)]
+
+
+def _numbered(channel: Channel, earlier: list[Channel]) -> Channel:
+    """Returns a channel whose label none of the earlier ones of such a chip has."""
+    same = sum((one.chip, one.label) == (channel.chip, channel.label) for one in earlier)
+    return replace(channel, label=f"{channel.label}-{same + 1}") if same else channel
 
 
 def _multiplied(system: System, folder: str, chip: str) -> list[Channel]:

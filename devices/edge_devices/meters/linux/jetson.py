@@ -3,6 +3,8 @@
 Files: in{n}_label, in{n}_input (mV), curr{n}_input (mA) of the ina3221 driver; before JetPack 5 rail_name_{n} and
 in_power{n}_input (mW) under iio.
 The rails behind VDD_IN are parts of it: only the module's input is read. On Orin the processor and the graphics share one rail.
+AGX Orin senses no input: its three supplies are summed, without VDDQ_VDD2_1V8AO, which VIN_SYS_5V0 feeds.
+Thor's input, VIN, is an INA238's.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, a
 
 HWMON = "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*"
 IIO = "sys/bus/i2c/drivers/ina3221x/*/iio:device*"
-INPUTS = ("VDD_IN", "POM_5V_IN")
+INA238 = "sys/bus/i2c/drivers/ina238/*/hwmon/hwmon*"
+INPUTS = ("VDD_IN", "POM_5V_IN", "VIN")
+FED_BY_OTHERS = ("VDDQ_VDD2_1V8AO",)
+RAILS_ALONE = "the module's rails, not its input: reads lower than a meter in the supply line"
 NOT_RAILS = ("NC", "sum of shunt voltages")
 NAME = "jetson"
 
@@ -37,6 +42,9 @@ def rails(system: System) -> list[Rail]:
             label = system.text_or(f"{folder}/in{n}_label")
             if label and label not in NOT_RAILS and system.exists(f"{folder}/curr{n}_input"):
                 found.append(Rail(label=label, paths=(f"{folder}/in{n}_input", f"{folder}/curr{n}_input"), scale=1e-6))
+    for folder in system.paths(INA238) if found else ():  # by itself such a chip is hwmon's
+        if system.exists(f"{folder}/power1_input"):
+            found.append(Rail(label=system.text_or(f"{folder}/in1_label") or "VIN", paths=(f"{folder}/power1_input",), scale=1e-6))
     for folder in system.paths(IIO):
         for n in range(3):
             label = system.text_or(f"{folder}/rail_name_{n}")
@@ -51,7 +59,7 @@ class JetsonMeter:
     def __init__(self, system: System, sensed: list[Rail]) -> None:
         self._system = system
         inputs = [r for r in sensed if r.label in INPUTS]
-        self._rails = inputs or sensed
+        self._rails = inputs or [r for r in sensed if r.label not in FED_BY_OTHERS]
         self.facts = MeterFacts(
             name=NAME,
             kind=Kind.SAMPLER,
@@ -61,6 +69,7 @@ class JetsonMeter:
             resolution=0.001,
             poll_s=0.1,
             systematic="chip 0.1-0.5 %, and the shunts' tolerance",
+            notes=() if inputs else (RAILS_ALONE,),
         )
 
     def read(self) -> Sample:

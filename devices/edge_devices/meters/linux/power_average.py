@@ -1,0 +1,75 @@
+"""Mean power that Linux' hwmon reports of whole units: amdgpu of APUs and graphics boards, and ACPI power meters of servers.
+
+Files (Documentation/gpu/amdgpu/thermal.rst and Documentation/hwmon/acpi_power_meter.rst of Linux): power1_average or power1_input in µW,
+power1_average_interval in ms. amdgpu's figure is the SoC's on an APU, processor included, which alone has a northbridge voltage `vddnb`.
+"""
+
+from __future__ import annotations
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, present, usable
+
+PATTERN = "sys/class/hwmon/hwmon*"
+FILES = ("power1_average", "power1_input")
+AMDGPU, ACPI = "amdgpu", "power_meter"
+DEFAULT_INTERVAL_MS = {AMDGPU: 100, ACPI: 1000}
+NOTES = {
+    Scope.PACKAGE: "an APU's whole chip, processor and graphics",
+    Scope.GPU: "one graphics board alone",
+    Scope.PLATFORM: "the machine's input as its firmware reports it",
+}
+
+
+class AverageMeter:
+    """One unit's mean power, in watts."""
+
+    def __init__(self, system: System, path: str, name: str, scope: Scope, interval_ms: int) -> None:
+        self._system, self._path = system, path
+        self.facts = MeterFacts(
+            name=name,
+            kind=Kind.SAMPLER,
+            scope=scope,
+            source=f"/{path}",
+            refresh_s=interval_ms / 1000,
+            resolution=0.01,
+            poll_s=max(interval_ms / 1000, 0.1),
+            lag_s=interval_ms / 1000,
+            systematic="the firmware's own scale",
+            notes=(NOTES[scope],),
+        )
+
+    def read(self) -> Sample:
+        """Reads the mean power; watts."""
+        try:
+            microwatts = self._system.number(self._path)
+        except PermissionError as error:
+            raise MeterError(f"/{self._path} is denied to this user; make it readable with a udev rule") from error
+        if microwatts is None or microwatts < 0:
+            raise MeterError(f"/{self._path} holds no power; the unit may be asleep")
+        return Sample(self._system.clock(), microwatts * 1e-6, str(microwatts))
+
+
+def find(system: System) -> list[Finding]:
+    """Returns one finding per unit; an empty list on other machines."""
+    found: list[Finding] = []
+    for folder in system.paths(PATTERN):
+        chip = system.text_or(f"{folder}/name")
+        path = next((f"{folder}/{file}" for file in FILES if system.exists(f"{folder}/{file}")), None)
+        if chip not in (AMDGPU, ACPI) or path is None:
+            continue
+        apu = system.text_or(f"{folder}/in1_label") == "vddnb"
+        scope = Scope.PLATFORM if chip == ACPI else Scope.PACKAGE if apu else Scope.GPU
+        name = f"hwmon:{chip}:{sum(one.name.startswith(f'hwmon:{chip}:') for one in found) + 1}"
+        try:
+            interval = system.number(f"{folder}/power1_average_interval")
+        except PermissionError:
+            interval = None
+        meter = AverageMeter(system, path, name, scope, interval if interval and 1 <= interval <= 60_000 else DEFAULT_INTERVAL_MS[chip])
+        try:
+            meter.read()
+        except MeterError as error:
+            found.append(present(name, str(error)))
+        else:
+            found.append(usable(meter))
+    return found
