@@ -19,7 +19,10 @@ from scripted import make_session
 COMMANDS: dict[str, CommandWithModes] = {"edge-run": cli.main, "edge-bench": bench, "edge-export": export}
 MODES = [(name, mode) for name, command in COMMANDS.items() for mode in command.modes]
 # What chooses a sub-command in the flat spelling; `pieces` below are options, not parameters.
-CHOOSING = {"--serve", "--plan", "--compare", "--doctor", "--demo", "--reference-pair", "--package", "--report", "--version", "--help-all"}
+CHOOSING = {
+    f"--{name}" for name in ["serve", "plan", "compare", "contribute", "pool", "doctor", "demo", "reference-pair", "package", "report"]
+}
+CHOOSING |= {"--version", "--help-all"}
 
 
 def options(command: click.Command) -> set[str]:

@@ -1,10 +1,12 @@
-"""The chat of `edge-run BUNDLE`: interactive at a terminal, or one turn per line from a pipe."""
+"""The chat of `edge-run BUNDLE`: interactive at a terminal; a pipe is one message, or one turn per line."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -18,13 +20,14 @@ from edge_devices.command_line import option_group, take
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.errors import EdgeError
 from edge_runtime.cli.energy_options import energy_record, unwatched
-from edge_runtime.cli.terminal.screens import summary
+from edge_runtime.cli.terminal.markdown import MarkdownPainter
+from edge_runtime.cli.terminal.screens import greeting, short_summary, summary
+from edge_runtime.cli.terminal.typed import History, TypedInput
 from edge_runtime.errors import RequestError
 from edge_runtime.session.chat import OVERFLOWS, Answer, Chat
-from edge_runtime.text.channels import Event, Thought
+from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import ToolCall
 
-PROMPT = "> "
 # Limit for one prompt or turn from standard input, in characters; more than any context holds.
 MAX_INPUT = 16 << 20
 HELP = """\
@@ -35,7 +38,8 @@ HELP = """\
 /save FILE     write the conversation and its settings as JSON
 /load FILE     continue a saved conversation
 /exit          exit (also Ctrl-D)
-Ctrl-C stops an answer after the current round; a second Ctrl-C stops it at once. To send a message that begins with /, type //."""
+Ctrl-C stops an answer after the current round; a second Ctrl-C stops it at once. To send a message that begins with /, type //.
+Several lines are one message: in a paste, after a backslash at a line's end, between \"\"\" and \"\"\", or with Alt-Enter."""
 # Control characters, which a terminal would execute instead of showing.
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 ENDED = {
@@ -57,18 +61,30 @@ chat_options = option_group(
         type=click.Choice(OVERFLOWS),
         help="Chat: what to do when the context is full: drop the oldest turns, or stop.  [default: from the configuration]",
     ),
+    click.option(
+        "--lines",
+        is_flag=True,
+        help="Chat: each line of a pipe is a turn or a command.  [default: a pipe is one message; lines with --json]",
+    ),
+    click.option("--no-history", is_flag=True, help="Chat: keep no typed messages between starts (in ~/.local/state/edge-mtp)."),
     panel="Messages",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatValues:
-    """Values of `chat_options`, named as the arguments of `Chat`, but for `raw`, which is None if nobody chose."""
+    """Values of `chat_options`. `raw` is None if nobody chose."""
 
     system: str | None
     thinking: bool
     overflow: str | None
     raw: bool | None
+    lines: bool = False
+    no_history: bool = False
+
+    def system_message(self) -> list[dict[str, str]]:
+        """Returns the system message as a list of none or one."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def to_chat(self) -> dict[str, Any]:
         """Returns the keyword arguments for `Chat`."""
@@ -78,8 +94,9 @@ class ChatValues:
 def chat_values(values: dict[str, Any], *, chatting: bool) -> ChatValues:
     """Takes the options' values. Raises a usage error for those that contradict each other or the mode."""
     taken = take(values, ChatValues)
-    if not chatting and taken.overflow is not None:
-        raise click.UsageError("--overflow is for a chat; leave PROMPT out, or leave --overflow out")
+    for option, given in (("--overflow", taken.overflow is not None), ("--lines", taken.lines), ("--no-history", taken.no_history)):
+        if given and not chatting:
+            raise click.UsageError(f"{option} is for a chat; leave PROMPT out, or leave {option} out")
     if chatting and taken.raw is not None:
         raise click.UsageError("--raw and --templated are for one PROMPT; a chat always uses the chat template")
     if taken.raw and (taken.system is not None or taken.thinking):
@@ -90,9 +107,18 @@ def chat_values(values: dict[str, Any], *, chatting: bool) -> ChatValues:
 class TerminalChat:
     """Reads turns and commands until the input ends. At a terminal errors are printed; in a pipe the first error ends the chat."""
 
-    def __init__(self, chat: Chat, *, as_json: bool = False, watch: Callable[[], EnergyWatch] = unwatched) -> None:
-        """`watch` returns the energy measurement of one answer."""
+    def __init__(
+        self,
+        chat: Chat,
+        *,
+        as_json: bool = False,
+        watch: Callable[[], EnergyWatch] = unwatched,
+        lines: bool = False,
+        history: History | None = None,
+    ) -> None:
+        """`watch` returns the energy measurement of one answer; with `lines` each line of a pipe is a turn."""
         self._chat = chat
+        self._lines, self._history = lines or as_json, history
         self._watch = watch
         self._energies: list[RunEnergy] = []
         self._pool = EnergyPool()
@@ -113,11 +139,11 @@ class TerminalChat:
     def run(self) -> None:
         """Runs to the end of the input. Raises EdgeError and KeyboardInterrupt unless it is interactive."""
         if self._interactive:
-            architecture = self._chat.session.bundle.manifest.architecture
-            self._note(
-                f"{architecture.family}, {architecture.parameters:,} parameters; {self._chat.template.name}. /help lists the commands."
-            )
-        for line in self._typed() if self._interactive else self._piped():
+            self._note(f"{greeting(self._chat.session)}; {self._chat.template.name}. /help lists the commands.")
+        elif not self._lines:
+            self._turn("".join(self._piped()).rstrip("\r\n"), verbatim=True)
+            return
+        for line in self._typed() if self._interactive else (line.rstrip("\r\n") for line in self._piped()):
             if line.strip() == "/exit":
                 return
             try:
@@ -132,11 +158,10 @@ class TerminalChat:
                 self._note("\nstopped at once")
 
     def _typed(self) -> Iterator[str]:
-        with contextlib.suppress(ImportError):  # adds history and line editing; not available on every platform
-            import readline  # noqa: F401
+        typed = TypedInput(self._history)
         while True:
             try:
-                yield input(PROMPT)
+                yield typed.read()
             except EOFError:
                 click.echo()
                 return
@@ -146,24 +171,29 @@ class TerminalChat:
                 self._note(f"Error: the input is not UTF-8 text ({error})")
 
     def _piped(self) -> Iterator[str]:
+        """Yields the lines of standard input with their ends."""
+        left = MAX_INPUT
         try:
-            while line := sys.stdin.readline(MAX_INPUT + 1):
-                if len(line) > MAX_INPUT:
-                    raise RequestError(f"a line of standard input has more than {MAX_INPUT} characters; give less")
-                yield line.rstrip("\r\n")
+            while line := sys.stdin.readline(left + 1):
+                if len(line) > left:
+                    raise RequestError(f"standard input has more than {MAX_INPUT} characters in a message; give less")
+                if not self._lines:
+                    left -= len(line)
+                yield line
         except UnicodeDecodeError as error:
             raise RequestError(f"standard input is not UTF-8 text ({error}); convert it") from error
 
-    def _turn(self, line: str) -> None:
+    def _turn(self, line: str, *, verbatim: bool = False) -> None:
+        """Runs a command or sends a message; `verbatim` is always a message."""
         if not line.strip():
             return
-        if line.startswith("/") and not line.startswith("//"):
+        if not verbatim and line.startswith("/") and not line.startswith("//"):
             name, _, argument = line.strip().partition(" ")
             if name not in self._commands:
                 raise RequestError(f"unknown command {name}; /help lists the commands, and // sends a message that begins with /")
             self._commands[name](argument.strip())
             return
-        text = line[1:] if line.startswith("//") else line
+        text = line[1:] if line.startswith("//") and not verbatim else line
         answer = self._chat.say(text)
         self._answers.append(answer)
         watch = self._watch()
@@ -179,9 +209,15 @@ class TerminalChat:
     def _show(self, answer: Answer) -> None:
         if answer.dropped_turns:
             self._note(f"[the context is full; dropped turns, oldest first: {answer.dropped_turns}]")
+        painter = MarkdownPainter() if self._interactive and "NO_COLOR" not in os.environ else None
         for event in answer:
-            if not self._as_json and (shown := self._shown(event)):
+            shown = self._shown(event)
+            if painter and isinstance(event, Text):
+                shown = painter.feed(shown)
+            if not self._as_json and shown:
                 click.echo(shown, nl=False)
+        if painter:
+            click.echo(painter.finish(), nl=False)
 
     def _shown(self, event: Event) -> str:
         if isinstance(event, ToolCall):
@@ -200,7 +236,7 @@ class TerminalChat:
         if answer.finish in ENDED:
             self._note(f"[{ENDED[answer.finish]}]")
         if self._interactive:
-            self._note(self._dimmed(summary(answer.stats, self._chat.session.drafter_kind)))
+            self._note(self._dimmed(short_summary(answer.stats, shutil.get_terminal_size().columns)))
 
     def _reset(self, _argument: str) -> None:
         self._chat.reset()

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from edge_devices.command_line import option_group, take
+from edge_runtime.cli.chat import ChatValues
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET
 from edge_runtime.media.reading import read_image, read_sound
@@ -53,7 +54,7 @@ def media_values(values: dict[str, Any], *, once: bool) -> MediaValues:
     return media
 
 
-def with_media(session: Session, prompt: str, values: MediaValues) -> MediaPrompt | None:
+def with_media(session: Session, prompt: str, values: MediaValues, chat: ChatValues) -> MediaPrompt | None:
     """Returns the prompt with its media as a user's message in the bundle's chat template; None without media. Raises RequestError."""
     if not (values.images or values.sounds):
         return None
@@ -62,12 +63,12 @@ def with_media(session: Session, prompt: str, values: MediaValues) -> MediaPromp
     budget = int(values.image_rows)
     media: list[Media] = [read_image(path, budget) for path in values.images]
     media += [read_sound(path) for path in values.sounds]
-    return session.media_prompt(_message(session, prompt, values), media)
+    return session.media_prompt(_message(session, prompt, values, chat), media)
 
 
-def _message(session: Session, prompt: str, values: MediaValues) -> str | Sequence[int]:
+def _message(session: Session, prompt: str, values: MediaValues, chat: ChatValues) -> str | Sequence[int]:
     if not session.bundle.has(ROLE):
         return prompt
     parts = [{"type": "image"}] * len(values.images) + [{"type": "audio"}] * len(values.sounds)
     message = {"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}
-    return bundle_template(session.bundle, session.vocabulary).encode([message])
+    return bundle_template(session.bundle, session.vocabulary).encode([*chat.system_message(), message], thinking=chat.thinking)

@@ -76,7 +76,22 @@ def add_modes(main: CommandWithModes) -> None:
     main.add_mode(
         "chat",
         "Chat with BUNDLE in the terminal. A pipe is one message.",
-        [bundle, "max_tokens", "as_json", "system", "thinking", "overflow", *_DRAFTS, *_MEMORY, *_OPENING, *_SAMPLING, *_FILES, *_LOG],
+        [
+            bundle,
+            "max_tokens",
+            "as_json",
+            "system",
+            "thinking",
+            "overflow",
+            "lines",
+            "no_history",
+            *_DRAFTS,
+            *_MEMORY,
+            *_OPENING,
+            *_SAMPLING,
+            *_FILES,
+            *_LOG,
+        ],
     )
     main.add_mode(
         "generate",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from edge_runtime.cli.chat import ChatValues
+from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 from edge_runtime.text.channels import ChannelParser, Event, Text
@@ -19,7 +20,7 @@ _UNKNOWN_FAMILY = "custom"
 class OnePrompt:
     """What is sent to the model; `template` is None for bare text."""
 
-    sent: str | list[int]
+    sent: str | list[int] | MediaPrompt
     template: ChatTemplate | None
 
     def text(self, session: Session, generation: Generation, stop: Sequence[str]) -> Iterator[str]:
@@ -42,9 +43,13 @@ def read_one_prompt(session: Session, prompt: str, values: ChatValues, *, bare: 
     if not templated and (values.raw or bare or not is_instruction_tuned(session)):
         return OnePrompt(sent=prompt, template=None)
     template = bundle_template(session.bundle, session.vocabulary)
-    system = [] if values.system is None else [{"role": "system", "content": values.system}]
-    ids = template.encode([*system, {"role": "user", "content": prompt}], tools=(), thinking=values.thinking)
+    ids = template.encode([*values.system_message(), {"role": "user", "content": prompt}], tools=(), thinking=values.thinking)
     return OnePrompt(sent=ids, template=template)
+
+
+def media_message(session: Session, media: MediaPrompt) -> OnePrompt:
+    """Returns a message with images or sound, whose answer is read as that of any message."""
+    return OnePrompt(sent=media, template=bundle_template(session.bundle, session.vocabulary) if session.bundle.has(ROLE) else None)
 
 
 def is_instruction_tuned(session: Session) -> bool:

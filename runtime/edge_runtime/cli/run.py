@@ -20,7 +20,7 @@ from edge_runtime.cli.comparing.demo import run_demo
 from edge_runtime.cli.energy_options import EnergyValues, energy_options, energy_record, energy_values
 from edge_runtime.cli.media_options import MediaValues, media_options, media_values, with_media
 from edge_runtime.cli.modes import EXAMPLES, FirstWord, add_modes
-from edge_runtime.cli.one_prompt import read_one_prompt
+from edge_runtime.cli.one_prompt import media_message, read_one_prompt
 from edge_runtime.cli.options import (
     RUN_TOKENS,
     BackendValues,
@@ -46,6 +46,7 @@ from edge_runtime.cli.options import (
 from edge_runtime.cli.plan import PlanValues, measure_plan, plan_options, plan_values, show_plan
 from edge_runtime.cli.sampling_options import given_values, request_values, sampling_options
 from edge_runtime.cli.terminal.screens import Explain, remarks, summary
+from edge_runtime.cli.terminal.typed import History, history_file
 from edge_runtime.config.settings import load_settings
 from edge_runtime.decoding.default_sampling import default_sampling, over_defaults, sampling_sentence
 from edge_runtime.drafting.phase_power import PhasePower
@@ -205,9 +206,13 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
     as_json, explain = options.mode.as_json, energy.explain
     if cache.load_state:
         session.load_state(cache.load_state)
-    one = read_one_prompt(session, prompt, options.chat, bare=bool(cache.load_state or cache.save_state))
+    media = with_media(session, prompt, options.media, options.chat)
+    if media is None:
+        one = read_one_prompt(session, prompt, options.chat, bare=bool(cache.load_state or cache.save_state))
+    else:
+        one = media_message(session, media)
     generation = session.generate(
-        with_media(session, prompt, options.media) or one.sent,
+        one.sent,
         max_tokens=options.max_tokens if one.template is None else options.answer_tokens,
         draft_length=options.drafting.fixed_length,
         reuse_prefix=cache.load_state is not None,
@@ -269,7 +274,8 @@ def run_chat(session: Session, options: RunOptions) -> None:
         **options.chat.to_chat(),
         **options.request,
     )
-    TerminalChat(chat, as_json=options.mode.as_json, watch=options.energy.watch).run()
+    history = None if options.chat.no_history else History(history_file())
+    TerminalChat(chat, as_json=options.mode.as_json, watch=options.energy.watch, lines=options.chat.lines, history=history).run()
 
 
 def run_comparison(session: Session, options: RunOptions, prompt: str) -> None:

@@ -37,14 +37,20 @@ cli.main()
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
-    def call(stdin: str | bytes, *arguments: str, replies: Any = ("one", "two")) -> Result:
+    def call(stdin: str | bytes, *arguments: str, replies: Any = ("one", "two"), whole: bool = False) -> Result:
         monkeypatch.setattr(cli, "open_session", lambda *_, **__: chat_session(*replies))
-        return CliRunner().invoke(cli.main, ["bundle", *arguments], input=stdin)
+        return CliRunner().invoke(cli.main, ["bundle", *([] if whole else ["--lines"]), *arguments], input=stdin)
 
     return call
 
 
-def test_a_pipe_is_one_turn_per_line(run):
+def test_a_pipe_is_one_message(run):
+    result = run("/stats\n\nand?\n", whole=True)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "one\n", "")
+    assert run(b"\xff", whole=True).exit_code == 1
+
+
+def test_a_pipe_is_one_turn_per_line_on_request(run):
     result = run("hi\n\n  \nand?\n")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "one\ntwo\n", "")
 
@@ -124,7 +130,7 @@ def test_options_of_the_other_kind_exit_2(run, arguments):
 
 def test_forgotten_turns_are_told(run, monkeypatch):
     monkeypatch.setattr(cli, "open_session", lambda *_, **__: chat_session("y" * 40, context=180))
-    result = CliRunner().invoke(cli.main, ["bundle", "--max-tokens", "50"], input="one\ntwo\nthree\n")
+    result = CliRunner().invoke(cli.main, ["bundle", "--lines", "--max-tokens", "50"], input="one\ntwo\nthree\n")
     assert "[the context is full; dropped turns, oldest first: 1]" in result.stderr
 
 
@@ -152,6 +158,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(sys.path),
         "TERM": "xterm",
         "EDGE_MTP_CACHE": str(tmp_path),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
         "INPUTRC": os.devnull,
         "PYTHONUNBUFFERED": "1",
     }
@@ -187,6 +194,44 @@ def test_a_talk_at_a_terminal(slow):
     slow.type(CTRL_D)
     assert slow.exit_code() == 0
     assert "Traceback" not in slow.seen
+
+
+def test_several_lines_are_one_message_and_are_kept(environment, tmp_path):
+    program = """
+from chat_words import chat_session
+from edge_runtime.cli import run as cli
+cli.open_session = lambda *_, **__: chat_session("one", "two", "three", "four")
+cli.main()
+"""
+    with Terminal([sys.executable, "-c", program, "bundle"], environment) as terminal:
+        terminal.wait_for("context \\d+, drafter dense")
+        terminal.wait_for("> ")
+        terminal.type("\x1b[200~first\rsecond\x1b[201~\r")
+        terminal.wait_for("one[^>]*tok/s[^>]*> ")
+        terminal.type('"""a block\n')
+        terminal.wait_for(r"\.\.\. ")
+        terminal.type('ends here"""\n')
+        terminal.wait_for("two[^>]*tok/s[^>]*> ")
+        terminal.type("a backslash\\\n")
+        terminal.wait_for(r"\.\.\. ")
+        terminal.type("goes on\n")
+        terminal.wait_for("three[^>]*tok/s[^>]*> ")
+        terminal.type(f"/save {tmp_path / 'talk.json'}\n")
+        terminal.wait_for("6 messages saved")
+        terminal.type(CTRL_D)
+        assert terminal.exit_code() == 0
+    told = [one["content"] for one in json.loads((tmp_path / "talk.json").read_text())["messages"] if one["role"] == "user"]
+    assert told == ["first\nsecond", "a block\nends here", "a backslash\ngoes on"]
+    kept = tmp_path / "state" / "edge-mtp" / "chat-history.jsonl"
+    assert [json.loads(line) for line in kept.read_text().splitlines()][:3] == told
+    assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o077) == (0o600, 0)
+    with Terminal([sys.executable, "-c", program, "bundle", "--no-history"], environment) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("not kept\n")
+        terminal.wait_for("one[^>]*tok/s[^>]*> ")
+        terminal.type(CTRL_D)
+        assert terminal.exit_code() == 0
+    assert "not kept" not in kept.read_text()
 
 
 def test_a_second_ctrl_c_does_not_wait(environment):

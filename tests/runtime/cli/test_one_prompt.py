@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from click.testing import CliRunner, Result
 from chat_words import chat_session
 from edge_devices.machine.load import LoadWatch, MachineLoad
 from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.cli import one_prompt
+from edge_runtime.cli import media_options, one_prompt
 from edge_runtime.cli import run as cli
+from edge_runtime.cli.chat import ChatValues
+from edge_runtime.cli.media_options import MediaValues
 from edge_runtime.session.session import Session
 from scripted import make_session
 
@@ -95,3 +99,18 @@ def test_a_busy_machine_is_noticed(tmp_path, monkeypatch: pytest.MonkeyPatch) ->
     assert "close them and run again" in load.sentence()
     assert not MachineLoad(others=None, seconds=1).is_busy
     assert LoadWatch(tmp_path / "nothing").load().others is None
+
+
+def test_system_message_and_thinking_reach_a_message_with_an_image(monkeypatch) -> None:
+    session = chat_session("seen")
+    messages: list[Any] = []
+    template = SimpleNamespace(encode=lambda given, **options: messages.append((given, options)))
+    monkeypatch.setattr(Bundle, "has", lambda *_: True)
+    monkeypatch.setattr(media_options, "bundle_template", lambda *_: template)
+    values = MediaValues(images=(Path("photo.jpg"),), sounds=(), image_rows="70")
+    chat = ChatValues(system="Be brief.", thinking=True, overflow=None, raw=None)
+    media_options._message(session, "What is this?", values, chat)
+    (system, user), options = messages[0]
+    assert system == {"role": "system", "content": "Be brief."}
+    assert user["content"][-1] == {"type": "text", "text": "What is this?"}
+    assert options == {"thinking": True}

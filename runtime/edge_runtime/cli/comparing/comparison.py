@@ -11,6 +11,7 @@ from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.machine.load import LoadWatch, MachineLoad
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_runtime.cli.energy_options import unwatched
+from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
 
@@ -77,7 +78,7 @@ class Comparison:
 
 def compare(
     session: Session,
-    prompt: str | list[int],
+    prompt: str | list[int] | MediaPrompt,
     *,
     max_tokens: int,
     draft_length: int | None,

@@ -10,6 +10,7 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.profit_policy import Decision
 from edge_runtime.drafting.sources import MODEL
 from edge_runtime.session.generation import Generation
+from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
 
 # Name and width of each column of --explain.
@@ -30,6 +31,7 @@ COLUMNS = (
 )
 UNITS = {"time": "ms", "energy": "mJ"}
 NONE = "-"
+_BACKENDS = {"llama": "llama.cpp", "onnx": "ONNX Runtime"}
 
 
 def summary(stats: DecodeStats, drafter: DrafterKind) -> str:
@@ -45,6 +47,27 @@ def summary(stats: DecodeStats, drafter: DrafterKind) -> str:
         if others := {source: count for source, count in stats.accepted_from.items() if source != MODEL}:
             parts[-1] += ", of these " + ", ".join(f"{count} from the {source}" for source, count in sorted(others.items()))
     parts.append(f"first token after {stats.first_token_seconds * 1000:.0f} ms")
+    return ", ".join(parts)
+
+
+def short_summary(stats: DecodeStats, columns: int) -> str:
+    """Returns the figures of an answer in one line of a terminal; the last ones are left out where it is narrow."""
+    parts = [f"{stats.tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s", f"{stats.mean_acceptance_length:.2f} tokens per verify"]
+    if stats.acceptance_rate is not None:
+        parts.append(f"{stats.acceptance_rate:.0%} of drafts")
+    parts.append(f"first after {stats.first_token_seconds * 1000:.0f} ms")
+    while len(parts) > 2 and len(", ".join(parts)) > columns:
+        parts.pop()
+    return ", ".join(parts)
+
+
+def greeting(session: Session) -> str:
+    """Returns what runs: model, quantization, backend, context and drafter."""
+    architecture = session.bundle.manifest.architecture
+    backend = next((name for part, name in _BACKENDS.items() if f".{part}." in type(session.target).__module__), "")
+    kinds = sorted({file.quantization for file in session.bundle.manifest.files if file.role == "target" and file.quantization})
+    model = f"{architecture.family}, {architecture.parameters:,} parameters" + (f" in {' and '.join(kinds)}" if kinds else "")
+    parts = [model, *([backend] if backend else []), f"context {session.target.context}", f"drafter {session.drafter_kind}"]
     return ", ".join(parts)
 
 

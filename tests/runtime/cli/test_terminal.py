@@ -1,0 +1,70 @@
+"""What the terminal chat paints and keeps: Markdown in pieces of any size, the history, figures that fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_runtime.cli.terminal.markdown import MarkdownPainter
+from edge_runtime.cli.terminal.screens import short_summary
+from edge_runtime.cli.terminal.typed import MOST_KEPT, History
+from edge_runtime.session.stats import DecodeStats
+
+ANSI = re.compile("\x1b\\[[0-9;]*m")
+
+
+def painted(*pieces: str) -> str:
+    painter = MarkdownPainter()
+    return "".join(map(painter.feed, pieces)) + painter.finish()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain *text* 2*3\n", "plain *text* 2*3\n"),
+        ("a **bold** word", "a \x1b[0m\x1b[1mbold\x1b[0m word"),
+        ("call `f(**x)` now", "call \x1b[36mf(**x)\x1b[0m now"),
+        ("## Title\ntext", "\x1b[1;4mTitle\x1b[0m\ntext"),
+        ("- one\n  * two\n", "• one\n  • two\n"),
+        ("```python\n- x = **y\n```\nend", "\x1b[36m- x = **y\n\x1b[0mend"),
+        ("open **bold\nnext", "open \x1b[0m\x1b[1mbold\x1b[0m\nnext"),
+        ("#hash and #", "#hash and #"),
+    ],
+)
+def test_markdown_is_painted(text, shown):
+    assert painted(text) == shown
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text(alphabet="ab `*#-\n", max_size=6), max_size=12))
+def test_pieces_do_not_matter_and_no_letter_is_lost(pieces):
+    whole = painted("".join(pieces))
+    assert painted(*pieces) == whole
+    letters = re.sub("[^ab]", "", "".join(pieces))
+    fences = "```" in "".join(pieces)  # the language after a fence is not shown
+    assert fences or re.sub("[^ab]", "", ANSI.sub("", whole)) == letters
+
+
+def test_the_history_is_cut_and_survives_a_broken_file(tmp_path):
+    history = History(tmp_path / "state" / "history.jsonl")
+    assert history.load() == []
+    for number in range(2 * MOST_KEPT + 1):
+        history.add(f"{number}\nline")
+    assert len(history.load()) == MOST_KEPT
+    assert history.load()[-1] == f"{2 * MOST_KEPT}\nline"
+    assert len((tmp_path / "state" / "history.jsonl").read_text().splitlines()) == MOST_KEPT
+    (tmp_path / "state" / "history.jsonl").write_text("{broken")
+    assert history.load() == []
+    (tmp_path / "a file").write_text("")
+    History(tmp_path / "a file" / "history.jsonl").add("nowhere")
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80, 200])
+def test_figures_fit(columns):
+    stats = DecodeStats(tokens=1000, decode_seconds=10.0, rounds=300)
+    line = short_summary(stats, columns)
+    assert line.startswith("1000 tokens, 100.0 tok/s")
+    assert len(line) <= max(columns, len("1000 tokens, 100.0 tok/s"))
