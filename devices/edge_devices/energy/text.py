@@ -11,6 +11,9 @@ from edge_devices.errors import printable
 from edge_devices.meters.base import Finding, State
 from edge_devices.meters.search import NO_METER
 
+# An interval of a ratio whose ends differ by more than this factor says nothing.
+WIDEST_RATIO = 4.0
+
 
 def meter_lines(findings: Sequence[Finding], seen: Mapping[str, Characteristics | str] | None = None) -> list[str]:
     """Returns the lines of `edge-devices meters`: usable first, then present with reason and remedy, then absent.
@@ -83,7 +86,7 @@ def _variant_lines(variant: Variant) -> list[str]:
     lines += _phase_lines(variant)
     if variant.ratio_to_baseline:
         verdict = "saves energy" if variant.saves_energy else "no win claimed: the interval reaches 1"
-        lines.append(f"  {figure_text(variant.ratio_to_baseline)} × the baseline's joules per token ({verdict})")
+        lines.append(f"  {ratio_text(variant.ratio_to_baseline)} × the baseline's joules per token ({verdict})")
     return lines
 
 
@@ -96,6 +99,12 @@ def _phase_lines(variant: Variant) -> list[str]:
             "" if variant.closes else ": it does NOT close"
         )
     return [head + ":", *(f"    {figure_text(joules)} {phase}" for phase, joules in variant.phase_joules.items())]
+
+
+def ratio_text(ratio: Interval) -> str:
+    """Returns a ratio with its interval; "not determined" where the interval says nothing."""
+    too_wide = ratio.half < float("inf") and ratio.high > WIDEST_RATIO * max(ratio.low, 0.0)
+    return f"not determined (n={ratio.n}, the runs differ too much):" if too_wide else figure_text(ratio)
 
 
 def figure_text(interval: Interval, *, basis: str = "") -> str:

@@ -39,6 +39,13 @@ class MachineLoad:
         return asdict(self) | {"busy": self.is_busy}
 
 
+def load_now(seconds: float = 0.5) -> MachineLoad:
+    """Waits some seconds and returns the load meanwhile."""
+    watch = LoadWatch()
+    time.sleep(seconds)
+    return watch.load()
+
+
 class LoadWatch:
     """Measures the load from its creation on. Linux only; elsewhere the load is not known."""
 

@@ -19,6 +19,7 @@ from edge_devices.energy.text import report_lines
 from edge_devices.energy.virtual_meters import ESTIMATE, EXTERNAL
 from edge_devices.errors import DeviceError
 from edge_devices.files.atomic_write import write_text
+from edge_devices.machine.load import LoadWatch, load_now
 from edge_devices.meters.base import Meter
 from edge_runtime.bench.contribution.command import PROTOCOL, Contribution, contribution_options, print_pool, remote_options
 from edge_runtime.bench.devices.command import bench_devices, device_options, wants_devices, write_comparison
@@ -108,13 +109,19 @@ def measure(request: BenchRequest, runs: Path | None, remark: str = "") -> tuple
     """Returns all records, with `remark` as the last, and whether it was interrupted; records measured until then are kept."""
     records: list[Record] = []
     with RecordFile(runs) as file, BenchProgress() as progress:
+        before = load_now()
+        if before.is_busy:
+            progress.message(f"before the first run, {before.sentence()}")
+        watch = LoadWatch()
         try:
             for record in Benchmark(request, progress).records():
                 file.add(record)
                 records.append(record)
-            if remark:
-                records.append(Note(text=remark))
-                file.add(records[-1])
+            load = watch.load()
+            for text in (remark, load.sentence() if load.is_busy else ""):
+                if text:
+                    records.append(Note(text=text))
+                    file.add(records[-1])
         except KeyboardInterrupt:
             if not records:
                 raise

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.facts import cpu_identity
+from edge_devices.machine.load import LoadWatch, MachineLoad
 from edge_runtime.calibration.cost_probe import CACHE_NAME, cache_costs, cached_costs, measure_costs
 from edge_runtime.calibration.thread_probe import CACHE_NAME as THREADS_NAME
 from edge_runtime.calibration.thread_probe import ThreadCounts, ThreadTimes, candidates, measure_threads
@@ -17,7 +18,7 @@ from edge_runtime.drafting.cost_model import CostCurve, Costs
 from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower
 from edge_runtime.interfaces import Drafter, Target
 
-# A measurement on a busy machine must not be trusted for ever, so each of the first uses measures.
+# Load comes and goes, so each of the first uses measures. What was measured on a busy machine is used once and not kept.
 TIMES = 3
 # Returns the watts of each phase, measured on an opened pair or cached under a key; leaves the KV cache empty. Arguments: the pair, a token
 # to fill texts with, the most rows of a verify, and the key.
@@ -42,7 +43,7 @@ class MeasuredPair:
         return hashlib.sha256(json.dumps([cpu_identity(), self.rows, [*map(str, self.facts)]]).encode()).hexdigest()
 
 
-def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None) -> Costs:
+def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None, notify: Callable[[str], None]) -> Costs:
     """Returns the cached costs of this pair on this machine; on the first TIMES uses measures them, in about two seconds.
 
     Costs are seconds, or joules if the objective is energy; measuring the power takes longer. Measuring empties the KV cache, so call this
@@ -51,9 +52,11 @@ def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None) -
     path = cache_folder() / CACHE_NAME
     measured = cached_costs(path, pair.key)
     if measured is None or measured.times < TIMES:
+        watch = LoadWatch()
         now = measure_costs(pair.target, pair.drafter, pair.token, most_rows=pair.rows)
         measured = now if measured is None else measured.combined(now)
-        cache_costs(path, pair.key, measured)
+        if _believed(watch.load(), notify, "the costs of drafts"):
+            cache_costs(path, pair.key, measured)
     curve = CostCurve(measured)
     if pair.objective != "energy" or power is None:
         return curve
@@ -80,8 +83,17 @@ def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], N
     if known is None or known.times < TIMES:
         if known is None:
             notify("First use of this bundle on this machine: finding out how many threads each phase runs fastest on.")
+        watch = LoadWatch()
         now = measure_threads(pair.target, pair.drafter, use, tries, pair.token)
         known = now if known is None else known.combined(now)
-        cache_put(path, key, known.to_json())
+        if _believed(watch.load(), notify, "the numbers of threads"):
+            cache_put(path, key, known.to_json())
     use(known.best())
     return known.best()
+
+
+def _believed(load: MachineLoad, notify: Callable[[str], None], what: str) -> bool:
+    """Whether a measurement is kept; says so where other programs disturbed it."""
+    if load.is_busy:
+        notify(f"Other programs used {load.others:.0%} of the processors while {what} were measured; they will be measured again.")
+    return not load.is_busy

@@ -139,7 +139,7 @@ class _PairLoader:
             kind=kind,
             backend="onnx",
             kernels=row_kernels() if target.row_kernels else None,
-            costs=lambda: measured_costs(pair, options.power),
+            costs=lambda: measured_costs(pair, options.power, options.notify),
             acceptance_cache=self._acceptance_cache("onnx", kind, exported),
             encoder=self._encoder("onnx", lambda: media_encoder(self.bundle, ort_options)),
         )
@@ -161,7 +161,7 @@ class _PairLoader:
         if options.threads is None:
             threads = measured_threads(pair, lambda counts: batch.set_threads(**counts.to_json()), options.notify)
         pair = replace(pair, facts=(*pair.facts, threads))
-        costs = cache(lambda: measured_costs(pair, options.power))
+        costs = cache(lambda: measured_costs(pair, options.power, options.notify))
         if count > 1 and self.settings.policy == "profit":
             costs()  # measuring empties the cache, so it is done before any request runs
         acceptance_cache = self._acceptance_cache("llama", kind, self.bundle.manifest.parity)

@@ -10,9 +10,13 @@ import pytest
 
 from bench_records import fixed, header, noisy_runs, rolling, run, whole_benchmark
 from chromium import chromium
+from edge_devices.energy.intervals import Interval
+from edge_devices.energy.text import ratio_text as energy_ratio
 from edge_runtime.bench.measure.records import Record, collect
 from edge_runtime.bench.measure.variants import BASELINE, OURS, Variant
 from edge_runtime.bench.report.figures import figures
+from edge_runtime.bench.report.ratios import Ratio
+from edge_runtime.bench.report.tables import ratio_text
 from edge_runtime.bench.report.verdict import verdict
 
 PROFIT = Variant(side=OURS, drafter="dense", policy="profit")
@@ -92,3 +96,10 @@ def test_no_whisker_is_clipped() -> None:
         assert [text.get_text() for text in axes.texts] == ["1.58e+08"] * arrows
         highs = [row.speed_up.high for row in rows if row.speed_up and row.speed_up.high]
         assert arrows or max(ends) == pytest.approx(max(highs))
+
+
+def test_an_interval_that_says_nothing_is_not_printed() -> None:
+    wide = Ratio(value=0.23, low=0.001, high=157896143.0, pairs=4, worst=0.1)
+    assert (wide.determined, wide.verdict, ratio_text(wide)) == (False, "", "not determined")
+    assert ratio_text(Ratio(value=1.5, low=1.2, high=1.9, pairs=4, worst=1.3)) == "1.50 [1.20, 1.90]"
+    assert "not determined" in energy_ratio(Interval(value=0.23, low=0.0, high=157896143.0, n=3, error=1.0, freedom=2.0))

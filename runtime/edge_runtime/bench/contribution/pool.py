@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_devices.energy.intervals import mean_interval
-from edge_devices.energy.text import figure_text
+from edge_devices.energy.text import figure_text, ratio_text
 from edge_devices.errors import EdgeError, printable
 from edge_runtime.bench.contribution.record import CheckedRecord, check_record
 from edge_runtime.bench.contribution.rules import RULES, invalid
@@ -89,7 +89,7 @@ def _rows(checked: CheckedRecord, *, signed: bool) -> list[tuple[str, ...]]:
     for one in checked.report.variants:
         values = (one.joules_per_output_token, one.net_joules_per_output_token)
         cells = (figure_text(value) if value else NONE for value in values)
-        ratio = figure_text(one.ratio_to_baseline) if one.ratio_to_baseline else NONE
+        ratio = ratio_text(one.ratio_to_baseline) if one.ratio_to_baseline else NONE
         speed = f"{one.tokens_per_second:.1f}" if one.tokens_per_second else NONE
         name = f"{checked.record.bundle} {checked.quantization}"
         rows.append((checked.device, name, one.name, checked.report.meter, *cells, ratio, speed, "yes" if signed else NONE))

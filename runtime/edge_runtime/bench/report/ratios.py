@@ -22,6 +22,8 @@ from edge_devices.energy.intervals import t_quantile
 from edge_runtime.bench.measure.records import Run
 
 DRAWS = 2000
+# An interval whose ends differ by more than this factor says nothing.
+WIDEST = 4
 SEED = 20261121
 
 # Logarithms of the ratios of one prompt, one for each repeat that both variants have.
@@ -42,15 +44,20 @@ class Ratio:
     worst: float
 
     @property
+    def determined(self) -> bool:
+        """Whether the runs agree well enough for the ratio to mean something; True for a single repeat, which has no interval."""
+        return self.low is None or self.high is None or self.high <= WIDEST * self.low
+
+    @property
     def verdict(self) -> str:
-        """The claim that the interval supports: "faster", "slower", or "" if it contains 1 or is unknown."""
-        if self.low is None or self.high is None:
+        """The claim that the interval supports: "faster", "slower", or "" if it contains 1, is too wide or is unknown."""
+        if self.low is None or self.high is None or not self.determined:
             return ""
         return "faster" if self.low > 1 else "slower" if self.high < 1 else ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
-        return asdict(self)
+        return asdict(self) | {"determined": self.determined}
 
 
 def speed(run: Run) -> float:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from edge_devices.energy.report import Report
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import figure_text, report_lines
+from edge_devices.energy.text import ratio_text as energy_ratio_text
 from edge_devices.meters.base import Kind
 from edge_runtime.bench.measure.records import Header
 from edge_runtime.bench.report.figures import Figures, Row
 from edge_runtime.bench.report.ratios import Ratio
 
 NONE = "-"
+NOT_DETERMINED = "not determined"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,8 @@ def ratio_text(ratio: Ratio | None) -> str:
     """Returns a ratio with its interval."""
     if ratio is None:
         return NONE
+    if not ratio.determined:
+        return NOT_DETERMINED
     return f"{ratio.value:.2f}" if ratio.low is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
@@ -224,11 +228,10 @@ def _energy(report: Report) -> TextTable:
             one.joules_per_prompt_token,
             one.joules_per_request,
             one.watts,
-            ratio,
         )
-        rows.append(
-            (one.name, *(figure_text(value) if value else NONE for value in values), claim, one.phase_method, "; ".join(one.refused))
-        )
+        of_plain = energy_ratio_text(ratio) if ratio else NONE
+        cells = (figure_text(value) if value else NONE for value in values)
+        rows.append((one.name, *cells, of_plain, claim, one.phase_method, "; ".join(one.refused)))
     columns = ("", "J/output token", "above idle", "J/prompt token", "J/request", "W", "of plain", "claim", "phases", "refused")
     note = " ".join(report_lines(report)[: 2 if report.idle else 1])
     return TextTable(name="energy", title=_energy_title("Energy", report), columns=columns, rows=tuple(rows), note=note)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from edge_devices.energy.report import Report
 from edge_runtime.bench.measure.variants import OURS
 from edge_runtime.bench.report.figures import Figures, Row
+from edge_runtime.bench.report.ratios import WIDEST
 
 # The policy that users get; it is judged rather than the variant that came out best by chance.
 _DEFAULT_POLICY = "profit"
-# An interval whose ends differ by more than this factor says nothing.
-_WIDEST = 4
 
 
 def verdict(figures: Figures) -> str:
@@ -36,8 +35,8 @@ def _speed(row: Row) -> str:
     if ratio.low is None or ratio.high is None:
         return f"was {ratio.value:.2f} times as fast as plain decoding in a single repeat, which has no interval"
     interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]"
-    if ratio.high > _WIDEST * ratio.low:
-        return f"was measured too unevenly to be compared with plain decoding: the 95% interval spans a factor of more than {_WIDEST}"
+    if not ratio.determined:
+        return f"was measured too unevenly to be compared with plain decoding: the 95% interval spans a factor of more than {WIDEST}"
     if not ratio.verdict:
         return f"is neither faster nor slower than plain decoding in these runs: {ratio.value:.2f} times as fast, 95% {interval}"
     slower = " (slower)" if ratio.verdict == "slower" else ""
