@@ -59,11 +59,11 @@ class Api:
 
     async def ollama_chat(self, request: Request) -> Response:
         """POST /api/chat."""
-        return await self._respond(request, read_ollama_chat, lambda *_: OllamaFormat(self._model.name, chat=True))
+        return await self._ollama(request, read_ollama_chat, chat=True)
 
     async def ollama_generate(self, request: Request) -> Response:
         """POST /api/generate."""
-        return await self._respond(request, read_ollama_generate, lambda *_: OllamaFormat(self._model.name, chat=False))
+        return await self._ollama(request, read_ollama_generate, chat=False)
 
     async def ollama_show(self, request: Request) -> Response:
         """POST /api/show."""
@@ -75,7 +75,8 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        tokens = await asyncio.wrap_future(self._worker.encode(read_tokenize(await _body(request))))
+        encoding = self._worker.encode(read_tokenize(await _body(request)))
+        tokens = await unless_disconnected(request.receive, asyncio.wrap_future(encoding))
         return Json200({"tokens": tokens, "count": len(tokens), "max_model_len": self._model.context})
 
     async def detokenize(self, request: Request) -> Response:
@@ -124,23 +125,26 @@ class Api:
     async def _respond(
         self, request: Request, read: Callable[[Json], ApiRequest], make_format: Callable[[Json, ApiRequest], ResponseFormat]
     ) -> Response:
+        body = await _body(request)
+        api_request = read(body)
+        return await self._answer(request, api_request, make_format(body, api_request))
+
+    async def _ollama(self, request: Request, read: Callable[[Json], ApiRequest], *, chat: bool) -> Response:
+        body, form = await _body(request), OllamaFormat(self._model.name, chat=chat)
+        if only_loads(body, chat=chat):
+            return Json200(form.loaded())
+        return await self._answer(request, read(body), form)
+
+    async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat) -> Response:
+        pending = PendingResponse(self._worker, api_request, form)
         try:
-            body = await _body(request)
-            api_request = read(body)
-            form = make_format(body, api_request)
-            if isinstance(form, OllamaFormat) and only_loads(body):
-                return Json200(form.loaded())
-            pending = PendingResponse(self._worker, api_request, form)
-            try:
-                await unless_disconnected(request.receive, pending.wait_started())
-                if not api_request.stream:
-                    return Json200(await unless_disconnected(request.receive, pending.complete()))
-            except BaseException:
-                pending.cancel()
-                raise
-            return PieceStream(pending)
-        except (ClientDisconnect, ClientDisconnected):
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            await unless_disconnected(request.receive, pending.wait_started())
+            if not api_request.stream:
+                return Json200(await unless_disconnected(request.receive, pending.complete()))
+        except BaseException:
+            pending.cancel()
+            raise
+        return PieceStream(pending)
 
     def _no_such_model(self) -> ApiError:
         return ApiError(404, f"this server has no such model; use {self._model.name!r}", param="model", code="model_not_found")
@@ -190,6 +194,11 @@ async def error_response(request: Request, error: Exception) -> Response:
     return Json200(failure.body(ollama=request.url.path.startswith(_OLLAMA)), failure.status, failure.headers)
 
 
+async def closed_response(_request: Request, _error: Exception) -> Response:
+    """Returns the response for a client that is gone."""
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
 def make_app(api: Api) -> Starlette:
     """Returns the ASGI application."""
     return Starlette(
@@ -217,6 +226,8 @@ def make_app(api: Api) -> Starlette:
             HTTPException: error_response,
             ApiError: error_response,
             RequestError: error_response,
+            ClientDisconnect: closed_response,
+            ClientDisconnected: closed_response,
             Exception: error_response,
         },
     )

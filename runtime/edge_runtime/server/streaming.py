@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
 from edge_runtime.server.engine.jobs import Failed, Finished, Output, StreamEvent
@@ -96,7 +96,7 @@ class PendingResponse:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
 
 
-async def unless_disconnected(receive: Callable[[], Awaitable[MutableMapping[str, Any]]], work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_disconnected(receive: Callable[[], Awaitable[MutableMapping[str, Any]]], work: Awaitable[Result]) -> Result:
     """Returns the result of `work`; cancels it and raises ClientDisconnected if the client disconnects first.
 
     The request's body must have been read before.

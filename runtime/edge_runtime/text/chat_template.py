@@ -82,7 +82,10 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, prompt_answer: bool = True
     ) -> list[int]:
         """Returns the conversation's token ids, beginning with the beginning-of-sequence token. See `render` for the arguments."""
-        text = self.render(messages, tools=tools, thinking=thinking, prompt_answer=prompt_answer)
+        return self.encode_rendered(self.render(messages, tools=tools, thinking=thinking, prompt_answer=prompt_answer))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Returns the token ids of what `render` returned."""
         bos = self._vocabulary.bos
         ids = [i for part in text.split(MARK) if part for i in self._vocabulary.encode(part, add_bos=False, parse_special=True)]
         return ids if bos < 0 or ids[:1] == [bos] else [bos, *ids]

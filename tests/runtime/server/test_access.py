@@ -16,7 +16,13 @@ pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
 pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
 
 from chat_server import Scripted, scripted_server
+from chat_words import chat_session
+from edge_runtime.server.engine.prompts import Prompts
+from edge_runtime.server.errors import ApiError
+from edge_runtime.server.http.guard import host_name
+from edge_runtime.server.requests.messages import Conversation
 from edge_runtime.server.serve import allowed_hosts
+from edge_runtime.text.chat_template import ChatTemplate
 
 ALLOWED = "https://chat.example"
 HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -63,6 +69,21 @@ def test_names_of_the_host_header() -> None:
     assert allowed_hosts("127.0.0.1") == {"localhost", "127.0.0.1", "::1"}
     assert allowed_hosts("0.0.0.0") is None
     assert allowed_hosts("0.0.0.0", ["My.Name"]) == {"localhost", "127.0.0.1", "::1", "0.0.0.0", "my.name"}
+
+
+def test_malformed_hosts_have_no_name() -> None:
+    assert [host_name(host) for host in ("[::1]:80", "localhost", "a.b:8080")] == ["::1", "localhost", "a.b"]
+    assert [host_name(host) for host in ("[::1]evil.com", "[::1", "localhost:80.evil.com", "localhost]")] == [""] * 4
+
+
+def test_several_origins_are_refused(server: Scripted) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    connection.putrequest("GET", "/v1/models")
+    for name, value in (("Origin", "https://evil.example"), ("Origin", ALLOWED), ("Authorization", "Bearer secret")):
+        connection.putheader(name, value)
+    connection.endheaders()
+    assert connection.getresponse().status == 403
+    connection.close()
 
 
 def test_a_websocket_is_refused(server: Scripted) -> None:
@@ -114,6 +135,52 @@ def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenized() -> None:
             status, _, found = send(server, "POST", path, body)
             assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
         assert max(texts, default=0) < 100_000
+
+
+def test_what_a_template_writes_besides_the_messages_is_measured_too() -> None:
+    session = chat_session("Hello.")
+    template = ChatTemplate("{{ tools }}{{ messages[0].tool_calls }}{{ messages[0].reasoning_content }}", session.vocabulary)
+    long: Any = "word " * 400_000
+    for message, tools in (
+        ({"reasoning_content": long}, ()),
+        ({"tool_calls": [{"name": "f", "arguments": {"x": long}}]}, ()),
+        ({}, ({"description": long},)),
+    ):
+        prompt = Conversation(messages=({"role": "assistant", "content": "", **message},), tools=tools)
+        session.vocabulary.encode = lambda *_, **__: pytest.fail("it was tokenized")  # type: ignore[method-assign]
+        with pytest.raises(ApiError, match="at least"):
+            Prompts(session, template).encode(prompt)
+
+
+def test_abandoned_texts_are_not_tokenized_and_count_in_the_limit() -> None:
+    with scripted_server("Hello.", waiting=2) as server:
+        vocabulary = server.worker._sessions[0].vocabulary
+        encode, begun, going, texts = vocabulary.encode, threading.Event(), threading.Event(), []
+
+        def wait(text: str, **options: Any) -> list[int]:
+            texts.append(text)
+            begun.set()
+            going.wait(30)
+            return encode(text, **options)
+
+        vocabulary.encode = wait  # type: ignore[method-assign]
+        gone = [http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30) for _ in range(3)]
+        for number, connection in enumerate(gone):
+            connection.request("POST", "/tokenize", json.dumps({"content": str(number)}))
+        begun.wait(30)
+        while server.worker.load() != (0, 3):
+            time.sleep(0.001)
+        status, headers, _ = send(server, "POST", "/tokenize", {"content": "one more"})
+        assert (status, headers["retry-after"]) == (503, "2")
+        for connection in gone:
+            connection.close()
+        while server.worker.load() != (0, 1):  # the one that began cannot be stopped
+            time.sleep(0.001)
+        going.set()
+        assert send(server, "POST", "/v1/chat/completions", HI)[0] == 200
+        assert sum(text in ("0", "1", "2") for text in texts) == 1
+        assert server.worker.load() == (0, 0)
+        assert not server.notes
 
 
 def test_a_slow_tokenizer_delays_nobodys_rounds() -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
 ollama = pytest.importorskip("ollama", reason="needs edge-mtp[dev]")
 
 from chat_server import scripted_server
+from edge_runtime.server.requests.ollama import read_ollama_generate
 
 HI: Any = [{"role": "user", "content": "hi"}]
 CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
@@ -54,6 +55,16 @@ def test_generate_and_limits(client: Any) -> None:
     cut = client.generate(model="scripted", prompt="hi", options={"num_predict": 3, "stop": ["zzz"], "seed": 1})
     assert (cut.done_reason, cut.eval_count) == ("length", 3)
     assert client.generate(model="scripted").done_reason == "load"
+    assert client.chat(model="scripted").done_reason == "load"
+    assert client.chat(model="scripted", messages=[], keep_alive=60).done_reason == "load"
+
+
+@pytest.mark.parametrize("field", [{"format": "json"}, {"logprobs": True}, {"think": True}, {"system": "Be brief."}])
+def test_raw_prompts_have_no_fields_of_a_chat(client: Any, field: dict[str, Any]) -> None:
+    with pytest.raises(ollama.ResponseError, match=f"{next(iter(field))} is not supported; raw prompts"):
+        client.generate(model="scripted", prompt="hi", raw=True, **field)
+    (choice,) = read_ollama_generate({"prompt": "hi", "raw": True, "think": False, "system": "", "format": ""}).choices
+    assert choice.prompt == "hi"
 
 
 def test_the_model_is_listed_and_described(client: Any) -> None:

@@ -122,6 +122,8 @@ def test_deterministic_answers_depend_on_their_request_alone(deterministic: str)
     with ThreadPoolExecutor(16) as pool:
         together = list(pool.map(lambda number: answered(asked[number]), order))
     assert together == [alone[number] for number in order]
+    for _ in range(2):  # nor does what is reported reveal what others sent
+        assert chat(client, "def area(r):", max_tokens=2).usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_an_answer_is_the_json_that_was_asked_for(several: str) -> None:

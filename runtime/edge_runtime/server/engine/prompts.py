@@ -10,7 +10,7 @@ from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.completions import Prompt
 from edge_runtime.server.requests.messages import Conversation
 from edge_runtime.session.session import Session
-from edge_runtime.text.chat_template import ChatTemplate
+from edge_runtime.text.chat_template import MARK, ChatTemplate
 
 # Longer texts are measured before they are tokenized: 2 MB take seconds.
 _SURELY_FAST = 1 << 16
@@ -29,7 +29,10 @@ class Prompts:
         """Returns the prompt's token ids. Raises RequestError or ApiError if they do not fit."""
         if isinstance(prompt, Conversation):
             self._check_size(sum(len(str(message.get("content", "")).strip().encode("utf-8", "replace")) for message in prompt.messages))
-            ids = self._template.encode(prompt.messages, tools=prompt.tools, thinking=prompt.thinking)
+            text = self._template.render(prompt.messages, tools=prompt.tools, thinking=prompt.thinking)
+            # Tools, calls and thoughts count as far as the template writes them.
+            self._check_size(len(text.replace(MARK, "").encode("utf-8", "replace")))
+            ids = self._template.encode_rendered(text)
         elif isinstance(prompt, str):
             self._check_size(len(prompt.encode("utf-8", "replace")))
             ids = self._vocabulary.encode(prompt)

@@ -86,11 +86,15 @@ class Worker:
         return running, max(0, self._submitted - running)
 
     def encode(self, prompt: Prompt) -> Future[list[int]]:
-        """Returns the token ids of a prompt, from the thread for prompts. Raises ApiError when the server is shutting down."""
+        """Returns the token ids of a prompt, from the thread for prompts; cancelled before its turn, nothing is computed.
+
+        Raises ApiError (503) if the queue is full or the server is shutting down.
+        """
         with self._lock:
-            if self._stopping:
-                raise _shutting_down()
-            return self._encoder.submit(self._prompts.encode, prompt)
+            self._accept(1)
+            found = self._encoder.submit(self._prompts.encode, prompt)
+        found.add_done_callback(lambda _: self._finished())
+        return found
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, control tokens included. Raises RequestError for ids that are not in the vocabulary."""
@@ -102,22 +106,26 @@ class Worker:
         Raises ApiError (503) if the queue is full or the server is shutting down; 400 if it will never have room for as many.
         """
         with self._lock:
-            if self._stopping:
-                raise _shutting_down()
-            if len(requests) > self._capacity:
-                raise ApiError(400, f"the request has {len(requests)} answers; this server queues at most {self._capacity}", param="n")
-            if self._submitted + len(requests) > self._capacity:
-                raise ApiError(
-                    503,
-                    f"{self._submitted} requests are running or waiting, which is the limit; try again soon",
-                    code="queue_full",
-                    headers={"Retry-After": str(RETRY_SECONDS)},
-                )
-            self._submitted += len(requests)
+            self._accept(len(requests))
             jobs = [Job(request, functools.partial(deliver, number)) for number, request in enumerate(requests)]
             for job in jobs:
                 self._encoder.submit(self._admit, job)
         return jobs
+
+    def _accept(self, requests: int) -> None:
+        """Counts requests in. Raises ApiError as `submit` does; the caller holds the lock."""
+        if self._stopping:
+            raise _shutting_down()
+        if requests > self._capacity:
+            raise ApiError(400, f"the request has {requests} answers; this server queues at most {self._capacity}", param="n")
+        if self._submitted + requests > self._capacity:
+            raise ApiError(
+                503,
+                f"{self._submitted} requests are running or waiting, which is the limit; try again soon",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_SECONDS)},
+            )
+        self._submitted += requests
 
     def _run(self) -> None:
         while not self._stopping:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
@@ -26,6 +27,8 @@ OPEN_PATHS = frozenset({"/", "/health"})
 _METHODS = "GET, POST, OPTIONS"
 _PREFLIGHT_SECONDS = 600
 _OLLAMA = "/api/"
+_HOST = re.compile(r"(\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(:[0-9]*)?")
+_SEVERAL_ORIGINS = ApiError(403, "the request has several Origin headers; send one", code="wrong_origin")
 
 
 class Guard:
@@ -47,8 +50,9 @@ class Guard:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         permission = self._permission(headers)
+        origins = sum(name.lower() == b"origin" for name, _ in scope["headers"])
         preflight = bool(permission) and scope["method"] == "OPTIONS" and "access-control-request-method" in headers
-        refusal = self._refusal(scope["path"], headers, preflight)
+        refusal = self._refusal(scope["path"], headers, preflight) if origins < 2 else _SEVERAL_ORIGINS
         sends = _adding(send, permission) if permission else send
         if refusal is not None:
             await send_error(sends, refusal, ollama=scope["path"].startswith(_OLLAMA))
@@ -92,10 +96,9 @@ class Guard:
 
 
 def host_name(host: str) -> str:
-    """Returns a Host header without port and brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
+    """Returns a Host header without port and brackets; nothing if it is malformed."""
+    found = _HOST.fullmatch(host)
+    return (found["ipv6"] or found["name"] or "") if found else ""
 
 
 async def send_error(send: Send, error: ApiError, *, ollama: bool = False) -> None:

@@ -25,6 +25,8 @@ _OPTIONS = {
     "top_k": "top_k",
     "top_p": "top_p",
 }
+_CHAT = _IGNORED | _COMMON | {"messages", "tools"}
+_GENERATE = _IGNORED | _COMMON | {"context", "images", "prompt", "raw", "suffix", "system", "template"}
 _WHOLE_CONTEXT = 1 << 31
 Json = dict[str, Any]
 
@@ -32,7 +34,7 @@ Json = dict[str, Any]
 def read_ollama_chat(body: Json) -> ApiRequest:
     """Reads the body of a POST to /api/chat. Raises ApiError."""
     fields = Fields(body)
-    fields.only(_IGNORED | _COMMON | {"messages", "tools"})
+    fields.only(_CHAT)
     chat = _common(fields) | {"tools": fields.get("tools"), "messages": _messages(fields)}
     return _streamed(read_chat(chat), fields)
 
@@ -40,29 +42,28 @@ def read_ollama_chat(body: Json) -> ApiRequest:
 def read_ollama_generate(body: Json) -> ApiRequest:
     """Reads the body of a POST to /api/generate. Raises ApiError."""
     fields = Fields(body)
-    fields.only(_IGNORED | _COMMON | {"context", "images", "prompt", "raw", "suffix", "system", "template"})
+    fields.only(_GENERATE)
     fields.refuse("images", [], why="the model accepts text only")
     fields.refuse("context", [], why="it is deprecated; use /api/chat")
     fields.refuse("suffix", "")
     fields.refuse("template", "", why="the bundle's chat template is used")
     prompt, common = fields.text("prompt", "") or "", _common(fields)
     if fields.flag("raw"):
-        for name in ("logprobs", "top_logprobs", "response_format", "chat_template_kwargs"):
-            common.pop(name, None)
+        for name in ("format", "logprobs", "system", "think", "top_logprobs"):
+            fields.refuse(name, "", False, 0, why="raw prompts have none; leave it out, or raw")
         return _streamed(read_completion(common | {"prompt": prompt, "max_tokens": common.get("max_tokens", _WHOLE_CONTEXT)}), fields)
     system = fields.text("system")
     before = [{"role": "system", "content": system}] if system else []
     return _streamed(read_chat(common | {"messages": [*before, {"role": "user", "content": prompt}]}), fields)
 
 
-def only_loads(body: Json) -> bool:
-    """Whether a request has neither prompt nor messages: Ollama loads the model then, which is loaded here already."""
-    return not body.get("prompt") and not body.get("messages")
+def only_loads(body: Json, *, chat: bool) -> bool:
+    """Whether a request has no messages or no prompt: Ollama loads the model then, which is loaded here already.
 
-
-def streams(body: Json) -> bool:
-    """Whether the response is streamed, which is Ollama's default."""
-    return Fields(body).flag("stream", True)
+    Raises ApiError for unknown fields.
+    """
+    Fields(body).only(_CHAT if chat else _GENERATE)
+    return not body.get("messages" if chat else "prompt")
 
 
 def _common(fields: Fields) -> Json:
