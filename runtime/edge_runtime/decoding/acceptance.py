@@ -37,12 +37,18 @@ def accept_greedy(drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
 
 
 def likeliest(row: Logits) -> int:
-    """Returns the index of the largest logit of a row [vocabulary]. Raises BackendError for a row with NaN, which argmax returns first."""
+    """Returns the index of the largest logit of a row [vocabulary].
+
+    Raises BackendError for a row with NaN, which argmax returns first, and for one of equal logits: llama.cpp's own kernels round NaN to 0.
+    """
     best = int(row.argmax())
+    wrong = ""
     if math.isnan(row[best]):
-        raise BackendError(
-            f"the target's logits hold NaN (first at token {best}); the model or its backend is broken: check its files with --check full"
-        )
+        wrong = f"hold NaN (first at token {best})"
+    elif best == 0 and len(row) > 1 and row[-1] == row[0] and (row == row[0]).all():
+        wrong = f"are all {row[0]}"
+    if wrong:
+        raise BackendError(f"the target's logits {wrong}; the model or its backend is broken: check its files with --check full")
     return best
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from edge_runtime.decoding.acceptance import accept_by_match, accept_by_rejection, accept_greedy
 from edge_runtime.decoding.distribution import Distribution
+from edge_runtime.errors import BackendError
 
 
 def rows(*choices: int) -> np.ndarray:
@@ -78,3 +79,13 @@ def test_after_the_last_draft_the_target_has_its_own_say():
     p = shares(0.5, 0.5)
     verdict = accept_by_rejection([0, 1], [p, p], lambda _: p, numbers(0.99, 0.99, 0.7))
     assert (verdict.accepted, verdict.next_token) == (2, 1)
+
+
+@pytest.mark.parametrize(("row", "wrong"), [([0.0, float("nan"), 1.0], "hold NaN"), ([0.0, 0.0, 0.0], "are all 0.0")])
+def test_logits_of_a_broken_model_are_refused(row: list[float], wrong: str) -> None:
+    with pytest.raises(BackendError, match=wrong):
+        accept_greedy([], np.array([row], np.float32))
+
+
+def test_a_first_token_that_is_the_likeliest_is_no_error() -> None:
+    assert accept_greedy([], np.array([[1.0, 0.0, 1.0]], np.float32)).next_token == 0

@@ -84,7 +84,7 @@ def _number(attribute: bytes) -> tuple[bytes, float]:
         if number == _NAME and isinstance(value, bytes):
             name = value
         elif number == _INTEGER and isinstance(value, int):
-            found = value
+            found = value - (1 << 64) if value >> 63 else value
         elif number == _FLOAT and isinstance(value, bytes):
             (found,) = struct.unpack("<f", value)
     return name, found
@@ -158,23 +158,40 @@ def _attention(end: _Node) -> _Node | None:
     cached, new = _sources(end, "Add", 2) or (None, None)
     split, _ = _sources(cached, "MatMul", 2) or (None, None)
     other, _ = _sources(new, "MatMul", 2) or (None, None)
-    softmax, _ = _sources(split, "Split", 2) or (None, None)
-    (joined,) = _sources(softmax, "Softmax", 1) or (None,)
-    scores, masked = _sources(joined, "Concat", 2) or (None, None)
+    softmax, sizes = _sources(split, "Split", 2, axis=-1) or (None, None)
+    (joined,) = _sources(softmax, "Softmax", 1, axis=-1) or (None,)
+    scores, masked = _sources(joined, "Concat", 2, axis=-1) or (None, None)
     own, mask = _sources(masked, "Add", 2) or (None, None)
-    products = [scores, own]
-    if other is not split or mask is None or mask.operator != "Flatten" or cached is None or new is None or split is None:
+    products = [_sources(one, "FusedMatMul", 2, transB=1) for one in (scores, own)]
+    if other is not split or cached is None or new is None or split is None or None in products or not _causal(mask):
         return None
-    if any(one is None or one.operator != "FusedMatMul" or one.numbers != {b"transB": 1} for one in products):
-        return None
-    (queries, past_keys), (same, new_keys) = (one.inputs for one in products if one is not None)
-    if same != queries or [cached.inputs[0], new.inputs[0]] != split.outputs:
+    assert scores is not None
+    assert own is not None
+    (queries, past_keys), (same, new_keys) = scores.inputs, own.inputs
+    if same != queries or [cached.inputs[0], new.inputs[0]] != split.outputs or not _lengths(sizes):
         return None
     return _Node(ATTENTION, [queries, past_keys, cached.inputs[1], new_keys, new.inputs[1]], end.outputs)
 
 
-def _sources(node: _Node | None, operator: str, count: int) -> Sequence[_Node | None] | None:
-    return node.sources if node is not None and node.operator == operator and len(node.inputs) == count else None
+def _causal(mask: _Node | None) -> bool:
+    """Whether this is the mask of the rows of one forward, made from the order of their positions."""
+    (spread,) = _sources(mask, "Flatten", 1, axis=2) or (None,)
+    where, _ = _sources(spread, "Expand", 2) or (None, None)
+    seen, _, _ = _sources(where, "Where", 3) or (None, None, None)
+    rows = _sources(seen, "GreaterOrEqual", 2) or (None, None)
+    return all(_sources(one, "Reshape", 2) is not None and one is not None and one.inputs[0] == b"position_ids" for one in rows)
+
+
+def _lengths(sizes: _Node | None) -> bool:
+    """Whether these are two numbers of rows. All layers take those of the first: they have the same rows."""
+    return all(_sources(one, "Shape", 1, start=2, end=3) is not None for one in _sources(sizes, "Concat", 2, axis=0) or (None,))
+
+
+def _sources(node: _Node | None, operator: str, count: int, **numbers: int) -> Sequence[_Node | None] | None:
+    """The sources of a node with this operator, this number of inputs and exactly these attributes."""
+    wanted = {name.encode(): number for name, number in numbers.items()}
+    fits = node is not None and node.operator == operator and len(node.inputs) == count and node.numbers == wanted
+    return node.sources if fits and node is not None else None
 
 
 def _parsed(node: bytes) -> _Node:

@@ -79,6 +79,19 @@ def test_every_variant_has_the_same_bits_for_a_row_in_any_batch(bits: int, block
             assert np.array_equal(multiply(variant, matrix, bits, block, values[7:8]), first[7:8]), variant
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_no_number_reaches_the_results_of_its_row_alone(value: float) -> None:
+    """A broken model is recognised by NaN in its logits."""
+    matrix, _ = drawn(0, 33, 3 * 32, 4, 32, np.float16)
+    values = np.random.default_rng(0).standard_normal((13, 3 * 32)).astype(np.float32)
+    clean = multiply(VARIANTS[0], matrix, 4, 32, values)
+    values[5, 40] = value
+    for variant in VARIANTS:
+        found = multiply(variant, matrix, 4, 32, values)
+        assert np.isnan(found[5]).all(), variant
+        assert np.array_equal(np.delete(found, 5, axis=0), np.delete(clean, 5, axis=0)), variant
+
+
 @pytest.mark.parametrize(
     ("outputs", "inputs", "bits", "block", "rows"),
     [

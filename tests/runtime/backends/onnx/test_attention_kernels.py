@@ -110,6 +110,18 @@ def test_a_rows_attention_has_the_same_bits_in_every_batch_and_on_every_variant(
             assert np.array_equal(rows, found[0][past, 60][:tokens]), (past, tokens)
 
 
+@pytest.mark.parametrize("name", ["q", "keys", "values"])
+def test_what_is_no_number_reaches_the_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = drawn(200, 3)
+    inputs[name] = inputs[name].copy()
+    inputs[name][..., 100 if name != "q" else 1, 7] = np.nan
+    for variant in library.usable_variants():
+        monkeypatch.setenv(library.VARIABLE, variant)
+        result = session(with_row_kernels(model(-1, writes=True))[0]).run(["y"], inputs)[0][0]
+        assert np.isnan(result[1]).any(), variant
+        assert name != "q" or not np.isnan(result[[0, 2]]).any(), variant
+
+
 @pytest.mark.parametrize("change", [{"softcap": 30.0}, {"scale": 0.5}, {"do_rotary": 0}, {"smooth_softmax": 1}])
 def test_attention_of_another_kind_stays(change: dict[str, Any]) -> None:
     graph = onnx.load_from_string(with_row_kernels(model(20, writes=True, **change))[0]).graph
@@ -124,6 +136,7 @@ def test_attention_of_another_kind_stays(change: dict[str, Any]) -> None:
         ("positions", np.arange(3, 8)[None]),
         ("positions", np.array([[100, 101, 103, 104, 105]])),
         ("positions", np.array([[398, 399, 400, 401, 402]])),
+        ("positions", np.arange((1 << 63) - 5, 1 << 63, dtype=np.uint64).astype(np.int64)[None]),
         ("positions", np.array([[-5, -4, -3, -2, -1]])),
         ("k", np.zeros((1, 4, KV_HEADS * DIM), np.float32)),
     ],
@@ -132,6 +145,21 @@ def test_rows_and_positions_outside_the_buffers_are_refused(name: str, value: ND
     ours = session(with_row_kernels(model(20, writes=True))[0])
     with pytest.raises(Exception, match="attention: "):
         ours.run(None, drawn(7, 5) | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("operator", "attribute", "value"),
+    [("Softmax", "axis", 2), ("Split", "axis", 2), ("Flatten", "axis", 1), ("FusedMatMul", "transB", 0), ("Shape", "start", 1)],
+)
+def test_attention_on_rows_with_other_attributes_stays(onnx_pair: Bundles, operator: str, attribute: str, value: int) -> None:
+    path = next(onnx_pair("int4").glob("target-int4*.onnx"))
+    graph = onnx.load(path, load_external_data=False)
+    assert b"AttendRows" in with_row_kernels(graph.SerializeToString())[0]
+    for node in graph.graph.node:
+        for one in node.attribute:
+            if node.op_type == operator and one.name == attribute:
+                one.i = value
+    assert b"AttendRows" not in with_row_kernels(graph.SerializeToString())[0]
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])

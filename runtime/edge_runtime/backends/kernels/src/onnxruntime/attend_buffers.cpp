@@ -82,11 +82,11 @@ Status* read(const Kernel& kernel, KernelContext* context, Inputs& in) {
     in.past = *count - in.tokens, in.position = position[0];
     if (in.dim < 2 || in.dim % 2 || in.past < 0 || *count > in.capacity || in.position < in.past)
         return create_status(api, kFail, "attention: rows or positions outside the buffers");
+    for (const Shape& one : tables)
+        if (one.rank != 2 || one.sizes[1] != in.dim / 2 || in.position > one.sizes[0] - in.tokens)  // the sum could overflow
+            return create_status(api, kFail, "attention: no rotation for these positions");
     for (int64_t i = 0; i < in.tokens; i++)
         if (position[i] != in.position + i) return create_status(api, kFail, "attention: positions must follow each other");
-    for (const Shape& one : tables)
-        if (one.rank != 2 || one.sizes[1] != in.dim / 2 || one.sizes[0] < in.position + in.tokens)
-            return create_status(api, kFail, "attention: no rotation for these positions");
     return nullptr;
 }
 

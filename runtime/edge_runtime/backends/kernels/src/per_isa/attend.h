@@ -37,9 +37,9 @@ float total(Floats16 value) {
     return (four.x + four.z) + (four.y + four.w);
 }
 
-// e^x for x <= 0; below -87 it stays at e^-87. Polynomial: Cephes, expf.
+// e^x for x <= 0; below -87 it stays at e^-87, and NaN stays NaN, which a maximum would drop. Polynomial: Cephes, expf.
 Floats16 exp16(Floats16 x) {
-    x = __builtin_elementwise_max(x, Floats16(-87.0f));
+    x = x < Floats16(-87.0f) ? Floats16(-87.0f) : x;
     const Floats16 shifted = __builtin_elementwise_fma(x, Floats16(1.44269504f), Floats16(12582912.0f));
     const Floats16 whole = shifted - 12582912.0f;
     Floats16 rest = __builtin_elementwise_fma(whole, Floats16(-0.693359375f), x);

@@ -10,8 +10,16 @@ namespace {
 void round_row(const float* values, int64_t inputs, int block, int64_t row, int64_t rows, int8_t* levels, float* scales, int32_t* sums) {
     levels += row * block;
     for (int64_t b = 0; b < inputs / block; b++, values += block, levels += rows * block) {
-        float most = 0;
-        for (int i = 0; i < block; i++) most = __builtin_fmaxf(most, __builtin_fabsf(values[i]));
+        // Magnitudes compare like their bits, and NaN is above all of them: its scale makes the row's results NaN.
+        uint32_t greatest = 0;
+        for (int i = 0; i < block; i++) {
+            uint32_t bits;
+            __builtin_memcpy(&bits, &values[i], 4);
+            bits &= 0x7fffffffu;
+            greatest = bits > greatest ? bits : greatest;
+        }
+        float most;
+        __builtin_memcpy(&most, &greatest, 4);
         const float scale = most / 127.0f;
         const float inverse = most > 0 ? 127.0f / most : 0.0f;
         int32_t sum = 0;
