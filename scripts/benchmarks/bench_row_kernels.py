@@ -1,13 +1,14 @@
-"""The cost curve of llama.cpp's own kernels and of the project's, on one GGUF target, sides in turn.
+"""The cost curve of both backends, on stock kernels and on the project's, sides in turn.
 
-    python scripts/benchmarks/bench_row_kernels.py /tmp/wide-bundle/target-q4_0.gguf --threads 2
+    python scripts/benchmarks/bench_row_kernels.py /tmp/wide-bundle --threads 2
 
-Medians in milliseconds of verifies of 1 to 13 rows and of a prefill of 512, and times one row. Also says whether each row's logits equal
-those of the same row alone.
+BUNDLE has both formats, or one. Medians in milliseconds of verifies of 1 to 13 rows and of a prefill of 512, and times one row. Also says
+how many rows of a verify have the bits of the same row alone.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -15,62 +16,83 @@ import click
 import numpy as np
 
 from edge_runtime.backends.kernels import ggml
+from edge_runtime.backends.kernels.library import VARIABLE, variant
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.library import library
 from edge_runtime.backends.llama.target import LlamaTarget
+from edge_runtime.backends.onnx.open import OrtOptions, open_pair
+from edge_runtime.backends.onnx.target import OrtTarget, pair_of
+from edge_runtime.bundle.bundle import Bundle, open_bundle
 
-PROMPT, PREFILL = 64, 512
-ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 13)
-
-
-def open_target(path: Path, threads: int, kernels: bool) -> LlamaTarget:
-    """Opens the target on one kind of kernels."""
-    ggml.switch(kernels)
-    return LlamaTarget(path, LlamaOptions(context=1024, threads=threads, draft=False))
+PREFILL, CONTEXT = 512, 1024
+ROWS = tuple(range(1, 14))
+AnyTarget = LlamaTarget | OrtTarget
 
 
-def milliseconds(target: LlamaTarget, tokens: list[int], *, prefill: bool = False) -> float:
-    """The time of one forward after the prompt."""
-    target.rollback(PROMPT)
+def open_sides(bundle: Bundle, threads: int) -> dict[str, AnyTarget]:
+    """The target on each backend of the bundle, first on stock kernels."""
+    sides: dict[str, AnyTarget] = {}
+    for kernels in (False, True):
+        suffix = " with row kernels" if kernels else ""
+        if bundle.has("target", "onnx"):
+            if not kernels:
+                os.environ[VARIABLE] = "none"
+            sides[f"onnxruntime{suffix}"] = open_pair(pair_of(bundle, drafter=False), OrtOptions(context=CONTEXT, threads=threads))[0]
+            os.environ.pop(VARIABLE, None)
+        if bundle.has("target", "gguf"):
+            options = LlamaOptions(context=CONTEXT, threads=threads, draft=False)
+            library()  # registers the kernels
+            ggml.switch(kernels)
+            sides[f"llama.cpp{suffix}"] = LlamaTarget(bundle.path("target", "gguf"), options)
+    return sides
+
+
+def milliseconds(target: AnyTarget, tokens: list[int], depth: int, *, prefill: bool = False) -> float:
+    """The time of one forward after the first `depth` tokens."""
+    target.rollback(depth)
     start = time.perf_counter()
     (target.prefill if prefill else target.verify)(tokens)
     return (time.perf_counter() - start) * 1e3
 
 
-def equal_rows(target: LlamaTarget, tokens: list[int]) -> int:
-    """How many rows of a verify of `tokens` have the bits of the same row alone."""
-    target.rollback(PROMPT)
-    alone = [target.verify([token])[0].copy() for token in tokens]
-    target.rollback(PROMPT)
-    return sum(np.array_equal(one, row) for one, row in zip(alone, target.verify(tokens), strict=True))
+def equal_rows(target: AnyTarget, tokens: list[int], depth: int) -> int:
+    """How many rows of a verify of the tokens behind the first `depth` have the bits of the same row alone."""
+    target.rollback(0)
+    target.prefill(tokens[:depth])
+    alone = [target.verify([token])[0].copy() for token in tokens[depth:]]
+    target.rollback(depth)
+    return sum(np.array_equal(one, row) for one, row in zip(alone, target.verify(tokens[depth:]), strict=True))
 
 
-@click.command()
-@click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--threads", default=2, show_default=True)
-@click.option("--repeats", default=9, show_default=True)
-def main(path: Path, threads: int, repeats: int) -> None:
-    """Measures both kinds of kernels."""
-    if library().row_kernels is None:
-        raise click.ClickException(f"the row kernels do not run here: {library().stock_reason}")
-    sides = {"stock": open_target(path, threads, kernels=False), str(library().row_kernels): open_target(path, threads, kernels=True)}
-    tokens = np.random.default_rng(1).integers(50, next(iter(sides.values())).vocabulary.size, PROMPT + PREFILL).tolist()
+@click.command(context_settings={"show_default": True})
+@click.argument("folder", metavar="BUNDLE", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--threads", default=2)
+@click.option("--depth", default=64, help="Tokens before the verifies.")
+@click.option("--repeats", default=9)
+@click.option("--prefills", default=1, help="Prefills of 512 tokens.")
+def main(folder: Path, threads: int, depth: int, repeats: int, prefills: int) -> None:
+    """Measure BUNDLE's target; prints a Markdown table."""
+    if variant() is None:
+        raise click.ClickException("the row kernels do not run here; edge-run --doctor says why")
+    sides = open_sides(open_bundle(folder), threads)
+    tokens = np.random.default_rng(1).integers(50, 4000, depth + PREFILL).tolist()
     for target in sides.values():
-        target.prefill(tokens[:PROMPT])
-        milliseconds(target, tokens[PROMPT : PROMPT + ROWS[-1]])
-    medians: dict[str, dict[int, float]] = {name: {} for name in sides}
-    for rows in (*ROWS, PREFILL):
-        found: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(repeats if rows < PREFILL else 3):
+        target.prefill(tokens[:depth])
+        milliseconds(target, tokens[depth : depth + ROWS[-1]], depth)
+    found: dict[tuple[str, int], list[float]] = {}
+    for number in range(repeats):
+        for rows in ROWS if number % 2 else reversed(ROWS):
             for name, target in sides.items():
-                found[name].append(milliseconds(target, tokens[PROMPT : PROMPT + rows], prefill=rows == PREFILL))
-        for name, values in found.items():
-            medians[name][rows] = float(np.median(values))
-        print(
-            f"{rows:4d} rows", *(f"{name}: {medians[name][rows]:8.2f} ms, {medians[name][rows] / medians[name][1]:5.2f}" for name in sides)
-        )
+                found.setdefault((name, rows), []).append(milliseconds(target, tokens[depth : depth + rows], depth))
+    for _ in range(prefills):
+        for name, target in sides.items():
+            found.setdefault((name, PREFILL), []).append(milliseconds(target, tokens[depth:], depth, prefill=True))
+    print("| rows |" + "".join(f" {name}, ms (times one row) |" for name in sides) + f"\n|--:{'|--:' * len(sides)}|")
+    for rows in (*ROWS, PREFILL):
+        medians = {name: float(np.median(found[name, rows])) for name in sides}
+        print(f"| {rows} |" + "".join(f" {medians[name]:.1f} ({medians[name] / np.median(found[name, 1]):.2f}) |" for name in sides))
     for name, target in sides.items():
-        print(f"{name}: {equal_rows(target, tokens[PROMPT : PROMPT + ROWS[-1]])} of {ROWS[-1]} rows equal the same row alone")
+        print(f"{name}: {equal_rows(target, tokens[: depth + ROWS[-1]], depth)} of {ROWS[-1]} rows equal the same row alone")
         target.close()
 
 

@@ -19,9 +19,13 @@ from edge_runtime.errors import RequestError
 CELL_STEP = 256
 # The interpreter with numpy and llama.cpp's libraries, as measured.
 PROCESS_BYTES = 48 << 20
-# Bits per weight of the types that llama.cpp repacks for the CPU (ggml/src/ggml-cpu/repack.cpp). Which of them it repacks depends on the
-# processor; all are counted.
-_REPACKED_BITS = {"q4_0": 4.5, "q4_k_m": 4.9, "q5_k_m": 5.7, "q6_k": 6.6, "q8_0": 8.5}
+# Bits per weight of the types that llama.cpp repacks for the CPU (ggml/src/ggml-cpu/repack.cpp) or that the row kernels pack: 10 of q6_K,
+# which is 8-bit levels and a float32 for each 16 then, and a fifth of q4_k_m and q5_k_m. Which types are repacked depends on the processor;
+# all are counted.
+_Q6_BITS = 10.0
+_REPACKED_BITS = {"q4_0": 4.5, "q4_k_m": 5.6, "q5_k_m": 6.4, "q6_k": _Q6_BITS, "q8_0": 8.5}
+# The head, also where it is the embedding.
+_HEAD_BITS = {name: 8.5 if name == "q8_0" else _Q6_BITS for name in _REPACKED_BITS}
 _FLOAT, _MASK = 4, 2
 # llama.cpp's tables of a vocabulary, per token, as measured.
 _TOKEN_BYTES = 128
@@ -163,7 +167,7 @@ def _files(files: Sequence[BundleFile], drafters: Sequence[str]) -> list[BundleF
 
 
 def _repacked(manifest: Manifest, files: Sequence[BundleFile]) -> int:
-    """Matrices are repacked; embedding tables are not."""
+    """Matrices are repacked, the head among them; embedding tables are not."""
     own = manifest.architecture
     tables = {
         "target": own.vocab_size * (own.hidden_size + own.layers * (own.per_layer_size or 0)),
@@ -171,7 +175,12 @@ def _repacked(manifest: Manifest, files: Sequence[BundleFile]) -> int:
     }
     weights = {"target": own.parameters, "drafter": own.drafter_parameters}
     bits = {file.role: _REPACKED_BITS.get(file.quantization or "", 0.0) for file in files}
-    return sum(int(max(0, weights[role] - tables[role]) * bits.get(role, 0) / 8) for role in weights)
+    head = (
+        own.vocab_size
+        * own.hidden_size
+        * next((_HEAD_BITS.get(file.quantization or "", 0.0) for file in files if file.role == "target"), 0.0)
+    )
+    return int(head / 8) + sum(int(max(0, weights[role] - tables[role]) * bits.get(role, 0) / 8) for role in weights)
 
 
 def _buffers(manifest: Manifest, request: MemoryRequest) -> int:

@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,8 +67,11 @@ def library_name(target: str) -> str:
     return "libedge_rows.dylib" if "macos" in target else "libedge_rows.so"
 
 
-def build(target: str, folder: Path) -> Path:
-    """Compiles the library for `target` into `folder`; returns its path. Raises RuntimeError with the compiler's words if that fails."""
+def build(target: str, folder: Path, flags: Sequence[str] = ()) -> Path:
+    """Compiles the library for `target` into `folder`, with more `flags`; returns its path.
+
+    Raises RuntimeError with the compiler's words if that fails.
+    """
     architecture = target.partition("-")[0]
     jobs = [(name, _BASE[architecture]) for name in _COMMON] + list(_VARIANTS[architecture].items())
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +83,10 @@ def build(target: str, folder: Path) -> Path:
         def compile_one(job: tuple[str, str]) -> str:
             source, processor = job
             output = f"{scratch}/{Path(source).stem}.o"
-            _run([*_FLAGS, f"-I{SOURCES}", "-target", target, f"-mcpu={processor}", "-c", str(SOURCES / source), "-o", output], environment)
+            _run(
+                [*_FLAGS, *flags, f"-I{SOURCES}", "-target", target, f"-mcpu={processor}", "-c", str(SOURCES / source), "-o", output],
+                environment,
+            )
             return output
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

@@ -1,0 +1,162 @@
+"""Fuzzes the row kernels: random shapes, values and wrong sizes, in a build that traps undefined behaviour.
+
+python scripts/checks/fuzz_kernels.py --inputs 20000
+
+The library is compiled anew with clang's UndefinedBehaviorSanitizer (zig has no AddressSanitizer). Arrays end where a page begins that
+cannot be touched, so that a byte read or written behind one ends the process. All variants that run here must agree bit for bit, and with
+NumPy up to rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import tempfile
+from pathlib import Path
+
+import click
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from edge_runtime.backends.kernels.build import build, host_target
+
+SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize=function,vptr", "-fsanitize-trap=all")
+WRONG = (0, -1, 3, -(1 << 62), (1 << 63) - 1, 1 << 31, 1 << 40)
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_kept: list[mmap.mmap] = []
+
+
+def guarded(shape: tuple[int, ...], kind: DTypeLike) -> NDArray[np.generic]:
+    """An array of zeros whose last byte is the last one before a page that cannot be touched."""
+    size = int(np.prod(shape)) * np.dtype(kind).itemsize
+    pages = -(-size // mmap.PAGESIZE) + 1
+    memory = mmap.mmap(-1, pages * mmap.PAGESIZE)
+    _kept.append(memory)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    end = start + (pages - 1) * mmap.PAGESIZE
+    if _LIBC.mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    return np.frombuffer(memory, kind, int(np.prod(shape)), (pages - 1) * mmap.PAGESIZE - size).reshape(shape)
+
+
+def filled(values: NDArray[np.generic]) -> NDArray[np.generic]:
+    """A guarded copy."""
+    copy = guarded(values.shape, values.dtype)
+    copy[...] = values
+    return copy
+
+
+def pointer(array: NDArray[np.generic]) -> ctypes.c_void_p:
+    """The address of the first element."""
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+class Fuzzer:
+    """Random calls of one library."""
+
+    def __init__(self, library: ctypes.CDLL, seed: int) -> None:
+        names = ctypes.create_string_buffer(256)
+        library.edge_rows_variants(names, ctypes.c_size_t(256))
+        self.variants = names.value.decode().split()
+        self._library = library
+        self._random = np.random.default_rng(seed)
+
+    def products(self) -> None:
+        """One matrix and one batch on all variants; sizes that no kernel takes must be refused."""
+        random = self._random
+        bits, block = int(random.choice([2, 4, 8])), int(random.choice([16, 32, 64, 128]))
+        outputs, blocks, rows = int(random.integers(1, 150)), int(random.integers(1, 7)), int(random.integers(1, 40))
+        inputs = blocks * block
+        levels = filled(random.integers(0, 256, (outputs, inputs * bits // 8)).astype(np.uint8))
+        scales = filled(_floats(random, (outputs, blocks)).astype(np.float16 if random.random() < 0.5 else np.float32).astype(np.float32))
+        values = filled(_floats(random, (rows, inputs)))
+        sizes = [outputs, inputs, bits, block, rows]
+        wrong = random.random() < 0.3
+        if wrong:
+            sizes[int(random.integers(5))] = WRONG[int(random.integers(len(WRONG)))]
+            wrong = not _fits(*sizes)
+            if not wrong:
+                return
+        first = None
+        for name in self.variants:
+            out = guarded((rows, outputs), np.float32)
+            failed = self._library.edge_rows_multiply(
+                name.encode(),
+                *map(ctypes.c_int64, sizes[:2]),
+                *map(ctypes.c_int, [size if abs(size) < 1 << 31 else -1 for size in sizes[2:4]]),
+                *map(pointer, (levels, scales, values)),
+                ctypes.c_int64(sizes[4]),
+                pointer(out),
+            )
+            if bool(failed) != wrong:
+                raise AssertionError(f"{name}: {sizes} returned {failed}")
+            first = out if first is None else first
+            if not np.array_equal(out, first, equal_nan=True):
+                raise AssertionError(f"{name} differs from {self.variants[0]} at {sizes}")
+
+    def attentions(self) -> None:
+        """One attention on all variants, and with other numbers of queries at a time."""
+        random = self._random
+        fresh, heads, dim = int(random.integers(1, 14)), int(random.integers(1, 5)), int(random.integers(1, 70))
+        past, origin = int(random.integers(0, 300)), int(random.integers(0, 300))
+        window = int(random.integers(1, 200)) * int(random.integers(2))
+        queries = filled(_floats(random, (fresh * heads, dim)))
+        keys = [filled(_floats(random, (count, dim))) for count in (past, past, fresh, fresh)]
+        first = None
+        for name in self.variants:
+            for at_once in (16, int(random.integers(1, 17))):
+                out = guarded((fresh * heads, dim), np.float32)
+                sizes = [past, fresh, heads, dim, origin, window, at_once]
+                arrays = map(pointer, (queries, *keys))
+                if self._library.edge_rows_attend(name.encode(), *arrays, *map(ctypes.c_int64, sizes), pointer(out)):
+                    raise AssertionError(f"{name}: attention of {sizes} was refused")
+                first = out if first is None else first
+                if not np.array_equal(out, first, equal_nan=True):
+                    raise AssertionError(f"{name} differs from {self.variants[0]} at attention of {sizes}")
+        if first is not None and not np.allclose(first, _attention(queries, keys, heads, window), rtol=1e-3, atol=1e-4):
+            raise AssertionError(f"attention of {[past, fresh, heads, dim, origin, window]} is wrong")
+
+
+def _floats(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    values = random.standard_normal(shape).astype(np.float32)
+    values[random.random(shape) < 0.02] = 0
+    return values
+
+
+def _fits(outputs: int, inputs: int, bits: int, block: int, rows: int) -> bool:
+    most = 1 << 31
+    sound = bits in (2, 4, 8) and block in (16, 32, 64, 128) and 0 < outputs < most and 0 < inputs < most
+    return sound and inputs % block == 0 and rows > 0
+
+
+def _attention(queries: NDArray[np.generic], keys: list[NDArray[np.generic]], heads: int, window: int) -> NDArray[np.float64]:
+    all_keys, all_values = (np.concatenate([keys[part], keys[part + 2]]).astype(np.float64) for part in (0, 1))
+    out = np.empty(queries.shape)
+    for row, query in enumerate(queries.astype(np.float64)):
+        end = len(keys[0]) + row // heads + 1
+        begin = max(0, end - window) if window else 0
+        scores = all_keys[begin:end] @ query
+        weights = np.exp(scores - scores.max())
+        out[row] = weights @ all_values[begin:end] / weights.sum()
+    return out
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--inputs", default=20_000, help="Calls of each kind.")
+@click.option("--seed", default=1)
+def main(inputs: int, seed: int) -> None:
+    """Fuzz the kernels of this machine's processor."""
+    target = host_target()
+    if target is None:
+        raise click.ClickException("there are no kernels for this machine")
+    with tempfile.TemporaryDirectory() as folder:
+        fuzzer = Fuzzer(ctypes.CDLL(str(build(target, Path(folder), SANITIZERS))), seed)
+        for _ in range(inputs):
+            fuzzer.products()
+            fuzzer.attentions()
+            _kept.clear()
+    click.echo(f"{inputs} products and {inputs} attentions on {', '.join(fuzzer.variants)}: no failure")
+
+
+if __name__ == "__main__":
+    main()
