@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -24,6 +25,8 @@ from edge_runtime.cli.terminal.markdown import MarkdownPainter
 from edge_runtime.cli.terminal.screens import greeting, short_summary, summary
 from edge_runtime.cli.terminal.typed import History, TypedInput
 from edge_runtime.errors import RequestError
+from edge_runtime.media.reading import read_image, read_sound
+from edge_runtime.media.soft_rows import Media
 from edge_runtime.session.chat import OVERFLOWS, Answer, Chat
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import ToolCall
@@ -32,6 +35,8 @@ from edge_runtime.text.tool_calls import ToolCall
 MAX_INPUT = 16 << 20
 HELP = """\
 /help          this list
+/image FILE    show an image with the next message (jpeg, png, webp)
+/audio FILE    play a sound with the next message (wav, flac, mp3)
 /reset         start a new conversation
 /system TEXT   set the system message; without TEXT, remove it
 /stats         statistics of the last answer and of all answers
@@ -127,8 +132,11 @@ class TerminalChat:
             raise RequestError("standard input is closed, so a chat has no input; give a PROMPT")
         self._interactive = sys.stdout is not None and sys.stdin.isatty() and sys.stdout.isatty() and not as_json
         self._answers: list[Answer] = []
+        self._media: tuple[Media, ...] = ()
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._note(HELP),
+            "/image": lambda name: self._attach(name, read_image),
+            "/audio": lambda name: self._attach(name, read_sound),
             "/reset": self._reset,
             "/system": self._system,
             "/stats": lambda _: self._note(self._figures()),
@@ -194,7 +202,8 @@ class TerminalChat:
             self._commands[name](argument.strip())
             return
         text = line[1:] if line.startswith("//") and not verbatim else line
-        answer = self._chat.say(text)
+        answer = self._chat.say(text, self._media)
+        self._media = ()
         self._answers.append(answer)
         watch = self._watch()
         try:
@@ -237,6 +246,14 @@ class TerminalChat:
             self._note(f"[{ENDED[answer.finish]}]")
         if self._interactive:
             self._note(self._dimmed(short_summary(answer.stats, shutil.get_terminal_size().columns)))
+
+    def _attach(self, name: str, read: Callable[[Path], Media]) -> None:
+        if not name:
+            raise RequestError("name a file, for example /image photo.jpg")
+        media = read(Path(name).expanduser())
+        self._chat.session.check_takes(media)
+        self._media = (*self._media, media)
+        self._note(f"{name}: {media.rows} rows of the context, with your next message")
 
     def _reset(self, _argument: str) -> None:
         self._chat.reset()

@@ -14,6 +14,8 @@ from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.errors import RequestError
+from edge_runtime.media.messages import MEDIA, user_message, without_media
+from edge_runtime.media.soft_rows import Media, MediaPrompt
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation
 from edge_runtime.session.load_options import with_keywords
 from edge_runtime.session.saved import chat_file
@@ -56,8 +58,13 @@ class _Prompt:
     """The history that an answer continues, with its token ids. `dropped` turns were removed to make it fit."""
 
     messages: list[Message]
-    ids: list[int]
+    given: list[int] | MediaPrompt
     dropped: int
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids; those of soft rows are negative."""
+        return self.given.ids if isinstance(self.given, MediaPrompt) else self.given
 
 
 class RequestKeywords(TypedDict, total=False):
@@ -253,15 +260,17 @@ class Chat:
         self._request = request
         self._answer: Answer | None = None
 
-    def say(self, text: str) -> Answer:
+    def say(self, text: str, media: Sequence[Media] = ()) -> Answer:
         """Returns the answer to a user's message; nothing runs before it is iterated. `chat.say("...").read()` is its text.
+
+        `media` are images and sounds before the text, as `edge_runtime.media.reading` reads them.
 
         Raises RequestError, and leaves the conversation unchanged, if the message is no text, does not fit or the template refuses it.
         """
         if not isinstance(text, str):
             raise RequestError(f"the message is of type {type(text).__name__}; give a str")
         with self._going_on():
-            return self._answer_to([*map(_without_thoughts, self.messages), {"role": "user", "content": text}])
+            return self._answer_to([*map(_without_thoughts, self.messages), user_message(text, media)])
 
     def answer_tools(self, results: Sequence[str]) -> Answer:
         """Takes the results of the last answer's tool calls, in their order, and returns the model's answer to them."""
@@ -286,8 +295,10 @@ class Chat:
             self.messages = []
 
     def save(self, path: Path | str) -> None:
-        """Writes messages and settings as JSON, atomically. Raises RequestError if the file cannot be written."""
+        """Writes messages and settings as JSON, atomically. Raises RequestError if the file cannot be written, or for media in it."""
         with self._going_on():
+            if any(MEDIA in message for message in self.messages):
+                raise RequestError("a conversation with images or sound cannot be saved; start a new one without (reset)")
             chat_file.save(Path(path), self.settings, self.messages)
 
     def load(self, path: Path | str) -> None:
@@ -302,7 +313,7 @@ class Chat:
         prompt = self._fitted(messages)
         settings = self.settings
         request: RequestKeywords = {"reuse_prefix": True, **self._request}
-        generation = self.session.generate(prompt.ids, max_tokens=settings.max_tokens, sampling=settings.sampling, **request)
+        generation = self.session.generate(prompt.given, max_tokens=settings.max_tokens, sampling=settings.sampling, **request)
         self._answer = Answer(self, prompt, generation)
         return self._answer
 
@@ -319,29 +330,34 @@ class Chat:
         """Returns the prompt of all turns, or of the newest ones that leave room for an answer."""
         context = self.session.target.context
         reserve = min(self.settings.max_tokens, context // 4)
-        ids = self._encode(messages)
-        if len(ids) + reserve <= context:
-            return _Prompt(messages=messages, ids=ids, dropped=0)
+        whole = _Prompt(messages=messages, given=self._encode(messages), dropped=0)
+        if len(whole.ids) + reserve <= context:
+            return whole
         if self.settings.overflow == "stop":
             raise RequestError(
-                f"the conversation has {len(ids)} tokens of the context's {context}, too many to answer; start a new one (reset), raise the"
-                " context, or use overflow drop_oldest"
+                f"the conversation has {len(whole.ids)} tokens of the context's {context}, too many to answer; start a new one (reset),"
+                " raise the context, or use overflow drop_oldest"
             )
         # Dropping turns costs a complete prefill, so room is made for more than this answer.
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
         for dropped, start in enumerate(starts[1:], start=1):
             kept = messages[start:]
-            ids = self._encode(kept)
-            if len(ids) + reserve <= context * 3 // 4 or (start == starts[-1] and len(ids) < context):
-                return _Prompt(messages=kept, ids=ids, dropped=dropped)
-        if len(ids) < context:
-            return _Prompt(messages=messages, ids=ids, dropped=0)
-        raise RequestError(f"this message alone has {len(ids)} tokens, but the context holds {context}; shorten it or raise the context")
+            prompt = _Prompt(messages=kept, given=self._encode(kept), dropped=dropped)
+            if len(prompt.ids) + reserve <= context * 3 // 4 or (start == starts[-1] and len(prompt.ids) < context):
+                return prompt
+            whole = prompt
+        if len(whole.ids) < context:
+            return whole
+        raise RequestError(
+            f"this message alone has {len(whole.ids)} tokens, but the context holds {context}; shorten it or raise the context"
+        )
 
-    def _encode(self, messages: Sequence[Message]) -> list[int]:
+    def _encode(self, messages: Sequence[Message]) -> list[int] | MediaPrompt:
         system = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
-        sent = [{key: value for key, value in message.items() if key != "interrupted"} for message in messages]
-        return self.template.encode([*system, *sent], tools=self.settings.tools, thinking=self.settings.thinking)
+        kept, media = without_media(messages)
+        sent = [{key: value for key, value in message.items() if key != "interrupted"} for message in kept]
+        ids = self.template.encode([*system, *sent], tools=self.settings.tools, thinking=self.settings.thinking)
+        return self.session.media_prompt(ids, media) if media else ids
 
 
 def _without_thoughts(message: Message) -> Message:

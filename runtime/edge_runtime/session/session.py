@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, MediaInputs
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.config.settings import Settings, resolve_settings
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
@@ -30,6 +30,7 @@ from edge_runtime.drafting.stored_memory import STORED_PRIORS, StoredMemory
 from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory
 from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, media_prompt, with_places
+from edge_runtime.media.sound import Sound
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
 from edge_runtime.session.saved.kv_state_file import load_state, save_state
@@ -178,12 +179,26 @@ class Session:
         In ids, each placeholder of the vocabulary (`<|image|>`, `<|audio|>`) is replaced by the next media; before a text, they are put in
         order. Raises RequestError without an encoder in the bundle, or for a wrong number of media.
         """
-        inputs, encoder = self.bundle.manifest.media, self._parts.encoder
-        if inputs is None or encoder is None:
-            raise RequestError("this bundle has no encoder of images and sound for this backend; export E2B or E4B again with --media f16")
+        inputs, encoder = self._media_parts()
         if isinstance(prompt, str):
             prompt = with_places(self.vocabulary.encode(prompt), media, inputs, self.vocabulary.bos)
         return media_prompt(prompt, media, inputs, encoder)
+
+    def check_media(self) -> None:
+        """Raises RequestError if the bundle has no encoder for this backend."""
+        self._media_parts()
+
+    def check_takes(self, media: Media) -> None:
+        """Raises RequestError if the bundle has no encoder for an image or a sound."""
+        inputs, _ = self._media_parts()
+        if isinstance(media, Sound) and inputs.audio is None:
+            raise RequestError("this bundle's encoder takes images only; leave the sound out")
+
+    def _media_parts(self) -> tuple[MediaInputs, LazyEncoder]:
+        inputs, encoder = self.bundle.manifest.media, self._parts.encoder
+        if inputs is None or encoder is None:
+            raise RequestError("this bundle has no encoder of images and sound for this backend; export E2B or E4B again with --media f16")
+        return inputs, encoder
 
     def free_encoder(self) -> None:
         """Frees the encoder of images and sound and its kept rows; the next request with media loads it again."""

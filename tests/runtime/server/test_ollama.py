@@ -81,7 +81,7 @@ def test_the_model_is_listed_and_described(client: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"messages": [{"role": "user", "content": "x", "images": [b"0"]}]}, "text only"),
+        ({"messages": [{"role": "user", "content": "x", "images": [b"0"]}]}, "no encoder of images"),
         ({"messages": HI, "options": {"temperature": 9}}, "0 to 2"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "result of no call"),
     ],

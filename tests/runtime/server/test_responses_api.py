@@ -76,7 +76,7 @@ def test_json_is_demanded_as_text_format() -> None:
         ({"background": True}, "not supported"),
         ({"tools": [{"type": "web_search"}]}, "no tools of its own"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "takes messages"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text only"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "fetches nothing"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "earlier message"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "schema is missing"),
     ],

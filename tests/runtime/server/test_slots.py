@@ -21,7 +21,7 @@ def job(*ids: int, seed: int | None = None) -> Job:
     sampling = SamplingParams(seed=seed)
     asked = CompletionRequest(prompt=ids, max_tokens=1, sampling=sampling, stop=())
     made = Job(asked, lambda _: None)
-    made.ids = list(ids)
+    made.prompt = list(ids)
     return made
 
 

@@ -41,7 +41,7 @@ class ActiveRequest:
         self.slot = slot
         request = job.request
         self.generation: Generation = session.generate(
-            job.ids,
+            job.prompt,
             max_tokens=request.max_tokens or session.target.context,
             sampling=over_defaults(request.sampling, request.given, default_sampling(session.bundle.manifest.generation, MODEL_SAMPLING)),
             # A seed must repeat the answer. Rejection sampling draws depend on the drafts, reused rows may differ in their last bits,

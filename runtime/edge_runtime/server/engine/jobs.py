@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edge_devices.energy.live import RunEnergy
+from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.server.requests.completions import CompletionRequest
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Event
@@ -64,15 +65,20 @@ StreamEvent = Started | Output | Finished | Failed
 
 
 class Job:
-    """A request in the worker's queue. The worker calls `deliver` and sets `ids`, the prompt's tokens, and the compiled `constraint`."""
+    """A request in the worker's queue. The worker calls `deliver` and sets `prompt` and the compiled `constraint`."""
 
     def __init__(self, request: CompletionRequest, deliver: Callable[[StreamEvent], None]) -> None:
         self.request = request
         self.deliver = deliver
-        self.ids: list[int] = []
+        self.prompt: list[int] | MediaPrompt = []
         self.constraint: Constraint | None = None
         self.passed_over = 0
         self.cancelled = False
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt's token ids; those of soft rows are negative."""
+        return self.prompt.ids if isinstance(self.prompt, MediaPrompt) else self.prompt
 
     def cancel(self) -> None:
         """Ends the request after the current round. Safe to call from any thread."""

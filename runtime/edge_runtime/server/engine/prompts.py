@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from edge_runtime.errors import RequestError
+from edge_runtime.media.messages import MEDIA, without_media
+from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.completions import Prompt
+from edge_runtime.server.requests.media import SentMedia
 from edge_runtime.server.requests.messages import Conversation
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import MARK, ChatTemplate
@@ -20,16 +23,31 @@ class Prompts:
     """Encodes prompts for sessions like `session`."""
 
     def __init__(self, session: Session, template: ChatTemplate) -> None:
+        self._session = session
         self._vocabulary = session.vocabulary
         self._size = session.bundle.manifest.architecture.vocab_size
         self._context = session.target.context
         self._template = template
 
+    def with_media(self, prompt: Prompt) -> list[int] | MediaPrompt:
+        """As `encode`, with the soft rows of a conversation's images and sound, which are decoded here."""
+        messages = prompt.messages if isinstance(prompt, Conversation) else ()
+        sent: list[SentMedia] = [one for message in messages for one in message.get(MEDIA, ())]
+        if not sent:
+            return self.encode(prompt)
+        self._session.check_media()
+        ids = self.encode(prompt)
+        found = self._session.media_prompt(ids, [one.decoded() for one in sent])
+        if len(found.ids) >= self._context:
+            raise self._too_long(f"{len(found.ids)}")
+        return found
+
     def encode(self, prompt: Prompt) -> list[int]:
-        """Returns the prompt's token ids. Raises RequestError or ApiError if they do not fit."""
+        """Returns the prompt's token ids, one for each image or sound. Raises RequestError or ApiError if they do not fit."""
         if isinstance(prompt, Conversation):
             self._check_size(sum(len(str(message.get("content", "")).strip().encode("utf-8", "replace")) for message in prompt.messages))
-            text = self._template.render(prompt.messages, tools=prompt.tools, thinking=prompt.thinking)
+            messages, _ = without_media(prompt.messages)
+            text = self._template.render(messages, tools=prompt.tools, thinking=prompt.thinking)
             # Tools, calls and thoughts count as far as the template writes them.
             self._check_size(len(text.replace(MARK, "").encode("utf-8", "replace")))
             ids = self._template.encode_rendered(text)

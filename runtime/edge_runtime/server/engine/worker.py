@@ -156,7 +156,7 @@ class Worker:
         """Encodes the prompt and queues the job, in the thread for prompts."""
         try:
             if not (self._stopping or job.cancelled):
-                job.ids = self._prompts.encode(job.request.prompt)
+                job.prompt = self._prompts.with_media(job.request.prompt)
         except Exception as error:  # noqa: BLE001 - a chat template is a program of the bundle and may raise anything
             self._fail(job, error)
         else:

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 from edge_runtime.server.errors import ApiError, invalid
 
-MAX_BODY_BYTES = 2 << 20
+# Room for images and sound in base64.
+MAX_BODY_BYTES = 16 << 20
 MAX_DEPTH = 64
 READ_SECONDS = 30.0
 

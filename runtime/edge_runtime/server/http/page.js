@@ -2,8 +2,11 @@
 
 const $ = (id) => document.getElementById(id);
 const PAINT_MS = 60, STORED_SETTINGS = ["system", "temperature", "drafts", "marks"];
-let talk = [];  // {role, content, thoughts, calls, figures, drafted, error}
+let talk = [];  // {role, content, media, thoughts, calls, figures, drafted, error}
 let running = null, editing = null;
+let attached = [];  // {name, part}: files of the next message, each with its part of the request
+const SOUNDS = { "audio/wav": "wav", "audio/x-wav": "wav", "audio/mpeg": "mp3", "audio/flac": "flac", "audio/x-flac": "flac" };
+const IMAGES = ["image/jpeg", "image/png", "image/webp"];
 
 const stored = (where, name) => { try { return JSON.parse(where.getItem(`edge-mtp.${name}`)); } catch { return null; } };
 const store = (where, name, value) => { try { where.setItem(`edge-mtp.${name}`, JSON.stringify(value)); } catch { /* full, or not allowed */ } };
@@ -62,6 +65,7 @@ function show(message) {
   const text = element(article, "div", "text");
   if (message.role === "user") text.textContent = message.content;
   else markdown(text, message.content, $("marks").checked ? message.drafted : []);
+  if (message.media?.length) element(article, "p", "media").textContent = message.media.map(({ name }) => `[${name}]`).join(" ");
   if (message.calls) element(article, "p", "calls").textContent = message.calls;
   if (message.figures) element(article, "p", "figures").textContent = message.figures;
   if (message.error) {
@@ -92,7 +96,9 @@ function redraw() {
 async function ask() {
   const mine = talk, message = { role: "assistant", content: "", thoughts: "", calls: "", figures: "", drafted: [], error: "" };
   // What got no answer is not sent again.
-  const sent = talk.filter(({ content }, i) => content && talk[i + 1]?.content !== "").map(({ role, content }) => ({ role, content }));
+  const sent = talk.filter(({ content }, i) => content && talk[i + 1]?.content !== "").map(({ role, content, media }) => ({
+    role, content: media?.length ? [...media.map(({ part }) => part), { type: "text", text: content }] : content,
+  }));
   if ($("system").value.trim()) sent.unshift({ role: "system", content: $("system").value.trim() });
   talk.push(message);
   running = { controller: new AbortController(), message };
@@ -162,9 +168,39 @@ function send() {
   if (!text || running) return;
   if (editing) talk.splice(talk.indexOf(editing));
   endEdit();
-  talk.push({ role: "user", content: text });
+  talk.push({ role: "user", content: text, media: attached });
+  attached = [];
+  showAttached();
   ask();
   $("talk").scrollTop = $("talk").scrollHeight;
+}
+
+// Images and sound become parts of the request: data: URLs and base64.
+async function attach(files) {
+  for (const file of files) {
+    if (!IMAGES.includes(file.type) && !SOUNDS[file.type]) {
+      $("status").textContent = `${file.name} is neither an image (jpeg, png, webp) nor a sound (wav, mp3, flac).`;
+      continue;
+    }
+    const url = await new Promise((done) => {
+      const reader = new FileReader();
+      reader.addEventListener("load", () => done(reader.result));
+      reader.readAsDataURL(file);
+    });
+    const part = SOUNDS[file.type]
+      ? { type: "input_audio", input_audio: { data: url.slice(url.indexOf(",") + 1), format: SOUNDS[file.type] } }
+      : { type: "image_url", image_url: { url } };
+    attached.push({ name: file.name, part });
+  }
+  showAttached();
+}
+
+function showAttached() {
+  $("attached").replaceChildren();
+  $("attached").hidden = !attached.length;
+  for (const one of attached) {
+    button($("attached"), `${one.name} ×`, () => { attached = attached.filter((other) => other !== one); showAttached(); });
+  }
 }
 
 function regenerate() {
@@ -177,6 +213,8 @@ function edit(message) {
   if (running) return;
   editing = message;
   $("text").value = message.content;
+  attached = [...(message.media ?? [])];
+  showAttached();
   $("editing").hidden = false;
   grow();
   $("text").focus();
@@ -187,6 +225,14 @@ function endEdit() {
   $("editing").hidden = true;
   $("text").value = "";
   grow();
+}
+
+function files(event) {
+  const found = [...(event.clipboardData ?? event.dataTransfer).files];
+  if (found.length) {
+    event.preventDefault();
+    attach(found);
+  }
 }
 
 async function copy(text, where) {
@@ -246,12 +292,19 @@ $("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
   if (event.key === "Escape" && editing) endEdit();
 });
-$("keep").addEventListener("click", () => { endEdit(); $("text").focus(); });
+$("attach").addEventListener("click", () => $("files").click());
+$("files").addEventListener("change", () => { attach([...$("files").files]); $("files").value = ""; });
+$("text").addEventListener("paste", files);
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", files);
+$("keep").addEventListener("click", () => { endEdit(); attached = []; showAttached(); $("text").focus(); });
 $("stop").addEventListener("click", () => running?.controller.abort());
 $("new").addEventListener("click", () => {
   running?.controller.abort();
   running = null;
   talk = [];
+  attached = [];
+  showAttached();
   endEdit();
   busy(false);
   keep();

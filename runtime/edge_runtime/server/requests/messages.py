@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edge_runtime.media.messages import MEDIA
 from edge_runtime.server.errors import invalid
 from edge_runtime.server.requests.fields import Fields, fields_of
+from edge_runtime.server.requests.media import MAX_MEDIA, SentMedia, read_part
 from edge_runtime.text.chat_template import Message
 
 MAX_MESSAGES = 2048
@@ -31,12 +33,20 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
     """Returns the messages of a request; tool messages get the name of the function that was called. Raises ApiError."""
     names: dict[str, str] = {}
     found = []
+    total = 0
     for i, item in enumerate(body.items("messages", MAX_MESSAGES)):
         fields = fields_of(item, f"messages[{i}]")
         role = ROLES.get(fields.text("role") or "")
         if role is None:
             raise fields.wrong("role", f"is {str(fields.get('role'))[:40]!r}; it must be one of {', '.join(ROLES)}")
-        message: Message = {"role": role, "content": _content(fields)}
+        content, media = _content(fields)
+        message: Message = {"role": role, "content": content}
+        if media:
+            if role != "user":
+                raise fields.wrong("content", "has images or sound; only a user's message may have them")
+            message[MEDIA] = media
+            if (total := total + len(media)) > MAX_MEDIA:
+                raise invalid(f"the request has more than {MAX_MEDIA} images and sounds; send fewer", "messages")
         if role == "assistant":
             message |= _assistant_fields(fields, names)
         elif role == "tool":
@@ -66,17 +76,24 @@ def read_tools(body: Fields) -> tuple[Mapping[str, Any], ...]:
     return () if body.get("tool_choice") == "none" else tuple(tools)
 
 
-def _content(fields: Fields) -> str:
+def _content(fields: Fields) -> tuple[str | list[dict[str, str]], tuple[SentMedia, ...]]:
+    """Returns the text, or the parts of a message with images or sound, which are returned beside."""
     content = fields.get("content")
     if content is None or isinstance(content, str):
-        return content or ""
-    parts = []
+        return content or "", ()
+    parts: list[dict[str, str]] = []
+    media: list[SentMedia] = []
     for i, item in enumerate(fields.items("content", MAX_PARTS)):
         part = fields_of(item, fields.place(f"content[{i}]"))
-        if part.text("type") != "text":
-            raise part.wrong("type", f"is {str(part.get('type'))[:40]!r}; the model accepts text only", code="unsupported_parameter")
-        parts.append(part.text("text") or "")
-    return "".join(parts)
+        kind = part.text("type")
+        if kind == "text":
+            parts.append({"type": "text", "text": part.text("text") or ""})
+        elif kind in ("image_url", "input_audio"):
+            media.append(read_part(part))
+            parts.append({"type": "image" if kind == "image_url" else "audio"})
+        else:
+            raise part.wrong("type", f"is {str(kind)[:40]!r}; it must be text, image_url or input_audio", code="unsupported_parameter")
+    return (parts, tuple(media)) if media else ("".join(part["text"] for part in parts), ())
 
 
 def _assistant_fields(fields: Fields, names: dict[str, str]) -> Message:

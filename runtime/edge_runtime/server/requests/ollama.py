@@ -9,6 +9,7 @@ from typing import Any
 from edge_runtime.server.errors import invalid
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion
 from edge_runtime.server.requests.fields import Fields, fields_of
+from edge_runtime.server.requests.media import MAX_MEDIA
 from edge_runtime.server.requests.messages import MAX_CALLS, MAX_MESSAGES
 
 _IGNORED = {"keep_alive", "model"}
@@ -43,18 +44,18 @@ def read_ollama_generate(body: Json) -> ApiRequest:
     """Reads the body of a POST to /api/generate. Raises ApiError."""
     fields = Fields(body)
     fields.only(_GENERATE)
-    fields.refuse("images", [], why="the model accepts text only")
     fields.refuse("context", [], why="it is deprecated; use /api/chat")
     fields.refuse("suffix", "")
     fields.refuse("template", "", why="the bundle's chat template is used")
     prompt, common = fields.text("prompt", "") or "", _common(fields)
     if fields.flag("raw"):
+        fields.refuse("images", [], why="a raw prompt is text; leave raw out")
         for name in ("format", "logprobs", "system", "think", "top_logprobs"):
             fields.refuse(name, "", False, 0, why="raw prompts have none; leave it out, or raw")
         return _streamed(read_completion(common | {"prompt": prompt, "max_tokens": common.get("max_tokens", _WHOLE_CONTEXT)}), fields)
     system = fields.text("system")
     before = [{"role": "system", "content": system}] if system else []
-    return _streamed(read_chat(common | {"messages": [*before, {"role": "user", "content": prompt}]}), fields)
+    return _streamed(read_chat(common | {"messages": [*before, {"role": "user", "content": _content(fields, "prompt")}]}), fields)
 
 
 def only_loads(body: Json, *, chat: bool) -> bool:
@@ -95,9 +96,8 @@ def _messages(fields: Fields) -> list[Json]:
     unanswered: list[tuple[str, str]] = []
     for i, item in enumerate(fields.items("messages", MAX_MESSAGES)):
         message = fields_of(item, f"messages[{i}]")
-        message.refuse("images", [], why="the model accepts text only")
         role = message.text("role") or ""
-        one: Json = {"role": role, "content": message.text("content", "")}
+        one: Json = {"role": role, "content": _content(message, "content")}
         if role == "assistant":
             one["reasoning_content"] = message.text("thinking")
             if calls := [_call(fields_of(call, message.place("tool_calls"))) for call in message.items("tool_calls", MAX_CALLS)]:
@@ -112,6 +112,16 @@ def _messages(fields: Fields) -> list[Json]:
             one["tool_call_id"] = answered[1]
         found.append(one)
     return found
+
+
+def _content(fields: Fields, name: str) -> str | list[Json]:
+    """Returns a text, or with `images`, which are base64 of any format, the parts of a chat request."""
+    text = fields.text(name, "") or ""
+    images = fields.items("images", MAX_MEDIA)
+    if not images:
+        return text
+    urls = [image if isinstance(image, str) and image.startswith("data:") else f"data:image/png;base64,{image}" for image in images]
+    return [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": text}]
 
 
 def _call(call: Fields) -> Json:

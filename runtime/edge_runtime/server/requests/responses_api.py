@@ -92,7 +92,7 @@ def _add_item(messages: list[Json], item: Fields) -> None:
     """Adds one item; thoughts, text and calls of one answer become one message."""
     kind = item.text("type", "message")
     if kind == "message":
-        message = {"role": item.text("role") or "", "content": _text(item, "content")}
+        message = {"role": item.text("role") or "", "content": _text_or_parts(item)}
         if message["role"] == "assistant":
             _answer(messages)["content"] += message["content"]
         else:
@@ -117,6 +117,23 @@ def _answer(messages: list[Json]) -> Json:
     return messages[-1]
 
 
+def _text_or_parts(item: Fields) -> str | list[Json]:
+    """Returns the text of a message, or its parts as a chat request has them if there are images among them."""
+    content = item.get("content")
+    if not isinstance(content, list) or not any(isinstance(part, dict) and part.get("type") == "input_image" for part in content):
+        return _text(item, "content")
+    parts: list[Json] = []
+    for i, part in enumerate(item.items("content", MAX_PARTS)):
+        fields = fields_of(part, item.place(f"content[{i}]"))
+        if fields.text("type") == "input_image":
+            parts.append({"type": "image_url", "image_url": {"url": fields.get("image_url"), "detail": fields.get("detail")}})
+        elif fields.text("type") in _TEXT_PARTS:
+            parts.append({"type": "text", "text": fields.text("text") or ""})
+        else:
+            raise fields.wrong("type", f"is {str(fields.get('type'))[:40]!r}; it must be input_text or input_image")
+    return parts
+
+
 def _text(item: Fields, name: str) -> str:
     content = item.get(name)
     if content is None or isinstance(content, str):
@@ -124,7 +141,7 @@ def _text(item: Fields, name: str) -> str:
     parts = [fields_of(part, item.place(f"{name}[{i}]")) for i, part in enumerate(item.items(name, MAX_PARTS))]
     for part in parts:
         if part.text("type") not in _TEXT_PARTS:
-            raise part.wrong("type", f"is {str(part.get('type'))[:40]!r}; the model accepts text only", code="unsupported_parameter")
+            raise part.wrong("type", f"is {str(part.get('type'))[:40]!r}; only text fits here", code="unsupported_parameter")
     return "".join(part.text("text") or "" for part in parts)
 
 

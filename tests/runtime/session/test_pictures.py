@@ -1,0 +1,198 @@
+"""A trained pair that names coloured digits: a picture decides what both backends answer, everywhere a picture can be given."""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for library in ("llama_cpp", "onnxruntime", "gguf", "onnx", "PIL"):
+    pytest.importorskip(library)
+
+from edge_runtime.cli.chat import TerminalChat
+from edge_runtime.errors import RequestError
+from edge_runtime.media.reading import read_image
+from edge_runtime.session.chat import Chat
+from edge_runtime.session.open import open_session
+from edge_runtime.session.session import Session
+from pictures import SCENES, colours, export_pictures, photo
+
+QUESTION = "What is this?"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory) -> Path:
+    return export_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="module", params=["llama", "onnx"])
+def session(request, bundle, probe_memory) -> Session:
+    with open_session(bundle, backend=request.param, threads=1) as session:
+        yield session
+
+
+def answer(session: Session, text: str, **options: Any) -> Any:
+    media = options.pop("media", ())
+    chat = Chat(session, max_tokens=48, **options)
+    found = chat.say(text, media)
+    found.read()
+    return found
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.ground)
+def test_the_picture_decides_the_answer(scene, session):
+    one = answer(session, QUESTION, media=[read_image(photo(scene, "JPEG"), 70)], draft_length=3)
+    assert colours(one.text) == [scene.colour, scene.ground], one.text
+
+
+def test_drafts_behind_a_picture_are_as_good_as_behind_text(session):
+    """Over all scenes, within 5 points, and the texts are those without drafts."""
+    rates = {}
+    for kind in ("picture", "words"):
+        drafted = accepted = 0
+        for scene in SCENES:
+            media = [read_image(photo(scene), 70)] if kind == "picture" else []
+            text = QUESTION if media else f"{scene.words}{QUESTION}"
+            one = answer(session, text, media=media, draft_length=3)
+            assert one.text == answer(session, text, media=media, draft_length=0).text
+            drafted, accepted = drafted + one.stats.drafted, accepted + one.stats.accepted
+        rates[kind] = accepted / drafted
+    assert abs(rates["picture"] - rates["words"]) < 0.05, rates
+    assert min(rates.values()) > 0.5
+
+
+def test_both_backends_say_the_same(bundle, probe_memory):
+    texts = []
+    for backend in ("llama", "onnx"):
+        with open_session(bundle, backend=backend, threads=1) as session:
+            texts.append([answer(session, QUESTION, media=[read_image(photo(scene), 70)]).text for scene in SCENES])
+    assert texts[0] == texts[1]
+
+
+def test_a_conversation_keeps_its_pictures(session):
+    chat = Chat(session, max_tokens=48)
+    assert colours(chat.say("What colour is it?", [read_image(photo(SCENES[0]), 70)]).read()) == ["red", "white"]
+    second = chat.say("What colour is it?", [read_image(photo(SCENES[2]), 70)])
+    second.read()
+    assert second.stats.reused_tokens > 64  # the first picture and its answer
+    with pytest.raises(RequestError, match="cannot be saved"):
+        chat.save("chat.json")
+
+
+def test_a_full_context_drops_whole_turns_with_their_pictures(session):
+    chat = Chat(session, max_tokens=48)
+    dropped = 0
+    for scene in SCENES * 2:
+        one = chat.say("What colour is it?", [read_image(photo(scene), 70)])
+        one.read()
+        dropped += one.dropped_turns
+        assert sum(len(message.get("media", ())) for message in chat.messages) == sum(m["role"] == "user" for m in chat.messages)
+        if dropped:
+            return
+    raise AssertionError("nothing was dropped")
+
+
+def test_penalties_and_constraints_ignore_soft_rows(session):
+    from edge_runtime.decoding.sampling import SamplingParams
+    from edge_runtime.text.constraints import Regex
+
+    image = read_image(photo(SCENES[1]), 70)
+    penalized = answer(session, QUESTION, media=[image], sampling=SamplingParams(repetition_penalty=1.05, temperature=0))
+    assert colours(penalized.text) == ["yellow", "blue"]
+    forced = answer(session, "What colour is it?", media=[image], constraint=Regex("The digit is [a-z]+, and the ground is [a-z]+\\."))
+    assert colours(forced.text) == ["yellow", "blue"]
+
+
+def test_the_chat_takes_files(session, tmp_path, monkeypatch, capsys):
+    import io
+
+    path = tmp_path / "photo.png"
+    path.write_bytes(photo(SCENES[0]))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/image {path}\n{QUESTION}\n"))
+    TerminalChat(Chat(session, max_tokens=48), lines=True).run()
+    printed = capsys.readouterr()
+    assert colours(printed.out) == ["red", "white"], printed
+    assert "rows of the context" in printed.err + printed.out
+
+
+@pytest.fixture(scope="module", params=["llama", "onnx"])
+def server(request, bundle, probe_memory) -> str:
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("starlette")
+    from chat_server import Child
+
+    child = Child(bundle, "--backend", request.param, "--context", "512")
+    yield child.url
+    assert child.end() == 0, child.lines
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def ask(url: str, *parts: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    message = {"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}
+    return post(url, "/v1/chat/completions", {"model": "m", "messages": [message], "temperature": 0, "max_tokens": 48})
+
+
+def image_part(data: bytes, kind: str = "png", detail: str = "low") -> dict[str, Any]:
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url, "detail": detail}}
+
+
+def test_the_server_takes_pictures(server):
+    for scene in SCENES[:2]:
+        status, body = ask(server, image_part(photo(scene, "WEBP"), "webp"))
+        assert status == 200, body
+        assert colours(body["choices"][0]["message"]["content"]) == [scene.colour, scene.ground]
+    assert body["usage"]["prompt_tokens"] > 64
+
+
+def test_other_apis_take_pictures_too(server):
+    data = base64.b64encode(photo(SCENES[2])).decode()
+    parts = [
+        {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "low"},
+        {"type": "input_text", "text": QUESTION},
+    ]
+    body = {"model": "m", "input": [{"role": "user", "content": parts}], "temperature": 0, "max_output_tokens": 48}
+    status, found = post(server, "/v1/responses", body)
+    assert status == 200, found
+    assert colours(found["output"][0]["content"][0]["text"]) == ["black", "green"]
+    status, found = post(
+        server, "/api/chat", {"model": "m", "stream": False, "messages": [{"role": "user", "content": QUESTION, "images": [data]}]}
+    )
+    assert status == 200, found
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "this server fetches nothing"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "this server fetches nothing"),
+        (image_part(b"GIF89a", "png"), "none of the formats jpeg, png"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}}, "is not base64"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "ogg"}}, "it must be one of wav, mp3, flac"),
+        ({"type": "video_url"}, "it must be text, image_url or input_audio"),
+    ],
+)
+def test_what_the_server_refuses(part, said, server):
+    status, body = ask(server, part)
+    assert status == 400
+    assert said in body["error"]["message"]
+
+
+def test_sound_without_an_audio_tower_is_refused(session):
+    from tiny_media import noise
+
+    with pytest.raises(RequestError, match="images only"):
+        session.check_takes(noise(16_000))
