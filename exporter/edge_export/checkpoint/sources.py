@@ -152,7 +152,7 @@ def manifest_source(source: ResolvedSource, progress: Callable[[int], None] = la
 def _public_name(origin: str) -> str:
     """A hub id as it is; of a local path only its last part, as a bundle must not tell of its maker's folders."""
     path = Path(origin)
-    return path.resolve().name if path.exists() else origin
+    return (path.name or path.resolve().name) if path.exists() else origin
 
 
 def source_files(source: ResolvedSource) -> list[Path]:

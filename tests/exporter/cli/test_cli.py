@@ -94,7 +94,7 @@ def test_the_reference_pair_stands_for_target_and_drafter(pair: list[Path], tmp_
     monkeypatch.setattr(options, "reference_pair", lambda: tuple(pair))
     result = invoke("--reference-pair", "-o", tmp_path / "out", *QUICK)
     assert result.exit_code == 0, result.stderr
-    assert open_bundle(tmp_path / "out").manifest.sources["target"].origin == str(pair[0])
+    assert open_bundle(tmp_path / "out").manifest.sources["target"].origin == pair[0].name
 
 
 def test_a_package_without_the_pair_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
