@@ -12,12 +12,13 @@ from typing import Any
 from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, of_model, ratio_interval, widened
 from edge_devices.energy.phases import NO_DECODING, PREFILL, PhaseShares, PhaseWatts, share_out
 from edge_devices.energy.run_log import Run, RunLog
-from edge_devices.energy.windows import MIN_UPDATES, WindowEnergy, measure_window
+from edge_devices.energy.windows import MIN_UPDATES, WindowEnergy, change_within, measure_window
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import disturbances
 from edge_devices.meters.base import Kind
 
 CALIBRATION = "calibrate:"  # prefix of the variants that run one phase alone
+WARMING = 1.0  # standard error of a phase's power / what it changes by within its loops, chosen in simulations
 LEAST_SIGNAL = 3.0  # standard errors: less energy above idle is not distinguishable from zero
 
 
@@ -209,7 +210,10 @@ def _phase_powers(log: RunLog) -> dict[str, PhaseWatts]:
     for phase, found in windows.items():
         if len(found) >= 2:
             mean = mean_interval([w.watts for w in found], [w.start_s for w in found], resolution=fmean(w.resolution_watts for w in found))
-            powers[phase] = PhaseWatts(watts=mean.value, error=mean.error, freedom=mean.freedom)
+            error, freedom = combined(
+                [(mean.error, mean.freedom), (WARMING * change_within(log.trace, found, log.characteristics), math.inf)]
+            )
+            powers[phase] = PhaseWatts(watts=mean.value, error=error, freedom=freedom)
         else:
             powers[phase] = PhaseWatts(watts=found[0].watts, error=found[0].error_watts, freedom=found[0].freedom)
     return powers

@@ -6,7 +6,9 @@ the lead-in is left out, and the mean power of the rest is multiplied by the win
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
@@ -119,6 +121,20 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
         longest_gap_s=_longest_gap([trace.times[i] for i in inside], begin, end_s),
         observed_s=end_s - begin,
     )
+
+
+def change_within(trace: Trace, windows: Sequence[WindowEnergy], meter: Characteristics) -> float:
+    """Returns by how many watts the power changes from the first to the second half of windows, on average; 0 where halves are too short.
+
+    A phase alone makes a device warmer or cooler than requests do, the more the longer its windows are, and leakage and clocks follow.
+    """
+    changes = []
+    for window in windows:
+        middle_s = (window.start_s + window.end_s) / 2
+        with contextlib.suppress(MeasurementError):
+            first = measure_window(trace, window.start_s, middle_s, meter)
+            changes.append(measure_window(trace, middle_s, window.end_s, meter).watts - first.watts)
+    return abs(fmean(changes)) if changes else 0.0
 
 
 def fresh_values(trace: Trace, start_s: float, end_s: float) -> list[float]:

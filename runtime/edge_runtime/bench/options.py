@@ -60,7 +60,11 @@ measuring_options = option_group(
     click.option(
         "--kv-types", default="none", help=f"KV cache types to compare: any of {', '.join(KV_TYPES)}, or none. f16 is always included."
     ),
-    click.option("--against", metavar="llama.cpp=PATH", help="Also measure llama.cpp's binaries in this folder, in turn with edge-mtp."),
+    click.option(
+        "--against",
+        metavar="llama.cpp=PATH",
+        help="Also measure llama.cpp's binaries in this folder, in turn. With devices: llama.cpp=package.",
+    ),
     panel="Measure",
 )
 result_options = option_group(
@@ -109,7 +113,7 @@ def add_modes(main: CommandWithModes) -> None:
         [
             click.Argument(["bundle"], type=BundlePath(), required=False),
             *("adb", "ssh", "fleet", "package", "results", "run_name", "unplugged", "deploy_only", "stop", "clean", "device_folder"),
-            *("ssh_config", *what, *how, "energy", "minutes", "meter", *outputs),
+            *("ssh_config", *what, "against", *how, "energy", "minutes", "meter", *outputs),
         ],
     )
     main.add_mode(

@@ -124,6 +124,12 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
             Range(low=plan.memory.reserved / 1e6, middle=plan.memory.total / 1e6, high=1.1 * plan.memory.total / 1e6),
             measured.memory_bytes / 1e6 if measured else None,
         ),
+        (
+            "enough",
+            "MB",
+            Range(low=plan.memory.least(plan.read_bytes) / 1e6, middle=plan.memory.enough / 1e6, high=plan.memory.total / 1e6),
+            None,
+        ),
         ("prefill", "tok/s", plan.prefill, measured.prefill if measured else None),
         ("plain", "tok/s", plan.plain, measured.plain if measured else None),
         ("drafted", "tok/s", plan.drafted, measured.drafted if measured else None),

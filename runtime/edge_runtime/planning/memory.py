@@ -68,6 +68,15 @@ class MemoryPlan:
         """Bytes that the system cannot reclaim: everything but the mapped files."""
         return self.process + self.repacked + self.cache + self.buffers
 
+    @property
+    def enough(self) -> int:
+        """Bytes with which no weight is read from disk twice: each is there once, as a mapped page or as a repacked copy."""
+        return self.process + self.cache + self.buffers + max(self.weights, self.repacked)
+
+    def least(self, read_bytes: float) -> float:
+        """Bytes with which a token's own weights (`read_bytes`; of experts those in use) stay in memory, without repacked copies."""
+        return self.process + self.cache + self.buffers + min(read_bytes, self.weights)
+
 
 def memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
     """Returns the bytes that the bundle takes when loaded with these options."""
@@ -144,6 +153,25 @@ def check_memory(
                 "read from disk again and again."
             )
     return plan
+
+
+def check_memory_without_copies(
+    manifest: Manifest, request: MemoryRequest, limit: int | None, available: int | None, notify: Callable[[str], None] = lambda _: None
+) -> bool:
+    """Checks as `check_memory`; where only repacked copies of the weights do not fit into the available memory, checks without them.
+
+    Returns whether there may be copies.
+    """
+    try:
+        check_memory(manifest, request, limit, available, notify)
+    except RequestError:
+        plain = replace(request, repack=False)
+        if not request.repack or available is None or memory_plan(manifest, plain).reserved > available:
+            raise
+        notify("There is no memory for repacked copies of the weights, which are quicker; the mapped files are used.")
+        check_memory(manifest, plain, limit, available, notify)
+        return False
+    return request.repack
 
 
 def _cells(layout: CacheLayout, request: MemoryRequest) -> tuple[int, int]:

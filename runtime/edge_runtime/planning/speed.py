@@ -90,6 +90,7 @@ class SpeedPlan:
 
     device: str
     memory: MemoryPlan
+    read_bytes: float
     prefill: Range
     plain: Range
     drafted: Range
@@ -103,7 +104,12 @@ class SpeedPlan:
         """Plain values under stable keys."""
         low, middle, high = self.draft_length
         record = asdict(self) | {"draft_length": {"low": low, "middle": middle, "high": high}, "verify_seconds": list(self.verify_seconds)}
-        record["memory"] |= {"total": self.memory.total, "reserved": self.memory.reserved}
+        record["memory"] |= {
+            "total": self.memory.total,
+            "reserved": self.memory.reserved,
+            "enough": self.memory.enough,
+            "least": self.memory.least(self.read_bytes),
+        }
         return record
 
 
@@ -173,6 +179,7 @@ def speed_plan(facts: PairFacts, device: DeviceSpeed, memory: MemoryPlan, longes
     return SpeedPlan(
         device=device.name,
         memory=memory,
+        read_bytes=facts.target_bytes,
         prefill=_range(1 / scene.prefill_row for scene in ends),
         plain=_range(scene.rate(0) for scene in ends),
         drafted=_range(scene.rate(n) for scene, n in zip(ends, best, strict=True)),
@@ -261,6 +268,7 @@ def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, 
     shape = " to ".join(f"{each:.2f}" for each in sorted(scene.verify(4) / scene.verify(1) for scene in (fast, slow)))
     return {
         "memory": "file sizes and cache layout; from what the system cannot reclaim to all pages touched plus a tenth",
+        "enough": "each weight once, mapped or repacked; from those that a token reads (of experts those in use) to all pages touched",
         "prefill": f"{rows}; batches compute a row in {PREFILL_SHARE:.0%} to 100% of that",
         "plain": f"{facts.target_bytes / 1e6:.4g} MB of weights and up to {facts.kv_bytes / 1e6:.3g} MB of K/V rows"
         f" read per token at {band}, {layers}",

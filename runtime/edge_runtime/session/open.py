@@ -26,7 +26,7 @@ from edge_runtime.drafting.stored_memory import StoredMemory
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
 from edge_runtime.media.soft_rows import Encoder, LazyEncoder
-from edge_runtime.planning.memory import MemoryRequest, check_memory, memory_bytes
+from edge_runtime.planning.memory import MemoryRequest, check_memory_without_copies, memory_bytes
 from edge_runtime.session.batch import Sessions, SingleSequence
 from edge_runtime.session.load_options import LoadKeywords, LoadOptions, with_keywords
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
@@ -153,8 +153,8 @@ class _PairLoader:
         if options.execution_provider is not None or options.keep_packed:
             raise RequestError("execution providers and packed weights are onnxruntime's; ask for them with the onnx backend")
         kv_type = check_kv_type(self.bundle.manifest.cache_layout, options.kv_type or self.settings.kv_type)
-        self._check_memory(kv_type, count)
-        batch, kind, use_extra_bufts, quantizations = self._open_llama(kv_type, count)
+        repack = self._check_memory(kv_type, count)
+        batch, kind, use_extra_bufts, quantizations = self._open_llama(kv_type, count, repack=repack)
         facts = (kv_type, kind, use_extra_bufts, library_version(), system_info(), *quantizations)
         pair = self._measured_pair(batch.targets[0], batch.drafters[0], batch.vocabulary.bos, *facts)
         threads = ThreadCounts.same(self.threads)
@@ -184,7 +184,7 @@ class _PairLoader:
         ]
         return Sessions(sessions, batch)
 
-    def _open_llama(self, kv_type: KvType, count: int) -> tuple[LlamaSequenceBatch, DrafterKind, bool, list[str]]:
+    def _open_llama(self, kv_type: KvType, count: int, *, repack: bool) -> tuple[LlamaSequenceBatch, DrafterKind, bool, list[str]]:
         """Returns the loaded sequences, the kind of drafter, whether weights are repacked, and the files' quantizations."""
         from edge_runtime.backends.llama.context import LlamaOptions
         from edge_runtime.backends.llama.open import open_batch
@@ -196,10 +196,11 @@ class _PairLoader:
         paths = [bundle.folder / file.path for file in probed]
         quantizations = [file.quantization or "unknown" for file in probed]
         answer = probe_load_options(paths[0], paths[1] if has_model else None, quantizations, notify=self.options.notify)
+        use_extra_bufts = answer.use_extra_bufts and repack
         llama_options = LlamaOptions(
             context=settings.context,
             threads=self.threads,
-            use_extra_bufts=answer.use_extra_bufts,
+            use_extra_bufts=use_extra_bufts,
             draft=has_model,
             max_draft_length=settings.longest_draft,
             max_candidates=settings.max_candidates,
@@ -207,7 +208,7 @@ class _PairLoader:
             kv_type=kv_type,
         )
         batch, kind = open_batch(bundle, llama_options, self.drafter)
-        return batch, kind, answer.use_extra_bufts, quantizations
+        return batch, kind, use_extra_bufts, quantizations
 
     def _parts(
         self,
@@ -284,8 +285,8 @@ class _PairLoader:
                 " file of calibrated watts; give --phase-power FILE, or use the objective time"
             )
 
-    def _check_memory(self, kv_type: KvType, count: int) -> None:
-        """Raises RequestError if the bundle would not fit.
+    def _check_memory(self, kv_type: KvType, count: int) -> bool:
+        """Returns whether there is room for repacked copies of weights. Raises RequestError if the bundle would not fit without either.
 
         Repacked weights are counted, because the probe that decides on repacking runs later.
         """
@@ -303,7 +304,9 @@ class _PairLoader:
             repack=True,
         )
         most = settings.memory_limit if limit is None else memory_bytes(limit)
-        check_memory(self.bundle.manifest, request, most, available_memory_bytes() if most is None else None, self.options.notify)
+        return check_memory_without_copies(
+            self.bundle.manifest, request, most, available_memory_bytes() if most is None else None, self.options.notify
+        )
 
     def _check_onnx(self) -> None:
         """Raises RequestError for options that ONNX graphs do not have: their K/V type and their head's candidates are fixed at export."""

@@ -9,7 +9,7 @@ import subprocess
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner, Result
@@ -23,6 +23,9 @@ from edge_devices.machine.load import MachineLoad
 from edge_runtime.bench import cli
 from edge_runtime.bench.contribution import command
 from edge_runtime.bench.contribution.guide import steps
+from edge_runtime.bench.devices import remote_run
+from edge_runtime.bench.devices.package import DevicePackage
+from edge_runtime.bench.devices.remote_run import RemoteRequest
 from edge_runtime.bench.measure.energy import fitted, planned_seconds
 from simulated_session import SimulatedMachine
 
@@ -170,3 +173,11 @@ def test_the_protocol_fits_into_its_minutes(refresh_s, lag_s, repeats, loops):
     plan, chosen = fitted(Plan(repeats=5), workloads, meter_of(refresh_s, lag_s), 1620)
     assert (plan.repeats, "calibrate:draft" in chosen) == (repeats, loops)
     assert planned_seconds(plan, chosen, meter_of(refresh_s, lag_s)) <= 1620
+
+
+def test_devices_measure_the_tools_of_their_package(tmp_path, exported_pair):
+    package = DevicePackage(folder=tmp_path, platform="android-arm64", bytes=0)
+    asked = RemoteRequest(bundle=exported_pair, package=package, name="r", options=("--repeats", "1"), against_package=True)
+    command = remote_run._command(cast(Any, None), asked, "/data/x")
+    assert command[command.index("--against") + 1] == "llama.cpp=/data/x/package/tools"
+    assert command[-1] == "llama.cpp=/data/x/package/tools"

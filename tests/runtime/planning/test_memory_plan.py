@@ -19,6 +19,7 @@ from edge_runtime.planning.memory import (
     MemoryPlan,
     MemoryRequest,
     check_memory,
+    check_memory_without_copies,
     largest_context,
     memory_bytes,
     memory_plan,
@@ -168,3 +169,18 @@ def test_the_plan_is_what_llama_cpp_takes(exported_pair: Path, kv_type: str, con
     assert 0.75 * plan.buffers < measured["compute"] + measured["output"] < plan.buffers
     if measured["peak"] is not None:  # Linux
         assert measured["peak"] == pytest.approx(plan.total, rel=0.35)
+
+
+def test_copies_of_weights_are_left_out_where_only_they_do_not_fit(exported_pair: Path) -> None:
+    known, said = open_bundle(exported_pair, check="none").manifest, []
+    manifest = replace(known, files=tuple(replace(file, quantization="q4_0") for file in known.files))
+    asked = request()
+    copies, plain = memory_plan(manifest, asked), memory_plan(manifest, replace(asked, repack=False))
+    assert copies.reserved > plain.reserved
+    assert check_memory_without_copies(manifest, asked, None, copies.total)
+    assert not check_memory_without_copies(manifest, asked, None, copies.reserved - 1, said.append)
+    assert "no memory for repacked copies" in said[0]
+    with pytest.raises(RequestError, match="needs"):
+        check_memory_without_copies(manifest, asked, None, plain.reserved - 1)
+    with pytest.raises(RequestError, match="the limit is"):
+        check_memory_without_copies(manifest, asked, copies.total - 1, None)

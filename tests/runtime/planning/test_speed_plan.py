@@ -156,6 +156,15 @@ def test_tables_that_rows_are_looked_up_in_are_not_read_and_of_experts_only_thos
     assert 3.4e9 < active < 5e9
 
 
+def test_experts_need_less_memory_than_all_pages_and_copies() -> None:
+    """26B-A4B in 4 bits: 14.5 GB mapped and as many repacked; a machine of 16 GB runs it."""
+    memory = MemoryPlan(process=50_000_000, weights=14_500_000_000, repacked=14_000_000_000, cache=300_000_000, buffers=400_000_000)
+    assert memory.total > 29e9
+    assert memory.enough == 15_250_000_000
+    assert memory.least(2.4e9) == 3_150_000_000
+    assert memory.least(99e9) == memory.enough
+
+
 def test_every_profile_gives_a_plan(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = open_bundle(exported_pair, check="none").manifest
     for name in profiles():

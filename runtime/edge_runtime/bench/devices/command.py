@@ -28,7 +28,8 @@ from edge_runtime.errors import RequestError
 
 ALL = "all"
 PARQUET = "parquet"
-HERE_ONLY = ("runs", "report", "against", "verify_key")
+HERE_ONLY = ("runs", "report", "verify_key")
+AGAINST_PACKAGE = "llama.cpp=package"
 # Options that are passed on to edge-bench on the device where the user gave them.
 FORWARDED = {
     "domains",
@@ -135,15 +136,21 @@ def remote_request(bundle: Path | None, values: dict[str, Any], further: Sequenc
     for name in HERE_ONLY:
         if values.get(name):
             raise RequestError(f"--{name.replace('_', '-')} applies to this machine only; results of devices go to --results")
+    if values["against"] not in (None, AGAINST_PACKAGE):
+        raise RequestError(f"--against {values['against']} is a folder of this machine; devices have their package's: {AGAINST_PACKAGE}")
+    package = read_package(values["package"])
+    if values["against"] and not (package.folder / "tools").is_dir():
+        raise RequestError(f"{package.folder} has no tools of llama.cpp; build it with edge-export --package NAME --with-llama-tools")
     if values["stop"] and not values["run_name"]:
         raise RequestError("--stop needs the name of the run, --run NAME")
     return RemoteRequest(
         bundle=bundle,
-        package=read_package(values["package"]),
+        package=package,
         options=(*forwarded(click.get_current_context()), *further),
         name=values["run_name"] or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
         energy=bool(values["energy"]),
         meter=values["meter"],
+        against_package=values["against"] is not None,
         unplugged=values["unplugged"],
         clean=values["clean"],
     )

@@ -35,6 +35,7 @@ Log = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True)
 class RemoteRequest:
     """What to run on a device. `options`: edge-bench's own; a Path among them is a local file, which is sent too.
+    `against_package`: also measure the package's llama.cpp tools.
 
     `patience_s`: seconds a device may be out of reach before RequestError; the run on it continues. None: no limit.
     """
@@ -45,6 +46,7 @@ class RemoteRequest:
     options: tuple[str | Path, ...] = ()
     energy: bool = False
     meter: str | None = None
+    against_package: bool = False
     unplugged: bool = False
     clean: bool = False
     patience_s: float | None = None
@@ -124,6 +126,8 @@ def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[
             push_file(transport, option, target)
             option = target
         options.append(option)
+    if request.against_package:
+        options += ["--against", f"llama.cpp={posixpath.join(folder, 'package', 'tools')}"]
     if request.energy:
         options += ["--energy", ENERGY] + (["--meter", request.meter] if request.meter else [])
     waiting = ["--wait-unplugged"] if request.unplugged else []
