@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.architecture import ASSISTANT_TYPES, FULL, SLIDING, AssistantArchitecture, TextArchitecture, parse_architecture
 from edge_export.checkpoint.json_file import read_json_object
-from edge_export.checkpoint.published.formats import refuse_adapter
+from edge_export.checkpoint.published.formats import refuse_adapter, rounds_activations
+from edge_export.checkpoint.published.mobile import Rounding, is_mobile, with_codes
 from edge_export.checkpoint.published.packed import with_matrices
 from edge_export.checkpoint.published.tensor_prefixes import text_name
 from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, read_values, stored_tensors
@@ -28,7 +29,8 @@ MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
 class Checkpoint:
     """An opened checkpoint. `tensors` are those of the text model under their text-only names (model.layers.0....), in file order.
 
-    `others` are all other tensors under their own names; `left_out` names groups of tensors that are not exported.
+    `others` are all other tensors under their own names; `left_out` names groups of tensors that are not exported. `rounding` are the
+    scales by which a linear layer's activations are rounded, by its matrix's name.
     """
 
     folder: Path
@@ -38,6 +40,7 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
     left_out: tuple[str, ...]
     others: dict[str, StoredTensor] = field(default_factory=dict)
+    rounding: dict[str, Rounding] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -48,6 +51,8 @@ class Checkpoint:
     @property
     def weights(self) -> dict[str, Callable[[], NDArray[Any]]] | None:
         """The values of each tensor by name, float32 or integers; None if transformers reads them from the folder itself."""
+        if rounds_activations(self.config) == "gemma":
+            return None
         if all(tensor.scales is None and tensor.name == self._current_name(name) for name, tensor in self.tensors.items()):
             return None
         return {name: partial(read_values, tensor) for name, tensor in self.tensors.items()}
@@ -80,7 +85,9 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     architecture = parse_architecture(config, config_path)
     _check_shared_layers(architecture, config_path)
     model_type = str(config["model_type"])
-    tensors, others = _text_tensors(with_matrices(stored_tensors(folder)), model_type)
+    stored, mobile = stored_tensors(folder), is_mobile(config)
+    tensors, others = _text_tensors(stored if mobile else with_matrices(stored), model_type)
+    tensors, rounding = with_codes(tensors, needed_shapes(architecture) | allowed_shapes(architecture)) if mobile else (tensors, {})
     left_out = _groups(others)
     if model_type in ASSISTANT_TYPES:
         left_out += _groups({name: tensors[name] for name in tensors if name.startswith("masked_embedding.")})
@@ -93,6 +100,7 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
         tensors=tensors,
         left_out=left_out,
         others=others,
+        rounding=rounding,
     )
 
 

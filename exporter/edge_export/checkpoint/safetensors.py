@@ -52,6 +52,7 @@ READABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4
 FloatType = Literal["f32", "f16", "bf16"]
 FLOAT_BYTES: dict[FloatType, int] = {"f32": 4, "f16": 2, "bf16": 2}
 PACKED4, PACKED_BLOCK = "PACKED4", 32
+_BYTE = 8
 SOURCE_TYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -59,7 +60,8 @@ SOURCE_TYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 class StoredTensor:
     """The place of a tensor: `bytes` bytes of `dtype` (safetensors' name) from `offset` in `path`.
 
-    With `scales` it is a matrix in 4 bits (PACKED4) whose blocks of 32 along a row have these factors, as compressed-tensors packs it.
+    With `scales` it is a matrix in 4 bits (PACKED4) whose blocks of 32 along a row have these factors, as compressed-tensors packs it;
+    with `bits` too, codes of so many bits, the first in a byte's lowest ones, and factors [rows, n] of n equal parts of a row.
     """
 
     name: str
@@ -69,6 +71,7 @@ class StoredTensor:
     offset: int
     bytes: int
     scales: StoredTensor | None = None
+    bits: int = 0
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -187,6 +190,9 @@ def read_float_chunks(tensor: StoredTensor, wanted: FloatType) -> Iterator[NDArr
 
     Raises CheckpointError if the tensor is not floating point, or holds a finite value that float16 cannot.
     """
+    if tensor.scales is not None and tensor.bits:
+        yield from _decoded(tensor, tensor.scales, wanted)
+        return
     if tensor.scales is not None:
         yield from _unpacked(tensor, tensor.scales, wanted)
         return
@@ -217,6 +223,31 @@ def _unpacked(tensor: StoredTensor, scales: StoredTensor, wanted: FloatType) -> 
             blocks = levels.reshape(-1, PACKED_BLOCK).astype(np.float32) * factors[at : at + len(part) // 4, None]
             at += len(blocks)
             yield _narrowed(blocks.reshape(-1), tensor, wanted)
+
+
+def read_codes(tensor: StoredTensor) -> Iterator[NDArray[np.uint8]]:
+    """Yields the bytes of a matrix with `bits` in order, in pieces of whole rows; int8 as levels from 0 too. See `read_chunks`."""
+    rows, row = tensor.shape[0], tensor.bytes // tensor.shape[0]
+    step = max(1, CHUNK_ELEMENTS // tensor.shape[1])
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            piece = np.frombuffer(file.read(count * row), np.uint8)
+            if len(piece) != count * row:
+                raise CheckpointError(f"{tensor.path} ended inside {tensor.name!r} while it was read; keep the checkpoint unchanged")
+            yield (piece ^ np.uint8(128) if tensor.bits == _BYTE else piece).reshape(count, row)
+
+
+def _decoded(tensor: StoredTensor, scales: StoredTensor, wanted: FloatType) -> Iterator[NDArray[Any]]:
+    """Values of codes: (code - 2^(bits-1)) * scale (transformers, integrations/gemma_quant.py)."""
+    factors, at, bits = read_values(scales), 0, tensor.bits
+    shifts = np.arange(0, _BYTE, bits, dtype=np.uint8)
+    for piece in read_codes(tensor):
+        levels = ((piece[..., None] >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(piece), factors.shape[1], -1)
+        values = (levels.astype(np.float32) - np.float32(1 << (bits - 1))) * factors[at : at + len(piece), :, None]
+        at += len(piece)
+        yield _narrowed(values.reshape(-1), tensor, wanted)
 
 
 def read_values(tensor: StoredTensor) -> NDArray[Any]:

@@ -17,7 +17,8 @@ from edge_export.errors import ExportError
 from edge_export.onnx.block_search import Levels, round_to_nearest, search
 
 Method = Literal["rtn", "search"]
-BITS, BLOCKS, METHODS = (4, 8), (32, 64, 128), get_args(Method)
+# 2 bits are only read from checkpoints.
+BITS, BLOCKS, METHODS = (2, 4, 8), (32, 64, 128), get_args(Method)
 # Weights per piece of work: a piece that stays in a core's cache with all its intermediates is several times faster.
 _PIECE = 1 << 16
 # Least importance: channels that the calibration text never used must keep sensible weights too.

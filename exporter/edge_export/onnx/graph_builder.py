@@ -30,6 +30,9 @@ _TYPES = {
 Shape = Sequence[int | str]
 # The activations of block-quantized products are rounded to int8 (MatMulNBits, accuracy_level).
 _INT8_ACTIVATIONS = 4
+# Activations that a checkpoint rounds itself are multiplied as they are.
+_FLOAT_ACTIVATIONS = 1
+_LOWEST, _HIGHEST = -128.0, 127.0
 
 
 class Graph:
@@ -100,6 +103,20 @@ class Graph:
 
     def linear(self, value: str, matrix: Matrix) -> str:
         """value [..., columns] times the transposed matrix: [..., rows]."""
+        if matrix.parts:
+            return self.op("Concat", *(self.linear(value, part) for part in matrix.parts), axis=-1)
+        before, after = matrix.rounding or (0.0, 0.0)
+        return self._as_int8(self._product(self._as_int8(value, before), matrix), after)
+
+    def _as_int8(self, value: str, scale: float) -> str:
+        """The nearest multiple of `scale` from -128 to 127 times it (transformers, gemma_quant.py, apply_srq); 0 rounds nothing."""
+        if not scale:
+            return value
+        step = self.floats(scale)
+        level = self.op("Clip", self.op("Round", self.op("Div", value, step)), self.floats(_LOWEST), self.floats(_HIGHEST))
+        return self.op("Mul", level, step)
+
+    def _product(self, value: str, matrix: Matrix) -> str:
         spec = matrix.format.spec
         if spec is None:
             return self.op("FusedMatMul", value, self._float(matrix), domain=CONTRIB, transB=1)
@@ -112,7 +129,7 @@ class Graph:
             N=matrix.rows,
             bits=spec.bits,
             block_size=spec.block,
-            accuracy_level=_INT8_ACTIVATIONS,
+            accuracy_level=_INT8_ACTIVATIONS if matrix.rounding is None else _FLOAT_ACTIVATIONS,
         )
 
     def gather(self, matrix: Matrix, indices: str) -> str:

@@ -39,6 +39,8 @@ from edge_runtime.errors import EdgeRuntimeError
 _RANGE = "range."
 # Both compute in float32 and differ only in the order of summation. On the reference pair the logits are within 1e-4.
 LIMITS = Limits(max_abs_difference=0.01, mean_kl=1e-4, greedy_agreement=0.99, draft_agreement=0.99)
+# Where activations are rounded to int8, the last bit of a float32 decides some levels.
+ROUNDED_LIMITS = Limits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9)
 # Mean KL of quantized graphs in nats, as parity.gguf.QUANTIZED_KL_LIMITS.
 QUANTIZED_KL_LIMITS: dict[OnnxWeights, float] = {"f32": LIMITS.mean_kl, "f16": 0.02, "int8": 0.1, "int4": 1.0}
 
@@ -57,6 +59,7 @@ class OnnxParityRequest(ReferenceRequest):
     vocab_size: int
     weights: OnnxWeights
     kv: KvKind = "f32"
+    rounded: bool = False
 
 
 def onnx_why_not(request: ReferenceRequest) -> str | None:
@@ -84,11 +87,12 @@ def measure_onnx_parity(request: OnnxParityRequest) -> dict[str, Any]:
 
 
 def _judged(request: OnnxParityRequest, length: int, plain: Divergence, final: Divergence, agreements: list[float]) -> dict[str, Any]:
+    limits = ROUNDED_LIMITS if request.rounded else LIMITS
     kl_limit = max(QUANTIZED_KL_LIMITS[request.weights], QUANTIZED_KL_LIMITS[request.kv])
-    demand("largest logit difference of the f32 graph", plain.max_abs_difference, most=LIMITS.max_abs_difference)
-    demand("mean KL of the f32 graph", plain.mean_kl, most=LIMITS.mean_kl)
-    demand("greedy agreement of the f32 graph", plain.greedy_agreement, least=LIMITS.greedy_agreement)
-    demand("share of the f32 graph's drafts that are the reference assistant's", agreements[0], least=LIMITS.draft_agreement)
+    demand("largest logit difference of the f32 graph", plain.max_abs_difference, most=limits.max_abs_difference)
+    demand("mean KL of the f32 graph", plain.mean_kl, most=limits.mean_kl)
+    demand("greedy agreement of the f32 graph", plain.greedy_agreement, least=limits.greedy_agreement)
+    demand("share of the f32 graph's drafts that are the reference assistant's", agreements[0], least=limits.draft_agreement)
     demand(f"mean KL of the {request.weights} graph", final.mean_kl, most=kl_limit)
     return {
         "reference": "transformers in float32",
@@ -98,7 +102,7 @@ def _judged(request: OnnxParityRequest, length: int, plain: Divergence, final: D
         "unquantized": {"weight_type": "f32", **asdict(plain)},
         "quantized": {"quantization": request.weights, **asdict(final)},
         "drafts": {"draft_length": DRAFT_LENGTH, "unquantized_agreement": agreements[0], "quantized_agreement": agreements[1]},
-        "limits": {"unquantized": asdict(LIMITS), "quantized": {"mean_kl": kl_limit}},
+        "limits": {"unquantized": asdict(limits), "quantized": {"mean_kl": kl_limit}},
     }
 
 

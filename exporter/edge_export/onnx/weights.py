@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.safetensors import StoredTensor, read_float_chunks
+from edge_export.checkpoint.safetensors import StoredTensor, read_codes, read_float_chunks, read_values
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import WeightSpec, quantize_matrix
 from edge_export.quantization.importance import Importance
@@ -64,6 +64,9 @@ class Stored:
 class Matrix:
     """A stored matrix [rows, columns]. In blocks: `values` uint8 [rows, columns/block, block*bits/8] with `scales`
     [rows, columns/block].
+
+    `rounding` are the scales by which a product's input and output are rounded to int8 (0: not rounded), None for weights that ask for
+    none. `parts` are matrices one below the other that are multiplied with apart.
     """
 
     rows: int
@@ -72,6 +75,8 @@ class Matrix:
     values: Stored
     scales: Stored | None = None
     zero_points: Stored | None = None
+    rounding: tuple[float, float] | None = None
+    parts: tuple[Matrix, ...] = ()
 
     def regrouped(self, rows: int) -> Matrix:
         """The same bytes as a matrix of `rows` longer rows, each of several old ones."""
@@ -127,6 +132,11 @@ class WeightFile:
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str], format: WeightFormat) -> Matrix:
         """Stores tensors [n, columns] of the checkpoint, one below the other, as one matrix."""
         tensors = [checkpoint.tensors[name] for name in names]
+        if any(name in checkpoint.rounding for name in names):
+            return self._trained(checkpoint, names, format)
+        if checkpoint.rounding and format.kind == "blocks":
+            # Training rounded all matrices but a few, which are kept.
+            format = WeightFormat(kind="f16")
         rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
         format = format.for_columns(columns)
         if format.kind != "blocks":
@@ -138,6 +148,34 @@ class WeightFile:
             for piece in row_pieces(read_float_chunks(tensor, "f32"), columns)
         )
         return self._blocks(pieces, rows, columns, format)
+
+    def _trained(self, checkpoint: Checkpoint, names: Sequence[str], format: WeightFormat) -> Matrix:
+        """Matrices whose activations are rounded, each by its own scales; their codes stay as they are."""
+        parts = []
+        for name in names:
+            tensor = checkpoint.tensors[name]
+            made = self.codes(tensor) if format.kind == "blocks" and tensor.bits else None
+            if made is None:
+                rows, columns = tensor.shape
+                kind: Literal["f32", "f16"] = "f16" if format.kind == "f16" else "f32"
+                made = self._plain(read_float_chunks(tensor, kind), rows, columns, WeightFormat(kind=kind))
+            parts.append(replace(made, rounding=checkpoint.rounding.get(name)))
+        if len(parts) == 1:
+            return parts[0]
+        return replace(parts[0], rows=sum(part.rows for part in parts), rounding=None, parts=tuple(parts))
+
+    def codes(self, tensor: StoredTensor) -> Matrix | None:
+        """Stores the codes of a trained matrix in the same bytes; None if no block fits the parts of a row that share a scale."""
+        assert tensor.scales is not None
+        scales, (rows, columns) = read_values(tensor.scales), tensor.shape
+        each = columns // scales.shape[1]
+        block = next((size for size in (128, 64, 32) if each % size == 0), None)
+        if block is None:
+            return None
+        blocks, spec = columns // block, WeightSpec(bits=tensor.bits, block=block)
+        values = self.pieces(read_codes(tensor), "u8", (rows, blocks, block * tensor.bits // 8))
+        factors = self.array(np.repeat(scales, each // block, axis=1), "f32")
+        return Matrix(rows=rows, columns=columns, format=WeightFormat(kind="blocks", spec=spec), values=values, scales=factors)
 
     def matrix_in(self, tensor: StoredTensor, name: str, index: int, format: WeightFormat) -> Matrix:
         """Stores one matrix [rows, columns] of a tensor that holds several: number `index` of the tensor `name`."""

@@ -25,6 +25,7 @@ from edge_export.pipeline.generation_defaults import generation_defaults
 from edge_export.pipeline.gguf_step import GgufPair, make_gguf, plan_pair
 from edge_export.pipeline.onnx_step import check_onnx_space, make_onnx, onnx_parity
 from edge_export.pipeline.request import DEFAULT_CONTEXT, ExportRequest, Progress, reported
+from edge_export.pipeline.rounding import check_rounding
 from edge_export.pipeline.signing import read_signing_key, sign_manifest
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.importance_sources import importance_of_pair
@@ -104,10 +105,11 @@ def _open_job(request: ExportRequest, progress: Progress) -> _Job:
     """Opens the pair and checks the request against it. Raises ExportError."""
     pair = target, drafter = resolve_pair(request.target, request.drafter, progress)
     check_outside(request.output, [part.path for part in pair])
+    check_rounding(request, pair)
     if request.onnx is not None:
         check_onnx_sources(target, drafter)
         onnx = request.onnx if request.media is None else replace(request.onnx, media=ONNX_MEDIA[request.media])
-        if onnx.mixed(onnx.target) and trained_for_q4(target.checkpoint):
+        if onnx.mixed(onnx.target) and not target.checkpoint.rounding and trained_for_q4(target.checkpoint):
             # int4 in blocks of 32 holds these weights exactly; the default mix of larger blocks does not.
             onnx = replace(onnx, block=32)
         request = replace(request, onnx=onnx)

@@ -62,6 +62,7 @@ ONNX_OPS = frozenset(
         "ReduceSum",
         "Relu",
         "Reshape",
+        "Round",
         "ScatterElements",
         "ScatterND",
         "Shape",

@@ -27,12 +27,17 @@ from random_pairs import write_random_pair
 FIRST, END = (int(part) for part in os.environ.get("EDGE_MTP_RANDOM_PAIRS", "0:5").split(":"))
 SCRIPT = Path(os.environ.get("EDGE_MTP_LLAMA_CPP") or "/nowhere") / "convert_hf_to_gguf.py"
 CONVERT = """
-import runpy, sys
+import runpy, sys, traceback
 script, folder, names = sys.argv[1], sys.argv[2], sys.argv[3:]
-for name in reversed(names):
+for name in names:
     sys.argv = [script, f"{folder}/{name}", "--outfile", f"{folder}/{name}.gguf", "--outtype", "bf16"]
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
 """
+# What the converter cannot take of what transformers saves: text-only 12B, no key of experts, equal heads in all layers.
+CONVERTER_FAULTS = ("Gemma4UnifiedForCausalLM is not supported", "'expert_intermediate_size'", "assert head_dim_full is not None")
 
 
 @pytest.mark.slow
@@ -66,9 +71,12 @@ def _check_converted(folders: list[Path], folder: Path) -> None:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0 or "is not supported" in done.stderr, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
     for source in resolve_pair(*map(str, folders)):
         theirs, ours = folder / f"{source.path.name}.gguf", folder / "ours.gguf"
         assert source.tokenizer is not None
         plan_gguf(source.checkpoint, "bf16", source.tokenizer).write(ours, lambda _: None)
-        assert not theirs.is_file() or ours.read_bytes() == theirs.read_bytes()
+        if theirs.is_file():
+            assert ours.read_bytes() == theirs.read_bytes()
+        else:
+            assert any(fault in done.stderr for fault in CONVERTER_FAULTS), done.stderr[-3000:]

@@ -39,8 +39,30 @@ def refuse_adapter(folder: Path) -> None:
 def refuse_quantized(config: dict[str, Any], path: Path) -> None:
     """Raises CheckpointError if a parsed config.json names a quantized format; `path` is for messages."""
     found = _section(config)
-    if found is not None and not _read_directly(found):
+    if found is not None and not _read_directly(found) and rounds_activations(config) is None:
         raise CheckpointError(f"{path}: the checkpoint holds {_described(found)}, which are not read; {_instead(config)}")
+
+
+def rounds_activations(config: dict[str, Any]) -> str | None:
+    """Returns the method of a format that rounds activations and is read (-qat-mobile-transformers, -ct); None for others."""
+    found = _section(config) or {}
+    method, groups = found.get("quant_method"), found.get("config_groups")
+    if method == "gemma":
+        return "gemma"
+    if method != "compressed-tensors" or not isinstance(groups, dict) or not groups:
+        return None
+    return "compressed-tensors" if all(map(_mobile_group, groups.values())) else None
+
+
+def _mobile_group(group: Any) -> bool:
+    """Weights as integers with scales for rows or blocks, inputs rounded to int8 with a fixed scale."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    inputs = group.get("input_activations") if isinstance(group, dict) else None
+    if not isinstance(weights, dict) or not isinstance(inputs, dict):
+        return False
+    sound = weights.get("num_bits") in (2, 4, 8) and weights.get("strategy") in ("channel", "group") and inputs.get("num_bits") == 8
+    fixed = inputs.get("strategy") == "tensor" and not inputs.get("dynamic")
+    return sound and fixed and all(part.get("type") == "int" and part.get("symmetric") is True for part in (weights, inputs))
 
 
 def _section(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -76,8 +98,6 @@ def _described(section: dict[str, Any]) -> str:
     for name, wording in (("nvfp4", "NVFP4"), ("mxfp4", "MXFP4"), ("mxfp8", "MXFP8"), ("fp8", "FP8"), ("float-quantized", "FP8")):
         if name in kind or name in algorithm:
             return f"{wording} weights"
-    if method == "gemma":
-        return "the QAT weights for mobile, whose activations are rounded too: without that rounding the model's answers get much worse"
     if method == "compressed-tensors":
         return f"compressed-tensors weights of the format {kind or 'unknown'!r:.40}"
     if not method and "group_size" in section:

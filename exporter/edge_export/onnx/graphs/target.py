@@ -105,6 +105,9 @@ def _head(model: TextArchitecture, weights: Matrix) -> Graph:
     hidden = graph.input("hidden", "f32", (1, "tokens", model.hidden_size))
     if model.logit_softcap is None:
         logits = graph.linear(hidden, weights)
+    elif weights.rounding is not None:
+        cap = graph.floats(model.logit_softcap)
+        logits = graph.op("Mul", graph.op("Tanh", graph.op("Div", graph.linear(hidden, weights), cap)), cap)
     else:
         # The short hidden row is divided instead of the logits.
         cap = graph.floats(model.logit_softcap)

@@ -18,6 +18,8 @@ from edge_runtime.bundle.onnx_graph import CONTRIB
 DOMAIN, OPERATOR, STOCK = "edge.mtp", "MatMulRows", "MatMulNBits"
 ATTENTION, WRITER, READER, STOCK_ATTENTION = "AttendRows", "AttendBuffers", "ReadBuffers", "GroupQueryAttention"
 _BITS, _BLOCKS = {2, 4, 8}, {16, 32, 64, 128}
+# MatMulNBits, accuracy_level
+_INT8_ACTIVATIONS = 4
 # ModelProto.graph and opset_import; GraphProto.node and output, ValueInfoProto.name; NodeProto.input, output, op_type, attribute and
 # domain; AttributeProto.name, f, i and g.
 _GRAPH, _OPSET = 7, 8
@@ -66,7 +68,7 @@ def _attribute(attribute: bytes) -> tuple[bytes, int]:
 
 
 def _fits(node: bytes) -> bool:
-    """Whether this is a product that the kernels take: three inputs, so no zero points, and whole blocks."""
+    """Whether this is a product that the kernels take: activations rounded to int8, no zero points (three inputs), whole blocks."""
     names: dict[int, list[bytes]] = {_INPUT: [], _OP_TYPE: [], _OP_DOMAIN: [], _ATTRIBUTE: []}
     for number, value in fields_of(node):
         if number in names and isinstance(value, bytes):
@@ -75,6 +77,8 @@ def _fits(node: bytes) -> bool:
         return False
     numbers = dict(map(_number, names[_ATTRIBUTE]))
     block = numbers.get(b"block_size", 0)
+    if numbers.get(b"accuracy_level", _INT8_ACTIVATIONS) != _INT8_ACTIVATIONS:
+        return False
     return numbers.get(b"bits") in _BITS and block in _BLOCKS and numbers.get(b"K", 1) % block == 0
 
 

@@ -1,0 +1,208 @@
+"""Checkpoints of the layouts of -qat-mobile-transformers and -ct: weights bit for bit, activations rounded in the graph."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+onnxruntime = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("transformers", reason="needs edge-mtp[verify]")
+
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.published.mobile import with_codes
+from edge_export.checkpoint.safetensors import read_values, stored_tensors
+from edge_export.errors import CheckpointError, ExportError
+from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.request import OnnxRequest
+from edge_export.onnx.weights import WeightFile
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from edge_runtime.backends.onnx.row_kernels import with_row_kernels
+from silent import Silent
+
+Folders = Callable[[str], Path]
+# As published for E2B, without the towers; other layers than 0 to 3 have 2 bits.
+CONFIG: dict[str, Any] = {
+    "quant_method": "gemma",
+    "num_bits": 4,
+    "quantize_embeddings": True,
+    "module_quant_configs": {
+        "^lm_head$": {"num_bits": 2},
+        r"language_model\.embed_tokens$": {"num_bits": 2},
+        "embed_tokens_per_layer$": {"num_bits": 4},
+        r"layers\.[0-3]\.mlp\.": {"num_bits": 4},
+        r"layers\.\d+\.mlp\.": {"num_bits": 2},
+        "per_layer_input_gate$": {"num_bits": 8},
+        "per_layer_projection$": {"num_bits": 8},
+        r"self_attn\.": {"num_bits": 4},
+    },
+    "modules_to_not_convert": ["per_layer_model_projection", "vision_tower", "embed_vision", "audio_tower", "embed_audio"],
+}
+ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+GROUP = {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}, "input_activations": ACTIVATIONS}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {"group_0": GROUP}}
+
+
+def _bits(name: str) -> int:
+    """Bits of a module, as the config above says."""
+    if name.endswith(("lm_head", "language_model.embed_tokens")):
+        return 2
+    if ".mlp." in name:
+        return 4 if int(name.split(".layers.")[1].split(".")[0]) < 4 else 2
+    return 8 if "per_layer_input_gate" in name or name.endswith("per_layer_projection") else 4
+
+
+def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    parts = codes.reshape(len(codes), -1, 8 // bits).astype(np.uint8) << np.arange(0, 8, bits, dtype=np.uint8)
+    return np.bitwise_or.reduce(parts, axis=2)
+
+
+@pytest.fixture
+def mobile(member_folder: Folders, tmp_path: Path) -> Callable[[bool], tuple[Path, dict[str, np.ndarray]]]:
+    """Writes a member in either layout; returns its folder and the weights that its matrices stand for, by their text-only names."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    def write(compressed: bool) -> tuple[Path, dict[str, np.ndarray]]:
+        folder = Path(shutil.copytree(member_folder("e2b"), tmp_path / f"mobile{compressed}"))
+        rng, made, values = np.random.default_rng(3), {}, {}
+        shards = sorted(folder.glob("model*.safetensors"))
+        stored = {name: tensor.float() for shard in shards for name, tensor in load_file(shard).items()}
+        for path in folder.glob("model*"):
+            path.unlink()
+        prefix = "model.language_model."
+        stored["lm_head.weight"] = stored[f"{prefix}embed_tokens.weight"]
+        for name, tensor in stored.items():
+            module = name.removesuffix(".weight")
+            if tensor.dim() != 2 or not name.startswith((prefix, "lm_head")) or "model_projection" in name:
+                made[name] = tensor
+                continue
+            bits, table = _bits(module), "embed_tokens" in name
+            rows, columns = tensor.shape
+            parts = 8 if name.endswith("per_layer.weight") else 1
+            half = 1 << (bits - 1)
+            split = tensor.numpy().reshape(rows, parts, -1)
+            scale = (np.abs(split).max(axis=2, keepdims=True) / half + 1e-6).astype(np.float32)
+            codes = np.clip(np.rint(split / scale), -half, half - 1).reshape(rows, columns).astype(np.int64) + half
+            text = name.replace(prefix, "model.")
+            values[text] = (codes - half).astype(np.float32) * np.repeat(scale[:, :, 0], columns // parts, axis=1)
+            stem = "embedding" if table and not compressed else "weight"
+            if bits == 8:
+                made[f"{module}.weight"] = torch.from_numpy((codes - half).astype(np.int8))
+            elif compressed:
+                made[f"{module}.weight_packed"] = torch.from_numpy(_packed(codes, bits).view(np.int32).copy())
+            else:
+                key = "embedding_quantized" if table else "weight"
+                made[f"{module}.{key}"] = torch.from_numpy(_packed(codes, bits))
+            made[f"{module}.{stem}_scale"] = torch.from_numpy(scale[:, :, 0].copy())
+            if not table:
+                ends = ("input_scale", "output_scale") if compressed else ("input_activation_scale", "output_activation_scale")
+                for end in ends:
+                    made[f"{module}.{end}"] = torch.tensor(float(rng.uniform(0.03, 0.06)))
+            if "k_proj" in name:
+                made[name.replace("k_proj.weight", "k_cache_scale")] = torch.tensor(0.1)
+        save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["tie_word_embeddings"] = False
+        config |= {"quantization_config": COMPRESSED if compressed else CONFIG, "tie_word_embeddings": False}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder, values
+
+    return write
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_weights_are_read_bit_for_bit(mobile: Callable[[bool], tuple[Path, dict[str, np.ndarray]]], compressed: bool) -> None:
+    folder, values = mobile(compressed)
+    checkpoint = open_checkpoint(folder)
+    assert len(values) > 40
+    for name, wanted in values.items():
+        assert np.array_equal(read_values(checkpoint.tensors[name]), wanted), name
+    assert {tensor.bits for tensor in checkpoint.tensors.values()} == {0, 2, 4, 8}
+    assert len(checkpoint.rounding) == len(values)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_product_rounds_as_transformers_does(bits: int, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers.integrations.gemma_quant import QuantizedLinear
+
+    rng, rows, columns = np.random.default_rng(bits), 64, 256
+    layer = QuantizedLinear(columns, rows, num_bits=bits)
+    half = 1 << (bits - 1)
+    codes = rng.integers(0, 2 * half, (rows, columns))
+    layer.weight.data = torch.from_numpy((codes - half).astype(np.int8) if bits == 8 else _packed(codes, bits))
+    layer.weight_scale.data = torch.from_numpy(rng.uniform(0.01, 0.1, (rows, 1)).astype(np.float32))
+    layer.input_activation_scale.data, layer.output_activation_scale.data = torch.tensor(0.02), torch.tensor(0.3)
+    save_file(layer.state_dict(), tmp_path / "model.safetensors")
+    tensors, rounding = with_codes({f"x.{name}": found for name, found in stored_tensors(tmp_path).items()}, {"x.weight": (rows, columns)})
+    graph = Graph("product")
+    with WeightFile(tmp_path / "data") as weights:
+        matrix = weights.codes(tensors["x.weight"])
+        assert matrix is not None
+        value = graph.input("x", "f32", (1, "t", columns))
+        product = graph.linear(value, replace(matrix, rounding=rounding["x.weight"]))
+        graph.output(graph.op("Identity", product, name="y"), "f32", (1, "t", rows))
+    graph.save(tmp_path / "product.onnx")
+    # Some inputs are beyond the range.
+    values = rng.normal(0, 1.5, (1, 5, columns)).astype(np.float32)
+    (found,) = onnxruntime.InferenceSession(tmp_path / "product.onnx", providers=["CPUExecutionProvider"]).run(None, {"x": values})
+    wanted = layer(torch.from_numpy(values)).detach().numpy()
+    # A sum on the edge between two levels may get either.
+    assert (np.abs(found - wanted) < 1e-5).mean() > 0.99
+    assert np.abs(found - wanted).max() < 0.31
+    assert with_row_kernels((tmp_path / "product.onnx").read_bytes())[1] == 0, "the kernels round activations by other scales"
+
+
+def test_graphs_equal_transformers(
+    mobile: Callable[[bool], tuple[Path, dict[str, np.ndarray]]], member_folder: Folders, tmp_path: Path
+) -> None:
+    """Only feed-forward activations are rounded: a random model makes chaos of levels that flip in all its layers."""
+    from safetensors.torch import load_file, save_file
+
+    folder, _ = mobile(False)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    unrounded = {name: 0 * tensor for name, tensor in tensors.items() if name.endswith("activation_scale") and ".mlp." not in name}
+    save_file(tensors | unrounded, path, metadata={"format": "pt"})
+    drafter = str(member_folder("e2b-assistant"))
+    request = ExportRequest(target=str(folder), drafter=drafter, output=tmp_path / "bundle", gguf=False, onnx=OnnxRequest())
+    parity = (export_pair(request, Silent()).manifest.parity or {})["onnx"]
+    assert parity["unquantized"]["mean_kl"] < 1e-6
+    assert parity["quantized"]["mean_kl"] < 1e-6, "the codes are the same"
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_other_formats_are_refused(
+    mobile: Callable[[bool], tuple[Path, dict[str, np.ndarray]]], compressed: bool, member_folder: Folders, tmp_path: Path
+) -> None:
+    folder, drafter = str(mobile(compressed)[0]), str(member_folder("e2b-assistant"))
+    for formats in ({"gguf": True}, {"gguf": False, "onnx": OnnxRequest(device="static")}):
+        with pytest.raises(ExportError, match="rounds its activations too"):
+            export_pair(ExportRequest(target=folder, drafter=drafter, output=tmp_path / "bundle", **formats), Silent())
+
+
+def test_codes_without_fitting_scales_are_refused(mobile: Callable[[bool], tuple[Path, dict[str, np.ndarray]]]) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder, _ = mobile(False)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.language_model.layers.0.mlp.up_proj.weight_scale"
+    for wrong in (tensors[name][:-1], tensors[name].reshape(-1), torch.zeros(tensors[name].shape, dtype=torch.int32)):
+        save_file(tensors | {name: wrong.contiguous()}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match="is no matrix"):
+            open_checkpoint(folder)
+    scale = "model.language_model.layers.0.mlp.up_proj.input_activation_scale"
+    save_file(tensors | {scale: torch.tensor(float("nan"))}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is no scale"):
+        open_checkpoint(folder)
