@@ -17,8 +17,7 @@ from edge_export.errors import ExportError
 from edge_export.onnx.block_search import Levels, round_to_nearest, search
 
 Method = Literal["rtn", "search"]
-# 2 bits are only read from checkpoints.
-BITS, BLOCKS, METHODS = (2, 4, 8), (32, 64, 128), get_args(Method)
+BITS, BLOCKS, METHODS = (4, 8), (32, 64, 128), get_args(Method)
 # Weights per piece of work: a piece that stays in a core's cache with all its intermediates is several times faster.
 _PIECE = 1 << 16
 # Least importance: channels that the calibration text never used must keep sensible weights too.
@@ -35,7 +34,8 @@ class WeightSpec:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS or self.block not in BLOCKS or self.method not in METHODS:
+        # 2 bits are only taken over from checkpoints.
+        if self.bits not in (2, *BITS) or self.block not in BLOCKS or self.method not in METHODS:
             raise ExportError(
                 f"{self.bits} bits in blocks of {self.block} by {self.method!r} is no weight format;"
                 f" bits are {_either(BITS)}, blocks {_either(BLOCKS)}, methods {_either(METHODS)}"
