@@ -13,7 +13,6 @@ from typing import Any
 
 from edge_export.checkpoint.published.formats import rounds_activations
 from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, read_values
-from edge_export.checkpoint.tensor_shapes import Shapes
 from edge_export.errors import CheckpointError
 
 # A matrix X.weight by the name of its codes, and the name of its scales.
@@ -21,6 +20,8 @@ _CODES = {"embedding_quantized": "embedding_scale", "weight_packed": "weight_sca
 _ROUNDING = (("input_activation_scale", "input_scale"), ("output_activation_scale", "output_scale"))
 _DROPPED = ("weight_shape", "k_cache_scale", "v_cache_scale", "k_scale", "v_scale")
 _BITS = (2, 4, 8)
+# Names and shapes of a model's matrices.
+Shapes = Mapping[str, tuple[int, ...]]
 # Scales of a linear layer's input and output; 0: not rounded.
 Rounding = tuple[float, float]
 
