@@ -1,8 +1,8 @@
-"""Trains the picture pair: a tiny Gemma 4 target with a vision tower, and its drafter, that name coloured digits.
+"""Trains the picture pair: a tiny Gemma 4 target with a vision tower, and its drafter, that name the colours of drawn digits.
 
     python scripts/pairs/train_picture_pair.py --output /tmp/pictures --minutes 6 --drafter-minutes 3
 
-The structure is E2B's; the pictures are drawn by refpair/pictures.py. Runs on a CPU within the given time.
+The structure is E2B's; the pictures are drawn by refpair/pictures.py. Runs on a CPU within the given time; digits need longer.
 """
 
 from __future__ import annotations

@@ -321,7 +321,10 @@ class Generation:
             if span is None:
                 target.prefill(prompt[first:end])
             elif isinstance(target, MediaTarget):
-                target.prefill_rows(prompt[first:end], span.rows()[first - span.first : end - span.first])
+                rows = span.rows()
+                stats.encode_seconds += time.perf_counter() - begin
+                stats.media_rows += end - first
+                target.prefill_rows(prompt[first:end], rows[first - span.first : end - span.first])
             else:
                 raise RequestError("this target takes text only; leave the images and sounds out")
             stats.prefill_seconds += time.perf_counter() - begin

@@ -18,7 +18,8 @@ class DecodeStats:
     `reused_tokens` of the prompt were already in the cache. Times are in seconds: `prefill_seconds` until the prompt is in the cache,
     `first_token_seconds` from the request until the first emitted token, `decode_seconds` from the end of the prefill until the last
     token; of these, `draft_seconds` are drafting and `verify_seconds` the target's forwards. `accepted_from` counts the accepted drafts of
-    each source: the drafter, a grammar, the memory of the text.
+    each source: the drafter, a grammar, the memory of the text. `media_rows` of the prompt are rows of images and sound that were
+    computed now; their encoders took `encode_seconds` of the prefill, 0 where the rows were kept from earlier.
     """
 
     prompt_tokens: int = 0
@@ -29,6 +30,8 @@ class DecodeStats:
     accepted: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    media_rows: int = 0
+    encode_seconds: float = 0.0
     prefill_seconds: float = 0.0
     first_token_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -85,6 +88,8 @@ class DecodeStats:
             "mean_acceptance_length": self.mean_acceptance_length,
             "tokens_per_round": self.mean_acceptance_length,  # the key of earlier versions
             "tokens_per_second": self.tokens_per_second,
+            "media_rows": self.media_rows,
+            "encode_seconds": self.encode_seconds,
             "prefill_seconds": self.prefill_seconds,
             "time_to_first_token_seconds": self.first_token_seconds,
             "decode_seconds": self.decode_seconds,

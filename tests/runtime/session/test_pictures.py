@@ -46,7 +46,10 @@ def answer(session: Session, text: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.ground)
 def test_the_picture_decides_the_answer(scene, session):
+    session.free_encoder()
     one = answer(session, QUESTION, media=[read_image(photo(scene, "JPEG"), 70)], draft_length=3)
+    assert one.stats.media_rows == 64
+    assert 0 < one.stats.encode_seconds < one.stats.prefill_seconds
     assert colours(one.text) == [scene.colour, scene.ground], one.text
 
 

@@ -46,6 +46,8 @@ def summary(stats: DecodeStats, drafter: DrafterKind) -> str:
         parts.append(f"{stats.acceptance_rate:.1%} of {drafter} drafts accepted (by position {by_position})")
         if others := {source: count for source, count in stats.accepted_from.items() if source != MODEL}:
             parts[-1] += ", of these " + ", ".join(f"{count} from the {source}" for source, count in sorted(others.items()))
+    if stats.media_rows:
+        parts.append(f"{stats.media_rows} rows of media encoded in {stats.encode_seconds * 1000:.0f} ms")
     parts.append(f"first token after {stats.first_token_seconds * 1000:.0f} ms")
     return ", ".join(parts)
 
