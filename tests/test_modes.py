@@ -52,6 +52,13 @@ def test_help_is_a_list_of_commands_and_help_all_has_every_option(name):
     assert [option for option in options(COMMANDS[name]) if option not in long] == []
 
 
+def test_a_folder_named_like_a_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan").mkdir()
+    result = CliRunner().invoke(cli.main, ["plan", "x", "--max-tokens", "8"], prog_name="edge-run")
+    assert (result.exit_code, "write ./plan for the folder" in result.stderr) == (2, True)
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cli, "open_session", lambda *_, **__: make_session())

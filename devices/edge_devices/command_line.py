@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -100,7 +101,12 @@ class CommandWithModes(PanelCommand):
     def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any) -> click.Context:
         """Returns the context of the sub-command that the first word names, else of this command."""
         if args and args[0] in self.modes:
-            return self.modes[args[0]].make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+            try:
+                return self.modes[args[0]].make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+            except click.UsageError as error:
+                if Path(args[0]).is_dir():
+                    error.message += f"; {args[0]!r} is a command here, write ./{args[0]} for the folder of that name"
+                raise
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -16,6 +16,7 @@ from edge_devices.energy.run_log import Run, RunLog
 from edge_devices.energy.windows import measure_window
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.detection import environment
+from edge_devices.machine.load import LoadWatch
 from edge_devices.machine.state import read_state, refusals, warnings
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, Scope
@@ -141,6 +142,7 @@ def measure(
     if found:
         raise MeasurementError("; ".join(refusal.sentence for refusal in found))
     window_s = plan.window_s or WINDOW_MARGIN * characteristics.shortest_window_s
+    load = LoadWatch()
     log = RunLog(
         facts=facts,
         characteristics=characteristics,
@@ -173,6 +175,7 @@ def measure(
             keep(log)
             return log
     log.idles.append(_idle(system, recorder, characteristics))
+    log.others.append(load.load())
     keep(log)
     return log
 

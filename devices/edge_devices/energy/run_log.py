@@ -1,7 +1,7 @@
 """The raw record of a measurement: one JSON object per line, from which every figure can be recomputed without the device.
 
 Kinds of line: header (schema, meter, environment), characteristics, sample (t, v, raw), fault (t, reason), idle and load (start, end),
-run, warning. Times are seconds on the clock that decoding is timed with.
+run, warning, others (share of the processors that other programs used; seconds). Times are seconds on the clock of decoding.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from edge_devices.energy.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
 from edge_devices.files.atomic_write import destination_of
 from edge_devices.files.limited_read import lines_at_most
+from edge_devices.machine.load import MachineLoad
 from edge_devices.machine.state import DeviceState
 from edge_devices.meters.base import MeterFacts, Sample
 from edge_devices.meters.trace import Trace
@@ -31,6 +32,7 @@ LISTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "idles": lambda span: {"kind": "idle", "start": span[0], "end": span[1]},
     "loads": lambda span: {"kind": "load", "start": span[0], "end": span[1]},
     "runs": lambda run: {"kind": "run", **asdict(run)},
+    "others": lambda load: {"kind": "others", "share": load.others, "seconds": load.seconds},
     "warnings": lambda text: {"kind": "warning", "text": text},
 }
 
@@ -72,6 +74,7 @@ class RunLog:
     runs: list[Run] = field(default_factory=list)
     faults: list[tuple[float, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    others: list[MachineLoad] = field(default_factory=list)  # of the whole measurement, at its end
     stopped: bool = False  # by Ctrl-C, before the end
 
 
@@ -186,6 +189,8 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
         (log.idles if kind == "idle" else log.loads).append((float(record["start"]), float(record["end"])))
     elif kind == "run":
         log.runs.append(_run(record))
+    elif kind == "others":
+        log.others.append(MachineLoad(others=None if record["share"] is None else float(record["share"]), seconds=float(record["seconds"])))
     elif kind == "warning":
         log.warnings.append(str(record["text"]))
     else:

@@ -11,7 +11,7 @@ import binascii
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edge_devices.files.limited_read import FileTooLarge, read_at_most, read_regular
+from edge_devices.files.limited_read import FileTooLarge, read_regular
 from edge_runtime.errors import BackendError, BundleError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 SIGNATURE_SUFFIX = ".sig"
 SIGNATURE_NAME = "manifest.json" + SIGNATURE_SUFFIX
-MAX_SIGNED_BYTES = 64 << 20
 INSTALL = "pip install 'edge-mtp[sign]'"
 _MAX_KEY_BYTES = 16 << 10
 _MAX_SIGNATURE_FILE_BYTES = 4 << 10
@@ -31,12 +30,8 @@ def check_signature(folder: Path, manifest: bytes, public_key: Path) -> None:
     _check(folder / SIGNATURE_NAME, manifest, public_key, "this manifest", "this bundle")
 
 
-def check_file_signature(path: Path, public_key: Path) -> None:
-    """Raises BundleError unless the file's signature beside it (`NAME.sig`) is by the owner of the key in `public_key`."""
-    try:
-        data = read_at_most(path, MAX_SIGNED_BYTES)
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read ({error}); give a file of at most {MAX_SIGNED_BYTES >> 20} MiB") from error
+def check_file_signature(path: Path, data: bytes, public_key: Path) -> None:
+    """Raises BundleError unless the signature beside the file (`NAME.sig`) is over `data`, by the owner of the key in `public_key`."""
     _check(path.with_name(path.name + SIGNATURE_SUFFIX), data, public_key, path.name, "this file")
 
 

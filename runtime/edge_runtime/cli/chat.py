@@ -149,7 +149,10 @@ class TerminalChat:
         if self._interactive:
             self._note(f"{greeting(self._chat.session)}; {self._chat.template.name}. /help lists the commands.")
         elif not self._lines:
-            self._turn("".join(self._piped()).rstrip("\r\n"), verbatim=True)
+            message = "".join(self._piped()).rstrip("\r\n")
+            if not message.strip():
+                raise click.UsageError("standard input is no terminal, and empty; give a PROMPT, or pipe a message")
+            self._turn(message, verbatim=True)
             return
         for line in self._typed() if self._interactive else (line.rstrip("\r\n") for line in self._piped()):
             if line.strip() == "/exit":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import os
 import shutil
 import subprocess
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +17,7 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner, Result
 
+from edge_devices.energy import protocol
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.protocol import Plan, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
@@ -21,7 +25,6 @@ from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import LogFile, RunLog, read_log
 from edge_devices.machine.load import MachineLoad
 from edge_runtime.bench import cli
-from edge_runtime.bench.contribution import command
 from edge_runtime.bench.contribution.guide import steps
 from edge_runtime.bench.devices import remote_run
 from edge_runtime.bench.devices.package import DevicePackage
@@ -54,7 +57,7 @@ def contribute(monkeypatch: pytest.MonkeyPatch, exported_pair: Path):
 
         monkeypatch.setattr(cli, "find_meter", lambda _: (machine, ""))
         monkeypatch.setattr(cli, "measure_joules", simulated)
-        monkeypatch.setattr(command, "LoadWatch", lambda: SimpleNamespace(load=lambda: MachineLoad(others=others, seconds=60.0)))
+        monkeypatch.setattr(protocol, "LoadWatch", lambda: SimpleNamespace(load=lambda: MachineLoad(others=others, seconds=60.0)))
         return bench("contribute", exported_pair, target, *arguments)
 
     return call
@@ -91,6 +94,43 @@ def test_equal_records_count_once_and_other_files_are_named(contribute, tmp_path
     assert bench("--pool", tmp_path, "bundle").exit_code == 2
 
 
+def with_log(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], end: str = "\n") -> None:
+    """Replaces a record's log by another one, with the hash of that."""
+    log = zlib.decompress(base64.b64decode(json.loads(path.read_text())["log"])).decode()
+    lines = change([json.loads(line) for line in log.splitlines()])
+    data = "".join(json.dumps(line) + end for line in lines).encode()
+    changed(path, log=base64.b64encode(zlib.compress(data)).decode(), log_sha256=hashlib.sha256(data).hexdigest())
+
+
+def test_a_measurement_counts_once_however_its_log_is_written(contribute, tmp_path):
+    assert contribute(tmp_path / "a.json").exit_code == 0
+    for name in ("b.json", "c.json"):
+        shutil.copy(tmp_path / "a.json", tmp_path / name)
+    with_log(tmp_path / "b.json", lambda lines: lines, end="  \n")
+    runs = {"kind": "warning", "text": "another text"}
+    with_log(tmp_path / "c.json", lambda lines: [*lines, runs])
+    assert bench("pool", tmp_path).stdout.count("the same measurement is there already") == 2
+
+
+def test_a_record_that_is_not_valid_keeps_none_out(contribute, tmp_path):
+    assert contribute(tmp_path / "b.json").exit_code == 0
+    shutil.copy(tmp_path / "b.json", tmp_path / "a.json")
+    with_log(tmp_path / "a.json", lambda lines: [line for line in lines if line["kind"] != "others"])
+    pooled = bench("pool", tmp_path).stdout
+    assert "how busy the machine was is not in its log" in pooled
+    assert "Joules, scope package" in pooled
+    assert "the same measurement" not in pooled
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_a_folder_is_not_waited_for(contribute, tmp_path):
+    assert contribute(tmp_path / "a.json").exit_code == 0
+    os.mkfifo(tmp_path / "b.json")
+    pooled = bench("pool", tmp_path).stdout
+    assert "is no file" in pooled
+    assert "Joules, scope package" in pooled
+
+
 def test_too_few_repeats_are_not_pooled(contribute, tmp_path):
     made = contribute(tmp_path / "few.json", repeats=2)
     assert made.exit_code == 0, made.output
@@ -101,6 +141,8 @@ def test_too_few_repeats_are_not_pooled(contribute, tmp_path):
 def test_a_busy_machine_is_not_pooled(contribute, tmp_path):
     made = contribute(tmp_path / "busy.json", others=0.4)
     assert "busy: other programs used 40% of the processors" in made.stdout
+    changed(tmp_path / "busy.json", remarks=[])
+    assert "busy: other programs used 40% of the processors" in bench("pool", tmp_path / "busy.json").stdout
 
 
 def changed(path: Path, **values: Any) -> Path:

@@ -104,6 +104,11 @@ def test_options_reach_the_chat(run, tmp_path):
     assert (settings["max_tokens"], settings["sampling"]["seed"], settings["stop"]) == (2, 5, ["x"])
 
 
+def test_nothing_to_say_is_wrong_usage(run):
+    result = run("\n", whole=True)
+    assert (result.exit_code, "standard input is no terminal, and empty" in result.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("stdin", "message"),
     [

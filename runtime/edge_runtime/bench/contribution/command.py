@@ -14,7 +14,6 @@ import click
 from edge_devices.command_line import option_group
 from edge_devices.energy.run_log import RunLog
 from edge_devices.files.atomic_write import write_text
-from edge_devices.machine.load import LoadWatch
 from edge_devices.meters.base import Meter
 from edge_runtime.bench.contribution.guide import steps, wait_for_enter
 from edge_runtime.bench.contribution.pool import pool_records, pool_tables
@@ -101,13 +100,10 @@ class Contribution:
         for line in steps(meter.facts, self.minutes):
             note(line)
         wait_for_enter(_can_ask())
-        load = LoadWatch()
         log_path = self._target.with_suffix(".jsonl")
         log = measure(log_path)
-        found = load.load()
-        busy = [f"busy: {found.sentence()}"] if found.is_busy else []
         settings = {"threads": request.threads, "tokens": request.tokens, "backend": request.backend, "policies": list(request.policies)}
-        self._write(log_path, self._target, settings, [*busy, *(["stopped by Ctrl-C"] if log.stopped else [])])
+        self._write(log_path, self._target, settings, ["stopped by Ctrl-C"] if log.stopped else [])
 
     def guide_devices(self) -> None:
         """Prints the steps for other devices, whose meters are not known yet."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from edge_devices.energy.intervals import mean_interval
 from edge_devices.energy.text import figure_text, ratio_text
 from edge_devices.errors import EdgeError, printable
-from edge_runtime.bench.contribution.record import CheckedRecord, check_record
+from edge_runtime.bench.contribution.record import CheckedRecord, check_record, read_record
 from edge_runtime.bench.contribution.rules import RULES, invalid
 from edge_runtime.bench.report.tables import NONE, TextTable
 from edge_runtime.bundle.signature import check_file_signature
@@ -30,7 +30,9 @@ class Pool:
 
 
 def pool_records(places: Sequence[Path], public_key: Path | None = None) -> Pool:
-    """Checks all records in files and folders; of equal ones the first counts. With `public_key`, unsigned ones are refused.
+    """Checks all records in files and folders; of those that share readings, the first valid one counts.
+
+    With `public_key`, unsigned ones are refused.
 
     Raises RequestError where there is no file at all.
     """
@@ -41,19 +43,21 @@ def pool_records(places: Sequence[Path], public_key: Path | None = None) -> Pool
     seen: set[str] = set()
     for file in files:
         try:
-            checked = check_record(file)
+            if file not in places and not file.is_file():  # a pipe, which nobody may ever write to
+                raise RequestError(f"{file} is no file")
+            data = read_record(file)
+            checked = check_record(file, data)
             if public_key is not None:
-                check_file_signature(file, public_key)
+                check_file_signature(file, data, public_key)
         except EdgeError as error:
             refused.append(str(error))
             continue
-        if checked.record.log_sha256 in seen:
+        if seen & checked.windows:
             refused.append(f"{file}: the same measurement is there already")
-            continue
-        seen.add(checked.record.log_sha256)
-        if reasons := invalid(checked):
+        elif reasons := invalid(checked):
             not_valid.append((checked, tuple(reasons)))
         else:
+            seen |= checked.windows
             valid.append(checked)
     return Pool(valid=tuple(valid), not_valid=tuple(not_valid), refused=tuple(refused), signed=public_key is not None)
 

@@ -13,6 +13,7 @@ import json
 import math
 import tempfile
 import zlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,17 @@ class CheckedRecord:
         return hashlib.sha256("".join(sorted(file.sha256 for file in self.record.files)).encode()).hexdigest()
 
     @property
+    def windows(self) -> frozenset[str]:
+        """A hash of each run's readings: records that share one hold the same measurement."""
+        trace, found = self.run_log.trace, set()
+        for run in self.run_log.runs:
+            inside = trace.span(run.start_s, run.end_s)
+            if inside:
+                readings = array("d", [*trace.times[inside.start : inside.stop], *trace.values[inside.start : inside.stop]])
+                found.add(hashlib.sha256(readings.tobytes()).hexdigest())
+        return frozenset(found)
+
+    @property
     def quantization(self) -> str:
         """The target's quantization."""
         return next((file.quantization or "" for file in self.record.files if file.role == "target"), "")
@@ -112,20 +124,31 @@ def write_record(path: Path, record: EnergyRecord) -> None:
     write_text(path, [json.dumps(to_json(record), ensure_ascii=False, allow_nan=False, indent=1), "\n"])
 
 
-def check_record(path: Path) -> CheckedRecord:
-    """Reads a record and computes its figures from its own readings. Raises RequestError where anything does not follow from them."""
+def read_record(path: Path) -> bytes:
+    """Returns the bytes of a record. Raises RequestError if the file cannot be read."""
     try:
-        record = from_json(EnergyRecord, json.loads(read_at_most(path, MAX_BYTES).decode()), "record")
+        return read_at_most(path, MAX_BYTES)
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read ({error}); give a file that edge-bench --contribute wrote") from error
+
+
+def check_record(path: Path, data: bytes) -> CheckedRecord:
+    """Reads the bytes of the record at `path` and computes its figures from its own readings.
+
+    Raises RequestError where anything does not follow from them.
+    """
+    try:
+        record = from_json(EnergyRecord, json.loads(data.decode()), "record")
         if (record.kind, record.schema) != (KIND, SCHEMA):
             raise ValueError(f"it is {record.kind!r} of schema {record.schema}")
-        data = _inflated(record.log)
-    except (OSError, ValueError, RecursionError, binascii.Error, zlib.error) as error:
+        inflated = _inflated(record.log)
+    except (ValueError, RecursionError, binascii.Error, zlib.error) as error:
         raise RequestError(f"{path} is no energy record ({error}); give a file that edge-bench --contribute wrote") from error
-    if hashlib.sha256(data).hexdigest() != record.log_sha256:
+    if hashlib.sha256(inflated).hexdigest() != record.log_sha256:
         raise RequestError(f"{path}: the log in it has another sha256 than it states; ask for the file again")
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "energy.jsonl"
-        log_path.write_bytes(data)
+        log_path.write_bytes(inflated)
         try:
             log = read_log(log_path)
             report = _figures(log)

@@ -31,7 +31,9 @@ def invalid(checked: CheckedRecord) -> list[str]:
     reasons += [text for text in checked.run_log.warnings if text.startswith(("stopped", "power, speed and temperature"))]
     for variant in report.variants:
         reasons += [f"{variant.name}: {text}" for text in _of_variant(variant, estimate=report.estimate)]
-    return reasons + [text for text in checked.record.remarks if text.startswith("busy: ")]
+    if not checked.run_log.others:
+        reasons.append("how busy the machine was is not in its log")
+    return reasons + [f"busy: {load.sentence()}" for load in checked.run_log.others if load.is_busy]
 
 
 def _of_variant(variant: Variant, *, estimate: bool) -> list[str]:
