@@ -104,9 +104,10 @@ class CommandWithModes(PanelCommand):
             try:
                 return self.modes[args[0]].make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
             except click.UsageError as error:
-                if Path(args[0]).is_dir():
-                    error.message += f"; {args[0]!r} is a command here, write ./{args[0]} for the folder of that name"
-                raise
+                if not Path(args[0]).is_dir():
+                    raise
+                advice = f"{args[0]!r} is a command here, write ./{args[0]} for the folder of that name"
+                raise click.UsageError(f"{error.format_message().rstrip('.')}; {advice}", error.ctx) from error
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
