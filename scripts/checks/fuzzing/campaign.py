@@ -1,7 +1,7 @@
 """Runs a reader on many inputs in a child process and checks for foreign errors, signals, hangs, memory, opened files and code that is run.
 
-A child that dies or hangs is replaced, and the campaign continues after the input that caused it. Mutations are our own: atheris stops at
-the first crash of C code and has no wheels for Arm or macOS.
+A child that dies or hangs is replaced, and the campaign continues after the input that caused it. Mutations are our own, so that it runs
+wherever Linux does; fuzz_coverage.py mutates by coverage, with atheris.
 """
 
 from __future__ import annotations
@@ -154,15 +154,11 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
         _quiet()
         os.environ[CACHE_VARIABLE] = str(opened.folder / "cache")
         warnings.simplefilter("ignore")  # printing one opens the source file
-        for name in _ENCODINGS:
-            codecs.lookup(name)
-        for data in opened.seeds:  # imports and compiled patterns are cached before the hook is installed
-            if (outcome := _outcome(reader, opened.read, data)) != "read":
-                raise RuntimeError(f"an input of the corpus of {len(data)} bytes is not read: {outcome}")
+        read_corpus(reader, opened)
         size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (size + _ROOM_BYTES,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        guard = _Guard(opened.folder)
+        guard = Guard(opened.folder)
         with found.open("a") as log:
             for number in numbers:
                 data = make_input(opened, seed, number)
@@ -179,13 +175,13 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
         os._exit(code)
 
 
-def _one(reader: Reader, opened: Opened, data: bytes, number: int, guard: _Guard, shared: _Shared) -> tuple[str, str] | None:
+def _one(reader: Reader, opened: Opened, data: bytes, number: int, guard: Guard, shared: _Shared) -> tuple[str, str] | None:
     traced = number % _TRACED == 0
     if traced:
         tracemalloc.start()
     guard.on = reader.guarded
     begin = time.process_time_ns()
-    outcome = _outcome(reader, opened.read, data)
+    outcome = outcome_of(reader, opened.read, data)
     guard.on = False
     shared["slowest_ns"] = max(shared["slowest_ns"], time.process_time_ns() - begin)
     if traced:
@@ -199,7 +195,17 @@ def _one(reader: Reader, opened: Opened, data: bytes, number: int, guard: _Guard
     return "error", outcome
 
 
-def _outcome(reader: Reader, read: Callable[[bytes], None], data: bytes) -> str:
+def read_corpus(reader: Reader, opened: Opened) -> None:
+    """Reads the corpus: imports, encodings and compiled patterns are cached before the guard is installed."""
+    for name in _ENCODINGS:
+        codecs.lookup(name)
+    for data in opened.seeds:
+        if (outcome := outcome_of(reader, opened.read, data)) != "read":
+            raise RuntimeError(f"an input of the corpus of {len(data)} bytes is not read: {outcome}")
+
+
+def outcome_of(reader: Reader, read: Callable[[bytes], None], data: bytes) -> str:
+    """Returns "read", "refused", or what was wrong."""
     try:
         read(data)
     except reader.errors as error:
@@ -215,7 +221,7 @@ def _is_sentence(text: str) -> bool:
     return 0 < len(text) <= _MAX_MESSAGE and text.isprintable()
 
 
-class _Guard:
+class Guard:
     """An audit hook that, while `on`, forbids opening files outside a folder and running code."""
 
     def __init__(self, folder: Path) -> None:

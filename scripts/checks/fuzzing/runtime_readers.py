@@ -23,7 +23,7 @@ from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.session.chat import ChatSettings
 from edge_runtime.session.saved import chat_file
 from edge_runtime.session.saved.kv_state_file import load_state
-from fuzzing.readers import OWN_ERRORS, PARSED, Read, Reader, from_file
+from fuzzing.readers import OWN_ERRORS, PARSED, Read, Reader, corpus, from_file
 from fuzzing.stand_ins import DUMMIES, StateTarget, bundle_of, make_weights
 
 
@@ -50,12 +50,18 @@ def _hashed(data: bytes) -> bytes:
 
 
 def _onnx(folder: Path, _: Path | None) -> Read:
+    from edge_runtime.backends.onnx.graph_memory.parsed_graph import parse_graph
+    from edge_runtime.backends.onnx.graph_memory.peak import check_graph_memory
+
     make_weights(folder)
     path = folder / "model.onnx"
+    # Sizes that are known at run time only.
+    shapes = {name.decode(): (4,) * 4 for seed in corpus("onnx") for name in parse_graph(seed).inputs}
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
         check_onnx(path)
+        check_graph_memory(path, shapes)
 
     return read
 

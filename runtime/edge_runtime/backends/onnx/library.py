@@ -21,7 +21,8 @@ from edge_runtime.errors import BackendError, RequestError
 CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
 # 1.31.0 and 1.31.1, the newest version, run all graphs. 1.28 to 1.30 load them and crash in attention without present outputs; 1.24
 # rejects them.
-FIRST_VERSION, END_VERSION = (1, 31), (1, 32)
+FIRST_VERSION = (1, 31)
+END_VERSION = (1, 32)
 # Graphs of plain operators run on 1.24 too, the newest there is for OpenVINO.
 FIRST_STATIC_VERSION = (1, 24)
 # GroupQueryAttention without its flash kernel: quicker for as few rows as a verify has. It is read while a session is made.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from edge_devices.files.user_cache import cache_folder
 from edge_runtime.backends.onnx.drafter import OrtDrafter
+from edge_runtime.backends.onnx.graph_memory.pair import check_pair_memory
 from edge_runtime.backends.onnx.library import SessionOptions, check_version, provider_and_device
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 from edge_runtime.backends.onnx.prepacked import PackingPlace
@@ -35,7 +36,9 @@ def open_onnx(
     if wanted not in (None, "none", "lookup", own):
         raise BundleError(f"{bundle.folder}: the ONNX drafter's head is {own}, not {wanted}; leave --drafter out")
     kind = wanted or own
-    target, drafter = open_pair(pair_of(bundle, drafter=kind == own), options, notify)
+    files = pair_of(bundle, drafter=kind == own)
+    check_pair_memory(files, options.context)
+    target, drafter = open_pair(files, options, notify)
     if kind == "lookup":
         return target, LookupDrafter(target), kind
     for sentence in fallbacks(provider_and_device(options.provider)[0], target, drafter):

@@ -1,0 +1,1 @@
+"""The memory that an ONNX graph needs, computed from its shapes before onnxruntime opens it."""

@@ -1,0 +1,260 @@
+"""The memory of ONNX graphs, computed before onnxruntime is given them: shapes as onnxruntime's own, and bombs that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+
+from onnx import TensorProto, helper, numpy_helper
+
+from edge_devices.files.protobuf_wire import bytes_field
+from edge_runtime.backends.onnx.graph_memory import pair, peak
+from edge_runtime.backends.onnx.graph_memory.operator_shapes import RULES, Value, output_values
+from edge_runtime.backends.onnx.graph_memory.parsed_graph import parse_graph
+from edge_runtime.backends.onnx.library import library
+from edge_runtime.backends.onnx.open import open_onnx
+from edge_runtime.backends.onnx.target import OrtOptions, pair_of
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.onnx_graph import CONTRIB_OPS, ONNX_OPS, check_onnx
+from edge_runtime.errors import BackendError, BundleError
+
+GB = 10**9
+Bundles = Callable[..., Path]
+
+
+def f32(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+def large(*shape: int) -> np.ndarray:
+    return np.broadcast_to(np.float32(1), shape)
+
+
+def i64(*items: int) -> np.ndarray:
+    return np.array(items, np.int64)
+
+
+def saved(
+    folder: Path, nodes: Sequence[Any], inputs: dict[str, tuple[Any, ...]], constants: dict[str, np.ndarray], outputs: Sequence[str]
+) -> Path:
+    """Writes a graph of float32 inputs."""
+    given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape)) for name, shape in inputs.items()]
+    given += [helper.make_tensor_value_info("draft_length", TensorProto.INT64, [])] if any(node.op_type == "Loop" for node in nodes) else []
+    graph = helper.make_graph(
+        list(nodes),
+        "g",
+        given,
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
+    path = folder / "g.onnx"
+    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString())
+    return path
+
+
+def test_every_operator_that_is_admitted_has_a_shape() -> None:
+    assert set(RULES) | {"If", "Loop"} == ONNX_OPS | CONTRIB_OPS
+
+
+@pytest.mark.parametrize(
+    ("operator", "arrays", "attributes"),
+    [
+        ("Add", [f32(3, 1, 4), f32(5, 1)], {}),
+        ("ArgMax", [f32(3, 4)], {"axis": 1, "keepdims": 0}),
+        ("Concat", [f32(2, 3), f32(2, 4)], {"axis": -1}),
+        ("DynamicQuantizeLinear", [f32(2, 3)], {}),
+        ("Expand", [f32(3, 1), i64(2, 1, 4)], {}),
+        ("Flatten", [f32(2, 3, 4)], {"axis": 2}),
+        ("Gather", [f32(5, 6, 7), np.zeros((2, 3), np.int64)], {"axis": 1}),
+        ("MatMul", [f32(2, 1, 3, 4), f32(5, 4, 6)], {}),
+        ("NonZero", [f32(3, 4)], {}),
+        ("RMSNormalization", [f32(2, 4), f32(4)], {}),
+        ("ReduceMax", [f32(2, 3, 4), i64(-1)], {"keepdims": 0}),
+        ("ReduceMean", [f32(2, 3, 4), i64(0, 2)], {}),
+        ("ReduceSum", [f32(2, 3)], {"keepdims": 0}),
+        ("Reshape", [f32(2, 3, 4), i64(0, -1, 2)], {}),
+        ("ScatterND", [f32(4, 2), np.zeros((3, 1), np.int64), f32(3, 2)], {"reduction": "add"}),
+        ("Shape", [f32(2, 3, 4)], {"start": 1, "end": 3}),
+        ("Slice", [f32(4, 6), i64(1), i64(3), i64(1)], {}),
+        ("Softmax", [f32(2, 3)], {"axis": -1}),
+        ("Split", [f32(2, 6), i64(2, 4)], {"axis": 1}),
+        ("Split", [f32(2, 7)], {"axis": -1, "num_outputs": 2}),
+        ("Squeeze", [f32(1, 3, 1), i64(-1)], {}),
+        ("Squeeze", [f32(1, 3, 1)], {}),
+        ("TopK", [f32(2, 6), i64(4)], {"axis": 1}),
+        ("Transpose", [f32(2, 3, 4)], {"perm": [2, 0, 1]}),
+        ("Transpose", [f32(2, 3, 4)], {}),
+        ("Where", [f32(2, 1) > 0, f32(1, 3), f32(2, 1)], {}),
+    ],
+)
+def test_shapes_are_those_of_onnxruntime(tmp_path: Path, operator: str, arrays: list[np.ndarray], attributes: dict[str, Any]) -> None:
+    count = {"Split": 2, "TopK": 2, "DynamicQuantizeLinear": 3}.get(operator, 1)
+    names, outputs = [f"c{n}" for n in range(len(arrays))], [f"y{n}" for n in range(count)]
+    node = helper.make_node(operator, names, outputs, **attributes)
+    path = saved(tmp_path, [node], {}, dict(zip(names, arrays, strict=True)), [])
+    model = onnx.load(path)
+    model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in outputs)
+    given = library().InferenceSession(onnx.shape_inference.infer_shapes(model).SerializeToString()).run(None, {})
+    parsed = parse_graph(path.read_bytes())
+    values = [Value(array.shape, parsed.constants[name.encode()].items) for name, array in zip(names, arrays, strict=True)]
+    computed = output_values(parsed.nodes[0], values)
+    assert [value.shape for value in computed] == [array.shape for array in given]
+    assert all(value.bytes >= array.nbytes for value, array in zip(computed, given, strict=True))
+
+
+def test_values_count_from_the_node_that_makes_them_to_the_last_reader(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Add", ["x", "x"], ["a"]),
+        helper.make_node("MatMul", ["a", "one"], ["b"]),  # a 4000, b 400
+        helper.make_node("Add", ["b", "b"], ["c"]),  # b 400, c 400
+        helper.make_node("MatMul", ["c", "wide"], ["y"]),  # c 400, y 4000
+    ]
+    path = saved(tmp_path, nodes, {"x": (100, None)}, {"one": f32(10, 1), "wide": f32(1, 10)}, ["y"])
+    assert peak.check_graph_memory(path, {"x": (100, 10)}) == 4400
+
+
+def test_what_constants_alone_make_is_kept(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Add", ["k", "k"], ["a"]),
+        helper.make_node("Add", ["a", "k"], ["b"]),
+        helper.make_node("Add", ["x", "x"], ["y"]),
+    ]
+    path = saved(tmp_path, nodes, {"x": (1, None)}, {"k": f32(100)}, ["y"])
+    assert peak.check_graph_memory(path, {"x": (1, 1000)}) == 400 + 400 + 4000
+
+
+def chain(operator: str, count: int, second: str | None = None, **attributes: Any) -> list[Any]:
+    """y0 = x, and each next one is made of the one before."""
+    return [helper.make_node(operator, [f"y{n}", second or f"y{n}"], [f"y{n + 1}"], **attributes) for n in range(count)]
+
+
+def loop(*nodes: Any, outputs: Sequence[str]) -> Any:
+    """A Loop that carries y0."""
+    body = helper.make_graph(
+        list(nodes),
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("v0", TensorProto.FLOAT, None),
+        ],
+        [helper.make_empty_tensor_value_info(name) for name in ("go", *outputs)],
+    )
+    return helper.make_node("Loop", ["draft_length", "", "y0"], ["end"], body=body)
+
+
+BOMBS: dict[str, tuple[list[Any], dict[str, np.ndarray]]] = {
+    "a column plus a row": ([helper.make_node("Add", ["column", "row"], ["y"])], {"column": large(300_000, 1), "row": large(300_000)}),
+    "a column times a row": (
+        [helper.make_node("MatMul", ["column", "row"], ["y"])],
+        {"column": large(300_000, 1), "row": large(1, 300_000)},
+    ),
+    "a text twice, again and again": (chain("Concat", 40, axis=0), {"y0": large(100)}),
+    "constants and an input": ([helper.make_node("Add", ["y0", "column"], ["a"]), *chain("Concat", 40, axis=0)], {"column": large(100, 1)}),
+    "a row many times": (
+        [helper.make_node("Gather", ["table", "many"], ["y"])],
+        {"table": large(1, 1_000_000), "many": np.broadcast_to(np.int64(0), 200_000)},
+    ),
+    "a shape of its own": ([helper.make_node("Reshape", ["y0", "shape"], ["y"])], {"shape": i64(1 << 40, 1)}),
+    "a product with more columns than weights": (
+        [helper.make_node("MatMulNBits", ["y0", "k", "k"], ["y"], domain="com.microsoft", K=10, N=1 << 40, bits=4, block_size=16)],
+        {"k": large(1)},
+    ),
+    "each half of a mask": (
+        [*chain("Concat", 25, axis=0), helper.make_node("NonZero", ["y25"], ["p"]), helper.make_node("Gather", ["table", "p"], ["y"])],
+        {"table": large(4, 1000)},
+    ),
+    "a branch": (
+        [
+            helper.make_node(
+                "If",
+                ["yes"],
+                ["y"],
+                then_branch=helper.make_graph(chain("Concat", 40, axis=0), "t", [], [helper.make_empty_tensor_value_info("y40")]),
+                else_branch=helper.make_graph(
+                    [helper.make_node("Identity", ["y0"], ["z"])], "e", [], [helper.make_empty_tensor_value_info("z")]
+                ),
+            )
+        ],
+        {"yes": np.array(True)},
+    ),
+    "what a loop collects": ([loop(*[helper.make_node("Add", ["v0", "k"], ["v1"])], outputs=["v0", "v1"])], {"k": large(80_000, 10_000)}),
+    "weights in floats": (
+        [helper.make_node("Cast", ["k"], [f"y{n}"], to=1) for n in range(3000)],
+        {"k": np.broadcast_to(np.int8(1), 1_000_000)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_graphs_that_ask_for_more_memory_than_there_is_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, constants = BOMBS[name]
+    path = saved(tmp_path, nodes, {} if "y0" in constants else {"y0": (1, "n")}, {}, [])
+    model = onnx.load(path)
+    for key, value in constants.items():  # the weights' file is sparse
+        if value.dtype == np.int64 and value.size < 10:
+            model.graph.initializer.append(numpy_helper.from_array(value, key))
+            continue
+        kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+        tensor = TensorProto(name=key, data_type=kind, dims=value.shape, data_location=TensorProto.EXTERNAL)
+        tensor.external_data.add(key="location", value="w")
+        model.graph.initializer.append(tensor)
+    with (tmp_path / "w").open("wb") as file:
+        file.truncate(8 * max((value.size for value in constants.values()), default=0))
+    path.write_bytes(model.SerializeToString())
+    monkeypatch.setattr(peak, "available_memory_bytes", lambda: 8 * GB)
+    check_onnx(path)
+    with pytest.raises(BackendError, match=r"needs .* GB or more for its values, 8.00 GB of memory are available"):
+        peak.check_graph_memory(path, {"y0": (1, 100)})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "constants", "said"),
+    [
+        ([helper.make_node("Concat", ["y0", "y0"], ["a"], axis=0), helper.make_node("Reshape", ["y0", "s"], ["y"])], {}, "reads 's'"),
+        ([loop(helper.make_node("Concat", ["v0", "v0"], ["v1"], axis=0), outputs=["v1"])], {}, "grows with each iteration"),
+        ([helper.make_node("Transpose", ["y0"], ["y"], perm=[0, 0])], {}, "Transpose of 2 dimensions"),
+        ([helper.make_node("Concat", ["y0", "k"], ["y"], axis=0)], {"k": f32(1)}, "different numbers of dimensions"),
+        ([helper.make_node("Gather", ["y0", "k"], ["y"], axis=5)], {"k": i64(1)}, "axis 5"),
+        ([helper.make_node("Expand", ["y0", "y0"], ["y"])], {}, "not known beforehand"),
+        ([helper.make_node("MatMul", ["y0", "k"], ["y"])], {"k": f32(1)}, "MatMul of"),
+        ([helper.make_node("Split", ["y0", "k"], ["y"], axis=1)], {"k": i64(-5)}, "that none can have"),
+    ],
+)
+def test_graphs_without_a_shape_are_refused(nodes: list[Any], constants: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, nodes, {"y0": (1, "n")}, constants, [])
+    with pytest.raises(BundleError, match=said):
+        peak.check_graph_memory(path, {"y0": (1, 100)})
+
+
+def test_an_input_that_the_runtime_does_not_give_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path, [helper.make_node("Add", ["x", "x"], ["y"])], {"x": ("n",)}, {}, ["y"])
+    with pytest.raises(BundleError, match="'x' is none that the runtime gives"):
+        peak.check_graph_memory(path, {})
+
+
+def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = open_bundle(onnx_pair("int4"))
+    files = pair_of(bundle, drafter=True)
+    needed = {context: pair.check_pair_memory(files, context) for context in (64, 512, 1024)}
+    assert 1_000_000 < needed[64] < needed[1024] < 100_000_000
+    monkeypatch.setattr(peak, "available_memory_bytes", lambda: needed[64])
+    monkeypatch.setattr("edge_runtime.backends.onnx.library._open", lambda *_: pytest.fail("onnxruntime was given a graph"))
+    with pytest.raises(BackendError, match="ask for a shorter context"):
+        open_onnx(bundle, OrtOptions(context=1024, threads=1), None)
+
+
+def test_a_type_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "g.onnx"
+    path.write_bytes(bytes_field(7, bytes_field(11, bytes_field(1, b"x") + bytes_field(2, b"\x0a\x7f"))))
+    check_onnx(path)
+    with pytest.raises(BundleError, match="no sound ONNX graph"):
+        peak.check_graph_memory(path, {"x": (1, 1)})
