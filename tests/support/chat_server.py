@@ -85,6 +85,7 @@ def scripted_server(*replies: Any, key: str | None = None, origins: Sequence[str
         files_format="gguf",
         template="",
         manifest=worker._sessions[0].bundle.manifest,
+        fingerprint="fp_scripted",
     )
     app = make_app(Api(worker, Monitor(), card))
     server = uvicorn.Server(server_config(Guard(app, hosts=LOOPBACK_NAMES, key=key, origins=origins), 64))

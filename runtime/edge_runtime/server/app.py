@@ -47,11 +47,13 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        return await self._respond(request, read_chat, lambda _, read: ChatFormat(self._model.name, read))
+        return await self._respond(request, read_chat, lambda _, read: ChatFormat(self._model.name, read, self._model.fingerprint))
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions."""
-        return await self._respond(request, read_completion, lambda _, read: CompletionFormat(self._model.name, read))
+        return await self._respond(
+            request, read_completion, lambda _, read: CompletionFormat(self._model.name, read, self._model.fingerprint)
+        )
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""

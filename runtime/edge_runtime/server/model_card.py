@@ -16,7 +16,10 @@ _LATEST = ":latest"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """`name` is the model's id for clients, `context` its tokens per request, `sessions` how many requests run at once."""
+    """`name` is the model's id for clients, `context` its tokens per request, `sessions` how many requests run at once.
+
+    `fingerprint` is the `system_fingerprint` of responses.
+    """
 
     name: str
     context: int
@@ -25,6 +28,7 @@ class ModelCard:
     files_format: str
     template: str
     manifest: Manifest
+    fingerprint: str
 
     def is_called(self, name: object) -> bool:
         """Whether a client means this model: by its name, with or without Ollama's tag."""
@@ -59,6 +63,7 @@ class ModelCard:
             "chat_template": self.template,
             "modalities": {"vision": False, "audio": False},
             "drafter": self.drafter,
+            "system_fingerprint": self.fingerprint,
         }
 
     def ollama_model(self) -> Json:

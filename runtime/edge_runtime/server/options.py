@@ -60,7 +60,7 @@ serve_options = option_group(
     click.option(
         "--deterministic",
         is_flag=True,
-        help="Serve: one request at a time, independent of earlier ones, so that the same request gets the same answer.",
+        help="Serve: answers depend on their request alone, whatever else runs; where rows are not exact, one request runs at a time.",
     ),
     click.option(
         "--waiting", type=click.IntRange(min=0), default=16, help="Serve: number of requests that may wait; further ones get status 503."
@@ -102,8 +102,6 @@ def serve_values(values: dict[str, Any]) -> ServeOptions | None:
         raise click.UsageError(f"{_written(context, unfit)}: not with --serve; each request sets it")
     if options.api_key is not None and not (options.api_key.strip() and options.api_key.isascii()):
         raise click.UsageError("--api-key is empty or not ASCII; give a key, such as one from 'openssl rand -hex 16'")
-    if options.deterministic and options.sessions > 1:
-        raise click.UsageError("--deterministic runs one request at a time; leave --sessions out")
     for origin in options.allow_origin:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise click.UsageError(f"--allow-origin {origin!r} is no origin; write scheme and host, such as https://chat.example, or *")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,13 +39,15 @@ def serve(
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.http.connections import run_server, server_config
 
+    if options.deterministic and options.sessions > 1:
+        load = replace(load, separate_caches=True)
     with _open_socket(options) as listener, open_sessions(folder, options.sessions, load) as sessions:
         first = sessions.sessions[0]
         for session in sessions.sessions:
             session.profit()  # measures costs on first use, before any client waits
         template = bundle_template(first.bundle, first.vocabulary)
         worker = Worker(sessions, template, waiting=options.waiting, notify=announce, watch=watch, deterministic=options.deterministic)
-        api = Api(worker, first.monitor, _model_card(folder, first, options.sessions))
+        api = Api(worker, first.monitor, _model_card(folder, first, options))
         hosts = allowed_hosts(options.host, options.allow_host)
         guard = Guard(make_app(api), hosts=hosts, key=options.api_key, origins=options.allow_origin)
         config = server_config(guard, options.sessions + options.waiting + _EXTRA_CONNECTIONS)
@@ -79,17 +83,18 @@ def is_loopback(host: str) -> bool:
         return host_name(host).lower() == "localhost"
 
 
-def _model_card(folder: Path, session: Session, sessions: int) -> ModelCard:
+def _model_card(folder: Path, session: Session, options: ServeOptions) -> ModelCard:
     bundle = session.bundle
     formats = [file for file in bundle.manifest.files if file.role == "target"]
     return ModelCard(
         name=folder.resolve().name,
         context=session.target.context,
-        sessions=sessions,
+        sessions=options.sessions,
         drafter=session.drafter_kind,
         files_format=formats[0].format if formats else "",
         template=bundle.path(ROLE).read_text(encoding="utf-8") if bundle.has(ROLE) else "",
         manifest=bundle.manifest,
+        fingerprint=f"fp_{hashlib.sha256(f'{session.fingerprint} {options.sessions} {options.deterministic}'.encode()).hexdigest()[:16]}",
     )
 
 

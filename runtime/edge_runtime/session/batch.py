@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+
 from edge_runtime.decoding.loop import Round
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import Drafter, DraftRequest, Logits, SequenceBatch, Target
@@ -18,6 +20,8 @@ from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 
 _END = object()
+# Texts with which exact rows are tried: their length, and how many different tokens they have.
+_TRIED_ROWS, _TRIED_TOKENS = 40, 200
 
 
 class SingleSequence:
@@ -236,6 +240,26 @@ class Sessions:
     def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
         """Runs requests of these sessions to their ends, those of different sessions at once; yields their rounds."""
         return self.decoder.run(generations)
+
+    def rows_are_exact(self) -> bool:
+        """Whether a row's logits have the same bits alone and in a forward with rows of all sessions: tried once; empties the caches."""
+        count, most = len(self.sessions), self.sessions[0].settings.longest_draft + 1
+        texts = [[token % _TRIED_TOKENS + 4 for token in range(number, number + _TRIED_ROWS)] for number in range(count)]
+        with self._lock.held():
+            self._lock.require_idle()
+            try:
+                alone = []
+                for number, (session, text) in enumerate(zip(self.sessions, texts, strict=True)):
+                    session.claim.release()
+                    session.target.rollback(0)
+                    session.target.prefill(text)
+                    alone.append(self._together.verify_all([(number, text[:1])])[0].copy())
+                    session.target.rollback(len(text))
+                together = self._together.verify_all([(number, text[:most]) for number, text in enumerate(texts)])
+                return all(np.array_equal(one[0], rows[0]) for one, rows in zip(alone, together, strict=True))
+            finally:
+                for session in self.sessions:
+                    session.target.rollback(0)
 
     def close(self) -> None:
         """Saves the acceptance models, frees the pair and ends all sessions. Can be called twice."""

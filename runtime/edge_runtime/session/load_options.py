@@ -52,6 +52,8 @@ class LoadOptions:
         memory: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
         memory_size: The most bytes of that file, or a text such as "2MB"; the oldest texts make room.
         remember: Text files to add to it.
+        separate_caches: Whether each of several sessions has K/V memory of its own. With the row kernels a session's rows then have the
+            same bits whatever the others run; rounds of unequal drafts take more than one forward (llama.cpp).
     """
 
     threads: int | None = None
@@ -72,6 +74,7 @@ class LoadOptions:
     memory: Path | None = None
     memory_size: str | int = MEMORY_SIZE
     remember: Sequence[Path] = ()
+    separate_caches: bool = False
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -95,6 +98,7 @@ class LoadKeywords(TypedDict, total=False):
     memory: Path | None
     memory_size: str | int
     remember: Sequence[Path]
+    separate_caches: bool
 
 
 def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:

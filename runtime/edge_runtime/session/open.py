@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from edge_devices.machine.cpu_affinity import processor_groups
+from edge_devices.machine.facts import cpu_identity
 from edge_devices.machine.memory import available_memory_bytes
 from edge_runtime.backends.kernels.library import variant as row_kernels
 from edge_runtime.backends.selection import BackendKind, usable_backends
@@ -31,6 +35,8 @@ from edge_runtime.session.batch import Sessions, SingleSequence
 from edge_runtime.session.load_options import LoadKeywords, LoadOptions, with_keywords
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
 from edge_runtime.session.session import Session, SessionParts
+
+DISTRIBUTION = "edge-mtp"
 
 if TYPE_CHECKING:
     from edge_runtime.backends.llama.open import LlamaSequenceBatch
@@ -119,6 +125,7 @@ class _PairLoader:
 
     def load_onnx(self) -> Sessions:
         """Loads the bundle's graphs for one request at a time."""
+        from edge_runtime.backends.onnx.library import library_version
         from edge_runtime.backends.onnx.open import OrtOptions, media_encoder, open_onnx
 
         self._check_onnx()
@@ -130,7 +137,8 @@ class _PairLoader:
             keep_packed=options.keep_packed,
         )
         target, drafter, kind = open_onnx(self.bundle, ort_options, self.drafter, options.notify)
-        pair = self._measured_pair(target, drafter, target.vocabulary.bos, ort_options, kind, row_kernels())
+        facts = (ort_options, kind, row_kernels())
+        pair = self._measured_pair(target, drafter, target.vocabulary.bos, *facts)
         exported = (self.bundle.manifest.parity or {}).get("onnx")
         parts = self._parts(
             target,
@@ -142,6 +150,7 @@ class _PairLoader:
             costs=lambda: measured_costs(pair, options.power, options.notify),
             acceptance_cache=self._acceptance_cache("onnx", kind, exported),
             encoder=self._encoder("onnx", lambda: media_encoder(self.bundle, ort_options)),
+            fingerprint=self._fingerprint(library_version(), *facts),
         )
         return Sessions([Session(parts)], SingleSequence(target, drafter))
 
@@ -177,6 +186,7 @@ class _PairLoader:
                     kernels=library().row_kernels if use_extra_bufts else None,
                     costs=costs,
                     acceptance_cache=acceptance_cache,
+                    fingerprint=self._fingerprint(count, options.separate_caches, library().row_kernels, *facts),
                     encoder=encoder,
                 )
             )
@@ -206,6 +216,7 @@ class _PairLoader:
             max_candidates=settings.max_candidates,
             sequences=count,
             kv_type=kv_type,
+            separate_caches=self.options.separate_caches,
         )
         batch, kind = open_batch(bundle, llama_options, self.drafter)
         return batch, kind, use_extra_bufts, quantizations
@@ -221,6 +232,7 @@ class _PairLoader:
         kernels: str | None,
         costs: Callable[[], Costs],
         acceptance_cache: AcceptanceCache,
+        fingerprint: str,
         encoder: LazyEncoder | None = None,
     ) -> SessionParts:
         return SessionParts(
@@ -238,7 +250,14 @@ class _PairLoader:
             acceptance_cache=acceptance_cache,
             encoder=encoder,
             memory=self._stored_memory(vocabulary),
+            fingerprint=fingerprint,
         )
+
+    def _fingerprint(self, *facts: object) -> str:
+        """Returns a hash of all that an answer depends on beside its request: files, context, code, processor."""
+        hashes = [file.sha256 for file in self.bundle.manifest.files]
+        context = str(self.settings.context)
+        return hashlib.sha256(json.dumps([project_version(), cpu_identity(), context, hashes, [*map(str, facts)]]).encode()).hexdigest()
 
     def _stored_memory(self, vocabulary: Vocabulary) -> StoredMemory | None:
         """The memory on the disk, which all sessions share."""
@@ -318,3 +337,11 @@ class _PairLoader:
         for name, value in refused.items():
             if value is not None:
                 raise RequestError(f"{name} {value} is not for ONNX graphs; leave it out, or use the llama backend")
+
+
+def project_version() -> str:
+    """Returns the installed version of this project, or an empty text in packages for devices."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -46,6 +46,7 @@ class SessionParts(LoadedPair):
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
     `memory` holds earlier answers and files to copy drafts from. `row_kernels` names the variant of the project's kernels that multiplies,
     None for stock ones.
+    `fingerprint` stands for all that an answer depends on beside its request.
     """
 
     bundle: Bundle
@@ -58,6 +59,7 @@ class SessionParts(LoadedPair):
     acceptance_cache: AcceptanceCache | None = None
     encoder: LazyEncoder | None = None
     memory: StoredMemory | None = None
+    fingerprint: str = ""
 
 
 class Session:
@@ -76,6 +78,7 @@ class Session:
         self.row_kernels = parts.row_kernels
         self.vocabulary = parts.vocabulary
         self.claim = parts.claim
+        self.fingerprint = parts.fingerprint
         self.settings = parts.settings or resolve_settings([], parts.bundle)
         self.monitor = parts.monitor or Monitor(MonitorOptions(window=self.settings.window))
         self._parts = parts

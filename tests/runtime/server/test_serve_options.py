@@ -29,7 +29,6 @@ def options(**values: Any) -> ServeOptions:
         (["--serve", "--json", "--compare"], "--json, --compare: not with"),
         (["--port", "80"], "--port: for a server only"),
         (["--serve", "--sessions", "0"], "not in the range"),
-        (["--serve", "--deterministic", "--sessions", "2"], "leave --sessions out"),
         (["--deterministic"], "--deterministic: for a server only"),
         (["--serve", "--api-key", " "], "--api-key is empty"),
     ],

@@ -109,8 +109,9 @@ def test_a_seed_repeats_itself_whatever_else_is_asked(single: str) -> None:
         assert all(other.result().usage.completion_tokens > 0 for other in others)
 
 
-def test_deterministic_answers_depend_on_their_request_alone(deterministic: str) -> None:
-    client = client_of(deterministic)
+@pytest.mark.parametrize("server", ["deterministic", "exact"])
+def test_deterministic_answers_depend_on_their_request_alone(server: str, request: pytest.FixtureRequest) -> None:
+    client = client_of(request.getfixturevalue(server))
     asked = [(prompt, fields) for prompt in PROMPTS for fields in ({}, {"temperature": 0.9, "seed": 7})]
 
     def answered(one: tuple[str, dict[str, Any]]) -> str:
@@ -221,3 +222,13 @@ def test_a_signal_ends_it_while_it_answers(exported_pair: Path, probe_memory: Pa
     listener.join()
     assert "shutting down" in heard[-1] or "onnection" in heard[-1]
     assert child.lines[-1] == "ended\n"
+
+
+def test_a_fingerprint_stands_for_what_computes(several: str, single: str) -> None:
+    marks = {
+        url: {complete(client_of(url), prompt, max_tokens=2).system_fingerprint for prompt in PROMPTS[:2]} for url in (several, single)
+    }
+    assert all(len(found) == 1 for found in marks.values())
+    assert marks[several] != marks[single]
+    streamed = chat(client_of(single), "hi", max_tokens=2, stream=True)
+    assert {chunk.system_fingerprint for chunk in streamed} == marks[single]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_runtime.backends.kernels import library
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import RequestError
 from edge_runtime.session.batch import Sessions
@@ -14,6 +15,9 @@ from edge_runtime.session.generation import PREFILL_ROWS
 from edge_runtime.session.open import open_session, open_sessions
 from scripted import plain_greedy
 from scripted_batch import scripted_sessions
+from silent import Silent
+
+PAIR = Path(__file__).parents[3] / "exporter" / "edge_export" / "reference_pair"
 
 PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
 
@@ -189,3 +193,15 @@ def test_long_texts_beside_each_other_slide_their_windows(several: Sessions) -> 
     together = [s.generate(p, max_tokens=150, draft_length=4) for s, p in zip(several.sessions, prompts, strict=True)]
     list(several.run(together))
     assert [g.tokens for g in together] == alone
+
+
+@pytest.mark.skipif(not library.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
+def test_separate_caches_make_rows_exact(exported_pair: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest
+
+    request = ExportRequest(target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=tmp_path / "b", context=512, verify=False)
+    export_pair(request, Silent())
+    for bundle, exact in ((tmp_path / "b", True), (exported_pair, False)):  # float16 is not multiplied by the kernels
+        with open_sessions(bundle, 3, threads=2, separate_caches=True) as sessions:
+            assert sessions.rows_are_exact() is exact

@@ -43,8 +43,11 @@ class Worker:
         watch: SharedWatch | None = None,
         deterministic: bool = False,
     ) -> None:
-        """With `deterministic`, no request's answer depends on earlier requests; for a single session."""
+        """With `deterministic`, no answer depends on other requests: requests run alone where rows in a batch differ from rows alone."""
         self._deterministic = deterministic
+        self._alone = deterministic and len(sessions.sessions) > 1 and not sessions.rows_are_exact()
+        if self._alone:
+            notify("deterministic: rows of this model differ between batches, so one request runs at a time")
         self._sessions = sessions.sessions
         self._lockstep = sessions.decoder
         self._template = template
@@ -189,7 +192,7 @@ class Worker:
         slots = [
             Slot(number=i, target=session.target, last_used=self._last_used[i]) for i, session in enumerate(self._sessions) if i not in used
         ]
-        while slots and self._waiting:
+        while slots and self._waiting and not (self._alone and self._active):
             slot, job = choose_slot(slots, self._waiting)
             self._waiting.remove(job)
             try:

@@ -22,8 +22,13 @@ class ChatFormat:
 
     media_type = "text/event-stream"
 
-    def __init__(self, model: str, request: ApiRequest) -> None:
-        self._stem = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+    def __init__(self, model: str, request: ApiRequest, fingerprint: str) -> None:
+        self._stem = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
         self._request = request
         self._usage = UsageCount(len(request.choices), request.n)
         self._calls = [0] * len(request.choices)
