@@ -23,7 +23,8 @@ DEMO_EXTRAS_llama := llama,export
 DEMO_FORMAT_onnx := onnx
 DEMO_FORMAT_llama := gguf
 
-.PHONY: help demo setup-llama test test-random test-slow lint docs lock audit wheel-check release dist setup setup-test llama-cpp clean
+.PHONY: help demo setup-llama test test-random test-slow lint docs lock audit wheel-check release dist setup setup-test try-versions llama-cpp \
+	clean
 
 help:
 	@echo "make demo       set up without a compiler, make a pair of a phone-sized model's cost, show what drafts bring (BACKEND=llama: on llama.cpp)"
@@ -35,6 +36,7 @@ help:
 	@echo "make audit      licences of what is installed, advisories about what is locked"
 	@echo "make release    audit, then make dist: source archive, wheel and SBOM in dist/; make wheel-check tries the wheel on each Python there is"
 	@echo "make lock       choose the locked versions in requirements/ anew"
+	@echo "make try-versions  try the newest llama-cpp-python and onnxruntime on copies of the checkout"
 	@echo "make llama-cpp  build llama.cpp's own tools from llama-cpp-python's source archive, to compare with"
 	@echo "make clean      remove .venv, build/ and the demo bundle"
 
@@ -111,6 +113,11 @@ dist: $(TOOLS)/.ready
 	build/release/bin/python -m pip uninstall --quiet --yes pip setuptools
 	$(TOOLS)/bin/cyclonedx-py environment build/release/bin/python --pyproject pyproject.toml --output-reproducible -o dist/sbom.json
 	@ls -l dist
+
+# Newer releases of the two libraries, tried on copies of the checkout; nothing here changes.
+try-versions:
+	PYTHON=$(PYTHON) scripts/setup/try_versions.sh llama-cpp-python
+	PYTHON=$(PYTHON) scripts/setup/try_versions.sh onnxruntime
 
 llama-cpp: setup-llama
 	scripts/setup/build_llama_cpp.sh $(VENV) build/llama.cpp

@@ -1,10 +1,11 @@
-"""Runs many random requests through one session and checks its memory, KV cache and output.
+"""Runs many random requests through one session and checks its memory, descriptors, child processes, KV cache and output.
 
     python scripts/checks/soak.py BUNDLE --backend llama --tokens 1000000 --output soak.jsonl --plot soak.svg
 
-Requests have random prompts, draft lengths, policies and sampling. Some are cancelled, some reach the end of the context, some prompts are
-too long, some round callbacks raise. After every round the cache must hold exactly the committed tokens. Whenever the token count passes a
-multiple of --check-every, the current greedy request is repeated with plain decoding. The exit code is 1 if a check failed.
+Requests have random prompts, draft lengths, policies and sampling. A sixth has a constraint, and a sixth an image where the bundle takes
+them. Some are cancelled, some reach the end of the context, some prompts are too long, some round callbacks raise. After every round the
+cache must hold exactly the committed tokens, and a finished constrained text must be valid. Whenever the token count passes a multiple of
+--check-every, the current greedy request is repeated with plain decoding. The exit code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import statistics
 import time
 from collections import Counter
@@ -22,15 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.media.image import SIDE, Image
+from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation
 from edge_runtime.session.lossless import check_lossless
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
+from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, Regex
 
 # Share of the run that is not counted: allocators and caches reach their final size, and the first use of a token faults pages in.
 WARM_UP = 0.25
@@ -41,6 +47,17 @@ TIE = 1e-2
 # int8 activations may round the same row otherwise in another batch: two logits that far apart changed places in one run.
 TIE_OF_ROUNDED = 0.1
 ROUNDED = ("int4", "int8")
+# Constraints, and what a finished text must pass.
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "n": {"type": "integer"}},
+    "required": ["name", "n"],
+}
+CONSTRAINTS: tuple[tuple[ConstraintSource, Callable[[str], object]], ...] = (
+    (JsonSchema(_SCHEMA), lambda text: {"name", "n"} <= json.loads(text).keys()),
+    (Regex("(yes|no)( [a-z]{1,8}){2,40}"), re.compile("(yes|no)( [a-z]{1,8}){2,40}").fullmatch),
+    (Gbnf('root ::= "x" ("+" "x"){1,60} ";"'), re.compile(r"x(\+x){1,60};").fullmatch),
+)
 
 
 class CallbackError(Exception):
@@ -63,13 +80,19 @@ class Soak:
     texts: tuple[str, ...] = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
     largest_tie: float = 0.0
+    valid: Callable[[str], object] | None = None
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
         self.texts = tuple(path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py"))[:40])
 
-    def prompt(self) -> list[int] | str:
-        """Returns text from Python's standard library, or random ids; a few are longer than the context."""
+    def prompt(self) -> list[int] | str | MediaPrompt:
+        """Returns text from Python's standard library, random ids, or text with an image; a few are longer than the context."""
+        if self.session.bundle.manifest.media is not None and self.chance.random() < 1 / 6:
+            shape = (4 * SIDE, self.chance.randint(1, 5) * SIDE, 3)
+            pixels = np.random.default_rng(self.chance.randrange(64)).integers(0, 256, shape, np.uint8)
+            self.counts["images"] += 1
+            return self.session.media_prompt("What is this?", [Image(pixels)])
         vocabulary, context = self.session.bundle.manifest.architecture.vocab_size, self.session.target.context
         if self.chance.random() < 0.03:
             return [self.chance.randrange(vocabulary) for _ in range(self.chance.randint(context - 20, context + 5))]
@@ -84,6 +107,7 @@ class Soak:
         chance = self.chance
         sampled = chance.random() < 0.2
         fixed = chance.random() < 0.8
+        constraint, self.valid = chance.choice(CONSTRAINTS) if chance.random() < 1 / 6 else (None, None)
         return self.session.generate(
             self.prompt(),
             max_tokens=chance.choice((1, 8, 64, 200, 400)),
@@ -91,7 +115,8 @@ class Soak:
             sampling=SamplingParams(temperature=0.9, top_p=0.95, seed=chance.randrange(1 << 30)) if sampled else GREEDY_PARAMS,
             acceptance=chance.choice(("block", "rejection", "match")),
             reuse_prefix=chance.random() < 0.3,
-            stop=("return",) if chance.random() < 0.1 else (),
+            stop=("return",) if constraint is None and chance.random() < 0.1 else (),
+            constraint=constraint,
             on_round=self._failing if chance.random() < 0.02 else None,
         )
 
@@ -126,6 +151,7 @@ class Soak:
                     break
             else:
                 self.counts[f"ended: {generation.finish_reason}"] += 1
+                self._check_text(generation)
             self._check_tokens(generation)
         except CallbackError:
             self.counts["callback failed"] += 1
@@ -138,6 +164,17 @@ class Soak:
     def _check_tokens(self, generation: Generation) -> None:
         if self.session.target.tokens.tolist() != [*generation.prompt, *generation.tokens][:-1]:
             raise SoakError("the cache holds rows of other tokens than the committed ones")
+
+    def _check_text(self, generation: Generation) -> None:
+        """A constrained text that was not cut short is valid."""
+        if self.valid is None:
+            return
+        self.counts["constrained"] += 1
+        if generation.complete:
+            self.counts["constrained and complete"] += 1
+            text = generation.text()
+            if not self.valid(text):
+                raise SoakError(f"a constrained text is not valid: {text[:200]!r}")
 
     def _compare(self, generation: Generation) -> None:
         if generation.options.sampling != GREEDY_PARAMS or not generation.tokens:
@@ -156,11 +193,13 @@ class Soak:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Memory of this process in bytes after `tokens` tokens. `resident` is `anonymous` plus pages of mapped files."""
+    """State of this process after `tokens` tokens; memory in bytes. `resident` is `anonymous` plus pages of mapped files."""
 
     tokens: int
     resident: int
     anonymous: int
+    descriptors: int
+    children: int
 
 
 def tie_of(bundle: Bundle, backend: str) -> float:
@@ -170,10 +209,12 @@ def tie_of(bundle: Bundle, backend: str) -> float:
 
 
 def sample(tokens: int) -> Sample:
-    """Returns the memory of this process. Linux only."""
+    """Returns the state of this process. Linux only."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     resident, anonymous = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon"))
-    return Sample(tokens=tokens, resident=resident, anonymous=anonymous)
+    children = sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children"))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    return Sample(tokens=tokens, resident=resident, anonymous=anonymous, descriptors=descriptors, children=children)
 
 
 def growth(samples: list[Sample], size: Callable[[Sample], int]) -> float:
@@ -255,6 +296,9 @@ def main(
     click.echo(json.dumps({**summary, "growth_after_warm_up": {name: round(share, 5) for name, share in grown.items()}}))
     if plot is not None:
         draw(samples, f"{soak.counts['tokens']:,} tokens on {backend}: {grown['resident']:+.2%} after the warm-up", plot)
+    for name in ("descriptors", "children"):
+        if getattr(samples[-1], name) > max(getattr(found, name) for found in samples if found.tokens <= WARM_UP * samples[-1].tokens):
+            raise click.ClickException(f"more {name} than in the warm-up: {getattr(samples[-1], name)}")
     for name, share in grown.items():
         if share >= MAX_GROWTH:
             raise click.ClickException(f"{name} memory grew by {share:.2%} after the warm-up, at most {MAX_GROWTH:.0%} is allowed")

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Tries another release of llama-cpp-python or onnxruntime on a copy of the checkout: try_versions.sh LIBRARY [VERSION]
+# VERSION left out: the newest on the index. Builds it, runs the tests of its backend, compares our GGUF files with the reference byte for
+# byte, and counts outputs that drafts change. Exit code 0: all as before. Nothing of the checkout or its .venv is changed.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+library=${1:?usage: try_versions.sh llama-cpp-python|onnxruntime [VERSION]}
+newest() { "${PYTHON:-python3}" -m pip index versions "$1" 2>/dev/null | sed -n '1s/.*(\(.*\))/\1/p'; }
+version=${2:-$(newest "$library")}
+now=$(sed -n "s/^$library==\([0-9.]*\).*/\1/p" requirements/ci.txt)
+if [ -z "${2:-}" ] && [ "$version" = "$now" ]; then
+    echo "$library $now is the newest release; nothing to try"
+    exit 0
+fi
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+git ls-files -z | xargs -0 tar -cf - | tar -xf - -C "$work"
+cd "$work"
+"${PYTHON:-python3}" -m venv .venv
+.venv/bin/python -m pip install --quiet --disable-pip-version-check click
+.venv/bin/python scripts/setup/move_pin.py "$library" "$version" --keep-older
+failed=0
+step() { # NAME COMMAND...: one line per step
+    local name=$1 begin=$SECONDS
+    shift
+    if "$@" >"$work/step.log" 2>&1; then
+        echo "ok      $name ($((SECONDS - begin)) s)"
+    else
+        echo "FAILED  $name ($((SECONDS - begin)) s)"
+        tail -n 20 "$work/step.log"
+        failed=1
+    fi
+}
+export EDGE_MTP_CACHE=$work/cache
+step "build and install $library $version" .venv/bin/python -m pip install --disable-pip-version-check "$library==$version" --editable '.[llama,onnx,export,grammar,serve,dev]'
+((failed)) && exit 1
+case $library in
+    llama-cpp-python) tests=(tests/runtime/backends/llama tests/runtime/backends/kernels tests/runtime/session) format=gguf backend=llama ;;
+    onnxruntime) tests=(tests/runtime/backends/onnx tests/exporter/onnx tests/test_telemetry.py) format=onnx backend=onnx ;;
+esac
+step "tests of the backend" .venv/bin/python -m pytest -q -p no:randomly -m "not slow" "${tests[@]}"
+step "files equal to the reference, byte for byte" .venv/bin/python -m pytest -q -p no:randomly tests/exporter/gguf tests/exporter/quantization
+step "export of the reference pair" .venv/bin/edge-export --reference-pair --format "$format" --output "$work/bundle"
+step "$backend runs it" .venv/bin/edge-run "$work/bundle" --backend "$backend" --raw --max-tokens 32 "def area(r):"
+step "drafts change no output" .venv/bin/python scripts/checks/check_lossless.py "$work/bundle" --prompts exporter/edge_export/reference_pair/prompts.code.json
+exit "$failed"
