@@ -57,7 +57,7 @@ MODULES: dict[str, tuple[str, Sequence[str]]] = {
     ),
     "transports": ("edge_devices.transports.base", (f"{_DEVICES}/transports/test_transports.py",)),
     "cost_model": ("edge_runtime.drafting.cost_model", (f"{_RUNTIME}/drafting/test_cost_model.py",)),
-    "graph_memory": ("edge_runtime.backends.onnx.graph_memory.peak", (f"{_RUNTIME}/backends/onnx/test_graph_memory.py",)),
+    "graph_memory": ("edge_runtime.backends.onnx_memory.peak", (f"{_RUNTIME}/backends/onnx/test_graph_memory.py",)),
 }
 _OWN = ("edge_runtime", "edge_devices", "edge_export")
 _SLOWER, _LEAST_SECONDS = 10, 30

@@ -50,8 +50,8 @@ def _hashed(data: bytes) -> bytes:
 
 
 def _onnx(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.onnx.graph_memory.parsed_graph import parse_graph
-    from edge_runtime.backends.onnx.graph_memory.peak import check_graph_memory
+    from edge_runtime.backends.onnx_memory.parsed_graph import parse_graph
+    from edge_runtime.backends.onnx_memory.peak import check_graph_memory
 
     make_weights(folder)
     path = folder / "model.onnx"

@@ -15,12 +15,12 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 from onnx import TensorProto, helper, numpy_helper
 
 from edge_devices.files.protobuf_wire import bytes_field
-from edge_runtime.backends.onnx.graph_memory import pair, peak
-from edge_runtime.backends.onnx.graph_memory.operator_shapes import RULES, Value, output_values
-from edge_runtime.backends.onnx.graph_memory.parsed_graph import parse_graph
 from edge_runtime.backends.onnx.library import library
-from edge_runtime.backends.onnx.open import open_onnx
+from edge_runtime.backends.onnx.open import check_pair_memory, open_onnx
 from edge_runtime.backends.onnx.target import OrtOptions, pair_of
+from edge_runtime.backends.onnx_memory import peak
+from edge_runtime.backends.onnx_memory.operator_shapes import RULES, Value, output_values
+from edge_runtime.backends.onnx_memory.parsed_graph import parse_graph
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.onnx_graph import CONTRIB_OPS, ONNX_OPS, check_onnx
 from edge_runtime.errors import BackendError, BundleError
@@ -70,6 +70,7 @@ def test_every_operator_that_is_admitted_has_a_shape() -> None:
         ("Add", [f32(3, 1, 4), f32(5, 1)], {}),
         ("ArgMax", [f32(3, 4)], {"axis": 1, "keepdims": 0}),
         ("Concat", [f32(2, 3), f32(2, 4)], {"axis": -1}),
+        ("Conv", [f32(1, 2, 9, 8), f32(3, 2, 3, 3)], {"strides": [2, 2], "pads": [1, 1, 1, 1]}),
         ("DynamicQuantizeLinear", [f32(2, 3)], {}),
         ("Expand", [f32(3, 1), i64(2, 1, 4)], {}),
         ("Flatten", [f32(2, 3, 4)], {"axis": 2}),
@@ -244,7 +245,7 @@ def test_an_input_that_the_runtime_does_not_give_is_refused(tmp_path: Path) -> N
 def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(onnx_pair("int4"))
     files = pair_of(bundle, drafter=True)
-    needed = {context: pair.check_pair_memory(files, context) for context in (64, 512, 1024)}
+    needed = {context: check_pair_memory(files, context) for context in (64, 512, 1024)}
     assert 1_000_000 < needed[64] < needed[1024] < 100_000_000
     monkeypatch.setattr(peak, "available_memory_bytes", lambda: needed[64])
     monkeypatch.setattr("edge_runtime.backends.onnx.library._open", lambda *_: pytest.fail("onnxruntime was given a graph"))

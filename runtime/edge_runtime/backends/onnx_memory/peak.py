@@ -8,8 +8,8 @@ from pathlib import Path
 
 from edge_devices.files.protobuf_wire import WireError
 from edge_devices.machine.memory import available_memory_bytes, byte_text
-from edge_runtime.backends.onnx.graph_memory.operator_shapes import Shape, ShapeError, Value, output_values
-from edge_runtime.backends.onnx.graph_memory.parsed_graph import Body, Node, parse_graph
+from edge_runtime.backends.onnx_memory.operator_shapes import Shape, ShapeError, Value, output_values
+from edge_runtime.backends.onnx_memory.parsed_graph import Body, Node, parse_graph
 from edge_runtime.bundle.integrity import read_part
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.bundle.onnx_graph import MAX_GRAPH_BYTES

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from edge_runtime.backends.onnx.graph_memory.parsed_graph import Node
+from edge_runtime.backends.onnx_memory.parsed_graph import Node
 
 Shape = tuple[int, ...]
 _MOST_DIMENSIONS = 16
@@ -205,6 +205,17 @@ def _transpose(node: Node, inputs: Sequence[Value]) -> list[Shape]:
     return [tuple(shape[axis] for axis in order)]
 
 
+def _convolution(node: Node, inputs: Sequence[Value]) -> list[Shape]:
+    batch, _, *sizes = inputs[0].shape
+    outputs, _, *kernel = inputs[1].shape
+    pads = node.integers.get(b"pads", (0,) * (2 * len(sizes)))
+    strides = node.integers.get(b"strides", (1,) * len(sizes))
+    places = [
+        max(0, (size + pads[axis] + pads[axis + len(sizes)] - kernel[axis]) // max(1, strides[axis]) + 1) for axis, size in enumerate(sizes)
+    ]
+    return [(batch, outputs, *places)]
+
+
 def _attention(node: Node, inputs: Sequence[Value]) -> list[Shape]:
     """Beside the outputs there are the scores, the last shape here."""
     _, rows, _ = inputs[0].shape
@@ -215,11 +226,13 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("Abs", "Cast", "DequantizeLinear", "Exp", "Gelu", "Identity", "QuantizeLinear", "RMSNormalization", "Reciprocal"), _first
     ),
+    **dict.fromkeys(("Clip", "LayerNormalization", "MultiHeadAttention", "Relu", "Sigmoid"), _first),
     **dict.fromkeys(("RotaryEmbedding", "ScatterElements", "ScatterND", "Softmax", "Sqrt", "Tanh"), _first),
     **dict.fromkeys(("Add", "Div", "Greater", "GreaterOrEqual", "Mul", "Sub", "Where"), _broadcast),
     **dict.fromkeys(("ArgMax", "ReduceMax", "ReduceMean", "ReduceSum"), _reduce),
     **dict.fromkeys(("FusedMatMul", "MatMul", "MatMulInteger"), _matmul),
     "Concat": _concat,
+    "Conv": _convolution,
     "DynamicQuantizeLinear": lambda _, inputs: [inputs[0].shape, (), ()],
     "Expand": _expand,
     "Flatten": _flatten,
