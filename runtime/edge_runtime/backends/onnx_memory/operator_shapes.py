@@ -226,7 +226,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("Abs", "Cast", "DequantizeLinear", "Exp", "Gelu", "Identity", "QuantizeLinear", "RMSNormalization", "Reciprocal"), _first
     ),
-    **dict.fromkeys(("Clip", "LayerNormalization", "MultiHeadAttention", "Relu", "Sigmoid"), _first),
+    **dict.fromkeys(("Clip", "LayerNormalization", "MultiHeadAttention", "Relu", "Round", "Sigmoid"), _first),
     **dict.fromkeys(("RotaryEmbedding", "ScatterElements", "ScatterND", "Softmax", "Sqrt", "Tanh"), _first),
     **dict.fromkeys(("Add", "Div", "Greater", "GreaterOrEqual", "Mul", "Sub", "Where"), _broadcast),
     **dict.fromkeys(("ArgMax", "ReduceMax", "ReduceMean", "ReduceSum"), _reduce),
