@@ -164,7 +164,7 @@ class _PairLoader:
         kv_type = check_kv_type(self.bundle.manifest.cache_layout, options.kv_type or self.settings.kv_type)
         repack = self._check_memory(kv_type, count)
         batch, kind, use_extra_bufts, quantizations = self._open_llama(kv_type, count, repack=repack)
-        facts = (kv_type, kind, use_extra_bufts, library_version(), system_info(), *quantizations)
+        facts = (kv_type, kind, use_extra_bufts, library().row_kernels, library_version(), system_info(), *quantizations)
         pair = self._measured_pair(batch.targets[0], batch.drafters[0], batch.vocabulary.bos, *facts)
         threads = ThreadCounts.same(self.threads)
         if options.threads is None:
