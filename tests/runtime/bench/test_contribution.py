@@ -31,6 +31,7 @@ from edge_runtime.bench.devices.package import DevicePackage
 from edge_runtime.bench.devices.remote_run import RemoteRequest
 from edge_runtime.bench.measure.energy import fitted, planned_seconds
 from simulated_session import SimulatedMachine
+from stub_package import stub_package
 
 
 def bench(*arguments: str | Path) -> Result:
@@ -223,3 +224,16 @@ def test_devices_measure_the_tools_of_their_package(tmp_path, exported_pair):
     command = remote_run._command(cast(Any, None), asked, "/data/x")
     assert command[command.index("--against") + 1] == "llama.cpp=/data/x/package/tools"
     assert command[-1] == "llama.cpp=/data/x/package/tools"
+
+
+def test_a_phone_makes_a_record(desk, exported_pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_run, "POLL_SECONDS", 0.3)
+    phone = desk.phone()
+    package = stub_package(tmp_path / "package")
+    options = ("--package", package, "--adb", phone.serial, "--results", tmp_path / "results")
+    made = bench("contribute", exported_pair, tmp_path / "phone.json", *options)
+    assert made.exit_code == 0, made.output
+    assert "unplug it when asked" in made.stderr
+    assert "valid: send this file" in made.stderr
+    assert "simulated" in bench("pool", tmp_path / "phone.json").stdout
+    phone.close()
