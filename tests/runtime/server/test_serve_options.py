@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from edge_devices.energy.live import SharedWatch
 from edge_runtime.cli import energy_options
 from edge_runtime.cli import run as cli
 from edge_runtime.errors import BackendError, RequestError
@@ -47,7 +48,7 @@ def test_what_the_command_passes_on(monkeypatch):
     result = CliRunner().invoke(cli.main, arguments, env={"EDGE_MTP_API_KEY": "from the environment"})
     assert result.exit_code == 0, result.output
     _, asked, load, _, watch = calls[0]
-    assert watch is None
+    assert isinstance(watch, SharedWatch), "without a meter it gives the reason"
     assert asked == options(port=8080, sessions=3, waiting=16, api_key="from the environment")
     assert load.context == 256
     assert load.config.tuning.initial_horizon == 2
