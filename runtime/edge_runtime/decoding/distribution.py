@@ -53,14 +53,20 @@ class Distribution:
 
     def excess(self, other: Distribution, share: float = 1.0) -> Weights:
         """Returns max(share * self - other, 0) at each of `tokens`, float64 [n], not normalised."""
-        return np.maximum(share * self.probabilities - other._at(self.tokens), 0.0)
+        left = share * self.probabilities
+        places, found = self._places(other.tokens)
+        left[places] -= other.probabilities[found]
+        return np.maximum(left, 0.0, out=left)
 
     def proportional_to(self, weights: Weights) -> Distribution:
         """Returns the distribution over `tokens` in proportion to `weights` float64 [n], `self` if all are 0."""
         return Distribution.proportional(self.tokens, weights) if weights.any() else self
 
-    def _at(self, tokens: Tokens) -> Weights:
-        if np.array_equal(tokens, self.tokens):  # usually two complete vocabularies
-            return self.probabilities
-        index = np.minimum(np.searchsorted(self.tokens, tokens), len(self.tokens) - 1)
-        return np.where(self.tokens[index] == tokens, self.probabilities[index], 0.0)
+    def _places(self, tokens: Tokens) -> tuple[Tokens | slice, Tokens | slice]:
+        """Returns where `tokens`, ascending, are among this distribution's, and which of them are."""
+        if self.tokens[-1] == len(self.tokens) - 1:  # ascending ids from 0 on: all of a vocabulary
+            inside = slice(int(np.searchsorted(tokens, len(self.tokens))))
+            return tokens[inside], inside
+        places = np.minimum(np.searchsorted(self.tokens, tokens), len(self.tokens) - 1)
+        found = np.flatnonzero(self.tokens[places] == tokens)
+        return places[found], found

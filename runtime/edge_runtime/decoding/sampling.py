@@ -120,8 +120,11 @@ class Sampler:
         if self._params.temperature == 0:
             return Distribution.certain(best if ids is None else int(ids[best]))
         kept = self._kept(row, float(row[best]))
+        weights = (row if kept.size == row.size else row[kept]).astype(np.float64)
+        weights -= row[best]
         with np.errstate(over="ignore"):  # a difference over a tiny temperature may be -inf, which exp takes
-            weights = np.exp((row[kept].astype(np.float64) - row[best]) / self._params.temperature)
+            weights /= self._params.temperature
+        np.exp(weights, out=weights)
         return Distribution.proportional(kept if ids is None else ids[kept], weights)
 
     def likeliest(self, logits: Logits, recent: Sequence[int], tokens: NDArray[np.integer] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -197,3 +198,15 @@ def test_files_without_a_header_are_refused(tmp_path, text):
     (tmp_path / "run.jsonl").write_text(text)
     with pytest.raises(RequestError, match=r"run\.jsonl"):
         read_records(tmp_path / "run.jsonl")
+
+
+def test_the_share_of_each_source_adds_up():
+    runs = [
+        replace(run(fixed(3), drafted_at=(9,), accepted_at=(6,), repeat=i), accepted_from=found)
+        for i, found in enumerate(({"drafter": 4, "memory": 2}, {"drafter": 5, "grammar": 1}))
+    ]
+    (row,) = figures(collect([header(), *runs])).overall
+    assert row.accepted_from == {"drafter": 0.45, "grammar": 0.05, "memory": 0.1}
+    (table,) = [one for one in all_tables(figures(collect([header(), *runs]))) if one.name == "sources"]
+    assert table.columns[1:] == ("drafter", "grammar", "memory", "target")
+    assert table.rows[0][1:] == ("45.0%", "5.0%", "10.0%", "40.0%")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Run:
     """One request. `part` is "domains", or "contexts" if the prompt was lengthened to `domain` tokens.
 
     `seconds` is decoding time; the seconds of a phase are None if the program does not report them. `round_seconds` and `round_tokens`
-    are per round; `output` is a digest of the emitted ids.
+    are per round; `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source.
     """
 
     part: str
@@ -78,6 +78,7 @@ class Run:
     draft_seconds: float | None = None
     verify_seconds: float | None = None
     output: str | None = None
+    accepted_from: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

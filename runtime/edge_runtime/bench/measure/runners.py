@@ -66,6 +66,7 @@ class EdgeRunner:
             draft_seconds=stats.draft_seconds,
             verify_seconds=stats.verify_seconds,
             output=digest(generation.tokens),
+            accepted_from=dict(stats.accepted_from),
         )
 
     def _session(self, variant: Variant) -> Session:

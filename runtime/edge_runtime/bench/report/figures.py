@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ class Row:
     """One variant over all its runs, or over those of one domain. Speeds are medians, in tokens per second; shares are 0 to 1.
 
     `speed_up` is over plain decoding of edge-mtp; None for that itself. `mean_acceptance_length` is emitted tokens / target forwards.
+    `accepted_from` is the share of the emitted tokens that each source of drafts brought.
     `equal` of `compared` outputs are equal to those of plain decoding. `phase_seconds_per_token` has `draft`, `verify` and `other`.
     Figures are None if nothing was drafted, or the program does not report them.
     """
@@ -34,6 +35,7 @@ class Row:
     speed_up: Ratio | None
     acceptance_rate: float | None
     acceptance_by_position: tuple[float, ...]
+    accepted_from: dict[str, float]
     mean_acceptance_length: float | None
     first_token_seconds: float | None
     token_p50_seconds: float | None
@@ -157,6 +159,7 @@ def _row(variant: Variant, domain: str | None, runs: list[Run], baseline: list[R
         speed_up=None if _is_baseline(variant) else ratio(paired_logs(runs, baseline)),
         acceptance_rate=sum(run.accepted for run in runs) / drafted if drafted else None,
         acceptance_by_position=_by_position(runs),
+        accepted_from=_by_source(runs, tokens),
         mean_acceptance_length=tokens / rounds if rounds else None,
         first_token_seconds=_median(run.first_token_seconds for run in runs),
         token_p50_seconds=latencies.percentile(50),
@@ -184,6 +187,13 @@ def _by_position(runs: Sequence[Run]) -> tuple[float, ...]:
             drafted[i] += d
             accepted[i] += a
     return tuple(a / d for a, d in zip(accepted, drafted, strict=True) if d)
+
+
+def _by_source(runs: Sequence[Run], tokens: int) -> dict[str, float]:
+    counts: Counter[str] = Counter()
+    for run in runs:
+        counts.update(run.accepted_from)
+    return {source: count / tokens for source, count in sorted(counts.items())}
 
 
 def _phases(runs: Sequence[Run], tokens: int) -> dict[str, float] | None:

@@ -36,6 +36,7 @@ def all_tables(figures: Figures) -> list[TextTable]:
         _by_domain(figures),
         _against(figures),
         _positions(figures),
+        _sources(figures),
         _phases(figures),
         _contexts(figures),
         _costs(figures),
@@ -141,6 +142,17 @@ def _positions(figures: Figures) -> TextTable:
     columns = ("", *(f"draft {i}" for i in range(1, longest + 1)))
     note = "Share of rounds that accepted this draft, among those that drafted it."
     return TextTable(name="acceptance", title="Acceptance by position", columns=columns, rows=rows, note=note)
+
+
+def _sources(figures: Figures) -> TextTable:
+    drafted = [row for row in figures.overall if row.accepted_from]
+    names = tuple(sorted({source for row in drafted for source in row.accepted_from}))
+    rows = tuple(
+        (row.variant.label, *(share(row.accepted_from.get(name, 0.0)) for name in names), share(1 - sum(row.accepted_from.values())))
+        for row in drafted
+    )
+    note = "Share of the emitted tokens that were drafts of this source; the target chose the others itself, one in each round."
+    return TextTable(name="sources", title="Where tokens came from", columns=("", *names, "target"), rows=rows, note=note)
 
 
 def _padded(cells: Iterable[str], length: int) -> list[str]:

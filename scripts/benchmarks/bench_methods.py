@@ -1,0 +1,194 @@
+"""Times what brings more tokens out of a verify, by the whole program: block verification, forced text of schemas, the memory of the text.
+
+    python scripts/benchmarks/bench_methods.py measure BUNDLE -o runs.jsonl --seconds 80
+    python scripts/benchmarks/bench_methods.py report runs.jsonl
+
+`measure` appends to the file, so that several quiet minutes add up; cases are numbered and go on where the file ends. Each case runs its
+sides in turn, in random order. Sampled sides have one seed, but their texts differ; the others must write the same text. Traces are texts
+that the target is made to write (bench_sources.py). `report` prints geometric means of the ratios with 95% intervals over cases.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from bench_sources import TraceRule, edits, interval, quotes, random_schema
+from edge_runtime.bench.measure.prompts import DOMAINS, prepare, shipped_prompts
+from edge_runtime.decoding.loop import Decoding, decode
+from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.drafting.policies import Fixed
+from edge_runtime.drafting.sources import SourceOdds, Sources
+from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory
+from edge_runtime.session.open import open_session
+from edge_runtime.session.session import Session
+from edge_runtime.text.constraints import JsonSchema
+
+PARTS = ("sampled", "schemas", "memory")
+TEMPERATURES = (0.7, 1.0)
+PLAIN, ALONE = "plain", "drafter alone"
+# Seconds and tokens of a side, and what it wrote.
+Timed = tuple[float, list[int]]
+Case = tuple[str, dict[str, Callable[[], Timed]]]
+
+
+class Pair:
+    """Sessions on one bundle, each with a policy of its own: `both` drafts with everything, `alone` with the drafter, `bare` without it."""
+
+    def __init__(self, opened: Session, tokens: int) -> None:
+        parts = replace(opened._parts, settings=opened.settings, monitor=None, acceptance_cache=None)
+        self.both, self.alone, self.rejection = (Session(parts) for _ in range(3))
+        self.bare = Session(replace(parts, drafter=None))
+        self.policies = {name: self.both._new_profit(parts.costs) for name in (ALONE, "memory")} if parts.costs else {}
+        self.odds = SourceOdds(MEMORY_PRIORS)
+        self.tokens = tokens
+
+    def run(self, session: Session, prompt: Any, **options: Any) -> Timed:
+        """Runs a request."""
+        generation = session.generate(prompt, max_tokens=options.pop("max_tokens", self.tokens), **options)
+        for _ in generation.rounds():
+            pass
+        return generation.stats.decode_seconds, generation.tokens
+
+    def trace(self, prompt: list[int], text: list[int], name: str) -> Timed:
+        """Decodes `text` after `prompt`, plainly, with the drafter or with the memory too."""
+        target, policy = self.both.target, self.policies.get(name)
+        target.rollback(0)
+        target.prefill(prompt[:-1])
+        begin = time.perf_counter()
+        sources = Sources([TextMemory(prompt)], self.odds) if name == "memory" else None
+        decoding = Decoding(
+            target, prompt[-1], policy or Fixed(0), max_tokens=min(len(text) - 16, 3 * self.tokens), rule=TraceRule(text), sources=sources
+        )
+        tokens = [token for one in decode(target, self.both.drafter, decoding) for token in one.tokens]
+        return time.perf_counter() - begin, tokens
+
+
+def sampled(pair: Pair, chance: random.Random) -> Iterator[Case]:
+    """Yields sampled continuations of the shipped prompts."""
+    prompts = prepare(shipped_prompts(DOMAINS, 12), pair.both)
+    by_domain = [[prompt for prompt in prompts if prompt.domain == domain] for domain in DOMAINS]
+    while True:
+        for of_it in by_domain:
+            prompt = chance.choice(of_it)
+            for temperature in TEMPERATURES:
+                options = {"sampling": SamplingParams(temperature=temperature, seed=chance.randrange(1 << 30))}
+                yield (
+                    f"{prompt.domain}, {temperature}",
+                    {
+                        PLAIN: lambda p=prompt.ids, o=options: pair.run(pair.alone, p, draft_length=0, **o),
+                        "token by token": lambda p=prompt.ids, o=options: pair.run(pair.rejection, p, acceptance="rejection", **o),
+                        "block": lambda p=prompt.ids, o=options: pair.run(pair.both, p, acceptance="block", **o),
+                    },
+                )
+
+
+def schemas(pair: Pair, chance: random.Random) -> Iterator[Case]:
+    """Yields greedy answers to random tool schemas, without a drafter and with one."""
+    while True:
+        options: dict[str, Any] = {"constraint": JsonSchema(random_schema(chance)), "max_tokens": 160}
+        prompt = f"def call_{chance.choice(('user', 'order', 'path'))}(tool):\n    return "
+        yield (
+            "schemas",
+            {
+                PLAIN: lambda p=prompt, o=options: pair.run(pair.alone, p, draft_length=0, **o),
+                "forced text": lambda p=prompt, o=options: pair.run(pair.bare, p, **o),
+                "drafter and memory": lambda p=prompt, o=options: pair.run(pair.both, p, **o),
+            },
+        )
+
+
+def memory(pair: Pair, chance: random.Random) -> Iterator[Case]:
+    """Yields edits and quotes as traces, and greedy continuations of the shipped prompts."""
+    folder = Path(__file__).parent.parent.parent / "devices" / "edge_devices" / "machine"
+    files = [path for path in sorted(folder.glob("*.py")) if len(path.read_text(encoding="utf-8").splitlines()) > 60]
+    prompts = prepare(shipped_prompts(DOMAINS, 12), pair.both)
+    while True:
+        traces = [("edits", *next(edits(pair.both, [chance.choice(files)], chance))), ("quotes", *next(quotes(pair.both, chance, 1)))]
+        for name, prompt, text in traces:
+            sides = (PLAIN, ALONE, "memory")
+            yield name, {side: lambda p=prompt, t=text, s=side: pair.trace(p, t, s) for side in sides}
+        for domain in ("prose", "code"):
+            chosen = chance.choice([prompt for prompt in prompts if prompt.domain == domain])
+            yield (
+                f"own text: {domain}",
+                {
+                    PLAIN: lambda p=chosen.ids: pair.run(pair.alone, p, draft_length=0),
+                    ALONE: lambda p=chosen.ids: pair.run(pair.alone, p, policy=pair.alone.profit()),
+                    "memory": lambda p=chosen.ids: pair.run(pair.both, p),
+                },
+            )
+
+
+@click.group(context_settings={"show_default": True})
+def main() -> None:
+    """Time the methods, and print their ratios."""
+
+
+@main.command()
+@click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--part", type=click.Choice(PARTS), required=True)
+@click.option("--label", default="", help="Which kernels run, for the table.")
+@click.option("--seconds", default=80.0, help="No case begins after so many seconds.")
+@click.option("--cases", default=10**6, help="At most so many cases.")
+@click.option("--tokens", default=48, help="Tokens of a continuation.")
+@click.option("--threads", type=int)
+def measure(bundle: Path, output: Path, part: str, label: str, seconds: float, cases: int, tokens: int, threads: int | None) -> None:
+    """Append timed cases of a part to OUTPUT."""
+    end = time.monotonic() + seconds
+    known = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()] if output.exists() else []
+    number = 1 + max((one["case"] for one in known), default=0)
+    chance = random.Random(number)
+    with open_session(bundle, threads=threads, check="none") as opened, output.open("a", encoding="utf-8") as file:
+        found = {"sampled": sampled, "schemas": schemas, "memory": memory}[part](Pair(opened, tokens), chance)
+        next(iter(next(found)[1].values()))()  # to warm up
+        while time.monotonic() < end and cases > 0:
+            name, sides = next(found)
+            runs = {side: sides[side]() for side in chance.sample(list(sides), len(sides))}
+            texts = {tuple(text) for _, text in runs.values()}
+            for side, (took, text) in runs.items():
+                line = {"case": number, "part": part, "label": label, "name": name, "side": side, "equal": len(texts) == 1}
+                file.write(json.dumps(line | {"tokens": len(text), "seconds": took}) + "\n")
+            number, cases = number + 1, cases - 1
+
+
+@main.command()
+@click.argument("runs", type=click.Path(path_type=Path, exists=True, dir_okay=False), nargs=-1)
+def report(runs: tuple[Path, ...]) -> None:
+    """Print the ratios over plain decoding, and over the drafter alone where it ran."""
+    lines = [json.loads(line) | {"file": str(path)} for path in runs for line in path.read_text(encoding="utf-8").splitlines()]
+    cases: dict[tuple[str, int], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for line in lines:
+        cases[line["file"], line["case"]][line["side"]] = line
+    ratios: dict[tuple[str, str, str, str], list[float]] = defaultdict(list)
+    equal: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    for sides in cases.values():
+        rates = {side: line["tokens"] / line["seconds"] for side, line in sides.items()}
+        first = next(iter(sides.values()))
+        names = [first["name"]] + (["all, " + first["name"].split(", ")[1]] if first["part"] == "sampled" else [])
+        equal[first["label"], first["name"]].append(first["equal"])
+        for side, rate in rates.items():
+            for against in (PLAIN, ALONE):
+                if against in rates and side != against:
+                    for name in names:
+                        ratios[first["label"], name, side, against].append(rate / rates[against])
+    table = Table("kernels", "text", "side", "over", "ratio", "cases", "same text")
+    for (label, name, side, against), values in sorted(ratios.items()):
+        same = equal.get((label, name), [])
+        table.add_row(label, name, side, against, interval(values), str(len(values)), f"{sum(same)}" if same else "-")
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
