@@ -104,6 +104,7 @@ def export_request(options: ExportOptions, models: tuple[str, str], config: Spec
         importance=options.importance(),
         sign=options.sign,
         media=options.media,
+        tuning=options.tuning(),
     )
 
 

@@ -14,6 +14,7 @@ Examples:
   edge-export pair google/gemma-4-E2B-it google/gemma-4-E2B-it-assistant -o e2b
   edge-export pair ./target ./drafter -o my-bundle --target-quant q4_k_m --context 8192
   edge-export pair ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
+  edge-export pair ./target ./drafter -o my-bundle --tune-drafter my-texts.txt
   edge-export pair ./target ./drafter -o my-bundle --media f16
   edge-export pair target-q4_0.gguf ./drafter -o my-bundle --force
   edge-export pair unsloth/gemma-4-E2B-it-GGUF:gemma-4-E2B-it-Q4_0.gguf unsloth/gemma-4-E2B-it-GGUF:mtp-gemma-4-E2B-it.gguf -o e2b
@@ -26,6 +27,7 @@ Examples:
 _FORM = ("output", "formats", "media", "context", "sign", "no_verify", "force", "as_json", "target_quant", "drafter_quant")
 _REVISIONS = ("revision", "drafter_revision")
 _IMPORTANCE = ("calibrate", "save_imatrix", "imatrix", "drafter_imatrix")
+_TUNING = ("tune_drafter", "tune_minutes")
 _ONNX = ("onnx_target", "onnx_drafter", "onnx_embedding", "onnx_kv", "onnx_block", "device", "config_path", "preset")
 
 
@@ -40,9 +42,14 @@ class FirstWord(click.Path):
 
 def add_modes(main: CommandWithModes) -> None:
     """Adds the sub-commands of edge-export."""
-    main.add_mode("pair", "Export TARGET and its drafter as one bundle.", ["target", "drafter", *_REVISIONS, *_FORM, *_IMPORTANCE, *_ONNX])
     main.add_mode(
-        "reference", "Export the small trained pair that comes with this package.", ["widened", *_FORM, *_IMPORTANCE, *_ONNX], shipped=True
+        "pair", "Export TARGET and its drafter as one bundle.", ["target", "drafter", *_REVISIONS, *_FORM, *_TUNING, *_IMPORTANCE, *_ONNX]
+    )
+    main.add_mode(
+        "reference",
+        "Export the small trained pair that comes with this package.",
+        ["widened", *_FORM, *_TUNING, *_IMPORTANCE, *_ONNX],
+        shipped=True,
     )
     main.add_mode(
         "plan",

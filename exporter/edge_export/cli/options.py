@@ -16,6 +16,7 @@ from edge_export.checkpoint.shipped.reference_pair import reference_pair
 from edge_export.cli.modes import FirstWord
 from edge_export.onnx.request import BLOCKS, DEVICE_WEIGHTS, DEVICES, KV_KINDS, ONNX_WEIGHTS, OnnxRequest
 from edge_export.pipeline.gguf_step import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
+from edge_export.pipeline.request import TUNING_MINUTES, Tuning
 from edge_export.quantization.importance_sources import ImportanceSources
 from edge_export.quantization.llama_quantize import QUANTIZATIONS
 from edge_runtime.config.presets import expanded, preset_of
@@ -95,6 +96,22 @@ export_options = option_group(
         panel="Quantization",
     ),
     option_group(
+        click.option(
+            "--tune-drafter",
+            type=_PATH,
+            metavar="TEXT",
+            help="Train the drafter on what the target writes after parts of this text file, a few hundred kB of the kind of text that"
+            " the model will read. It replaces the original if more of its drafts are accepted on text that it has not seen.",
+        ),
+        click.option(
+            "--tune-minutes",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="M",
+            help=f"Minutes of training for --tune-drafter; the target writes for as long at most.  [default: {TUNING_MINUTES:g}]",
+        ),
+        panel="Tuning",
+    ),
+    option_group(
         click.option("--onnx-target", type=click.Choice(ONNX_WEIGHTS), help="Weight type of the target's ONNX graphs.  [default: int4]"),
         click.option("--onnx-drafter", type=click.Choice(ONNX_WEIGHTS), help="Weight type of the drafter's ONNX graph.  [default: int8]"),
         click.option(
@@ -152,6 +169,8 @@ class ExportOptions:
     config_path: Path | None
     preset: str | None
     calibrate: Path | None
+    tune_drafter: Path | None
+    tune_minutes: float | None
     save_imatrix: Path | None
     imatrix: Path | None
     drafter_imatrix: Path | None
@@ -177,6 +196,8 @@ class ExportOptions:
             raise click.UsageError("--widened is for --reference-pair; add it, or leave --widened out")
         if self.calibrate and (self.imatrix or self.drafter_imatrix):
             raise click.UsageError("give --calibrate or an importance matrix, not both")
+        if self.tune_minutes and not self.tune_drafter:
+            raise click.UsageError("--tune-minutes needs --tune-drafter")
         if self.save_imatrix and not (self.calibrate and self.save_imatrix.is_dir()):
             raise click.UsageError("--save-imatrix needs an existing folder, and --calibrate")
         self._check_formats()
@@ -222,6 +243,10 @@ class ExportOptions:
         if "block" in named:
             named["block"] = int(named["block"])
         return OnnxRequest(**DEVICE_WEIGHTS.get(named.get("device", ""), {}) | named)
+
+    def tuning(self) -> Tuning | None:
+        """Returns what to tune the drafter on; None if nothing."""
+        return None if self.tune_drafter is None else Tuning(text=self.tune_drafter, minutes=self.tune_minutes or TUNING_MINUTES)
 
     def importance(self) -> ImportanceSources:
         """Returns where importance comes from."""

@@ -27,6 +27,7 @@ from edge_export.pipeline.onnx_step import check_onnx_space, make_onnx, onnx_par
 from edge_export.pipeline.request import DEFAULT_CONTEXT, ExportRequest, Progress, reported
 from edge_export.pipeline.rounding import check_rounding
 from edge_export.pipeline.signing import read_signing_key, sign_manifest
+from edge_export.pipeline.tuning_step import clear_tuning, tuned_drafter
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.importance_sources import importance_of_pair
 from edge_export.quantization.llama_quantize import check_quantization
@@ -35,6 +36,7 @@ from edge_runtime.bundle.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
     CacheLayout,
+    DrafterTuning,
     GenerationDefaults,
     Manifest,
     MediaInputs,
@@ -55,6 +57,12 @@ class _Job:
     left_out: tuple[tuple[str, str], ...]
     media: MediaInputs | None
     generation: GenerationDefaults | None
+    tuning: DrafterTuning | None = None
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        return () if self.generation is None else self.generation.end_tokens
 
 
 def export_pair(request: ExportRequest, progress: Progress | Callable[[str], None] | None = None) -> Bundle:
@@ -72,6 +80,9 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
     job = _open_job(request, progress)
     if (sentence := mixed_training(*job.pair)) is not None:
         progress.say(sentence)
+    tuned = tuned_drafter(request, job.pair, job.banned, progress)
+    if tuned is not None:
+        job = replace(job, pair=(job.pair[0], tuned.drafter), tuning=tuned.record)
     for role, name in job.left_out:
         progress.say(f"Left out of the {role}: {name}.")
     with partial_folder(request.output, request.force) as folder:
@@ -92,6 +103,7 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
         # A power cut must not leave the bundle's name on incomplete files, least of all where it replaces an old bundle.
         progress.step("Write the bundle to the disk", None)
         sync_files(folder)
+    clear_tuning(request)
     return Bundle(request.output, manifest)
 
 
@@ -189,4 +201,5 @@ def _manifest(
         static=None if onnx is None else onnx.static,
         media=job.media,
         generation=job.generation,
+        tuning=job.tuning,
     )

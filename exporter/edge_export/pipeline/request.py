@@ -14,6 +14,7 @@ from edge_export.quantization.importance_sources import ImportanceSources
 from edge_runtime.config.schema import SpeculativeConfig
 
 DEFAULT_CONTEXT = 4096
+TUNING_MINUTES = 10.0
 
 
 @runtime_checkable
@@ -56,6 +57,14 @@ def reported(progress: Progress | Callable[[str], None] | None) -> Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """A text of the user to tune the drafter on, and the minutes of training."""
+
+    text: Path
+    minutes: float = TUNING_MINUTES
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportRequest:
     """What to export. A source is a checkpoint folder, a hub id, or a GGUF, which is used unchanged.
 
@@ -66,6 +75,7 @@ class ExportRequest:
     `gguf`, `onnx`: which formats to write; at least one of them.
     `config`: run settings for the bundle's config.yaml, over the defaults.
     `media`: weight type of the encoder of images and sound, None leaves it out.
+    `tuning`: train the drafter on a text first, and export it instead if it accepts more.
     `importance`: importance matrices, or the text to compute them from. `sign`: private key that signs the manifest.
     """
 
@@ -84,6 +94,7 @@ class ExportRequest:
     importance: ImportanceSources = field(default_factory=ImportanceSources)
     sign: Path | None = None
     media: FloatType | None = None
+    tuning: Tuning | None = None
 
     @property
     def thread_count(self) -> int:

@@ -60,20 +60,20 @@ class Calibration:
     chunk: int
 
 
-def read_text(path: Path) -> tuple[str, ImportanceSource]:
-    """Returns the calibration text and its entry for the manifest. Raises ExportError if it is not text, empty, or far too long."""
+def read_text(path: Path, purpose: str = "calibration text") -> tuple[str, ImportanceSource]:
+    """Returns a text of the user and its entry for the manifest. Raises ExportError if it is not text, empty, or far too long."""
     try:
         data = read_at_most(path, MAX_TEXT_BYTES)
     except OSError as error:
         raise ExportError(
-            f"the calibration text {path} cannot be read ({error.strerror or error}); give a text file, a few hundred kB are enough"
+            f"the {purpose} {path} cannot be read ({error.strerror or error}); give a text file, a few hundred kB are enough"
         ) from error
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ExportError(f"{path} is not UTF-8 text (byte {error.start}); give the calibration text as plain text") from error
+        raise ExportError(f"{path} is not UTF-8 text (byte {error.start}); give the {purpose} as plain text") from error
     if not text.strip():
-        raise ExportError(f"the calibration text {path} is empty; give text of the kind the model will read, a few hundred kB of it")
+        raise ExportError(f"the {purpose} {path} is empty; give text of the kind the model will read, a few hundred kB of it")
     digest = hashlib.sha256(data).hexdigest()
     return text, ImportanceSource(kind="calibration", name=path.name, bytes=len(data), sha256=digest)
 

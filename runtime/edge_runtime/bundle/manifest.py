@@ -62,6 +62,24 @@ class ImportanceSource:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrafterTuning:
+    """How a tuned drafter came about (`edge-export --tune-drafter`): the user's text, and what the target wrote after parts of it.
+
+    Acceptance is that of drafts of `draft_length` on text that tuning did not see, of the original drafter and of the tuned one.
+    """
+
+    name: str
+    bytes: int
+    sha256: str
+    texts: int
+    steps: int
+    minutes: float
+    draft_length: int
+    acceptance_before: float
+    acceptance: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerCache:
     """K/V rows of one kind of layer. A row is [kv_heads, head_dim] of `dtype`, for K and V each.
 
@@ -240,6 +258,7 @@ class Manifest:
     static: StaticGraphs | None = None
     media: MediaInputs | None = None
     generation: GenerationDefaults | None = None
+    tuning: DrafterTuning | None = None
 
     def to_json(self) -> str:
         """Returns the exact text of manifest.json, with its hash, ending in a newline."""
@@ -255,4 +274,6 @@ class Manifest:
             del data["media"]
         if self.generation is None:
             del data["generation"]
+        if self.tuning is None:
+            del data["tuning"]
         return with_hash(data)

@@ -1,0 +1,179 @@
+"""Tunes a drafter: the target writes on from a user's text, the drafter is trained on it, and both are judged on text neither has seen.
+
+Imports torch: import it only where a drafter is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+
+from edge_export.errors import ExportError, ParityError
+from edge_export.parity.reference import Weights, load_reference
+from edge_export.quantization.calibration import read_text
+from edge_export.tuning.judging import Accepted, acceptance, gain
+from edge_export.tuning.texts import Tokens, parts_of, prompts_from, written_after
+from edge_export.tuning.training import Recipe, train
+from edge_runtime.bundle.manifest import DrafterTuning
+
+# Tokens of a prompt and of a whole text; texts to train on, to judge by, and written at once.
+PROMPT, LENGTH = 48, 192
+TEXTS, HELD_OUT, BATCH = 480, 48, 96
+# Half of the training texts are greedy, the others sampled.
+TEMPERATURES = (0.0, 0.7)
+DRAFT_LENGTH = 3
+# Acceptance is shown after each of these shares of the training.
+PARTS = 4
+_LIST = "tuning.json"
+_SEED = 20261122
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningRequest:
+    """The pair, the text, and the folder of the state. `banned` tokens are never written: those that end a text.
+
+    `target_weights` and `drafter_weights` are those of a text model, where transformers cannot read the folder's own.
+    """
+
+    target_folder: Path
+    drafter_folder: Path
+    tokenizer_folder: Path
+    text: Path
+    folder: Path
+    minutes: float
+    context: int
+    threads: int
+    banned: tuple[int, ...]
+    target_weights: Weights | None = None
+    drafter_weights: Weights | None = None
+
+    @property
+    def result(self) -> Path:
+        """The folder of the tuned drafter."""
+        return self.folder / "drafter"
+
+
+def tune(request: TuningRequest, say: Callable[[str], None]) -> DrafterTuning | None:
+    """Writes the tuned drafter to `request.result` and returns its record; None if it is not better than the original.
+
+    A call that was stopped goes on where it was. Raises ExportError if the text is unusable or too short.
+    """
+    text, source = read_text(request.text, "text to tune on")
+    _prepare(request, source.sha256)
+    with _threads(request.threads):
+        try:
+            target = load_reference(request.target_folder, request.target_weights).requires_grad_(False)
+            drafter = load_reference(request.drafter_folder, request.drafter_weights)
+        except ParityError as error:
+            raise ExportError(f"tuning failed: {error}") from error
+        texts, held = _texts(request, target, text, say)
+        before = _judge(target, drafter, held)
+        say(f"The drafter as it is: {before.rate:.1%} of {DRAFT_LENGTH} drafts accepted on text that tuning does not see.")
+        recipe = Recipe(minutes=request.minutes)
+        for part in range(1, PARTS + 1):
+            state = train(target, drafter, texts, recipe, request.folder, until=part / PARTS)
+            if part < PARTS:
+                say(f"Tuned for {state.seconds / 60:.1f} of {request.minutes:g} minutes: {_judge(target, drafter, held).rate:.1%}.")
+        _save(drafter, request)
+        after = _judge(target, load_reference(request.result), held)
+    low, high = gain(before, after)
+    verdict = f"{after.rate:.1%} after tuning, {100 * (after.rate - before.rate):+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
+    if low <= 0:
+        say(f"The original drafter stays: {verdict}.")
+        return None
+    say(f"The tuned drafter replaces the original: {verdict}.")
+    return DrafterTuning(
+        name=source.name,
+        bytes=source.bytes,
+        sha256=source.sha256,
+        texts=len(texts),
+        steps=state.steps,
+        minutes=round(state.seconds / 60, 2),
+        draft_length=DRAFT_LENGTH,
+        acceptance_before=round(before.rate, 4),
+        acceptance=round(after.rate, 4),
+    )
+
+
+def _judge(target: Any, drafter: Any, held: Tokens) -> Accepted:
+    return acceptance(target, drafter, held, prompt=PROMPT, length=DRAFT_LENGTH, batch=8)
+
+
+def _prepare(request: TuningRequest, text: str) -> None:
+    """Makes the folder of the state, or takes the one of an earlier call with the same pair, text and recipe."""
+    folder = request.folder
+    files = [path for part in (request.target_folder, request.drafter_folder) for path in sorted(part.glob("*.safetensors"))]
+    stated = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    digest = hashlib.sha256(repr((text, stated, asdict(Recipe(minutes=request.minutes)), TEXTS, LENGTH)).encode()).hexdigest()
+    if folder.exists():
+        try:
+            found = json.loads((folder / _LIST).read_text(encoding="utf-8"))["request"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ExportError(f"{folder} is in the way and no state of --tune-drafter; move it away") from error
+        if found == digest:
+            return
+        shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / _LIST).write_text(json.dumps({"request": digest}) + "\n", encoding="utf-8")
+
+
+def _texts(request: TuningRequest, target: Any, text: str, say: Callable[[str], None]) -> tuple[Tokens, Tokens]:
+    """Returns the texts to train on and those to judge by. Writing takes at most as long as the training."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / "tokenizer.json"))
+    length = min(LENGTH, request.context)
+    parts, held_parts = parts_of(text)
+    begin = monotonic()
+    end = target.config.get_text_config().eos_token_id
+    ends = sorted({*request.banned, *(end if isinstance(end, list) else [] if end is None else [end])})
+
+    def written(name: str, number: int, parts: list[str], count: int, prompt: int, temperature: float) -> Tokens:
+        path = request.folder / f"{name}.npy"
+        if path.is_file():
+            found: Tokens = np.load(path, allow_pickle=False)
+            return found
+        prompts = prompts_from(parts, tokenizer, length=prompt, count=count, random=np.random.default_rng((_SEED, number)))
+        made = written_after(target, prompts, length=length, temperature=temperature, banned=ends, seed=_SEED + number)
+        np.save(path, made)
+        return made
+
+    held = written("held-out", 0, held_parts, HELD_OUT, PROMPT, 0.0)
+    batches: list[Tokens] = []
+    while len(batches) * BATCH < TEXTS and (not batches or monotonic() - begin < 60 * request.minutes):
+        number = len(batches)
+        prompt = PROMPT if number // len(TEMPERATURES) % 2 else PROMPT // 2
+        batches.append(written(f"texts-{number}", 1 + number, parts, BATCH, prompt, TEMPERATURES[number % len(TEMPERATURES)]))
+        say(f"The target has written {len(batches) * BATCH} of {TEXTS} texts of {length} tokens.")
+    return np.concatenate(batches), held
+
+
+def _save(drafter: Any, request: TuningRequest) -> None:
+    """Writes the drafter as a checkpoint, in the type of the original and with its other files."""
+    config = json.loads((request.drafter_folder / "config.json").read_text(encoding="utf-8"))
+    kind = getattr(torch, str(config.get("dtype", config.get("torch_dtype", "bfloat16"))), torch.bfloat16)
+    drafter.to(kind).save_pretrained(request.result)
+    drafter.to(torch.float32)
+    for path in sorted(request.drafter_folder.iterdir()):
+        if path.suffix in (".json", ".jinja", ".md") and not path.name.endswith(".index.json"):
+            shutil.copy(path, request.result / path.name)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

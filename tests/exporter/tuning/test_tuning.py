@@ -1,0 +1,226 @@
+"""Tuning: the drafter unrolled as it drafts, texts, training that goes on where it stopped, and who decides which drafter is exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="tuning runs transformers")
+pytest.importorskip("transformers", reason="tuning runs transformers")
+
+from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.shipped.reference_pair import reference_pair
+from edge_export.errors import ExportError
+from edge_export.parity.reference import ReferenceRows, load_reference
+from edge_export.pipeline import export, tuning_step
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest, Tuning
+from edge_export.tuning import training, tune
+from edge_export.tuning.judging import Accepted, acceptance, gain
+from edge_export.tuning.texts import parts_of, prompts_from, written_after
+from edge_export.tuning.training import Recipe, train
+from edge_export.tuning.tune import TuningRequest
+from edge_export.tuning.unrolled import Segment, distillation_loss, draft_states, greedy_choice, target_rows
+
+TEXT = "".join(f"def step_{number}(value):\n    return value + {number}\n\n" for number in range(400))
+
+
+@pytest.fixture(scope="module")
+def models():
+    target, drafter = (load_reference(folder) for folder in reference_pair())
+    return target.requires_grad_(False), drafter
+
+
+def a_text(length: int = 24) -> np.ndarray:
+    return np.random.default_rng(1).integers(20, 4000, size=(2, length))
+
+
+def test_the_unrolled_drafter_drafts_as_the_reference_does(models):
+    """Row by row, with the assistant's own forward on the K/V rows before each position."""
+    target, drafter = models
+    tokens, segment = torch.from_numpy(a_text()), Segment(first=5, count=4, steps=3)
+    with torch.inference_mode():
+        found = [greedy_choice(drafter, state) for state in draft_states(drafter, target_rows(target, tokens, segment), segment)]
+        for text in range(2):
+            ids = tokens[text : text + 1]
+            output = target(input_ids=ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
+            window = drafter.config.get_text_config().sliding_window - 1
+            rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), window)
+            for place in range(segment.count):
+                position = segment.first + place
+                hidden = rows.hidden[:, position - 1 : position]
+                for step in range(segment.steps):
+                    answer = drafter(
+                        inputs_embeds=torch.cat([rows.embed(ids[:, position + step : position + step + 1]), hidden], dim=-1),
+                        position_ids=torch.tensor([[position]]),
+                        shared_kv_states=rows.before(position),
+                        use_cache=False,
+                    )
+                    hidden = answer.last_hidden_state
+                    assert int(found[step][text, place]) == int(answer.logits[0, -1].argmax())
+
+
+def test_parts_are_all_of_a_text_and_apart():
+    seen, held = parts_of(TEXT)
+    assert (len(seen), len(held)) == (16, 4)
+    assert sorted("".join(seen + held)) == sorted(TEXT)
+    assert not {line for part in held for line in part.splitlines() if "def" in line} & {
+        line for part in seen for line in part.splitlines()
+    }
+
+
+def test_texts_have_no_end_tokens_and_are_greedy_at_zero(models):
+    from transformers import PreTrainedTokenizerFast
+
+    target, _ = models
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(reference_pair()[0] / "tokenizer.json"))
+    prompts = prompts_from([TEXT], tokenizer, length=12, count=3, random=np.random.default_rng(2))
+    texts = written_after(target, prompts, length=16, temperature=0.0, banned=[1], seed=1)
+    assert (texts[:, :12] == prompts).all()
+    with torch.no_grad():
+        logits = target(input_ids=torch.from_numpy(texts)).logits
+    logits[..., 1] = -torch.inf
+    assert (logits.argmax(-1)[:, 11:-1].numpy() == texts[:, 12:]).all()
+    banned = int(texts[0, 12])
+    assert banned not in written_after(target, prompts, length=16, temperature=1.0, banned=[banned], seed=1)[:, 12:]
+    with pytest.raises(ExportError, match="no part"):
+        prompts_from(["short"], tokenizer, length=12, count=3, random=np.random.default_rng(2))
+
+
+def test_acceptance_walks_rounds(models, monkeypatch):
+    """Drafts that are right at their first place only: every round of three drafts accepts one and moves on by two."""
+    from edge_export.tuning import judging
+
+    monkeypatch.setattr(judging, "draft_states", lambda _drafter, _rows, segment: iter(range(segment.steps)))
+    monkeypatch.setattr(judging, "greedy_choice", lambda _, step: torch.full((2, 15), 7 if step == 0 else 8))
+    found = acceptance(models[0], None, np.full((2, 21), 7), prompt=4, length=3, batch=2)
+    assert (found.accepted.tolist(), found.drafted.tolist()) == ([8, 8], [24, 24])
+    low, high = gain(found, Accepted(drafted=found.drafted, accepted=found.accepted * 2))
+    assert low == high == pytest.approx(1 / 3)
+
+
+def test_training_lowers_the_loss_and_goes_on_where_it_stopped(models, tmp_path, monkeypatch):
+    target, _ = models
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(training, "time", type("Clock", (), {"monotonic": lambda: float(next(seconds))}))
+    texts, recipe = a_text(20), Recipe(minutes=12 / 60, batch=2, rate=3e-3)
+    segment = Segment(first=1, count=16, steps=4)
+
+    def trained(folder: Path, *shares: float):
+        folder.mkdir()
+        for share in shares:
+            drafter = load_reference(reference_pair()[1])
+            state = train(target, drafter, texts, recipe, folder, until=share)
+        return drafter, state
+
+    whole, state = trained(tmp_path / "whole", 1.0)
+    parts, again = trained(tmp_path / "parts", 0.5, 1.0)
+    assert state.steps >= 6
+    assert again.steps >= 6
+    rows = target_rows(target, torch.from_numpy(texts), segment)
+    with torch.no_grad():
+        before = float(distillation_loss(load_reference(reference_pair()[1]), rows, segment))
+        assert float(distillation_loss(whole, rows, segment)) < before
+        assert float(distillation_loss(parts, rows, segment)) < before
+    (tmp_path / "parts" / training.STATE_NAME).write_bytes(b"damaged")
+    with pytest.raises(ExportError, match="cannot be read"):
+        train(target, load_reference(reference_pair()[1]), texts, recipe, tmp_path / "parts")
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    for name, value in {"TEXTS": 4, "HELD_OUT": 3, "BATCH": 2, "PROMPT": 12, "LENGTH": 24, "PARTS": 2}.items():
+        monkeypatch.setattr(tune, name, value)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    target, drafter = reference_pair()
+    return ExportRequest(
+        target=str(target),
+        drafter=str(drafter),
+        output=tmp_path / "bundle",
+        drafter_quantization="bf16",
+        target_quantization="bf16",
+        verify=False,
+        threads=1,
+        tuning=Tuning(text=text, minutes=0.001),
+    )
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_the_better_drafter_is_exported(quick, monkeypatch, better):
+    """Judging is scripted; the bundle's drafter is the trained one or the original, and says so."""
+    monkeypatch.setattr(tune, "gain", lambda *_: (0.01, 0.02) if better else (-0.01, 0.02))
+    said: list[str] = []
+    bundle = export_pair(quick, said.append)
+    record = bundle.manifest.tuning
+    assert (record is not None) == better
+    assert any(("replaces the original" if better else "stays") in line for line in said)
+    assert not tuning_step.tuning_folder(quick).exists()
+    assert bundle.manifest.sources["drafter"].origin == "drafter"
+    listed = json.loads((bundle.folder / "manifest.json").read_text()).get("tuning")
+    weights = {file.name: file.sha256 for file in bundle.manifest.sources["drafter"].files}
+    shipped = {file.name: file.sha256 for file in export_pair(replaced(quick)).manifest.sources["drafter"].files}
+    assert (weights["model.safetensors"] != shipped["model.safetensors"]) == better
+    if record is not None:
+        assert (record.name, record.texts, record.draft_length) == ("text.txt", 2, 3)
+        assert listed["sha256"] == record.sha256
+
+
+def replaced(request: ExportRequest) -> ExportRequest:
+    from dataclasses import replace
+
+    return replace(request, tuning=None, force=True)
+
+
+def test_a_stopped_tuning_goes_on(quick, monkeypatch, tmp_path):
+    judged = iter(range(100))
+
+    def stopped(*_args: object, **_named: object) -> None:
+        if next(judged) == 1:
+            raise KeyboardInterrupt
+
+    original = tune._judge
+    monkeypatch.setattr(tune, "_judge", lambda *given: (stopped(), original(*given))[1])
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        export_pair(quick, said.append)
+    folder = tuning_step.tuning_folder(quick)
+    assert str(folder) in said[-1]
+    assert not quick.output.exists()
+    written = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
+    assert len(written) == 2
+    monkeypatch.setattr(export, "clear_tuning", lambda _: None)
+    export_pair(quick)
+    assert written.items() <= {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}.items()
+
+
+def test_what_is_in_the_way_is_left_alone(quick):
+    folder = tuning_step.tuning_folder(quick)
+    folder.mkdir()
+    (folder / "mine").write_text("x")
+    with pytest.raises(ExportError, match="in the way"):
+        export_pair(quick)
+    assert (folder / "mine").exists()
+
+
+def test_the_tuned_drafter_is_a_checkpoint_of_the_same_type(models, tmp_path):
+    target, drafter = reference_pair()
+    request = TuningRequest(
+        target_folder=target,
+        drafter_folder=drafter,
+        tokenizer_folder=target,
+        text=tmp_path / "text",
+        folder=tmp_path,
+        minutes=1,
+        context=4096,
+        threads=1,
+        banned=(),
+    )
+    tune._save(models[1], request)
+    made, shipped = open_checkpoint(request.result), open_checkpoint(drafter)
+    assert {name: (one.shape, one.dtype) for name, one in made.tensors.items()} == {
+        name: (one.shape, one.dtype) for name, one in shipped.tensors.items()
+    }
