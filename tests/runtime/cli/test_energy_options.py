@@ -166,7 +166,7 @@ def chat(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_chat_says_its_joules_per_token_when_asked(chat: Any, meter: Finding) -> None:
-    result = chat("hi\nand?\n/stats\n", findings=[meter])
+    result = chat("hi\nand?\n/stats\n", "--lines", findings=[meter])
     assert result.exit_code == 0, result.output
     last, every = [line for line in result.stderr.splitlines() if line.startswith("energy of")]
     assert last.startswith("energy of the last answer: measured: ")
@@ -179,7 +179,7 @@ def test_a_chat_says_its_joules_per_token_when_asked(chat: Any, meter: Finding) 
 
 
 def test_a_chat_without_a_meter_says_so_when_asked(chat: Any) -> None:
-    result = chat("hi\n/stats\n", findings=[])
+    result = chat("hi\n/stats\n", "--lines", findings=[])
     assert "energy of the last answer: not measured: no energy meter on this machine" in result.stderr
     record = json.loads(chat("hi\n", "--json", findings=[]).stdout)
     assert (record["energy"], record["energy_reason"]) == (None, "no energy meter on this machine")
