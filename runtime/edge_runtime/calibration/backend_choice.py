@@ -11,8 +11,10 @@ from typing import get_args
 
 from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_devices.machine.facts import cpu_identity
+from edge_devices.machine.load import LoadWatch
 from edge_runtime.backends.kernels.library import variant
 from edge_runtime.backends.selection import BackendKind
+from edge_runtime.calibration.first_use import is_trusted
 from edge_runtime.errors import EdgeRuntimeError
 
 CACHE_NAME = "backends.json"
@@ -48,7 +50,8 @@ def measured_rates(
 ) -> BackendRates:
     """Returns the cached rates of the bundle with these facts on this machine; without any, measures each of `kinds` by `rate_of`.
 
-    A backend that cannot open the bundle has no rate. Raises its error if that is so of all.
+    Rates of a busy machine are used once and not kept. A backend that cannot open the bundle has no rate. Raises its error if that is so of
+    all.
     """
     path = cache_folder() / CACHE_NAME
     everything = [cpu_identity(), variant(), *map(_version, _LIBRARIES), *map(str, facts)]
@@ -59,6 +62,7 @@ def measured_rates(
     notify("First use of this bundle on this machine: measuring which of its backends is faster.")
     rates: dict[BackendKind, float] = {}
     failure: EdgeRuntimeError | None = None
+    watch = LoadWatch()
     for kind in kinds:
         try:
             rates[kind] = rate_of(kind)
@@ -68,7 +72,8 @@ def measured_rates(
     if failure is not None and not rates:
         raise failure
     found = BackendRates(bundle=bundle, rates=rates)
-    cache_put(path, key, {"bundle": bundle, "rates": rates})
+    if is_trusted(watch.load(), notify, "the backends' speeds"):
+        cache_put(path, key, {"bundle": bundle, "rates": rates})
     notify(f"Backend: {found.sentence()}; --backend takes the other one.")
     return found
 

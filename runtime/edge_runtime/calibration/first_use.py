@@ -55,7 +55,7 @@ def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None, n
         watch = LoadWatch()
         now = measure_costs(pair.target, pair.drafter, pair.token, most_rows=pair.rows)
         measured = now if measured is None else measured.combined(now)
-        if _believed(watch.load(), notify, "the costs of drafts"):
+        if is_trusted(watch.load(), notify, "the costs of drafts"):
             cache_costs(path, pair.key, measured)
     curve = CostCurve(measured)
     if pair.objective != "energy" or power is None:
@@ -86,14 +86,14 @@ def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], N
         watch = LoadWatch()
         now = measure_threads(pair.target, pair.drafter, use, tries, pair.token)
         known = now if known is None else known.combined(now)
-        if _believed(watch.load(), notify, "the numbers of threads"):
+        if is_trusted(watch.load(), notify, "the numbers of threads"):
             cache_put(path, key, known.to_json())
     use(known.best())
     return known.best()
 
 
-def _believed(load: MachineLoad, notify: Callable[[str], None], what: str) -> bool:
-    """Whether a measurement is kept; says so where other programs disturbed it."""
+def is_trusted(load: MachineLoad, notify: Callable[[str], None], what: str) -> bool:
+    """Returns whether a measurement is kept; says so where other programs disturbed it."""
     if load.is_busy:
         notify(f"Other programs used {load.others:.0%} of the processors while {what} were measured; they will be measured again.")
     return not load.is_busy

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from edge_devices.machine.load import MachineLoad, load_now
-from edge_runtime.calibration import first_use
+from edge_runtime.calibration import backend_choice, first_use
 from edge_runtime.calibration.cost_probe import MeasuredCosts
 
 COSTS = MeasuredCosts(verify=tuple(0.01 * n for n in range(1, 14)), step=0.001, overhead=0.0)
@@ -32,6 +32,18 @@ def test_costs_of_a_busy_machine_are_not_kept(share: float | None, monkeypatch: 
     else:
         assert len(json.loads(kept.read_text())) >= 1
         assert said == []
+
+
+def test_the_backend_that_was_faster_on_a_busy_machine_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path))
+    shares = [0.5, 0.0]
+    monkeypatch.setattr(backend_choice, "LoadWatch", lambda: SimpleNamespace(load=lambda: MachineLoad(others=shares.pop(0), seconds=2.0)))
+    said: list[str] = []
+    for rates in ({"llama": 2.0, "onnx": 1.0}, {"llama": 1.0, "onnx": 2.0}):
+        found = backend_choice.measured_rates("pair", ["a"], ["llama", "onnx"], rates.__getitem__, said.append)
+        assert found.rates == rates
+    assert any("while the backends' speeds were measured" in text for text in said)
+    assert [one.rates for one in backend_choice.cached_choices()] == [{"llama": 1.0, "onnx": 2.0}]
 
 
 def test_the_load_now_waits_for_it() -> None:
