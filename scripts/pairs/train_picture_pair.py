@@ -1,6 +1,6 @@
 """Trains the picture pair: a tiny Gemma 4 target with a vision tower, and its drafter, that name the colours of drawn digits.
 
-    python scripts/pairs/train_picture_pair.py --output /tmp/pictures --minutes 6 --drafter-minutes 3
+    python scripts/pairs/train_picture_pair.py --output pictures --minutes 6 --drafter-minutes 3
 
 The structure is E2B's; the pictures are drawn by refpair/pictures.py. Runs on a CPU within the given time; digits need longer.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from edge_export.checkpoint.reference_pair import reference_pair
+from edge_export.checkpoint.shipped.reference_pair import reference_pair
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
