@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench_records import PEER_PLAIN, fixed
+from edge_runtime.bench.measure.benchmark import Benchmark, BenchRequest
 from edge_runtime.bench.measure.llama_tools import LlamaTools, llama_tools
 from edge_runtime.bench.measure.prompts import PreparedPrompt, prepare, shipped_prompts
 from edge_runtime.bench.measure.runners import EdgeRunner, Place
@@ -111,3 +114,9 @@ def test_the_real_tools_on_the_reference_pair(exported_pair, probe_memory):
             assert abs(run.accepted / run.drafted - mine.accepted / mine.drafted) < 0.35
         assert side.run(PEER_PLAIN, prompts[0], 16, PLACE).tokens == 16
         assert side.run(Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT), prompts[0], 16, PLACE).drafted > 0
+
+
+def test_a_bundle_without_gguf_files_cannot_be_held_against_llama_cpp(onnx_pair: Callable[[str], Path], tmp_path: Path) -> None:
+    nothing: Any = None
+    with pytest.raises(RequestError, match="--against runs GGUF files"):
+        Benchmark(BenchRequest(bundle=onnx_pair("int4"), prompts=(), tools=tmp_path), nothing)

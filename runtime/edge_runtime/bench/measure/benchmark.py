@@ -85,10 +85,12 @@ class Benchmark:
         self._progress = progress
         self._bundle = open_bundle(request.bundle, check=request.check, public_key=request.public_key)
         self._threads = request.threads or default_threads()
-        of_llama = bool(request.tools or request.kv_types or request.concurrency)
+        if request.tools is not None and not self._bundle.has("target", "gguf"):
+            raise RequestError(f"--against runs GGUF files and {request.bundle} has none; export the pair with --format both")
+        of_llama = bool(request.kv_types or request.concurrency)
         self._backend = choose_backend(self._bundle, request.backend) if of_llama else self._faster_backend()
         if self._backend != "llama" and of_llama:
-            raise RequestError("--against, --kv-types and --concurrency need the llama backend; choose it, or leave them out")
+            raise RequestError("--kv-types and --concurrency need the llama backend; choose it, or leave them out")
         self._settings = load_settings(
             self._bundle, config=request.config, preset=request.preset, context=request.context, notify=progress.message
         )
