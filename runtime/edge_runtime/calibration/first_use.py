@@ -1,17 +1,20 @@
-"""Measurements on first use of a pair on a machine, then cached: its costs, and the best number of threads of each phase."""
+"""Measurements on first use of a pair on a machine, then cached: its costs, and the best threads of each phase, by time or by joules."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
-from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
+from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups, stay_on
 from edge_devices.machine.facts import cpu_identity
 from edge_devices.machine.load import LoadWatch, MachineLoad
 from edge_runtime.calibration.cost_probe import CACHE_NAME, cache_costs, cached_costs, measure_costs
+from edge_runtime.calibration.placement import CACHE_NAME as PLACEMENTS_NAME
+from edge_runtime.calibration.placement import Placement, PlacementFigures, PlacementProbe, PowerSource, RoundLoop, placements
 from edge_runtime.calibration.thread_probe import CACHE_NAME as THREADS_NAME
 from edge_runtime.calibration.thread_probe import ThreadCounts, ThreadTimes, candidates, measure_threads
 from edge_runtime.drafting.cost_model import CostCurve, Costs
@@ -20,9 +23,6 @@ from edge_runtime.interfaces import Drafter, Target
 
 # Load comes and goes, so each of the first uses measures. What was measured on a busy machine is used once and not kept.
 TIMES = 3
-# Returns the watts of each phase, measured on an opened pair or cached under a key; leaves the KV cache empty. Arguments: the pair, a token
-# to fill texts with, the most rows of a verify, and the key.
-PowerSource = Callable[[Target, Drafter | None, int, int, str], PhasePower]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None, n
     curve = CostCurve(measured)
     if pair.objective != "energy" or power is None:
         return curve
-    watts = power if isinstance(power, PhasePower) else power(pair.target, pair.drafter, pair.token, pair.rows, pair.key)
+    watts = power if isinstance(power, PhasePower) else power.phases(pair.target, pair.drafter, pair.token, pair.rows, pair.key)
     return EnergyCosts(curve, watts, slowdown=pair.slowdown)
 
 
@@ -90,6 +90,51 @@ def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], N
             cache_put(path, key, known.to_json())
     use(known.best())
     return known.best()
+
+
+def measured_placement(
+    pair: MeasuredPair,
+    set_threads: Callable[[ThreadCounts], None],
+    power: PowerSource,
+    notify: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Placement, float]:
+    """Sets the threads and processors with the fewest joules per round; returns them, and their time / that of the fastest.
+
+    The first use measures each placement with the meter; the next ones up to TIMES the one in use and its best rival again. Measuring
+    empties the KV cache. Raises RequestError where the meter has no figure.
+    """
+    groups, counts = processor_groups(), measured_threads(pair, set_threads, notify)
+
+    def use(one: Placement) -> None:
+        if len(groups) > 1:
+            stay_on(one.processors)
+        set_threads(one.threads)
+
+    loop = RoundLoop(pair.target, pair.drafter, pair.token)
+    probe = PlacementProbe(loop=loop, tries=placements(groups, counts), use=use, power=power, clock=clock)
+    path, key = cache_folder() / PLACEMENTS_NAME, hashlib.sha256(f"{pair.key} {power.name}".encode()).hexdigest()
+    known, trusted = PlacementFigures.from_json(read_entries(path).get(key), [one.name for one in probe.tries]), True
+    if known is None or known.times < TIMES:
+        again = probe.worth_measuring() if known is None else known.rivals(pair.slowdown)
+        if len(again) > 1:
+            notify(f"measuring the joules of {len(again)} choices of cores and threads, about {len(again) * power.window_s:.0f} s")
+            watch = LoadWatch()
+            rounds = probe.measured(again)
+            known = known.with_again(rounds) if known else PlacementFigures(rounds=rounds, fastest=again[0], chosen=again[0])
+            trusted = is_trusted(watch.load(), notify, "the joules of cores and threads")
+    if known is None:  # nothing to choose from
+        use(probe.tries[0])
+        return probe.tries[0], 1.0
+    before, known = known, known.decided(pair.slowdown)
+    if trusted:
+        cache_put(path, key, known.to_json())
+    if known.chosen != before.chosen:
+        notify(f"fewest joules: {known.sentence()}")
+    chosen = probe.named(known.chosen)
+    use(chosen)
+    return chosen, known.slower
 
 
 def is_trusted(load: MachineLoad, notify: Callable[[str], None], what: str) -> bool:

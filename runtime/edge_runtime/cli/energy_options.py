@@ -16,7 +16,7 @@ from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters, no_meter_reason
-from edge_runtime.calibration.first_use import PowerSource
+from edge_runtime.calibration.placement import PowerSource
 from edge_runtime.calibration.power_probe import PowerProbe
 from edge_runtime.config.schema import OBJECTIVES
 from edge_runtime.drafting.phase_power import PhasePower, read_phase_power

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, TypeVar
 from edge_runtime.backends.selection import BackendKind
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
-from edge_runtime.calibration.first_use import PowerSource
+from edge_runtime.calibration.placement import PowerSource
 from edge_runtime.config.schema import SpeculativeConfig
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower

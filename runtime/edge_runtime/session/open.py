@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from edge_devices.machine.cpu_affinity import processor_groups
+from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.facts import cpu_identity
 from edge_devices.machine.memory import available_memory_bytes
 from edge_runtime.backends.kernels.library import variant as row_kernels
@@ -21,11 +21,12 @@ from edge_runtime.bundle.kv_types import KvType, check_kv_type
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.calibration.backend_choice import measured_rates
-from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, measured_threads
+from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, measured_placement, measured_threads
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
+from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.drafting.stored_memory import StoredMemory
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
@@ -129,6 +130,7 @@ class _PairLoader:
         from edge_runtime.backends.onnx.open import OrtOptions, media_encoder, open_onnx
 
         self._check_onnx()
+        keep_to_fastest(default_threads(), processor_groups())  # on all: a session on llama.cpp may have left this process on some
         options = self.options
         ort_options = OrtOptions(
             context=self.settings.context,
@@ -166,10 +168,10 @@ class _PairLoader:
         batch, kind, use_extra_bufts, quantizations = self._open_llama(kv_type, count, repack=repack)
         facts = (kv_type, kind, use_extra_bufts, library().row_kernels, library_version(), system_info(), *quantizations)
         pair = self._measured_pair(batch.targets[0], batch.drafters[0], batch.vocabulary.bos, *facts)
-        threads = ThreadCounts.same(self.threads)
         if options.threads is None:
-            threads = measured_threads(pair, lambda counts: batch.set_threads(**counts.to_json()), options.notify)
-        pair = replace(pair, facts=(*pair.facts, threads))
+            pair = self._with_best_threads(pair, batch)
+        else:
+            pair = replace(pair, facts=(*pair.facts, ThreadCounts.same(self.threads)))
         costs = cache(lambda: measured_costs(pair, options.power, options.notify))
         if count > 1 and self.settings.policy == "profit":
             costs()  # measuring empties the cache, so it is done before any request runs
@@ -193,6 +195,19 @@ class _PairLoader:
             for target, drafter in zip(batch.targets, batch.drafters, strict=True)
         ]
         return Sessions(sessions, batch)
+
+    def _with_best_threads(self, pair: MeasuredPair, batch: LlamaSequenceBatch) -> MeasuredPair:
+        """Sets the best threads; returns the pair with them among its facts, and with the slowdown that they leave of what is allowed."""
+        power, notify = self.options.power, self.options.notify
+
+        def set_threads(counts: ThreadCounts) -> None:
+            batch.set_threads(**counts.to_json())
+
+        if pair.objective != "energy" or power is None or isinstance(power, PhasePower):
+            return replace(pair, facts=(*pair.facts, measured_threads(pair, set_threads, notify)))
+        placement, slower = measured_placement(pair, set_threads, power, notify)
+        left = None if pair.slowdown is None else max(0.0, (1 + pair.slowdown) / slower - 1)
+        return replace(pair, facts=(*pair.facts, placement), slowdown=left)
 
     def _open_llama(self, kv_type: KvType, count: int, *, repack: bool) -> tuple[LlamaSequenceBatch, DrafterKind, bool, list[str]]:
         """Returns the loaded sequences, the kind of drafter, whether weights are repacked, and the files' quantizations."""

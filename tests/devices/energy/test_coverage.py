@@ -36,19 +36,19 @@ def check_phases(meter: str, runs: int, least: float, most: float) -> None:
     print(*phased_table([row]), sep="\n")
     assert row.median_error < 0.01
     assert abs(row.mean_error) < 0.003
-    assert least <= row.covered <= most
-    assert min(row.phases.values()) > least - 0.15  # loops that are hotter than requests, and off by 1 %, are in the simulator only
+    for held in (row.covered, *row.phases.values()):
+        assert least <= held <= most
 
 
 @pytest.mark.parametrize("meter", METERS)
 def test_coverage_with_phases(meter):
-    check_phases(meter, 100, 0.90, 1.0)
+    check_phases(meter, 100, 0.86, 1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("meter", METERS)
 def test_coverage_of_a_thousand_runs_with_phases(meter):
-    check_phases(meter, 1000, 0.93, 0.98)
+    check_phases(meter, 1000, 0.92, 0.98)
 
 
 def test_the_table_has_a_row_per_meter():

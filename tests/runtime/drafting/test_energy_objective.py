@@ -167,15 +167,15 @@ def test_power_is_measured_in_loops_of_each_phase_and_remembered(tmp_path: Path,
     meter, said = Loaded(), []
     target = LoadedTarget(meter)
     probe = PowerProbe(system=System(clock=lambda: meter.now), meter=meter, notify=said.append)
-    power = probe(target, LoadedDrafter(target, meter), 1, 13, "key")
+    power = probe.phases(target, LoadedDrafter(target, meter), 1, 13, "key")
     assert power.to_json() == pytest.approx({"draft": 2.5, "verify": 9.0, "plain": 4.0}, rel=0.02)
     assert target.length == 0
     assert "measuring the power of each phase with made-up, about 33 s" in said[0]
     before = meter.now
-    assert probe(target, None, 1, 13, "key") == power
+    assert probe.phases(target, None, 1, 13, "key") == power
     assert meter.now == before
     with pytest.raises(RequestError, match="no drafter whose power"):
-        probe(target, None, 1, 13, "another key")
+        probe.phases(target, None, 1, 13, "another key")
 
 
 def test_by_a_meters_power_the_fewest_joules_take_other_drafts_than_the_most_tokens_per_second(tmp_path, monkeypatch) -> None:
@@ -184,7 +184,7 @@ def test_by_a_meters_power_the_fewest_joules_take_other_drafts_than_the_most_tok
     meter = Loaded()
     target = LoadedTarget(meter)
     probe = PowerProbe(system=System(clock=lambda: meter.now), meter=meter, notify=lambda _: None)
-    power = probe(target, LoadedDrafter(target, meter), 1, 13, "key")
+    power = probe.phases(target, LoadedDrafter(target, meter), 1, 13, "key")
     seconds = ExactCosts(LINEAR, 1.0)
     by_time, by_energy = planned(1.0, None), planned(1.0, power)
     assert by_energy != by_time

@@ -1,0 +1,245 @@
+"""Threads and processors with the fewest joules per round: measured with a meter on first use, then kept.
+
+Slow cores take fewer watts, but for longer, and all the while the rest of the device is on too. Which is less, only a meter can tell.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+from edge_devices.machine.cpu_affinity import fastest
+from edge_runtime.calibration.thread_probe import DRAFTS, MOST_SECONDS, VERIFIES, ThreadCounts
+from edge_runtime.drafting.phase_power import MOST_WATTS, PhasePower
+from edge_runtime.interfaces import Drafter, Target
+
+CACHE_NAME = "placements.json"
+TEXT = 16  # tokens in the cache before a round
+# The placement in use stays unless another one saves this share of joules, and more than twice what the meter leaves open.
+SAVES, STANDARD_ERRORS = 0.05, 2.0
+# No placement is measured that takes this many times as long as the fastest: idle power alone makes up for its fewer watts.
+TOO_SLOW = 4.0
+ROUNDS = 3  # timed, after one that warms up, to leave out what cannot be less than another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Threads of each phase, and the processors that the process stays on."""
+
+    processors: tuple[int, ...]
+    threads: ThreadCounts
+
+    @property
+    def name(self) -> str:
+        """The threads of a verify and the processors, such as "2 on 4,5,6,7"."""
+        return f"{self.threads.verify} on {','.join(map(str, self.processors))}"
+
+    def is_within(self, other: Placement) -> bool:
+        """Whether it uses some of the other one's processors or threads, and nothing else."""
+        mine, theirs = (set(self.processors), self.threads.verify), (set(other.processors), other.threads.verify)
+        return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """Joules and seconds of one round; `error`: the relative standard error of the joules."""
+
+    joules: float
+    seconds: float
+    error: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be of a round."""
+        fine = 0 < self.seconds < MOST_SECONDS and 0 < self.joules < MOST_WATTS * self.seconds and 0 <= self.error < math.inf
+        if not fine:
+            raise ValueError(f"{self.joules!r} J in {self.seconds!r} s is no round")
+
+
+class PowerSource(Protocol):
+    """A meter that measures work on an opened pair. Both methods raise RequestError where it cannot."""
+
+    @property
+    def name(self) -> str:
+        """Meter and scope; figures of another one are not comparable."""
+
+    @property
+    def window_s(self) -> float:
+        """Seconds of one measurement."""
+
+    def phases(self, target: Target, drafter: Drafter | None, token: int, most_rows: int, key: str) -> PhasePower:
+        """Returns the watts of each phase, measured or cached under `key`; empties the KV cache. `token` fills texts."""
+
+    def spent(self, work: Callable[[], None]) -> Spent:
+        """Repeats `work` until the meter has a figure; returns what one call took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementFigures:
+    """What rounds took by name of the placement, in how many measurements; the names of the fastest and of the one in use."""
+
+    rounds: Mapping[str, Spent]
+    fastest: str
+    chosen: str
+    times: int = 1
+
+    @property
+    def slower(self) -> float:
+        """Time of the placement in use / of the fastest."""
+        return self.rounds[self.chosen].seconds / self.rounds[self.fastest].seconds
+
+    def sentence(self) -> str:
+        """Returns the placement in use beside the fastest."""
+        joules = self.rounds[self.chosen].joules / self.rounds[self.fastest].joules
+        return f"threads {self.chosen}, {joules:.2f} × the joules and {self.slower:.2f} × the time of the fastest ({self.fastest})"
+
+    def decided(self, slowdown: float | None) -> PlacementFigures:
+        """Returns these figures with the placement of fewest joules among those at most `slowdown` slower than the fastest (None: all).
+
+        Hysteresis: the one in use stays unless another saves more than SAVES, and than the meter leaves open.
+        """
+        allowed = self._allowed(slowdown)
+        held = self.chosen if self.chosen in allowed else self.fastest
+        best = min(allowed, key=lambda name: allowed[name].joules)
+        unsure = STANDARD_ERRORS * math.hypot(allowed[best].error, allowed[held].error)
+        saved = 1 - allowed[best].joules / allowed[held].joules
+        return replace(self, chosen=best if saved > max(SAVES, unsure) else held)
+
+    def rivals(self, slowdown: float | None) -> list[str]:
+        """Returns the names of the placement in use and of the best other one: these two are measured again."""
+        allowed = self._allowed(slowdown)
+        return [self.chosen, *sorted(allowed.keys() - {self.chosen}, key=lambda name: allowed[name].joules)[:1]]
+
+    def with_again(self, again: Mapping[str, Spent]) -> PlacementFigures:
+        """Returns the means of these figures and those of one more measurement."""
+        n = self.times
+        means = {
+            name: Spent(
+                joules=(n * self.rounds[name].joules + new.joules) / (n + 1),
+                seconds=(n * self.rounds[name].seconds + new.seconds) / (n + 1),
+                error=math.hypot(n * self.rounds[name].error, new.error) / (n + 1),
+            )
+            for name, new in again.items()
+        }
+        return replace(self, rounds={**self.rounds, **means}, times=n + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any, names: Sequence[str]) -> PlacementFigures | None:
+        """Returns what `to_json` wrote if all its placements are among `names`, whose first is the fastest; else None."""
+        try:
+            rounds = {str(name): Spent(**one) for name, one in data["rounds"].items()}
+            figures = cls(rounds=rounds, fastest=str(data["fastest"]), chosen=str(data["chosen"]), times=int(data["times"]))
+        except (TypeError, KeyError, ValueError, AttributeError):
+            return None
+        usable = {names[0], figures.chosen} <= rounds.keys() <= set(names) and figures.fastest == names[0] and figures.times >= 1
+        return figures if usable else None
+
+    def _allowed(self, slowdown: float | None) -> dict[str, Spent]:
+        limit = math.inf if slowdown is None else (1 + slowdown) * self.rounds[self.fastest].seconds
+        return {name: one for name, one in self.rounds.items() if one.seconds <= limit or name == self.fastest}
+
+
+def placements(groups: Sequence[Sequence[int]], best: ThreadCounts) -> list[Placement]:
+    """Returns what to try on cores grouped by speed: first the fastest threads, `best`, where they run now.
+
+    On equal cores: one, two, half of all and all threads. Else complete clusters from the fastest on, and each cluster alone, with all
+    and with half its cores.
+    """
+    every = tuple(number for group in groups for number in group)
+    alike = len(groups) == 1
+    tries: list[tuple[tuple[int, ...], int]] = []
+    if alike:
+        tries = [(every, n) for n in (1, 2, len(every) // 2, len(every)) if 1 <= n <= len(every)]
+    else:
+        tries = [(every[:size], size) for size in accumulate(map(len, groups))]
+        tries += [(tuple(group), n) for group in groups for n in (len(group), max(1, len(group) // 2))]
+    first = Placement(processors=every if alike else tuple(fastest(best.most, [list(group) for group in groups])), threads=best)
+    found = {first.name: first}
+    for processors, n in tries:
+        threads = ThreadCounts(prefill=min(best.prefill, len(processors)), verify=n, draft=min(best.draft, n))
+        one = Placement(processors=processors, threads=threads)
+        found.setdefault(one.name, one)
+    return list(found.values())
+
+
+class RoundLoop:
+    """Rounds as decoding runs them on an opened pair: a forward of one row, a draft, a verify of several rows."""
+
+    def __init__(self, target: Target, drafter: Drafter | None, token: int) -> None:
+        self._target, self._drafter, self._token = target, drafter, token
+        self._text = max(1, min(TEXT, target.context - max(VERIFIES) - 1))
+        self._rows = [min(rows, target.rewind_slack) for rows in VERIFIES]
+
+    def begin(self) -> None:
+        """Fills the cache with the text that rounds follow."""
+        self._target.rollback(0)
+        self._target.prefill([self._token] * self._text)
+
+    def end(self) -> None:
+        """Empties the cache."""
+        self._target.rollback(0)
+
+    def __call__(self) -> None:
+        """Runs one round."""
+        for rows in self._rows:
+            self._target.verify([self._token] * rows)
+            if self._drafter is not None and rows == 1:
+                self._drafter.draft(self._token, DRAFTS)
+            self._target.rollback(self._text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementProbe:
+    """Measures rounds on placements, of which `tries` begins with the fastest; `use` sets one."""
+
+    loop: RoundLoop
+    tries: Sequence[Placement]
+    use: Callable[[Placement], None]
+    power: PowerSource
+    clock: Callable[[], float] = time.perf_counter
+
+    def named(self, name: str) -> Placement:
+        """Returns the placement of that name."""
+        return next(one for one in self.tries if one.name == name)
+
+    def worth_measuring(self) -> list[str]:
+        """Times all placements and returns the names of those worth measuring, the fastest first.
+
+        Left out is what takes far longer than that one, and what is no faster than another with no other processors and no more threads.
+        """
+        seconds = {one.name: self._seconds(one) for one in self.tries}
+
+        def beaten(one: Placement) -> bool:
+            return any(other.is_within(one) and seconds[other.name] <= seconds[one.name] for other in self.tries)
+
+        first, *others = self.tries
+        return [first.name, *(one.name for one in others if seconds[one.name] < TOO_SLOW * seconds[first.name] and not beaten(one))]
+
+    def measured(self, names: Sequence[str]) -> dict[str, Spent]:
+        """Returns what a round takes on each of these placements; leaves the KV cache empty."""
+        found = {}
+        for name in names:
+            self.use(self.named(name))
+            self.loop.begin()
+            found[name] = self.power.spent(self.loop)
+        self.loop.end()
+        return found
+
+    def _seconds(self, one: Placement) -> float:
+        self.use(one)
+        self.loop.begin()
+        taken = []
+        for _ in range(ROUNDS + 1):
+            begin = self.clock()
+            self.loop()
+            taken.append(self.clock() - begin)
+        self.loop.end()
+        return statistics.median(taken[1:])
