@@ -10,6 +10,7 @@ from pathlib import Path
 
 from edge_devices.files.user_cache import cache_folder
 from edge_export.device_package.debian import add_python
+from edge_export.device_package.elf import check_pages
 from edge_export.device_package.inventory import PACKAGE_NAME, Inventory, take_inventory
 from edge_export.device_package.launchers import write_launchers
 from edge_export.device_package.llama_build import add_llama, add_tools, open_toolchain
@@ -62,5 +63,6 @@ def make_package(request: PackageRequest, step: Callable[[str], None]) -> Invent
         step("own code and launchers")
         components.append(add_own_code(folder, platform))
         write_launchers(folder, platform, request.backends)
-        step("hashing")
+        checked = check_pages(folder, platform.page_bytes)
+        step(f"{checked} programs and libraries suit pages of {platform.page_bytes // 1024} KiB; hashing")
         return take_inventory(folder, platform.name, version(DISTRIBUTION), request.backends, components)

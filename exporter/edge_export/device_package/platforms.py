@@ -25,6 +25,7 @@ class Platform:
     """`processors` go from the newest to those without required features; `cpuinfo_key` is the line of /proc/cpuinfo with the features.
 
     Without processors, llama.cpp is not built for the platform. `tools` is the member that llama.cpp's static tools are built for.
+    `page_bytes`: the largest pages of kernels that the package runs on.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Platform:
     cpuinfo_key: str
     processors: tuple[Processors, ...]
     tools: str
+    page_bytes: int
 
     @property
     def triplet(self) -> str:
@@ -65,6 +67,7 @@ def _arm(name: str, shell: str) -> Platform:
         cpuinfo_key="Features",
         processors=_ARM_PROCESSORS,
         tools="dotprod",
+        page_bytes=16384,
     )
 
 
@@ -83,6 +86,7 @@ PLATFORMS = {
             cpuinfo_key="flags",
             processors=(),
             tools="",
+            page_bytes=4096,
         ),
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import subprocess
 import zipfile
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from edge_devices.files.hashing import sha256_of
 from edge_export.cli.command import main
 from edge_export.device_package import build as making
 from edge_export.device_package import debian, llama_build, wheels
+from edge_export.device_package.elf import check_pages
 from edge_export.device_package.inventory import take_inventory
 from edge_export.device_package.launchers import write_launchers
 from edge_export.device_package.platforms import PLATFORMS
@@ -145,6 +147,38 @@ def test_own_code_is_the_two_light_packages(tmp_path: Path) -> None:
     about = next(site.glob("*.dist-info/METADATA")).read_text()
     assert f"Version: {version('edge-mtp')}\n" in about
     assert "edge-export" not in about
+
+
+def elf(*aligns: int, skew: int = 0, kind: int = 1) -> bytes:
+    """A 64-bit ELF file with nothing but its headers; `skew`: bytes between address and offset, beyond the alignment."""
+    head = b"\x7fELF\x02\x01\x01".ljust(32, b"\0") + struct.pack("<Q14xHHHHH", 64, 56, len(aligns), 0, 0, 0)
+    return head + b"".join(struct.pack("<IIQQQQQQ", kind, 5, 0, align + skew, 0, 64, 64, align) for align in aligns)
+
+
+def test_programs_and_libraries_suit_the_pages_of_the_platform(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/fine.so").write_bytes(elf(65536, 16384))
+    (tmp_path / "lib/note.so").write_bytes(elf(65536) + b"more")
+    (tmp_path / "lib/a.py").write_text("")
+    (tmp_path / "lib/link").symlink_to("nowhere")
+    assert check_pages(tmp_path, LINUX.page_bytes) == 2
+    (tmp_path / "lib/notes.so").write_bytes(elf(8, kind=4))  # what is not mapped may lie anywhere
+    assert check_pages(tmp_path, LINUX.page_bytes) == 3
+    for wrong in (elf(65536, 4096), elf(0), elf(16384, skew=4096)):
+        (tmp_path / "lib/wrong.so").write_bytes(wrong)
+        with pytest.raises(PackageError, match=r"lib/wrong\.so is aligned to \d+ bytes and .* pages of 16384"):
+            check_pages(tmp_path, LINUX.page_bytes)
+    (tmp_path / "lib/wrong.so").write_bytes(elf(4096))
+    assert check_pages(tmp_path, PLATFORMS["linux-x64"].page_bytes) == 4
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"\x7fELF", elf(16384)[:80], b"\x7fELF\x01" + elf(16384)[5:], elf(16384)[:54] + b"\0\0" + elf(16384)[56:]]
+)
+def test_a_damaged_program_is_named(damaged: bytes, tmp_path: Path) -> None:
+    (tmp_path / "lib.so").write_bytes(damaged)
+    with pytest.raises(PackageError, match=r"lib\.so is no .*ELF file"):
+        check_pages(tmp_path, 16384)
 
 
 def test_inventory_names_every_file_with_its_hash(tmp_path: Path) -> None:

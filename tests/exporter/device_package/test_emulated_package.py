@@ -25,6 +25,7 @@ if reason := missing_programs():
     pytest.skip(reason, allow_module_level=True)
 
 from edge_export.device_package.build import PackageRequest, make_package
+from edge_export.device_package.elf import check_pages
 from edge_export.device_package.platforms import PLATFORMS, SITE
 from edge_export.device_package.project_code import add_own_code
 from edge_export.errors import PackageError
@@ -133,12 +134,16 @@ def test_package_json_is_what_lies_there(packages: Packages) -> None:
         assert all((folder / text).stat().st_size > 100 for text in component["texts"])
 
 
-def test_libraries_suit_kernels_with_large_pages(packages: Packages) -> None:
+@pytest.mark.parametrize("platform", ["linux-arm64", "android-arm64"])
+def test_programs_and_libraries_suit_kernels_with_large_pages(platform: str, packages: Packages) -> None:
     """A Raspberry Pi 5 and newer phones have pages of 16 KiB; a library aligned for 4 KiB does not load there."""
-    libraries = [path for path in packages("linux-arm64").rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
-    assert len(libraries) > 40
-    for library in libraries:
-        assert load_alignment(library.read_bytes()) >= 16384, library
+    folder = packages(platform)
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    aligned = {path: load_alignment(data) for path, data in found.items() if data[:4] == b"\x7fELF"}
+    print(f"{platform}: {len(aligned)} ELF files, {sorted(set(aligned.values()))};", *(path for path in aligned if "llama" in path))
+    assert len(aligned) > 40
+    assert all(align >= 16384 for align in aligned.values()), aligned
+    assert check_pages(folder, PLATFORMS[platform].page_bytes) == len(aligned)
 
 
 def load_alignment(elf: bytes) -> int:
