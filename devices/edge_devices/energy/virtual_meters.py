@@ -12,6 +12,7 @@ from statistics import fmean
 from edge_devices.energy.run_log import read_log
 from edge_devices.errors import MeterError
 from edge_devices.machine.detection import detect_device
+from edge_devices.machine.power_supply import batteries
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, Sample, Scope
 from edge_devices.meters.search import choose_meter
@@ -19,6 +20,7 @@ from edge_devices.meters.trace import Trace
 
 ESTIMATE, REPLAY, EXTERNAL = "estimate", "replay", "external"
 VIRTUAL = "estimate or estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl (a recording)"
+_ADVICE = "write estimate:IDLE,CORE such as estimate:2.5,4"
 UNKNOWN_ERROR = 1.0  # of watts that somebody typed: the figure may be nothing, or double
 
 
@@ -65,17 +67,28 @@ def virtual_meter(system: System, name: str | None) -> Meter | None:
 
 def _profile_estimate(system: System) -> EstimateMeter:
     """The model with the watts of this device's profile. Raises MeterError where it has none."""
-    found = detect_device(system).profile
+    device = detect_device(system)
+    found = device.profile
     if found.idle_watts is None or found.core_watts is None:
-        raise MeterError(f"the profile {found.name} has no watts for a power model; write estimate:IDLE,CORE such as estimate:2.5,4")
-    low, high = (found.idle_watts[i] + found.core_watts[i] for i in (0, 1))
+        raise MeterError(f"the profile {found.name} has no watts for a power model; {_ADVICE}")
+    if found.watts_of == "laptop" and not _has_battery(system):
+        raise MeterError(f"the watts of the profile {found.name} are those of laptops, and this machine has no battery; {_ADVICE}")
+    shares = device.machine.usable_processors if found.watts_of == "processor" else 1
     return EstimateMeter(
         system,
-        idle_watts=fmean(found.idle_watts),
+        idle_watts=shares * fmean(found.idle_watts),
         core_watts=fmean(found.core_watts),
-        model_error=max((high - low) / (high + low), *((pair[1] - pair[0]) / sum(pair) for pair in (found.idle_watts, found.core_watts))),
+        # The widest of both: in between lies any mixture of idle time and work.
+        model_error=max((high - low) / (high + low) for low, high in (found.idle_watts, found.core_watts)),
         origin=f"profile {found.name}",
     )
+
+
+def _has_battery(system: System) -> bool:
+    try:
+        return bool(batteries(system))
+    except PermissionError:
+        return True  # it is there, and may not be read
 
 
 class EstimateMeter:

@@ -10,11 +10,12 @@ import tomllib
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from edge_devices.errors import DeviceError
 
 BITS_PER_BYTE = 8
+WattsOf = Literal["device", "laptop", "processor"]
 
 
 class ProfileError(DeviceError):
@@ -36,7 +37,8 @@ class Profile:
     """One device. Bandwidths in GB/s: `peak` from transfer rate × bus width, `effective` from others' measurements; None if unknown.
 
     `giga_operations`: operations per second of a forward in thousand millions, from others' measurements; None if unknown.
-    `idle_watts`, `core_watts`: the device without work, and more for each busy core, as others measured them; None if unknown.
+    `idle_watts`, `core_watts`: the device without work, and more for each busy core, as others measured them; None if unknown. `watts_of`:
+    "laptop" for watts of machines with a battery alone, "processor" where `idle_watts` are those of each processor of a shared server.
     `threads` None: all big cores. `execution_providers`: the first is the default.
     """
 
@@ -51,6 +53,7 @@ class Profile:
     giga_operations: tuple[float, float] | None = None
     idle_watts: tuple[float, float] | None = None
     core_watts: tuple[float, float] | None = None
+    watts_of: WattsOf = "device"
     meters: tuple[str, ...] = ()
     energy_note: str = ""
     execution_providers: tuple[str, ...] = ("cpu",)
@@ -98,6 +101,7 @@ def parse_profile(name: str, text: str) -> Profile:
             giga_operations=_pair(operations),
             idle_watts=_pair(energy.pop("idle_watts", None)),
             core_watts=_pair(energy.pop("core_watts", None)),
+            watts_of=_watts_of(energy.pop("watts_of", "device")),
             meters=_texts(energy.pop("meters")),
             energy_note=str(energy.pop("note")),
             execution_providers=_texts(runtime.pop("execution_providers")),
@@ -122,6 +126,13 @@ def _pair(values: Any) -> tuple[float, float] | None:
     if not 0 < low <= high:
         raise ValueError(f"{values!r} is no range")
     return low, high
+
+
+def _watts_of(value: Any) -> WattsOf:
+    found = next((one for one in get_args(WattsOf) if one == value), None)
+    if found is None:
+        raise ValueError(f"watts_of {value!r} is none of {', '.join(get_args(WattsOf))}")
+    return cast(WattsOf, found)
 
 
 def _texts(values: Any) -> tuple[str, ...]:

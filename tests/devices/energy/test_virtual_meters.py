@@ -12,6 +12,9 @@ from edge_devices.energy.run_log import write_log
 from edge_devices.energy.text import report_lines
 from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter, virtual_meter
 from edge_devices.errors import DeviceError, MeterError
+from edge_devices.machine import detection
+from edge_devices.machine.detection import detect_device
+from edge_devices.machine.profiles import profile
 from edge_devices.machine.system import System
 from edge_devices.meters.base import MeterFacts
 from edge_devices.meters.trace import Trace
@@ -43,8 +46,30 @@ def test_an_estimate_has_the_range_of_its_profiles_watts():
     assert energy.joules_per_token.low == pytest.approx(energy.joules_per_token.value * (1 - 1.5 / 3.1), rel=0.01)
     assert energy.sentence().startswith("ESTIMATE, nothing was measured: ")
     assert "the range of the model's watts" in energy.sentence()
+
+
+def test_a_profile_without_watts_gives_no_estimate(monkeypatch):
+    monkeypatch.setattr(detection, "pick_profile", lambda *_: (profile("apple-m"), "the test says so"))
     with pytest.raises(MeterError, match="has no watts for a power model"):
-        virtual_meter(recorded("rapl-laptop"), "estimate")
+        virtual_meter(recorded("apple-m1"), "estimate")
+
+
+@pytest.mark.parametrize("name", ["x86-laptop", "core-ultra", "ryzen-ai"])
+def test_watts_of_laptops_hold_for_machines_with_a_battery(name, monkeypatch):
+    chosen = profile(name)
+    monkeypatch.setattr(detection, "pick_profile", lambda *_: (chosen, "the test says so"))
+    meter = virtual_meter(recorded("battery-dell"), "estimate")
+    assert f"7.5 W idle + 8.25 W per busy core (profile {name})" in meter.facts.source
+    assert meter.facts.model_error == pytest.approx(12.5 / 16.5)
+    with pytest.raises(MeterError, match="those of laptops, and this machine has no battery; write estimate:IDLE,CORE"):
+        virtual_meter(recorded("rapl-amd"), "estimate")
+
+
+def test_idle_watts_of_a_server_are_those_of_its_processors(monkeypatch):
+    monkeypatch.setattr(detection, "pick_profile", lambda *_: (profile("x86-server"), "the test says so"))
+    system = recorded("rapl-amd")
+    processors = detect_device(system).machine.usable_processors
+    assert f"{processors * 1.05:g} W idle + 2.75 W per busy core" in virtual_meter(system, "estimate").facts.source
 
 
 def test_replay_repeats_a_recording(log):

@@ -43,6 +43,8 @@ def machine(processor: str = "", cores: tuple[str, ...] = (), architecture: str 
         ("Intel(R) Core(TM) i7-1185G7", "", "", "x86-laptop"),
         ("AMD Ryzen AI 9 HX 370 w/ Radeon 890M", "", "", "ryzen-ai"),
         ("AMD Ryzen 7 5800U", "", "", "x86-laptop"),
+        ("Intel(R) Xeon(R) Processor", "", "", "x86-server"),
+        ("AMD EPYC 9R14", "", "", "x86-server"),
         ("Apple M3", "", "", "apple-m"),
         ("Snapdragon(R) X Elite - X1E80100", "", "", "snapdragon-x"),
         ("SiFive U74", "", "", "generic"),
@@ -69,7 +71,7 @@ def test_every_profile_is_sound():
         if found.peak_gb_per_s and found.effective_gb_per_s:
             assert found.effective_gb_per_s[1] < found.peak_gb_per_s
     assert profile("raspberry-pi-5").peak_gb_per_s == pytest.approx(17.07, abs=0.01)
-    assert len(profiles()) == 13
+    assert len(profiles()) == 14
     with pytest.raises(ProfileError, match="no device profile 'toaster'"):
         profile("toaster")
 
