@@ -13,6 +13,7 @@ import pytest
 import edge_devices  # noqa: F401  # switches telemetry off before a test imports onnxruntime
 import phones
 import ssh_host
+from edge_devices.machine import load
 from silent import Silent
 
 PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pair"
@@ -27,6 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
         every, number = sorted(os.sched_getaffinity(0)), int(worker["workerid"].removeprefix("gw"))
         own = every[number :: int(worker["workercount"])] or every[number % len(every) :][:1]
         os.sched_setaffinity(0, own)
+
+
+@pytest.fixture(autouse=True)
+def unknown_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tests print and keep does not depend on how busy the machine is: the load is not known, as on other systems than Linux."""
+    monkeypatch.setattr(load, "STAT", Path("/nonexistent/stat"))
+    monkeypatch.setattr(load, "PRESSURE", Path("/nonexistent/pressure"))
+    monkeypatch.setattr(load, "BEFORE_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

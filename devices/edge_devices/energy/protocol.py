@@ -21,6 +21,7 @@ from edge_devices.machine.state import read_state, refusals, warnings
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, Scope
 from edge_devices.meters.trace import Trace
+from edge_devices.waiting import Report, unseen
 
 BLOCK = bytes(1 << 20)  # hashing blocks of this size releases the interpreter's lock, so every thread keeps a core busy
 
@@ -98,7 +99,7 @@ class Plan:
     soak: bool = True
 
 
-def characterise_meter(system: System, meter: Meter, load: Load) -> Characteristics:
+def characterise_meter(system: System, meter: Meter, load: Load, report: Report = unseen) -> Characteristics:
     """Polls a meter as fast as it allows while a light load goes on and off; takes a few seconds, one to two minutes with a slow gauge."""
     facts = meter.facts
     half_s = max(0.5 if facts.kind is Kind.COUNTER else 3.0, 5 * facts.refresh_s, 2 * facts.lag_s)
@@ -106,6 +107,7 @@ def characterise_meter(system: System, meter: Meter, load: Load) -> Characterist
     trace, steps, reads, reading_s = Trace(facts=facts), [], 0, 0.0
     for half in range(2 * TOGGLES):
         begin = system.clock()
+        report(half / (2 * TOGGLES), f"how fast the meter is, {2 * TOGGLES * half_s:.0f} s")
         if half:
             steps.append(begin)
         with load() if half % 2 else nullcontext():
@@ -121,6 +123,17 @@ def characterise_meter(system: System, meter: Meter, load: Load) -> Characterist
     return characterise(trace, steps, reads=reads, read_s=reading_s / reads)
 
 
+def planned_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> float:
+    """Returns about how long a measurement takes after the meter is characterised."""
+    window_s = _window_seconds(plan, characteristics)
+    runs = plan.repeats * len(workloads) * (window_s + plan.rest_s)
+    return 2 * characteristics.shortest_idle_s + plan.soak * SOAK_WINDOWS * window_s + runs
+
+
+def _window_seconds(plan: Plan, characteristics: Characteristics) -> float:
+    return plan.window_s or WINDOW_MARGIN * characteristics.shortest_window_s
+
+
 def measure(
     system: System,
     recorder: Recorder,
@@ -129,20 +142,25 @@ def measure(
     plan: Plan = Plan(),
     load_step: Load | None = None,
     keep: Callable[[RunLog], None] = lambda _: None,
+    report: Report = unseen,
 ) -> RunLog:
     """Measures every workload `plan.repeats` times, in turn, every second round in reverse order, between two idle windows.
 
     The recorder must be running. `load_step`: a plain load that marks times on an external meter's recording. `keep` gets the log after
-    every window. A meter that failed during all windows of a round ends the measurement early, with what it measured until then. Raises
-    MeasurementError if the machine's state forbids a measurement.
+    every window, `report` each step with the share of the planned seconds that is over. A meter that failed during all windows of a round
+    ends the measurement early, with what it measured until then. Raises MeasurementError if the machine's state forbids a measurement.
     """
     facts = recorder.trace.facts
     state = read_state(system)
     found = refusals(state, at_battery=facts.scope is Scope.DEVICE)
     if found:
         raise MeasurementError("; ".join(refusal.sentence for refusal in found))
-    window_s = plan.window_s or WINDOW_MARGIN * characteristics.shortest_window_s
-    load = LoadWatch()
+    window_s, idle_s = _window_seconds(plan, characteristics), characteristics.shortest_idle_s
+    begin, planned_s, load = system.clock(), planned_seconds(plan, workloads, characteristics), LoadWatch()
+
+    def tell(step: str) -> None:
+        report(min(0.99, (system.clock() - begin) / planned_s), step)
+
     log = RunLog(
         facts=facts,
         characteristics=characteristics,
@@ -156,17 +174,24 @@ def measure(
         for load_s, rest_s in LOAD_STEPS_S:
             log.loads.append(_load(system, load_step, load_s))
             system.sleep(rest_s)
+    tell(f"idle, {idle_s:.0f} s")
+    quiet = LoadWatch()
     log.idles.append(_idle(system, recorder, characteristics))
+    if (before := quiet.load()).is_busy:
+        log.warnings.append(f"in the idle window before the first run, {before.words()}")
     keep(log)
+    tell("warm-up")
     for workload in workloads.values():
         _prepare(workload)
         for _ in range(plan.warm_ups):
             workload()
+    tell(f"warm-up until power, speed and temperature are steady, at least {SOAK_WINDOWS} times {window_s:.0f} s")
     if plan.soak and workloads and not _soak(system, recorder, next(iter(workloads.values())), log, window_s):
         log.warnings.append(f"power, speed and temperature were not steady within {MAX_SOAK_S:g} s")
     for repeat in range(plan.repeats):
         names = list(workloads)
         for name in names if repeat % 2 == 0 else reversed(names):
+            tell(f"{name}, {window_s:.0f} s, repeat {repeat + 1} of {plan.repeats}")
             log.runs.append(_run(system, recorder, name, repeat, workloads[name], window_s, log))
             keep(log)
             system.sleep(plan.rest_s)
@@ -174,6 +199,7 @@ def measure(
             log.warnings.append(f"stopped after {repeat + 1} of {plan.repeats} repeats: {log.faults[-1][1]}")
             keep(log)
             return log
+    tell(f"idle again, {idle_s:.0f} s")
     log.idles.append(_idle(system, recorder, characteristics))
     log.others.append(load.load())
     keep(log)

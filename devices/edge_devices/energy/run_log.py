@@ -1,7 +1,8 @@
 """The raw record of a measurement: one JSON object per line, from which every figure can be recomputed without the device.
 
 Kinds of line: header (schema, meter, environment), characteristics, sample (t, v, raw), fault (t, reason), idle and load (start, end),
-run, warning, others (share of the processors that other programs used; seconds). Times are seconds on the clock of decoding.
+run, warning, others (share of the processors that other programs used; waiting, share of the time in which programs waited; seconds).
+Times are seconds on the clock of decoding.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LISTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "idles": lambda span: {"kind": "idle", "start": span[0], "end": span[1]},
     "loads": lambda span: {"kind": "load", "start": span[0], "end": span[1]},
     "runs": lambda run: {"kind": "run", **asdict(run)},
-    "others": lambda load: {"kind": "others", "share": load.others, "seconds": load.seconds},
+    "others": lambda load: {"kind": "others", "share": load.others, "waiting": load.waiting, "seconds": load.seconds},
     "warnings": lambda text: {"kind": "warning", "text": text},
 }
 
@@ -190,7 +191,8 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
     elif kind == "run":
         log.runs.append(_run(record))
     elif kind == "others":
-        log.others.append(MachineLoad(others=None if record["share"] is None else float(record["share"]), seconds=float(record["seconds"])))
+        share, waiting = (None if each is None else float(each) for each in (record["share"], record.get("waiting")))
+        log.others.append(MachineLoad(others=share, waiting=waiting, seconds=float(record["seconds"])))
     elif kind == "warning":
         log.warnings.append(str(record["text"]))
     else:

@@ -1,4 +1,9 @@
-"""Whether other programs compete for the processors, from the time that they used and that this process did not."""
+"""Whether other programs compete for the processors: the time that they used and this process did not, and how long programs waited.
+
+The kernel's pressure stall information (/proc/pressure/cpu, Documentation/accounting/psi.rst) counts the time in which a program that could
+run had no processor. It shows what the share of all processors hides: one busy program delays a team of as many threads as processors.
+The share shows what pressure hides: programs on processors that this one leaves free take memory bandwidth and clocks.
+"""
 
 from __future__ import annotations
 
@@ -12,66 +17,105 @@ from edge_devices.machine.facts import usable_processors
 
 # Other programs may use this share of the processors before figures count as disturbed.
 BUSY_SHARE = 0.15
+# Programs may wait for a processor in this share of the time. With as many threads as processors and nothing else running, 4 to 5 % waited
+# (both backends, 2 cores of a Xeon "Emerald Rapids", 22 November 2026, pressure of a cgroup of its own).
+BUSY_WAITING = 0.15
+STAT, PRESSURE = Path("/proc/stat"), Path("/proc/pressure/cpu")
+BEFORE_SECONDS = 0.25  # for which the load before a measurement is looked at
 _SHORTEST_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineLoad:
-    """`others` is the mean share of all processors that other programs used; None where the system does not say."""
+    """`others` is the mean share of all processors that other programs used, `waiting` the share of the time in which a program that could
+    run waited for a processor; None where the system does not say.
+    """
 
     others: float | None
     seconds: float
+    waiting: float | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether other programs disturbed what was measured."""
-        return self.others is not None and self.others > BUSY_SHARE
+        return (self.others or 0.0) > BUSY_SHARE or (self.waiting or 0.0) > BUSY_WAITING
+
+    def words(self) -> str:
+        """Returns what is known of the load, without advice."""
+        parts = [f"other programs used {self.others:.0%} of the processors"] if self.others is not None else []
+        if self.waiting is not None:
+            parts.append(f"programs waited for a processor in {self.waiting:.0%} of the time")
+        return " and ".join(parts) or "how busy the machine was is not known"
 
     def sentence(self) -> str:
-        """Returns the load as one sentence."""
-        if self.others is None:
-            return "how busy the machine was is not known"
-        advice = "; the figures are disturbed, close them and run again" if self.is_busy else ""
-        return f"other programs used {self.others:.0%} of the processors meanwhile{advice}"
+        """Returns the load as one sentence, with advice if it disturbed."""
+        return self.words() + ("; the figures are disturbed, close other programs and run again" if self.is_busy else "")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
         return asdict(self) | {"busy": self.is_busy}
 
 
-def load_now(seconds: float = 0.5) -> MachineLoad:
-    """Waits some seconds and returns the load meanwhile."""
+def load_now() -> MachineLoad:
+    """Waits BEFORE_SECONDS and returns the load meanwhile."""
     watch = LoadWatch()
-    time.sleep(seconds)
+    time.sleep(BEFORE_SECONDS)
     return watch.load()
 
 
-class LoadWatch:
-    """Measures the load from its creation on. Linux only; elsewhere the load is not known."""
+@dataclass(frozen=True)
+class _Reading:
+    """Clock, busy seconds of all processors and seconds in which programs waited (None: unknown), and processor seconds of this process."""
 
-    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
-        self._stat = stat
+    clock: float
+    busy: float | None
+    waited: float | None
+    own: float
+
+
+class LoadWatch:
+    """Measures the load from its creation on. Linux only; elsewhere the load is not known, and without PSI only the share of others is."""
+
+    def __init__(self, stat: Path | None = None, pressure: Path | None = None) -> None:
+        self._stat, self._pressure = stat or STAT, pressure or PRESSURE
         self._begin = self._read()
 
     def load(self) -> MachineLoad:
         """Returns the load until now; unknown for spans too short for the system's clock ticks."""
         begin, end = self._begin, self._read()
-        seconds = end[0] - begin[0]
-        if begin[1] is None or end[1] is None or seconds < _SHORTEST_SECONDS:
+        seconds = end.clock - begin.clock
+        if seconds < _SHORTEST_SECONDS:
             return MachineLoad(others=None, seconds=seconds)
-        others = (end[1] - begin[1]) - (end[2] - begin[2])
-        return MachineLoad(others=min(1.0, max(0.0, others / (seconds * _processors(self._stat)))), seconds=seconds)
+        others = waiting = None
+        if begin.busy is not None and end.busy is not None:
+            used = (end.busy - begin.busy) - (end.own - begin.own)
+            others = min(1.0, max(0.0, used / (seconds * _processors(self._stat))))
+        if begin.waited is not None and end.waited is not None:
+            waiting = min(1.0, max(0.0, (end.waited - begin.waited) / seconds))
+        return MachineLoad(others=others, seconds=seconds, waiting=waiting)
 
-    def _read(self) -> tuple[float, float | None, float]:
-        """Returns the time, the busy seconds of all processors (None if unknown), and those of this process and its ended children."""
-        own = os.times()
-        try:
-            fields = [int(field) for field in self._stat.read_text(encoding="ascii").splitlines()[0].split()[1:9]]
-            user, nice, system, _, _, irq, softirq, _ = fields  # idle, iowait and stolen time are not busy
-            busy: float | None = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError, IndexError, AttributeError):
-            busy = None
-        return time.perf_counter(), busy, own.user + own.system + own.children_user + own.children_system
+    def _read(self) -> _Reading:
+        own = os.times()  # of this process and its ended children
+        used = own.user + own.system + own.children_user + own.children_system
+        return _Reading(time.perf_counter(), _busy_seconds(self._stat), _waited_seconds(self._pressure), used)
+
+
+def _busy_seconds(stat: Path) -> float | None:
+    try:
+        fields = [int(field) for field in stat.read_text(encoding="ascii").splitlines()[0].split()[1:9]]
+        user, nice, system, _, _, irq, softirq, _ = fields  # idle, iowait and stolen time are not busy
+        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+
+
+def _waited_seconds(pressure: Path) -> float | None:
+    """Reads the total of the line `some avg10=0.00 avg60=0.00 avg300=0.00 total=MICROSECONDS`; None where the kernel has no PSI."""
+    try:
+        some = next(line for line in pressure.read_text(encoding="ascii").splitlines() if line.startswith("some "))
+        return int(some.rpartition("total=")[2]) / 1e6
+    except (OSError, ValueError, StopIteration):
+        return None
 
 
 def _processors(stat: Path) -> int:

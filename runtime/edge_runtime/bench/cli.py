@@ -106,19 +106,16 @@ def peer_folder(against: str | None) -> Path | None:
 
 
 def measure(request: BenchRequest, runs: Path | None, remark: str = "") -> tuple[list[Record], bool]:
-    """Returns all records, with `remark` as the last, and whether it was interrupted; records measured until then are kept."""
+    """Returns all records, then `remark` and how busy the machine was, and whether it was interrupted; records until then are kept."""
     records: list[Record] = []
     with RecordFile(runs) as file, BenchProgress() as progress:
-        before = load_now()
-        if before.is_busy:
-            progress.message(f"before the first run, {before.sentence()}")
-        watch = LoadWatch()
+        said, watch = said_before(progress), LoadWatch()
         try:
             for record in Benchmark(request, progress).records():
                 file.add(record)
                 records.append(record)
             load = watch.load()
-            for text in (remark, load.sentence() if load.is_busy else ""):
+            for text in (remark, said, load.sentence() if load.is_busy else ""):
                 if text:
                     records.append(Note(text=text))
                     file.add(records[-1])
@@ -131,14 +128,24 @@ def measure(request: BenchRequest, runs: Path | None, remark: str = "") -> tuple
     return records, False
 
 
+def said_before(progress: BenchProgress) -> str:
+    """Says if the machine is busy before the first run, and returns the sentence; an empty text if it is not."""
+    before = load_now()
+    text = f"before the first run, {before.sentence()}" if before.is_busy else ""
+    if text:
+        progress.message(text)
+    return text
+
+
 def measure_joules(request: BenchRequest, path: Path, meter: Meter, minutes: int | None) -> tuple[Report | None, RunLog]:
     """Runs the energy protocol over the same variants. Raises DeviceError where it cannot be done."""
     with ExitStack() as stack, BenchProgress() as progress:
+        said_before(progress)
         benchmark = Benchmark(request, progress)
         recording = "; its recording must run from now until the end" if meter.facts.name == EXTERNAL else ""
         progress.message(f"energy: {meter.facts.name}; measuring idle, warm-up and repeats{recording}")
         threads = request.threads or default_threads()
-        return measure_energy(path, meter, benchmark.energy_workloads(stack), threads=threads, minutes=minutes)
+        return measure_energy(path, meter, benchmark.energy_workloads(stack), threads=threads, minutes=minutes, waiting=progress.wait)
 
 
 @click.command(cls=CommandWithModes, epilog=EXAMPLES, context_settings=CONTEXT)

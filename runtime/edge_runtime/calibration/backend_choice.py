@@ -11,10 +11,9 @@ from typing import get_args
 
 from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_devices.machine.facts import cpu_identity
-from edge_devices.machine.load import LoadWatch
 from edge_runtime.backends.kernels.library import variant
 from edge_runtime.backends.selection import BackendKind
-from edge_runtime.calibration.first_use import is_trusted
+from edge_runtime.calibration.quiet import QuietCheck
 from edge_runtime.errors import EdgeRuntimeError
 
 CACHE_NAME = "backends.json"
@@ -62,7 +61,7 @@ def measured_rates(
     notify("First use of this bundle on this machine: measuring which of its backends is faster.")
     rates: dict[BackendKind, float] = {}
     failure: EdgeRuntimeError | None = None
-    watch = LoadWatch()
+    check = QuietCheck("the backends' speeds", notify)
     for kind in kinds:
         try:
             rates[kind] = rate_of(kind)
@@ -72,7 +71,7 @@ def measured_rates(
     if failure is not None and not rates:
         raise failure
     found = BackendRates(bundle=bundle, rates=rates)
-    if is_trusted(watch.load(), notify, "the backends' speeds"):
+    if check.passed():
         cache_put(path, key, {"bundle": bundle, "rates": rates})
     notify(f"Backend: {found.sentence()}; --backend takes the other one.")
     return found

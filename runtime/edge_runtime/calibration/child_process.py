@@ -14,10 +14,14 @@ from edge_runtime.errors import BackendError
 
 @dataclass(frozen=True, kw_only=True)
 class ChildReport:
-    """The JSON object of the last line a child printed (empty if there was none), and how it ended if not with exit code 0."""
+    """The JSON object of the last line a child printed (empty if there was none), and how it ended if not with exit code 0.
+
+    `late`: it was killed because it took too long.
+    """
 
     answer: dict[str, object]
     end: str | None
+    late: bool = False
 
 
 def ask_child(command: Sequence[str], timeout_seconds: float) -> ChildReport:
@@ -27,7 +31,7 @@ def ask_child(command: Sequence[str], timeout_seconds: float) -> ChildReport:
     try:
         child = subprocess.run(command, capture_output=True, timeout=timeout_seconds, env=environment, check=False)
     except subprocess.TimeoutExpired:
-        return ChildReport(answer={}, end=f"gave no answer in {timeout_seconds:g} seconds")
+        return ChildReport(answer={}, end=f"gave no answer in {timeout_seconds:g} seconds", late=True)
     except OSError as error:
         raise BackendError(f"a child process could not be started ({error}); check that {command[0]} can be run") from error
     if child.returncode < 0:

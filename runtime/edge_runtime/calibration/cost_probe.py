@@ -28,11 +28,13 @@ def measure_costs(
     most_rows: int = MAX_ROWS,
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
+    report: Callable[[float], None] = lambda _: None,
 ) -> MeasuredCosts:
     """Times a draft and then a verify, as in real rounds, of 1 to `most_rows` rows after a short text of one `token`.
 
     After one pass to warm up, all row counts are measured at least MIN_ROUNDS times, and more often within `max_seconds` (see `steady`).
-    Without a drafter, or with one that drafts nothing here, the cost of drafting is negligible. Leaves the cache empty.
+    Without a drafter, or with one that drafts nothing here, the cost of drafting is negligible. Leaves the cache empty. `report` gets the
+    share of the work that is done.
     """
     longest = min(most_rows, target.context - 2, target.rewind_slack)
     _begin_text(target, token, longest)
@@ -42,6 +44,7 @@ def measure_costs(
     for number in range(MAX_ROUNDS + 1):
         if number > MIN_ROUNDS and clock() - begin > max_seconds:
             break
+        report(share_done(number, clock() - begin, max_seconds=max_seconds, fewest=MIN_ROUNDS, most=MAX_ROUNDS))
         verified, drafts = [0.0] * longest, [0.0] * longest
         # Alternating order, so that its effect on the CPU caches is shared by all row counts.
         for rows in range(1, longest + 1) if number % 2 else range(longest, 0, -1):
@@ -63,6 +66,13 @@ def measure_costs(
         verify.append(extrapolated(verify))
     overhead, step = overhead_and_step(drafted, figures[longest:])
     return MeasuredCosts(verify=tuple(verify), step=step, overhead=overhead)
+
+
+def share_done(rounds: int, seconds: float, *, max_seconds: float, fewest: int, most: int) -> float:
+    """Returns the share of a measurement that is over after `rounds`: it ends after `max_seconds`, and not before a warm-up and `fewest`
+    rounds, or after `most`.
+    """
+    return max(rounds / (most + 1), min(rounds / (fewest + 1), seconds / max_seconds))
 
 
 def _begin_text(target: Target, token: int, longest: int) -> None:

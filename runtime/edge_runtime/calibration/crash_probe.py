@@ -19,6 +19,8 @@ import click
 
 from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_put, read_entries
 from edge_devices.machine.facts import cpu_identity, usable_processors
+from edge_devices.machine.load import LoadWatch
+from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.llama.library import library, library_version, system_info
 from edge_runtime.calibration.child_process import ask_child
 from edge_runtime.errors import BackendError, EdgeRuntimeError
@@ -61,11 +63,13 @@ def probe_load_options(
     notify: Callable[[str], None],
     child_command: Sequence[str] = CHILD_COMMAND,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    waiting: Waiting = silent_wait,
 ) -> ProbeAnswer:
     """Returns the load options with which a child process ran these files, from the cache if the machine is the same.
 
-    `notify` gets one sentence when a probe starts and one when a safer option was chosen. Raises BackendError if the files do not load,
-    or if the child process dies with every option: the sentence names the signal and a build as a workaround.
+    Whether a build crashes does not depend on other programs, but how long a child takes does: no answer in time on a busy machine is used
+    once and not kept. `notify` gets one sentence when a probe starts and one when a safer option was chosen. Raises BackendError if the
+    files do not load, or if the child process dies with every option: the sentence names the signal and a build as a workaround.
     """
     key, cache = machine_key(quantizations), cache_path()
     cached = _cached(read_entries(cache).get(key))
@@ -75,19 +79,26 @@ def probe_load_options(
     command = [*child_command, "--target", str(target_path.resolve())]
     if drafter_path is not None:
         command += ["--drafter", str(drafter_path.resolve())]
-    death = _run(command, timeout_seconds)
-    if death is None:
+    watch = LoadWatch()
+    with waiting("trying llama.cpp in a child process"):
+        death, late = _run(command, timeout_seconds)
+        second = None if death is None else _run([*command, "--no-extra-bufts"], timeout_seconds)
+    load = watch.load()
+    doubtful = load.is_busy and (late or (second is not None and second[1]))
+    if second is None:
         answer = ProbeAnswer(use_extra_bufts=True, from_cache=False, reason="the child decoded with all of llama.cpp's kernels")
     else:
-        second = _run([*command, "--no-extra-bufts"], timeout_seconds)
-        if second is not None:
+        if second[0] is not None:
+            advice = f"{load.words()}, close other programs and try again" if doubtful else workaround(library_version())
             raise BackendError(
-                f"llama.cpp does not work on this machine: its child process {death}, without repacking it {second}; "
-                f"{workaround(library_version())}"
+                f"llama.cpp does not work on this machine: its child process {death}, without repacking it {second[0]}; {advice}"
             )
         reason = f"llama.cpp's child process {death} with weight repacking and works without it"
         answer = ProbeAnswer(use_extra_bufts=False, from_cache=False, reason=reason)
         notify(f"{reason[0].upper()}{reason[1:]}, so it is off and prompts are slower; {workaround(library_version())}")
+    if doubtful:
+        notify(f"Meanwhile {load.words()}: llama.cpp is tried again next time.")
+        return answer
     kept = {"quantizations": list(quantizations), "use_extra_bufts": answer.use_extra_bufts}
     error = cache_put(cache, key, kept)
     if error is not None:
@@ -122,15 +133,17 @@ def _cached(entry: object) -> CachedProbe | None:
     return CachedProbe(quantizations=tuple(quantizations), use_extra_bufts=answer)
 
 
-def _run(command: Sequence[str], timeout_seconds: float) -> str | None:
-    """Runs a child process. Returns None if it succeeded, else how it ended; raises BackendError with the sentence of the child, if any."""
+def _run(command: Sequence[str], timeout_seconds: float) -> tuple[str | None, bool]:
+    """Runs a child process. Returns how it ended, None if it succeeded, and whether it was too late; raises BackendError with the child's
+    sentence, if any.
+    """
     child = ask_child(command, timeout_seconds)
     sentence = child.answer.get("error")
     if isinstance(sentence, str):
         raise BackendError(sentence)
     if child.end is None and child.answer.get("alive") is not True:
-        return "ended with exit code 0"
-    return child.end
+        return "ended with exit code 0", False
+    return child.end, child.late
 
 
 def workaround(version: str) -> str:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups, stay_on
 from edge_devices.machine.facts import cpu_identity
-from edge_devices.machine.load import LoadWatch, MachineLoad
+from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.calibration.cost_probe import CACHE_NAME, cache_costs, cached_costs, measure_costs
 from edge_runtime.calibration.placement import CACHE_NAME as PLACEMENTS_NAME
 from edge_runtime.calibration.placement import Placement, PlacementFigures, PlacementProbe, PowerSource, RoundLoop, placements
+from edge_runtime.calibration.quiet import QuietCheck
 from edge_runtime.calibration.thread_probe import CACHE_NAME as THREADS_NAME
 from edge_runtime.calibration.thread_probe import ThreadCounts, ThreadTimes, candidates, measure_threads
 from edge_runtime.drafting.cost_model import CostCurve, Costs
@@ -43,20 +44,24 @@ class MeasuredPair:
         return hashlib.sha256(json.dumps([cpu_identity(), self.rows, [*map(str, self.facts)]]).encode()).hexdigest()
 
 
-def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None, notify: Callable[[str], None]) -> Costs:
+def measured_costs(
+    pair: MeasuredPair, power: PhasePower | PowerSource | None, notify: Callable[[str], None], *, waiting: Waiting = silent_wait
+) -> Costs:
     """Returns the cached costs of this pair on this machine; on the first TIMES uses measures them, in about two seconds.
 
-    Costs are seconds, or joules if the objective is energy; measuring the power takes longer. Measuring empties the KV cache, so call this
-    before the prompt of a request is in it.
+    On a busy machine, known costs are not measured again. Costs are seconds, or joules if the objective is energy; measuring the power
+    takes longer. Measuring empties the KV cache, so call this before the prompt of a request is in it.
     """
     path = cache_folder() / CACHE_NAME
     measured = cached_costs(path, pair.key)
     if measured is None or measured.times < TIMES:
-        watch = LoadWatch()
-        now = measure_costs(pair.target, pair.drafter, pair.token, most_rows=pair.rows)
-        measured = now if measured is None else measured.combined(now)
-        if is_trusted(watch.load(), notify, "the costs of drafts"):
-            cache_costs(path, pair.key, measured)
+        check = QuietCheck("the costs of drafts", notify)
+        if measured is None or not check.was_busy:
+            with waiting("measuring what drafts cost on this machine") as report:
+                now = measure_costs(pair.target, pair.drafter, pair.token, most_rows=pair.rows, report=report)
+            measured = now if measured is None else measured.combined(now)
+            if check.passed():
+                cache_costs(path, pair.key, measured)
     curve = CostCurve(measured)
     if pair.objective != "energy" or power is None:
         return curve
@@ -64,7 +69,9 @@ def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None, n
     return EnergyCosts(curve, watts, slowdown=pair.slowdown)
 
 
-def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Callable[[str], None]) -> ThreadCounts:
+def measured_threads(
+    pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Callable[[str], None], *, waiting: Waiting = silent_wait
+) -> ThreadCounts:
     """Sets the cached numbers of threads; on the first TIMES uses measures the best ones, in about two seconds.
 
     Where cores differ, the process is pinned to the fastest from then on. Measuring empties the KV cache.
@@ -83,11 +90,13 @@ def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], N
     if known is None or known.times < TIMES:
         if known is None:
             notify("First use of this bundle on this machine: finding out how many threads each phase runs fastest on.")
-        watch = LoadWatch()
-        now = measure_threads(pair.target, pair.drafter, use, tries, pair.token)
-        known = now if known is None else known.combined(now)
-        if is_trusted(watch.load(), notify, "the numbers of threads"):
-            cache_put(path, key, known.to_json())
+        check = QuietCheck("the numbers of threads", notify)
+        if known is None or not check.was_busy:
+            with waiting("finding the fastest numbers of threads") as report:
+                now = measure_threads(pair.target, pair.drafter, use, tries, pair.token, report=report)
+            known = now if known is None else known.combined(now)
+            if check.passed():
+                cache_put(path, key, known.to_json())
     use(known.best())
     return known.best()
 
@@ -99,13 +108,14 @@ def measured_placement(
     notify: Callable[[str], None],
     *,
     clock: Callable[[], float] = time.perf_counter,
+    waiting: Waiting = silent_wait,
 ) -> tuple[Placement, float]:
     """Sets the threads and processors with the fewest joules per round; returns them, and their time / that of the fastest.
 
     The first use measures each placement with the meter; the next ones up to TIMES the one in use and its best rival again. Measuring
     empties the KV cache. Raises RequestError where the meter has no figure.
     """
-    groups, counts = processor_groups(), measured_threads(pair, set_threads, notify)
+    groups, counts = processor_groups(), measured_threads(pair, set_threads, notify, waiting=waiting)
 
     def use(one: Placement) -> None:
         if len(groups) > 1:
@@ -120,10 +130,11 @@ def measured_placement(
         again = probe.worth_measuring() if known is None else known.rivals(pair.slowdown)
         if len(again) > 1:
             notify(f"measuring the joules of {len(again)} choices of cores and threads, about {len(again) * power.window_s:.0f} s")
-            watch = LoadWatch()
-            rounds = probe.measured(again)
+            check = QuietCheck("the joules of cores and threads", notify)
+            with waiting("measuring the joules of cores and threads") as report:
+                rounds = probe.measured(again, report)
             known = known.with_again(rounds) if known else PlacementFigures(rounds=rounds, fastest=again[0], chosen=again[0])
-            trusted = is_trusted(watch.load(), notify, "the joules of cores and threads")
+            trusted = check.passed()
     if known is None:  # nothing to choose from
         use(probe.tries[0])
         return probe.tries[0], 1.0
@@ -135,10 +146,3 @@ def measured_placement(
     chosen = probe.named(known.chosen)
     use(chosen)
     return chosen, known.slower
-
-
-def is_trusted(load: MachineLoad, notify: Callable[[str], None], what: str) -> bool:
-    """Returns whether a measurement is kept; says so where other programs disturbed it."""
-    if load.is_busy:
-        notify(f"Other programs used {load.others:.0%} of the processors while {what} were measured; they will be measured again.")
-    return not load.is_busy

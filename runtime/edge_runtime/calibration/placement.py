@@ -223,10 +223,11 @@ class PlacementProbe:
         first, *others = self.tries
         return [first.name, *(one.name for one in others if seconds[one.name] < TOO_SLOW * seconds[first.name] and not beaten(one))]
 
-    def measured(self, names: Sequence[str]) -> dict[str, Spent]:
-        """Returns what a round takes on each of these placements; leaves the KV cache empty."""
+    def measured(self, names: Sequence[str], report: Callable[[float], None] = lambda _: None) -> dict[str, Spent]:
+        """Returns what a round takes on each of these placements; leaves the KV cache empty. `report` gets the share that is done."""
         found = {}
-        for name in names:
+        for done, name in enumerate(names):
+            report(done / len(names))
             self.use(self.named(name))
             self.loop.begin()
             found[name] = self.power.spent(self.loop)

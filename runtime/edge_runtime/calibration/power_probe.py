@@ -11,8 +11,10 @@ from edge_devices.energy.live import EnergyWatch
 from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
+from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.calibration.cost_probe import TEXT
 from edge_runtime.calibration.placement import Spent
+from edge_runtime.calibration.quiet import QuietCheck
 from edge_runtime.drafting.phase_power import PhasePower, power_of
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.interfaces import Drafter, Target
@@ -25,11 +27,15 @@ ROOM = 1.1  # measuring window / the shortest window that gives a figure
 
 @dataclass(frozen=True, kw_only=True)
 class PowerProbe:
-    """Calibrates with one meter; `notify` gets a sentence with the duration. Implements `placement.PowerSource`."""
+    """Calibrates with one meter; `notify` gets a sentence with the duration. Implements `placement.PowerSource`.
+
+    A meter measures other programs too: watts of a busy machine are used once and not kept.
+    """
 
     system: System
     meter: Meter
     notify: Callable[[str], None]
+    waiting: Waiting = silent_wait
 
     @property
     def name(self) -> str:
@@ -47,8 +53,10 @@ class PowerProbe:
         try:
             return power_of(read_entries(path).get(own), str(path))
         except ConfigError:
+            check = QuietCheck("the watts of the phases", self.notify)
             power = self._measure(target, drafter, token, most_rows)
-        cache_put(path, own, power.to_json())
+        if check.passed():
+            cache_put(path, own, power.to_json())
         return power
 
     def spent(self, work: Callable[[], None]) -> Spent:
@@ -82,10 +90,13 @@ class PowerProbe:
             if drafter is None or not drafter.draft(token, steps):
                 raise RequestError("there is no drafter whose power could be measured; the energy objective needs one")
 
-        plain = self._watts(lambda: forward(1))
-        verify = self._watts(lambda: forward(min(ROWS, longest)))
-        target.verify([token])  # a draft follows a row of the newest forward
-        drafting = self._watts(draft)
+        with self.waiting("measuring the power of each phase") as report:
+            plain = self._watts(lambda: forward(1))
+            report(1 / 3)
+            verify = self._watts(lambda: forward(min(ROWS, longest)))
+            report(2 / 3)
+            target.verify([token])  # a draft follows a row of the newest forward
+            drafting = self._watts(draft)
         target.rollback(0)
         return PhasePower(draft=drafting, verify=verify, plain=plain)
 

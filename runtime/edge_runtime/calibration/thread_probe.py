@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
+from edge_runtime.calibration.cost_probe import share_done
 from edge_runtime.interfaces import Drafter, Target
 
 CACHE_NAME = "threads.json"
@@ -107,10 +108,12 @@ def measure_threads(
     *,
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
+    report: Callable[[float], None] = lambda _: None,
 ) -> ThreadTimes:
     """Times each phase with each number of `tries`, in turn; leaves the cache empty. `use` sets the thread counts of the pair.
 
-    The first round warms up; of the others, at least MIN_ROUNDS, the lower quartile counts: other processes only add time.
+    The first round warms up; of the others, at least MIN_ROUNDS, the lower quartile counts: other processes only add time. `report` gets
+    the share of the work that is done.
     """
     counts = sorted({n for numbers in tries.values() for n in numbers})
     taken: dict[tuple[Phase, int], list[float]] = {}
@@ -118,6 +121,7 @@ def measure_threads(
     for number in range(MAX_ROUNDS + 1):
         if number > MIN_ROUNDS and clock() - begin > max_seconds:
             break
+        report(share_done(number, clock() - begin, max_seconds=max_seconds, fewest=MIN_ROUNDS, most=MAX_ROUNDS))
         for count in counts if number % 2 else counts[::-1]:
             use(ThreadCounts.same(count))
             for phase, seconds in _timed(target, drafter, token, clock, [phase for phase in PHASES if count in tries[phase]]):

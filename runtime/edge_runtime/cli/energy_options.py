@@ -16,6 +16,7 @@ from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters, no_meter_reason
+from edge_devices.waiting import terminal_wait
 from edge_runtime.calibration.placement import PowerSource
 from edge_runtime.calibration.power_probe import PowerProbe
 from edge_runtime.config.schema import OBJECTIVES
@@ -51,13 +52,13 @@ class EnergyValues:
     reason: str = ""  # why there is no meter
 
     def or_estimate(self) -> EnergyValues:
-        """Returns these values with the power model of the device's profile where there is no meter and the profile has watts."""
+        """Returns these values with the power model of the device's profile where there is no meter; without one, the reason says why."""
         if self.meter is not None:
             return self
         try:
             return replace(self, meter=virtual_meter(self.system, ESTIMATE))
-        except MeterError:
-            return self
+        except MeterError as error:
+            return replace(self, reason=f"{self.reason}, and no estimate: {error} (--meter)")
 
     def watch(self) -> EnergyWatch:
         """Returns the energy measurement of one run."""
@@ -133,7 +134,7 @@ def energy_values(values: dict[str, Any], notify: Callable[[str], None], *, poli
     if taken.phase_power is not None:
         power = read_phase_power(taken.phase_power)
     elif meter is not None and not meter.facts.is_estimate:
-        power = PowerProbe(system=system, meter=meter, notify=notify)
+        power = PowerProbe(system=system, meter=meter, notify=notify, waiting=terminal_wait)
     return EnergyValues(
         system=system,
         meter=meter,

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from edge_devices.command_line import CONTEXT, CommandWithModes, one_sentence_errors, take
+from edge_devices.waiting import terminal_wait
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.cli.chat import MAX_INPUT, ChatValues, TerminalChat, chat_options, chat_values
 from edge_runtime.cli.comparing.comparison import NOTHING_DRAFTED, compare, comparison_table
@@ -20,7 +21,7 @@ from edge_runtime.cli.comparing.demo import run_demo
 from edge_runtime.cli.energy_options import EnergyValues, energy_options, energy_record, energy_values
 from edge_runtime.cli.media_options import MediaValues, media_options, media_values, with_media
 from edge_runtime.cli.modes import EXAMPLES, FirstWord, add_modes
-from edge_runtime.cli.one_prompt import media_message, read_one_prompt
+from edge_runtime.cli.one_prompt import OnePrompt, media_message, read_one_prompt
 from edge_runtime.cli.options import (
     RUN_TOKENS,
     BackendValues,
@@ -55,9 +56,9 @@ from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import manifest_plan
 from edge_runtime.server.options import ServeOptions, serve_options, serve_values
 from edge_runtime.session.chat import MAX_TOKENS, Chat
-from edge_runtime.session.generation import GREEDY_PARAMS, GenerationOptions
+from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions
 from edge_runtime.session.load_options import LoadOptions
-from edge_runtime.session.lossless import check_lossless
+from edge_runtime.session.lossless import LosslessReport, check_lossless
 from edge_runtime.session.monitoring.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
@@ -123,6 +124,7 @@ class RunOptions:
             memory_limit=self.cache.memory_limit,
             power=self.energy.power,
             notify=note,
+            waiting=terminal_wait,
             monitoring=MonitorOptions(
                 warn_above=self.monitoring.warn_rejection,
                 log=self.monitoring.log,
@@ -206,11 +208,7 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
     as_json, explain = options.mode.as_json, energy.explain
     if cache.load_state:
         session.load_state(cache.load_state)
-    media = with_media(session, prompt, options.media, options.chat)
-    if media is None:
-        one = read_one_prompt(session, prompt, options.chat, bare=bool(cache.load_state or cache.save_state))
-    else:
-        one = media_message(session, media)
+    one = sent_prompt(session, options, prompt)
     generation = session.generate(
         one.sent,
         max_tokens=options.max_tokens if one.template is None else options.answer_tokens,
@@ -229,7 +227,9 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
     session.record(generation)
     if cache.save_state:
         session.save_state(cache.save_state)
-    lossless = check_lossless(session, generation) if options.mode.verify_lossless else None
+    if not as_json:
+        click.echo("".join(pieces) if explain else "")
+    lossless = check_again(session, generation) if options.mode.verify_lossless else None
     if as_json:
         record: dict[str, Any] = {
             "prompt": prompt,
@@ -248,7 +248,6 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
             record["lossless"] = lossless.to_json() | {"drafted_tokens": generation.stats.drafted}
         click.echo(json.dumps(record, ensure_ascii=False))
         return
-    click.echo("".join(pieces) if explain else "")
     for sentence in remarks(generation, loaded=cache.load_state is not None):
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
@@ -257,6 +256,20 @@ def run_once(session: Session, options: RunOptions, prompt: str) -> None:
         note("the text ended before the grammar was complete; raise --max-tokens, or leave --stop out")
     if lossless:
         note(lossless.sentence() if generation.stats.drafted else f"{lossless.sentence()}; {NOTHING_DRAFTED}")
+
+
+def sent_prompt(session: Session, options: RunOptions, prompt: str) -> OnePrompt:
+    """Returns the prompt as it is sent: bare, as a message, or as a message with images and sound."""
+    media = with_media(session, prompt, options.media, options.chat)
+    if media is not None:
+        return media_message(session, media)
+    return read_one_prompt(session, prompt, options.chat, bare=bool(options.cache.load_state or options.cache.save_state))
+
+
+def check_again(session: Session, generation: Generation) -> LosslessReport:
+    """Runs the same request without drafts and compares, which takes as long again."""
+    with terminal_wait("the same again without drafts"):
+        return check_lossless(session, generation)
 
 
 def explain_round(session: Session, options: RunOptions) -> Explain:
@@ -289,7 +302,8 @@ def run_comparison(session: Session, options: RunOptions, prompt: str) -> None:
         repeats=options.mode.repeats,
         show=(lambda _: None) if as_json else (lambda text: click.echo(text, nl=False, err=True)),
         shown_prompt=prompt,
-        watch=options.energy.watch,
+        watch=options.energy.or_estimate().watch,
+        waiting=terminal_wait,
     )
     if as_json:
         click.echo(json.dumps(comparison.to_json(), ensure_ascii=False))

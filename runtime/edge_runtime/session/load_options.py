@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
+from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.selection import BackendKind
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
@@ -45,6 +46,8 @@ class LoadOptions:
         check: How thoroughly files are compared with the manifest: fast, full or none (`integrity`).
         public_key: PEM file of the Ed25519 key that must have signed the bundle.
         notify: Called with a sentence about slow steps, such as a measurement on first use.
+        waiting: Shows waits of seconds: called with what is done, returns a context manager whose value is called with the share that is
+            done. `edge_devices.waiting.terminal_wait` shows a bar in a terminal.
         power: Watts per phase, or a function that measures them; needed for the objective "energy".
         backend: llama or onnx; None takes the faster one on this machine of those that are installed, by a measurement on first use.
         execution_provider: ONNX Runtime's execution provider, such as "xnnpack" (onnx).
@@ -67,6 +70,7 @@ class LoadOptions:
     check: CheckMode = "fast"
     public_key: Path | None = None
     notify: Callable[[str], None] = _ignore
+    waiting: Waiting = silent_wait
     power: PhasePower | PowerSource | None = None
     backend: BackendKind | None = None
     execution_provider: str | None = None
@@ -91,6 +95,7 @@ class LoadKeywords(TypedDict, total=False):
     check: CheckMode
     public_key: Path | None
     notify: Callable[[str], None]
+    waiting: Waiting
     power: PhasePower | PowerSource | None
     backend: BackendKind | None
     execution_provider: str | None

@@ -149,7 +149,7 @@ class _PairLoader:
             kind=kind,
             backend="onnx",
             kernels=row_kernels() if target.row_kernels else None,
-            costs=lambda: measured_costs(pair, options.power, options.notify),
+            costs=lambda: measured_costs(pair, options.power, options.notify, waiting=options.waiting),
             acceptance_cache=self._acceptance_cache("onnx", kind, exported),
             encoder=self._encoder("onnx", lambda: media_encoder(self.bundle, ort_options)),
             fingerprint=self._fingerprint(library_version(), *facts),
@@ -172,7 +172,7 @@ class _PairLoader:
             pair = self._with_best_threads(pair, batch)
         else:
             pair = replace(pair, facts=(*pair.facts, ThreadCounts.same(self.threads)))
-        costs = cache(lambda: measured_costs(pair, options.power, options.notify))
+        costs = cache(lambda: measured_costs(pair, options.power, options.notify, waiting=options.waiting))
         if count > 1 and self.settings.policy == "profit":
             costs()  # measuring empties the cache, so it is done before any request runs
         acceptance_cache = self._acceptance_cache("llama", kind, self.bundle.manifest.parity)
@@ -198,14 +198,14 @@ class _PairLoader:
 
     def _with_best_threads(self, pair: MeasuredPair, batch: LlamaSequenceBatch) -> MeasuredPair:
         """Sets the best threads; returns the pair with them among its facts, and with the slowdown that they leave of what is allowed."""
-        power, notify = self.options.power, self.options.notify
+        power, notify, waiting = self.options.power, self.options.notify, self.options.waiting
 
         def set_threads(counts: ThreadCounts) -> None:
             batch.set_threads(**counts.to_json())
 
         if pair.objective != "energy" or power is None or isinstance(power, PhasePower):
-            return replace(pair, facts=(*pair.facts, measured_threads(pair, set_threads, notify)))
-        placement, slower = measured_placement(pair, set_threads, power, notify)
+            return replace(pair, facts=(*pair.facts, measured_threads(pair, set_threads, notify, waiting=waiting)))
+        placement, slower = measured_placement(pair, set_threads, power, notify, waiting=waiting)
         left = None if pair.slowdown is None else max(0.0, (1 + pair.slowdown) / slower - 1)
         return replace(pair, facts=(*pair.facts, placement), slowdown=left)
 
@@ -220,7 +220,9 @@ class _PairLoader:
         probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if has_model else [])]
         paths = [bundle.folder / file.path for file in probed]
         quantizations = [file.quantization or "unknown" for file in probed]
-        answer = probe_load_options(paths[0], paths[1] if has_model else None, quantizations, notify=self.options.notify)
+        answer = probe_load_options(
+            paths[0], paths[1] if has_model else None, quantizations, notify=self.options.notify, waiting=self.options.waiting
+        )
         use_extra_bufts = answer.use_extra_bufts and repack
         llama_options = LlamaOptions(
             context=settings.context,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from edge_devices.cli import main
+from edge_devices.energy import protocol
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.phases import PhaseWatts, share_out
-from edge_devices.energy.protocol import BusyLoad, PhaseLoop, measure
+from edge_devices.energy.protocol import BusyLoad, PhaseLoop, Plan, characterise_meter, measure, planned_seconds
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, read_log, write_log
@@ -22,6 +24,7 @@ from edge_devices.energy.text import report_lines
 from edge_devices.energy.virtual_meters import PendingExternalMeter
 from edge_devices.energy.windows import measure_window
 from edge_devices.errors import MeasurementError, MeterError
+from edge_devices.machine.load import MachineLoad
 from edge_devices.machine.state import DeviceState
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Scope
@@ -243,3 +246,37 @@ def test_windows_outside_the_recording_are_refused(log):
         measure_window(log.trace, 5.0, 5.0, characteristics)
     with pytest.raises(MeasurementError, match="0 new values"):
         measure_window(log.trace, 1e6, 1e6 + 10, characteristics)
+
+
+def test_every_step_is_reported_with_its_length_and_the_share_that_is_over():
+    machine, steps = SimulatedMachine(), list[tuple[float, str]]()
+    measured = characterise_meter(machine.system, machine, machine.load, lambda share, step="": steps.append((share, step)))
+    assert [share for share, _ in steps] == [pytest.approx(i / 6) for i in range(6)]
+    assert "how fast the meter is" in steps[0][1]
+    steps.clear()
+    machine.recorder = Recorder(machine.system, machine)
+    machine.recorder.poll()
+    workloads = {"plain": machine.workload(12.0), "drafted": machine.workload(14.0)}
+    plan = Plan(repeats=2, rest_s=1.0)
+    measure(machine.system, machine.recorder, workloads, measured, plan, report=lambda share, step="": steps.append((share, step)))
+    shares, names = zip(*steps, strict=True)
+    assert list(shares) == sorted(shares)
+    assert shares[-1] < 1
+    window_s = (
+        planned_seconds(Plan(repeats=1, soak=False, rest_s=0.0), {"one": workloads["plain"]}, measured) - 2 * measured.shortest_idle_s
+    )
+    assert [name for name in names if "warm-up" not in name] == [
+        f"idle, {measured.shortest_idle_s:.0f} s",
+        *(f"{name}, {window_s:.0f} s, repeat 1 of 2" for name in ("plain", "drafted")),
+        *(f"{name}, {window_s:.0f} s, repeat 2 of 2" for name in ("drafted", "plain")),
+        f"idle again, {measured.shortest_idle_s:.0f} s",
+    ]
+
+
+def test_a_machine_that_is_busy_before_the_first_run_is_in_the_log(monkeypatch):
+    busy = MachineLoad(others=0.02, waiting=0.4, seconds=30.0)
+    monkeypatch.setattr(protocol, "LoadWatch", lambda: SimpleNamespace(load=lambda: busy))
+    machine = SimulatedMachine()
+    log = run_protocol(machine, {"plain": machine.workload(12.0)})
+    assert any("before the first run, other programs used 2% of the processors and programs waited" in text for text in log.warnings)
+    assert log.others == [busy]

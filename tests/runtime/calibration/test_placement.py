@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from edge_devices.machine.load import MachineLoad
-from edge_runtime.calibration import first_use
+from edge_runtime.calibration import first_use, quiet
 from edge_runtime.calibration.first_use import TIMES, MeasuredPair, measured_placement
 from edge_runtime.calibration.placement import SAVES, Placement, PlacementFigures, PlacementProbe, RoundLoop, Spent, placements
 from edge_runtime.calibration.thread_probe import ThreadCounts, candidates, measure_threads
@@ -158,14 +158,14 @@ def phone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Bench, list[
     def set_threads(counts: ThreadCounts) -> None:
         bench.use(Placement(processors=kept[-1], threads=counts))
 
-    def threads(_pair, _set, _notify) -> ThreadCounts:
+    def threads(_pair, _set, _notify, **_) -> ThreadCounts:
         return best_by_time(bench)
 
     def use(slowdown: float | None = None, others: float = 0.0) -> tuple[Placement, float]:
         pair = MeasuredPair(
             target=bench.target, drafter=bench.drafter, token=1, rows=5, objective="energy", slowdown=slowdown, facts=("a pair",)
         )
-        monkeypatch.setattr(first_use, "LoadWatch", lambda: SimpleNamespace(load=lambda: MachineLoad(others=others, seconds=9.0)))
+        monkeypatch.setattr(quiet, "LoadWatch", lambda: SimpleNamespace(load=lambda: MachineLoad(others=others, seconds=9.0)))
         return measured_placement(pair, set_threads, bench, lambda _: None, clock=bench.clock)
 
     monkeypatch.setattr(first_use, "processor_groups", lambda: PHONE.groups)

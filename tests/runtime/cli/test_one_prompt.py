@@ -90,15 +90,38 @@ def test_a_comparison_without_drafts_gives_no_ratio(ask) -> None:
 def test_a_busy_machine_is_noticed(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 0 0 0 0 0 0 0 0 0\ncpu0 100 0 0 0 0 0 0 0 0 0\n")
-    watch = LoadWatch(stat)
-    watch._begin = (watch._begin[0] - 10, *watch._begin[1:])  # ten seconds ago
+    watch = LoadWatch(stat, tmp_path / "no-pressure")
+    watch._begin = replace(watch._begin, clock=watch._begin.clock - 10)  # ten seconds ago
     stat.write_text("cpu  900 0 0 0 0 0 0 0 0 0\ncpu0 900 0 0 0 0 0 0 0 0 0\n")
     load = watch.load()
     assert load.is_busy
     assert load.others == pytest.approx(0.8, abs=0.05)
-    assert "close them and run again" in load.sentence()
+    assert load.waiting is None
+    assert "close other programs and run again" in load.sentence()
     assert not MachineLoad(others=None, seconds=1).is_busy
     assert LoadWatch(tmp_path / "nothing").load().others is None
+
+
+def test_pressure_shows_one_busy_program_among_many_processors(tmp_path) -> None:
+    stat, pressure = tmp_path / "stat", tmp_path / "pressure"
+    processors = "".join(f"cpu{i} 100 0 0 0 0 0 0 0 0 0\n" for i in range(64))
+
+    def write(used: int, waited: int) -> None:
+        stat.write_text(f"cpu  {used} 0 0 0 0 0 0 0 0 0\n{processors}")
+        pressure.write_text(f"some avg10=0.00 avg60=0.00 avg300=0.00 total={waited}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n")
+
+    write(100, 1_000_000)
+    watch = LoadWatch(stat, pressure)
+    watch._begin = replace(watch._begin, clock=watch._begin.clock - 10)
+    write(1100, 9_000_000)  # one processor for ten seconds; a thread of ours waited eight of them
+    load = watch.load()
+    assert load.others == pytest.approx(1 / 64, abs=0.01)
+    assert load.waiting == pytest.approx(0.8, abs=0.01)
+    assert load.is_busy
+    assert "programs waited for a processor in 80% of the time" in load.sentence()
+    assert load.to_json().keys() == {"others", "seconds", "waiting", "busy"}
+    pressure.write_text("nonsense")
+    assert watch.load().waiting is None
 
 
 def test_system_message_and_thinking_reach_a_message_with_an_image(monkeypatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path, PurePath
@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 from edge_devices.energy.protocol import Workload
 from edge_devices.machine.facts import read_machine
+from edge_devices.waiting import Report
 from edge_runtime.backends.selection import BackendKind, choose_backend
 from edge_runtime.bench.measure.concurrency import alone, run_level
 from edge_runtime.bench.measure.energy import energy_workloads
@@ -46,6 +47,9 @@ class Progress(Protocol):
 
     def message(self, text: str) -> None:
         """Shows a message to the user."""
+
+    def wait(self, title: str) -> AbstractContextManager[Report]:
+        """Shows a wait of seconds while a with block runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +105,7 @@ class Benchmark:
             preset=request.preset,
             check="none",
             notify=progress.message,
+            waiting=progress.wait,
             backend=self._backend,
         )
 
@@ -115,6 +120,7 @@ class Benchmark:
             preset=request.preset,
             check="none",
             notify=self._progress.message,
+            waiting=self._progress.wait,
         )
 
     def records(self) -> Iterator[Record]:
@@ -221,7 +227,8 @@ class Benchmark:
         for kind, runner in edge_runners.items():
             session = runner.session
             rows = session.settings.longest_draft + 1
-            costs = measure_costs(session.target, session.drafter, max(session.vocabulary.bos, 0), most_rows=rows)
+            with self._progress.wait(f"costs of {kind} drafts") as report:
+                costs = measure_costs(session.target, session.drafter, max(session.vocabulary.bos, 0), most_rows=rows, report=report)
             step = costs.mean_step if costs.step > LEAST_SECONDS else None
             yield CostRecord(drafter=kind, length=TEXT, verify_seconds=costs.verify[:rows], draft_step_seconds=step)
             self._progress.advance()

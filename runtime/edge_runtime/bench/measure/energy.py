@@ -15,8 +15,6 @@ from edge_devices.energy.external.columns import parse_choice
 from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.phases import PREFILL
 from edge_devices.energy.protocol import (
-    SOAK_WINDOWS,
-    WINDOW_MARGIN,
     BusyLoad,
     PhaseLoop,
     Plan,
@@ -24,6 +22,7 @@ from edge_devices.energy.protocol import (
     Workload,
     characterise_meter,
     measure,
+    planned_seconds,
 )
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import CALIBRATION, Report, make_report
@@ -32,6 +31,7 @@ from edge_devices.energy.virtual_meters import EXTERNAL, PendingExternalMeter, r
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters, no_meter_reason
+from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.bench.measure.prompts import PreparedPrompt
 from edge_runtime.bench.measure.runners import EdgeRunner, Place
 from edge_runtime.bench.measure.schedule import DOMAINS_PART
@@ -89,6 +89,7 @@ def measure_energy(
     system: System | None = None,
     repeats: int = REPEATS,
     minutes: float | None = None,
+    waiting: Waiting = silent_wait,
 ) -> tuple[Report | None, RunLog]:
     """Runs the protocol, writes its log window by window and computes the figures. `minutes`: about how long it may take.
 
@@ -100,13 +101,15 @@ def measure_energy(
     def load() -> BusyLoad:
         return BusyLoad(threads)
 
-    characteristics = Characteristics.expected(meter.facts) if awaited else characterise_meter(system, meter, load)
+    with waiting("energy") as show:
+        characteristics = Characteristics.expected(meter.facts) if awaited else characterise_meter(system, meter, load, show)
     kept: RunLog | None = None
     plan = Plan(repeats=repeats)
     if minutes is not None:
         plan, workloads = fitted(plan, workloads, characteristics, 60 * minutes)
 
-    with LogFile(path) as file, Recorder(system, meter) as recorder:
+    minutes_needed = planned_seconds(plan, workloads, characteristics) / 60
+    with waiting(f"energy, about {minutes_needed:.0f} min") as show, LogFile(path) as file, Recorder(system, meter) as recorder:
 
         def keep(log: RunLog) -> None:
             nonlocal kept
@@ -114,7 +117,7 @@ def measure_energy(
             file.keep(log, recorder.raw)
 
         try:
-            log = measure(system, recorder, workloads, characteristics, plan, load if awaited else None, keep)
+            log = measure(system, recorder, workloads, characteristics, plan, load if awaited else None, keep, show)
         except KeyboardInterrupt:
             if kept is None or not kept.runs:
                 raise
@@ -133,13 +136,6 @@ def fitted(
     counts = range(plan.repeats, FEWEST_REPEATS - 1, -1)
     tries = [(replace(plan, repeats=count), each) for each in (workloads, whole) for count in counts]
     return next((one for one in tries if planned_seconds(*one, characteristics) <= seconds), tries[-1])
-
-
-def planned_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> float:
-    """Returns about how long a measurement takes after the meter is characterised."""
-    window_s = plan.window_s or WINDOW_MARGIN * characteristics.shortest_window_s
-    runs = plan.repeats * len(workloads) * (window_s + plan.rest_s)
-    return 2 * characteristics.shortest_idle_s + plan.soak * SOAK_WINDOWS * window_s + runs
 
 
 def _figures(log: RunLog) -> Report:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import click
 
 from edge_devices.errors import printable
+from edge_devices.waiting import Report
 from edge_runtime.bench.report.figures import Figures
 from edge_runtime.bench.report.tables import TextTable, all_tables, machine_line, notes
 from edge_runtime.bench.report.verdict import verdict
@@ -98,6 +100,19 @@ class BenchProgress:
         if not self._bars.console.is_terminal and time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
             note(f"{self._title}: {self._done} of {self._total}")
+
+    @contextmanager
+    def wait(self, title: str) -> Iterator[Report]:
+        """Shows a wait as a bar of percent among the others while it lasts; nothing without a terminal."""
+        task = self._bars.add_task(title, total=None)
+
+        def report(share: float, step: str = "") -> None:
+            self._bars.update(task, total=100, completed=round(100 * share), description=f"{title}: {step}" if step else title)
+
+        try:
+            yield report
+        finally:
+            self._bars.remove_task(task)
 
     def message(self, text: str) -> None:
         """Prints a message above the bars."""

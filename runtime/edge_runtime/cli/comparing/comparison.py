@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
-from edge_devices.machine.load import LoadWatch, MachineLoad
+from edge_devices.machine.load import LoadWatch, MachineLoad, load_now
 from edge_devices.machine.memory import peak_memory_bytes
+from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.cli.energy_options import unwatched
 from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.session import Session
@@ -26,7 +27,7 @@ class Comparison:
     """Statistics of the runs of each kind; run i of the one kind followed run i of the other.
 
     `drafting` describes the draft lengths; `draft_length` is None if a policy chose them. `same_tokens`: all runs had the same output.
-    The energy of a kind is that of all its runs together.
+    The energy of a kind is that of all its runs together. `load_before` is the load right before the first run, `load` that meanwhile.
     """
 
     drafting: str
@@ -35,6 +36,7 @@ class Comparison:
     drafted: tuple[DecodeStats, ...]
     same_tokens: bool
     peak_memory: int
+    load_before: MachineLoad
     load: MachineLoad
     plain_energy: RunEnergy
     drafted_energy: RunEnergy
@@ -64,6 +66,7 @@ class Comparison:
         """Returns plain values under stable keys; `speed_up` is None if nothing was drafted."""
         return {
             "drafted_tokens": self.drafted_tokens,
+            "machine_load_before": self.load_before.to_json(),
             "machine_load": self.load.to_json(),
             "drafting": self.drafting,
             "draft_length": self.draft_length,
@@ -86,28 +89,39 @@ def compare(
     show: Callable[[str], None],
     shown_prompt: str,
     watch: Callable[[], EnergyWatch] = unwatched,
+    waiting: Waiting = silent_wait,
 ) -> Comparison:
     """Runs without and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each kind.
 
-    `draft_length` None leaves it to the session's settings; `watch` returns the energy measurement of one run.
+    `draft_length` None leaves it to the session's settings; `watch` returns the energy measurement of one run. Before the first run it is
+    said if the machine is busy.
     """
     drafting = f"policy {session.settings.policy}" if draft_length is None else f"drafts of {draft_length}"
     runs: dict[int, list[DecodeStats]] = {0: [], 1: []}
     outputs: list[list[int]] = []
-    load, pools = LoadWatch(), (EnergyPool(), EnergyPool())
-    for repeat in range(repeats):
-        for drafting_on, length in enumerate((0, draft_length)):
-            if repeat == 0:
-                show(f"\n--- {drafting if drafting_on else 'plain'} ---\n{shown_prompt}")
-            generation = session.generate(prompt, max_tokens=max_tokens, draft_length=length)
-            with watch() as energy:
-                for piece in generation:
-                    if repeat == 0:
-                        show(piece)
-            energy.add_to(pools[drafting_on], generation.stats.tokens)
-            runs[drafting_on].append(generation.stats)
-            outputs.append(generation.tokens)
+    pools = EnergyPool(), EnergyPool()
+
+    def run(drafting_on: int, shown: Callable[[str], None]) -> None:
+        generation = session.generate(prompt, max_tokens=max_tokens, draft_length=draft_length if drafting_on else 0)
+        shown(f"\n--- {drafting if drafting_on else 'plain'} ---\n{shown_prompt}")  # below what a measurement on first use says
+        with watch() as energy:
+            for piece in generation:
+                shown(piece)
+        energy.add_to(pools[drafting_on], generation.stats.tokens)
+        runs[drafting_on].append(generation.stats)
+        outputs.append(generation.tokens)
+
+    before = load_now()
+    if before.is_busy:
+        show(f"before the first run, {before.sentence()}\n")
+    load = LoadWatch()
+    for drafting_on in (0, 1):
+        run(drafting_on, show)
     show("\n\n")
+    with waiting(f"the same again, {repeats - 1} times without and with drafts in turn") as report:
+        for done in range(2, 2 * repeats):
+            report((done - 2) / (2 * repeats - 2))
+            run(done % 2, lambda _: None)
     return Comparison(
         drafting=drafting,
         draft_length=draft_length,
@@ -115,6 +129,7 @@ def compare(
         drafted=tuple(runs[1]),
         same_tokens=all(o == outputs[0] for o in outputs),
         peak_memory=peak_memory_bytes(),
+        load_before=before,
         load=load.load(),
         plain_energy=pools[0].energy(),
         drafted_energy=pools[1].energy(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 import click
 
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
-from edge_devices.machine.load import LoadWatch, MachineLoad
+from edge_devices.machine.load import LoadWatch, MachineLoad, load_now
+from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.cli.one_prompt import is_instruction_tuned
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.generation import Generation
@@ -54,7 +54,6 @@ MESSAGES = {
 # A low temperature: greedy text of a small model soon repeats itself, which is too easy to draft. The seed makes texts comparable.
 SAMPLING = SamplingParams(temperature=0.4, top_p=0.95, seed=1)
 TOKENS = 72
-_WAIT, _ERASE = click.style("the same again, without and with drafts in turn ...", dim=True), "\r\x1b[2K"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +73,12 @@ class KindResult:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """All kinds of text, the energy of all runs without and with drafts, and the load by other programs."""
+    """All kinds of text, the energy of all runs without and with drafts, and the load by other programs before and meanwhile."""
 
     kinds: tuple[KindResult, ...]
     plain_energy: RunEnergy
     drafted_energy: RunEnergy
+    load_before: MachineLoad
     load: MachineLoad
 
     @property
@@ -101,7 +101,7 @@ class DemoResult:
             ratios = sorted(1 / kind.speed_up for kind in self.kinds)
             share = f"{1 / self.speed_up:.2f} times the joules per token ({ratios[0]:.2f} to {ratios[-1]:.2f}) if the watts are equal"
             return f"{share}, an ESTIMATE: {why}"
-        mark = "an ESTIMATE, nothing was measured" if drafted.kind == "estimate" else "measured"
+        mark = f"an ESTIMATE, nothing was measured ({drafted.facts.source})" if drafted.kind == "estimate" and drafted.facts else "measured"
         return f"{drafted.figure()} J per token instead of {plain.figure()}, {mark}"
 
     def to_json(self) -> dict[str, Any]:
@@ -120,6 +120,7 @@ class DemoResult:
                 for kind in self.kinds
             ],
             "energy": {"plain": self.plain_energy.to_json(), "drafted": self.drafted_energy.to_json()},
+            "machine_load_before": self.load_before.to_json(),
             "machine_load": self.load.to_json(),
             "sentence": self.sentence(),
         }
@@ -129,15 +130,25 @@ class Demo:
     """Runs the kinds of text that suit the bundle; `write` gets text with colours, `watch` returns the energy measurement of one run."""
 
     def __init__(
-        self, session: Session, *, max_tokens: int, repeats: int, write: Callable[[str], None], watch: Callable[[], EnergyWatch]
+        self,
+        session: Session,
+        *,
+        max_tokens: int,
+        repeats: int,
+        write: Callable[[str], None],
+        watch: Callable[[], EnergyWatch],
+        waiting: Waiting = silent_wait,
     ) -> None:
         self._session, self._max_tokens, self._repeats = session, max_tokens, repeats
-        self._write, self._watch = write, watch
+        self._write, self._watch, self._waiting = write, watch, waiting
         self._pools = {True: EnergyPool(), False: EnergyPool()}
         self._template = bundle_template(session.bundle, session.vocabulary) if is_instruction_tuned(session) else None
 
     def run(self) -> DemoResult:
         """Streams each kind once with drafts, then measures it without and with drafts in turn."""
+        before = load_now()
+        if before.is_busy:
+            self._write(f"Before the first run, {before.sentence()}.\n")
         load = LoadWatch()
         architecture = self._session.bundle.manifest.architecture
         self._write(
@@ -145,20 +156,26 @@ class Demo:
         )
         kinds = tuple(self._kind(name, prompt) for name, prompt in (TEXTS if self._template is None else MESSAGES).items())
         return DemoResult(
-            kinds=kinds, plain_energy=self._pools[False].energy(), drafted_energy=self._pools[True].energy(), load=load.load()
+            kinds=kinds,
+            plain_energy=self._pools[False].energy(),
+            drafted_energy=self._pools[True].energy(),
+            load_before=before,
+            load=load.load(),
         )
 
     def _kind(self, name: str, prompt: str) -> KindResult:
-        self._write(click.style(f"\n--- {name} ---\n", bold=True) + click.style(prompt, dim=True) + "\n" * (self._template is not None))
         sent: str | list[int] = prompt if self._template is None else self._template.encode([{"role": "user", "content": prompt}])
         shown = self._generation(sent, drafting=True)
+        self._write(click.style(f"\n--- {name} ---\n", bold=True) + click.style(prompt, dim=True) + "\n" * (self._template is not None))
         for piece in self._coloured(shown):
             self._write(piece)
         runs: dict[bool, list[DecodeStats]] = {True: [], False: []}
         outputs = [shown.tokens]
-        self._write("\n" + _WAIT)
-        for _ in range(self._repeats):
-            for drafting in (False, True):
+        self._write("\n")
+        with self._waiting("the same again, without and with drafts in turn") as report:
+            for done in range(2 * self._repeats):
+                report(done / (2 * self._repeats))
+                drafting = done % 2 == 1
                 generation = self._generation(sent, drafting=drafting)
                 with self._watch() as energy:
                     generation.text()
@@ -168,7 +185,7 @@ class Demo:
         result = KindResult(
             name=name, plain=tuple(runs[False]), drafted=tuple(runs[True]), same=all(tokens == outputs[0] for tokens in outputs)
         )
-        self._write(f"{_ERASE}{_line(result)}\n")
+        self._write(f"{_line(result)}\n")
         return result
 
     def _generation(self, sent: str | list[int], *, drafting: bool) -> Generation:
@@ -194,16 +211,15 @@ def _line(kind: KindResult) -> str:
 
 def run_demo(session: Session, *, max_tokens: int, repeats: int, as_json: bool, watch: Callable[[], EnergyWatch]) -> None:
     """Runs the demo and prints its result; with `as_json`, only one object."""
-    terminal = sys.stdout.isatty()
 
     def write(text: str) -> None:
-        if not as_json and (terminal or text != "\n" + _WAIT):
-            click.echo(text if terminal else text.replace(_ERASE, "\n"), nl=False)
+        if not as_json:
+            click.echo(text, nl=False)
 
-    result = Demo(session, max_tokens=max_tokens, repeats=repeats, write=write, watch=watch).run()
+    result = Demo(session, max_tokens=max_tokens, repeats=repeats, write=write, watch=watch, waiting=terminal_wait).run()
     if as_json:
         click.echo(json.dumps(result.to_json(), ensure_ascii=False))
         return
     if result.load.is_busy:
-        click.echo(result.load.sentence(), err=True)
+        click.echo(f"meanwhile, {result.load.sentence()}", err=True)
     click.echo("\n" + click.style(result.sentence(), bold=True))

@@ -1,0 +1,49 @@
+"""Waits of seconds to minutes: what is done, how far it is, and how long it still takes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+
+class Report(Protocol):
+    """Shows how far a wait is."""
+
+    def __call__(self, share: float, step: str = "", /) -> None:
+        """`share` of the wait that is over, 0 to 1; `step`: what is done now, if that changes."""
+
+
+def unseen(_: float, __: str = "") -> None:
+    """A report that shows nothing."""
+
+
+# Called with what is done; the with block is the wait. Until the first report nobody can say how long it takes.
+Waiting = Callable[[str], AbstractContextManager[Report]]
+
+
+@contextmanager
+def silent_wait(_: str) -> Iterator[Report]:
+    """Shows nothing."""
+    yield unseen
+
+
+@contextmanager
+def terminal_wait(title: str) -> Iterator[Report]:
+    """Shows a bar with the time so far and the time left on standard error, and removes it at the end. Without a terminal, nothing."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield unseen
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    # Few refreshes: the drawing thread shares the processors with what is measured.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bars:
+        task = bars.add_task(title, total=None)
+
+        def report(share: float, step: str = "") -> None:
+            bars.update(task, total=1.0, completed=share, description=f"{title}: {step}" if step else title)
+
+        yield report
