@@ -22,6 +22,8 @@ from edge_runtime.backends.kernels.build import build, host_target
 
 SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize=function,vptr", "-fsanitize-trap=all")
 WRONG = (0, -1, 3, -(1 << 62), (1 << 63) - 1, 1 << 31, 1 << 40)
+# Types of GGUF files (enum ggml_type): inputs and bytes of a block.
+_GGUF_BLOCKS = {2: (32, 18), 8: (32, 34), 12: (256, 144), 14: (256, 210)}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _kept: list[mmap.mmap] = []
 
@@ -94,6 +96,33 @@ class Fuzzer:
             if not np.array_equal(out, first, equal_nan=True):
                 raise AssertionError(f"{name} differs from {self.variants[0]} at {sizes}")
 
+    def gguf_products(self) -> None:
+        """One matrix as a GGUF file has it, of random bytes; scales that are no numbers included."""
+        random = self._random
+        kind = int(random.choice(list(_GGUF_BLOCKS)))
+        each, size = _GGUF_BLOCKS[kind]
+        outputs, inputs, rows = int(random.integers(1, 150)), 256 * int(random.integers(1, 4)), int(random.integers(1, 40))
+        data = filled(random.integers(0, 256, (outputs, inputs // each * size)).astype(np.uint8))
+        values = filled(_floats(random, (rows, inputs)))
+        sizes = [outputs, inputs, data.shape[1], rows]
+        wrong = random.random() < 0.3
+        if wrong:
+            place = int(random.integers(4))
+            sizes[place] = WRONG[int(random.integers(len(WRONG)))]
+            wrong = place in (1, 2) or not 0 < sizes[place] < 1 << 31
+            if not wrong or (place == 3 and sizes[place] > 0):
+                return
+        first = None
+        for name in self.variants:
+            out = guarded((rows, outputs), np.float32)
+            words = [ctypes.c_int(kind), *map(ctypes.c_int64, sizes[:3]), pointer(data), pointer(values), ctypes.c_int64(sizes[3])]
+            failed = self._library.edge_rows_multiply_gguf(name.encode(), *words, pointer(out))
+            if bool(failed) != wrong:
+                raise AssertionError(f"{name}: type {kind} of {sizes} returned {failed}")
+            first = out if first is None else first
+            if not np.array_equal(out, first, equal_nan=True):
+                raise AssertionError(f"{name} differs from {self.variants[0]} at type {kind} of {sizes}")
+
     def attentions(self) -> None:
         """One attention on all variants, and with other numbers of queries at a time."""
         random = self._random
@@ -153,9 +182,10 @@ def main(inputs: int, seed: int) -> None:
         fuzzer = Fuzzer(ctypes.CDLL(str(build(target, Path(folder), SANITIZERS))), seed)
         for _ in range(inputs):
             fuzzer.products()
+            fuzzer.gguf_products()
             fuzzer.attentions()
             _kept.clear()
-    click.echo(f"{inputs} products and {inputs} attentions on {', '.join(fuzzer.variants)}: no failure")
+    click.echo(f"{inputs} products, {inputs} of GGUF weights and {inputs} attentions on {', '.join(fuzzer.variants)}: no failure")
 
 
 if __name__ == "__main__":

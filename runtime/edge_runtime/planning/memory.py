@@ -19,11 +19,10 @@ from edge_runtime.errors import RequestError
 CELL_STEP = 256
 # The interpreter with numpy and llama.cpp's libraries, as measured.
 PROCESS_BYTES = 48 << 20
-# Bits per weight of the types that llama.cpp repacks for the CPU (ggml/src/ggml-cpu/repack.cpp) or that the row kernels pack: 10 of q6_K,
-# which is 8-bit levels and a float32 for each 16 then, and a fifth of q4_k_m and q5_k_m. Which types are repacked depends on the processor;
-# all are counted.
-_Q6_BITS = 10.0
-_REPACKED_BITS = {"q4_0": 4.5, "q4_k_m": 5.6, "q5_k_m": 6.4, "q6_k": _Q6_BITS, "q8_0": 8.5}
+# Bits per weight of the types that llama.cpp repacks for the CPU (ggml/src/ggml-cpu/repack.cpp) or that the row kernels pack: 6.6 of q6_K,
+# which is a fifth of q4_k_m and q5_k_m, 4.6 of q4_K. Which types are repacked depends on the processor; all are counted.
+_Q6_BITS = 6.6
+_REPACKED_BITS = {"q4_0": 4.5, "q4_k_m": 5.0, "q5_k_m": 5.7, "q6_k": _Q6_BITS, "q8_0": 8.5}
 # The head, also where it is the embedding.
 _HEAD_BITS = {name: 8.5 if name == "q8_0" else _Q6_BITS for name in _REPACKED_BITS}
 _FLOAT, _MASK = 4, 2

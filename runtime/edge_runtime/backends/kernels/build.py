@@ -72,36 +72,45 @@ def build(target: str, folder: Path, flags: Sequence[str] = ()) -> Path:
 
     Raises RuntimeError with the compiler's words if that fails.
     """
-    architecture = target.partition("-")[0]
-    jobs = [(name, _BASE[architecture]) for name in _COMMON] + list(_VARIANTS[architecture].items())
+    processor = _BASE[target.partition("-")[0]]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / library_name(target)
     with tempfile.TemporaryDirectory(prefix="edge-mtp-kernels-") as scratch:
-        # The compiler's own caches lie in the scratch folder, too.
-        environment = os.environ | {"ZIG_LOCAL_CACHE_DIR": f"{scratch}/local", "ZIG_GLOBAL_CACHE_DIR": f"{scratch}/global"}
-
-        def compile_one(job: tuple[str, str]) -> str:
-            source, processor = job
-            output = f"{scratch}/{Path(source).stem}.o"
-            _run(
-                [*_FLAGS, *flags, f"-I{SOURCES}", "-target", target, f"-mcpu={processor}", "-c", str(SOURCES / source), "-o", output],
-                environment,
-            )
-            return output
-
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            objects = list(pool.map(compile_one, jobs))
+        objects = compile_objects(target, Path(scratch), flags)
         # The C library is that of the process that loads this one: zig would first compile its own for a minute.
         system = ["-undefined", "dynamic_lookup"] if "macos" in target else ["-Wl,-z,max-page-size=16384"]
         partial = f"{scratch}/{path.name}"
-        _run(
-            ["-target", target, f"-mcpu={_BASE[architecture]}", "-shared", "-s", "-nostdlib", *system, *objects, "-o", partial], environment
+        run_compiler(
+            ["-target", target, f"-mcpu={processor}", "-shared", "-s", "-nostdlib", *system, *objects, "-o", partial], Path(scratch)
         )
         path.write_bytes(Path(partial).read_bytes())
     return path
 
 
-def _run(arguments: list[str], environment: dict[str, str]) -> None:
+def compile_objects(target: str, folder: Path, flags: Sequence[str] = (), without: Sequence[str] = ()) -> list[str]:
+    """Compiles the library's sources, but those that begin with a word of `without`, into object files in `folder`; returns their paths.
+
+    Raises RuntimeError with the compiler's words if that fails.
+    """
+    architecture = target.partition("-")[0]
+    jobs = [(name, _BASE[architecture]) for name in _COMMON] + list(_VARIANTS[architecture].items())
+    jobs = [job for job in jobs if not job[0].startswith(tuple(without))]
+
+    def compile_one(job: tuple[str, str]) -> str:
+        source, processor = job
+        output = f"{folder}/{source.replace('/', '-')}.o"
+        run_compiler(
+            [*_FLAGS, *flags, f"-I{SOURCES}", "-target", target, f"-mcpu={processor}", "-c", str(SOURCES / source), "-o", output], folder
+        )
+        return output
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(compile_one, jobs))
+
+
+def run_compiler(arguments: Sequence[str], scratch: Path) -> None:
+    """Runs zig's C++ compiler, whose own caches lie in `scratch`. Raises RuntimeError with its words if it fails."""
+    environment = os.environ | {"ZIG_LOCAL_CACHE_DIR": f"{scratch}/local", "ZIG_GLOBAL_CACHE_DIR": f"{scratch}/global"}
     result = subprocess.run(
         [sys.executable, "-m", "ziglang", "c++", *arguments], capture_output=True, text=True, env=environment, check=False
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels import library
+from row_calls import GGUF_BLOCKS, Q4_K, Q6_K, gguf_multiplication, gguf_weights, multiplication
 
 KERNELS = library.load_library()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the row kernels were not built: pip install -e . builds them")
@@ -30,16 +32,7 @@ def packed(levels: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def multiply(variant: str, matrix: Matrix, bits: int, block: int, values: NDArray[np.float32]) -> NDArray[np.float32]:
-    levels, scales = matrix
-    outputs, inputs = levels.shape[0], levels.shape[1] * 8 // bits
-    out = np.full((len(values), outputs), np.nan, np.float32)
-    values = np.ascontiguousarray(values)
-    assert KERNELS is not None
-    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (levels, scales, values, out)]
-    sizes = ctypes.c_int64(outputs), ctypes.c_int64(inputs), bits, block
-    failed = KERNELS.edge_rows_multiply(variant.encode(), *sizes, *pointers[:3], ctypes.c_int64(len(values)), pointers[3])
-    assert failed == 0
-    return out
+    return multiplication(*matrix, bits, block, values).here(variant)
 
 
 def drawn(seed: int, outputs: int, inputs: int, bits: int, block: int, scale_type: type) -> tuple[Matrix, NDArray[np.float64]]:
@@ -79,6 +72,39 @@ def test_every_variant_has_the_same_bits_for_a_row_in_any_batch(bits: int, block
             assert np.array_equal(multiply(variant, matrix, bits, block, values[7:8]), first[7:8]), variant
 
 
+@pytest.mark.parametrize("kind", GGUF_BLOCKS)
+def test_types_of_gguf_files_have_the_same_bits_for_a_row_in_any_batch(kind: int) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    random = np.random.default_rng(kind)
+    for outputs, blocks in SHAPES:
+        data = gguf_weights(random, kind, outputs, 256 * blocks)
+        values = random.standard_normal((BATCHES[-1], 256 * blocks)).astype(np.float32)
+        values[3] = 0
+        values[4] *= 1e-30
+        weights = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind)).astype(np.float64)
+        wanted = rounded(values, GGUF_BLOCKS[kind][0]) @ weights.T
+        first = gguf_multiplication(kind, data, values).here(VARIANTS[0])
+        assert np.abs(first - wanted).max() <= 1e-5 * np.abs(wanted).max()
+        for variant in VARIANTS:
+            for count in BATCHES:
+                found = gguf_multiplication(kind, data, values[:count]).here(variant)
+                assert np.array_equal(found, first[:count]), (variant, count, outputs)
+            assert np.array_equal(gguf_multiplication(kind, data, values[7:8]).here(variant), first[7:8]), variant
+
+
+@pytest.mark.parametrize("kind", [Q4_K, Q6_K])
+def test_largest_levels_and_activations_do_not_overflow(kind: int) -> None:
+    """Levels and scales of all ones in every bit, by activations of one magnitude."""
+    gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    data = np.full((16, GGUF_BLOCKS[kind][1]), 255, np.uint8)
+    data[:, {Q4_K: slice(0, 4), Q6_K: slice(208, 210)}[kind]] = np.ones(2 if kind == Q4_K else 1, np.float16).view(np.uint8)
+    values = np.ones((2, 256), np.float32)
+    values[1] = -1
+    wanted = values.astype(np.float64) @ gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind)).astype(np.float64).T
+    for variant in VARIANTS:
+        assert np.allclose(gguf_multiplication(kind, data, values).here(variant), wanted, rtol=1e-6), variant
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 def test_what_is_no_number_reaches_the_results_of_its_row_alone(value: float) -> None:
     """A broken model is recognised by NaN in its logits."""
@@ -88,6 +114,19 @@ def test_what_is_no_number_reaches_the_results_of_its_row_alone(value: float) ->
     values[5, 40] = value
     for variant in VARIANTS:
         found = multiply(variant, matrix, 4, 32, values)
+        assert np.isnan(found[5]).all(), variant
+        assert np.array_equal(np.delete(found, 5, axis=0), np.delete(clean, 5, axis=0)), variant
+
+
+@pytest.mark.parametrize("kind", [Q4_K, Q6_K])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_no_number_stays_in_its_row_with_super_blocks(kind: int, value: float) -> None:
+    random = np.random.default_rng(0)
+    data, values = gguf_weights(random, kind, 33, 512), random.standard_normal((13, 512)).astype(np.float32)
+    clean = gguf_multiplication(kind, data, values).here(VARIANTS[0])
+    values[5, 300] = value
+    for variant in VARIANTS:
+        found = gguf_multiplication(kind, data, values).here(variant)
         assert np.isnan(found[5]).all(), variant
         assert np.array_equal(np.delete(found, 5, axis=0), np.delete(clean, 5, axis=0)), variant
 
@@ -113,6 +152,15 @@ def test_shapes_no_kernel_takes_are_refused(outputs: int, inputs: int, bits: int
     byte = ctypes.create_string_buffer(64)
     sizes = ctypes.c_int64(outputs), ctypes.c_int64(inputs), bits, block
     assert KERNELS.edge_rows_multiply(VARIANTS[0].encode(), *sizes, byte, byte, byte, ctypes.c_int64(rows), byte) == 1
+
+
+@pytest.mark.parametrize("change", [{0: 13}, {1: 0}, {2: 255}, {2: 128}, {2: 1 << 40}, {3: 1}, {3: 1 << 40}, {4: 0}])
+def test_gguf_weights_no_kernel_takes_are_refused(change: dict[int, int]) -> None:
+    call = gguf_multiplication(Q4_K, np.zeros((1, 144), np.uint8), np.zeros((1, 256), np.float32))
+    sizes = tuple(change.get(place, size) for place, size in enumerate(call.sizes))
+    assert not call.here(VARIANTS[0]).any()
+    with pytest.raises(ValueError, match="refused"):
+        replace(call, sizes=sizes).here(VARIANTS[0])
 
 
 def test_the_variable_names_a_variant_or_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,14 @@ from edge_runtime.backends.kernels.library import load_library
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.library import library
 from edge_runtime.backends.llama.target import LlamaTarget
+from row_calls import GGUF_BLOCKS, Q4_0, Q4_K, Q6_K, Q8_0
 
 KERNELS = load_library()
 PAIR = Path(__file__).parents[4] / "exporter" / "edge_export" / "reference_pair"
 built = pytest.mark.skipif(library().row_kernels is None, reason=f"stock kernels run: {library().stock_reason}")
 # enum ggml_type, and the bytes of a block of that many weights (ggml/src/ggml-common.h)
-F32, Q4_0, Q8_0, Q4_K, Q6_K, BF16 = 0, 2, 8, 12, 14, 30
-BLOCKS = {Q4_0: (32, 18), Q8_0: (32, 34), Q6_K: (256, 210), BF16: (1, 2)}
+F32, BF16, Q5_K = 0, 30, 13
+BLOCKS = GGUF_BLOCKS | {BF16: (1, 2)}
 PROMPT = 540  # beyond 512 rows llama.cpp would divide the attention of a single row among threads
 
 
@@ -42,17 +43,16 @@ class Tensor(ctypes.Structure):
     )
 
 
-@pytest.fixture(scope="module")
-def q4_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped target in q4_0; its head and one projection are q6_K and bf16."""
+@pytest.fixture(scope="module", params=["q4_0", "q4_k_m"])
+def q4_target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped target in 4 bits; the head and one projection are q6_K and bf16."""
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
     from edge_export.pipeline.export import export_pair
     from edge_export.pipeline.request import ExportRequest
 
     output = tmp_path_factory.mktemp("q4") / "bundle"
-    export_pair(
-        ExportRequest(target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, context=1024, verify=False), Silent()
-    )
+    pair = {"target": str(PAIR / "target"), "drafter": str(PAIR / "drafter")}
+    export_pair(ExportRequest(**pair, output=output, target_quantization=request.param, context=1024, verify=False), Silent())
     return next(output.glob("target-*.gguf"))
 
 
@@ -101,14 +101,15 @@ def packed_bytes(kind: int, inputs: int, outputs: int, *, stride: int | None = N
 
 
 @built
-@pytest.mark.parametrize(("kind", "per_tile"), [(Q4_0, 4 * 64 + 32), (Q8_0, 8 * 64 + 32)])
-def test_packed_weights_need_what_stored_ones_do_and_whole_tiles(kind: int, per_tile: int) -> None:
-    assert packed_bytes(kind, 64, 64) == 4 * 2 * per_tile
-    assert packed_bytes(kind, 64, 65) > packed_bytes(kind, 64, 64)
+@pytest.mark.parametrize(("kind", "per_tile"), [(Q4_0, 4 * 512 + 256), (Q8_0, 8 * 512 + 256), (Q4_K, 4 * 512 + 320), (Q6_K, 6 * 512 + 288)])
+def test_packed_weights_need_about_what_stored_ones_do_and_whole_tiles(kind: int, per_tile: int) -> None:
+    """Of 256 inputs."""
+    assert packed_bytes(kind, 512, 64) == 4 * 2 * per_tile
+    assert packed_bytes(kind, 512, 65) > packed_bytes(kind, 512, 64)
 
 
 @built
-@pytest.mark.parametrize("kind", [Q4_0, Q8_0, Q6_K, BF16])
+@pytest.mark.parametrize("kind", [*GGUF_BLOCKS, BF16])
 def test_sizes_that_no_kernel_takes_stay_with_llama_cpp(kind: int) -> None:
     assert packed_bytes(kind, 256, 16) > 0
     for inputs, outputs in [(0, 16), (256, 0), (-256, 16), (256, -16), (24, 16), (1 << 32, 16), (256, 1 << 40), (1 << 30, 1 << 30)]:
@@ -118,7 +119,7 @@ def test_sizes_that_no_kernel_takes_stay_with_llama_cpp(kind: int) -> None:
 
 
 @built
-@pytest.mark.parametrize("kind", [F32, Q4_K, 99, -1])
+@pytest.mark.parametrize("kind", [F32, Q5_K, 99, -1])
 def test_other_types_stay_with_llama_cpp(kind: int) -> None:
     assert packed_bytes(kind, 256, 16) == 0
 

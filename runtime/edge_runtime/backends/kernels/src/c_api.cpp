@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ggml/weights.h"
 #include "pack.h"
 #include "variants.h"
 
@@ -55,6 +56,17 @@ EDGE_EXPORT int edge_rows_attend(const char* name, const float* queries, const f
     return 0;
 }
 
+// out [rows, outputs], in one thread. Returns 0, or 1 without memory.
+static int multiply_packed(const Variant& variant, const PackedMatrix& m, const float* values, int64_t rows, float* out) {
+    void* memory = aligned_alloc(kLine, (RoundedRows::bytes(m, rows) + kLine - 1) / kLine * kLine);
+    if (!memory) return 1;
+    const RoundedRows rounded(m, rows, memory);
+    for (int64_t row = 0; row < rows; row++) variant.round(values + row * m.inputs, m, 0, m.blocks(), row, rounded);
+    variant.multiply(m, rounded, 0, m.tiles(), out);
+    free(memory);
+    return 0;
+}
+
 // out [rows, outputs] = values [rows, inputs] times the transposed matrix, by the variant of this name, in one thread. `levels` and `scales`
 // are as MatMulNBits stores them. Returns 0, or 1 for a name or a shape that cannot be, or without memory.
 EDGE_EXPORT int edge_rows_multiply(const char* name, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales,
@@ -62,16 +74,24 @@ EDGE_EXPORT int edge_rows_multiply(const char* name, int64_t outputs, int64_t in
     const Variant* variant = named(name);
     PackedMatrix matrix;
     if (!variant || rows < 1 || !pack(matrix, outputs, inputs, bits, block, levels, scales)) return 1;
-    const size_t entries = static_cast<size_t>(rows * matrix.blocks());
-    int8_t* rounded = static_cast<int8_t*>(malloc(static_cast<size_t>(rows * inputs)));
-    float* factors = static_cast<float*>(malloc(entries * sizeof(float)));
-    int32_t* sums = static_cast<int32_t*>(malloc(entries * sizeof(int32_t)));
-    const bool there = rounded && factors && sums;
-    for (int64_t row = 0; there && row < rows; row++) variant->round(values + row * inputs, inputs, block, row, rows, rounded, factors, sums);
-    if (there) variant->multiply(matrix, {rounded, factors, sums, rows}, 0, matrix.tiles(), out);
-    free(rounded);
-    free(factors);
-    free(sums);
+    const int failed = multiply_packed(*variant, matrix, values, rows, out);
     release(matrix);
-    return there ? 0 : 1;
+    return failed;
+}
+
+// The same with weights as a GGUF file stores them in the type of this number (enum ggml_type); 1 also for a type that no kernel takes.
+EDGE_EXPORT int edge_rows_multiply_gguf(const char* name, int type, int64_t outputs, int64_t inputs, size_t row_bytes, const void* data,
+                                        const float* values, int64_t rows, float* out) {
+    const Variant* variant = named(name);
+    ggml::Tensor weights = {};
+    weights.type = type;
+    weights.ne[0] = inputs, weights.ne[1] = outputs, weights.ne[2] = weights.ne[3] = 1;
+    weights.nb[1] = row_bytes;
+    if (!variant || rows < 1 || !ggml::packs(weights) || type == ggml::kBf16) return 1;
+    weights.data = aligned_alloc(kLine, (ggml::packed_bytes(weights) + kLine - 1) / kLine * kLine);
+    if (!weights.data) return 1;
+    ggml::pack_weights(weights, data, weights.data);
+    const int failed = multiply_packed(*variant, ggml::packed_matrix(weights), values, rows, out);
+    free(weights.data);
+    return failed;
 }

@@ -10,6 +10,15 @@
 // Activations are rounded to int8 for each row and block: q = round(a / s), s = max|a| / 127, to nearest even. A block's result is the exact
 // integer sum((level - zero) * q); blocks are added in order, acc = fma(float(sum), weight_scale * s, acc). So a row's numbers depend on
 // nothing else in its batch, on no number of threads, and on no instruction set.
+//
+// A block of 256 is a super-block, as q4_K and q6_K of GGUF files have it: parts of it have integer scales. For each tile and super-block,
+// 16 outputs beside each other, there are in place of the scales:
+//   4 bits: 8 times scales and 8 times minimums for 32 inputs each (int8), a factor of the scales and one of the minimums (float16);
+//           weight = factor * scale * level - factor of minimums * minimum
+//   6 bits: 16 times scales for 16 inputs each (int8), a factor (float16); weight = factor * scale * (level - 32). Three lines hold 16
+//           inputs: two with the low 4 bits as above, one with the high 2 bits as above
+// Parts are added in order to the super-block's result, part = fma(float(sum), factor * scale, part), with 4 bits each followed by
+// part = fma(factor of minimums * minimum, float(-sum of q), part); then acc = fma(part, s, acc).
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -19,6 +28,9 @@ namespace edge {
 constexpr int64_t kTile = 16;
 constexpr int64_t kLine = 64;
 constexpr int64_t kTilesAtOnce = 4;  // the most that a kernel takes; matrices are filled up to whole groups with tiles of zeros
+constexpr int64_t kSuper = 256;  // inputs of a super-block
+constexpr int64_t kStarts = 16, kSums = 8;  // parts of a super-block of 6 and of 4 bits
+constexpr int64_t kMinimums = kSums * kTile, kFactors = 2 * kMinimums;  // where they begin behind a super-block's scales
 constexpr int kMaxRows = 12;  // rows that a kernel keeps in registers
 constexpr int64_t kAhead = 2048;  // bytes that weights are fetched ahead of their use
 
@@ -29,25 +41,44 @@ struct PackedMatrix {
     const uint8_t* levels;
     const void* scales;
 
+    bool super() const { return block == kSuper; }
     int64_t blocks() const { return inputs / block; }
     int64_t tiles() const { return (outputs + kTile * kTilesAtOnce - 1) / (kTile * kTilesAtOnce) * kTilesAtOnce; }
     int64_t tile_bytes() const { return inputs * kTile * bits / 8; }
-    int64_t scale_bytes() const { return half_scales ? 2 : 4; }
+    // Bytes of the scales of a tile's block.
+    int64_t scale_bytes() const { return super() ? kFactors + kTile * (bits == 4 ? 4 : 2) : kTile * (half_scales ? 2 : 4); }
+    size_t level_bytes() const { return static_cast<size_t>(tiles() * tile_bytes()); }
+    size_t bytes() const { return level_bytes() + static_cast<size_t>(tiles() * blocks() * scale_bytes()); }
 };
 
-// Rounded rows: levels [blocks, rows, block], and [blocks, rows] the scales and the sums of levels. All rows of a block lie together: rows
-// that are 4096 bytes apart would fall on the same lines of the nearest cache.
+// Rounded rows: levels [blocks, rows, block], scales [blocks, rows], and what a sum of products starts from: minus the zero point times the sum
+// of levels, [blocks, rows], in super-blocks for each 16 inputs, [blocks, rows, kStarts]. Super-blocks have minus the sum of each 32 levels as
+// well, [blocks, rows, kSums]. All rows of a block lie together: rows that are 4096 bytes apart would fall on the same lines of the nearest
+// cache.
 struct RoundedRows {
-    const int8_t* levels;
-    const float* scales;
-    const int32_t* sums;
+    int8_t* levels;
+    float* scales;
+    int32_t* starts;
+    float* sums;
     int64_t rows;
+
+    // Over memory that begins at a line.
+    RoundedRows(const PackedMatrix& m, int64_t count, void* memory) : levels(static_cast<int8_t*>(memory)), rows(count) {
+        scales = reinterpret_cast<float*>(levels + level_bytes(m, rows));
+        starts = reinterpret_cast<int32_t*>(scales + m.blocks() * rows);
+        sums = reinterpret_cast<float*>(starts + m.blocks() * rows * (m.super() ? kStarts : 1));
+    }
+    static size_t level_bytes(const PackedMatrix& m, int64_t rows) { return (static_cast<size_t>(rows * m.inputs) + kLine - 1) / kLine * kLine; }
+    // Bytes of that memory.
+    static size_t bytes(const PackedMatrix& m, int64_t rows) {
+        return level_bytes(m, rows) + static_cast<size_t>(rows * m.blocks() * (m.super() ? 1 + kStarts + kSums : 2)) * 4;
+    }
 };
 
 // Multiplies all rows with the tiles [first, last) into out [rows, outputs].
 using MultiplyTiles = void (*)(const PackedMatrix&, const RoundedRows&, int64_t first, int64_t last, float* out);
-// Rounds row number `row` of `rows` into the arrays of a RoundedRows.
-using RoundRow = void (*)(const float* values, int64_t inputs, int block, int64_t row, int64_t rows, int8_t* levels, float* scales, int32_t* sums);
+// Rounds the blocks [first, last) of row number `row`, which begins at `values`.
+using RoundRow = void (*)(const float* values, const PackedMatrix&, int64_t first, int64_t last, int64_t row, const RoundedRows& to);
 
 // Attention of query rows [queries, dim] to the keys and values of one K/V head. Its rows are positions from `origin` on: `past` older ones,
 // then `fresh` ones, each with `heads` queries, which attend to what lies up to their own row and, with a window, at most `window` rows back.

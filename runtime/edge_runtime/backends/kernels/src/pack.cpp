@@ -43,9 +43,8 @@ bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block,
     m = {outputs, inputs, bits, block, true, nullptr, nullptr};
     const int64_t blocks = m.blocks(), count = outputs * blocks;
     for (int64_t i = 0; i < count && m.half_scales; i++) m.half_scales = is_half(scales[i]);
-    const size_t level_bytes = m.tiles() * m.tile_bytes();
-    const size_t scale_bytes = (m.tiles() * blocks * kTile * m.scale_bytes() + kLine - 1) / kLine * kLine;
-    uint8_t* memory = static_cast<uint8_t*>(aligned_alloc(kLine, level_bytes + scale_bytes));
+    const size_t level_bytes = m.level_bytes();
+    uint8_t* memory = static_cast<uint8_t*>(aligned_alloc(kLine, (m.bytes() + kLine - 1) / kLine * kLine));
     if (!memory) return false;
     const int64_t row_bytes = inputs * bits / 8, lines = row_bytes / 4;
     for (int64_t tile = 0; tile < m.tiles(); tile++) {

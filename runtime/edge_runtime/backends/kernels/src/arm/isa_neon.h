@@ -20,6 +20,11 @@ struct NeonBase {
     static Floats splat(float value) { return vdupq_n_f32(value); }
     static Floats load_float(const uint8_t* p) { return vld1q_f32(reinterpret_cast<const float*>(p)); }
     static Floats load_half(const uint8_t* p) { return vcvt_f32_f16(vld1_f16(reinterpret_cast<const __fp16*>(p))); }
+    static Floats load_bytes(const uint8_t* p) {
+        uint32_t four;
+        __builtin_memcpy(&four, p, 4);
+        return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four))))));
+    }
     static Floats convert(Ints value) { return vcvtq_f32_s32(value); }
     static Floats mul(Floats a, Floats b) { return vmulq_f32(a, b); }
     static Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
@@ -28,6 +33,19 @@ struct NeonBase {
         float all[4];
         vst1q_f32(all, value);
         for (int64_t i = 0; i < count; i++) out[i] = all[i];
+    }
+};
+
+// Four inputs each of four outputs: the 16 inputs of 6 bits, of a group that begins at `line`.
+struct SixBits {
+    uint8x16_t part[4];
+    explicit SixBits(const uint8_t* line) {
+        const uint8x16_t low = vld1q_u8(line), next = vld1q_u8(line + kLine), high = vld1q_u8(line + 2 * kLine);
+        const uint8x16_t mask = vdupq_n_u8(15), two = vdupq_n_u8(0x30);
+        part[0] = vorrq_u8(vandq_u8(low, mask), vandq_u8(vshlq_n_u8(high, 4), two));
+        part[1] = vorrq_u8(vshrq_n_u8(low, 4), vandq_u8(vshlq_n_u8(high, 2), two));
+        part[2] = vorrq_u8(vandq_u8(next, mask), vandq_u8(high, two));
+        part[3] = vorrq_u8(vshrq_n_u8(next, 4), vandq_u8(vshrq_n_u8(high, 2), two));
     }
 };
 

@@ -1,4 +1,4 @@
-// NEON with dot products (Cortex-A55, A75, A76 and later): levels of 2 and 4 bits are multiplied as they are, those of 8 bits made signed.
+// NEON with dot products (Cortex-A55, A75, A76 and later): levels of up to 6 bits are multiplied as they are, those of 8 bits made signed.
 #include "arm/isa_neon.h"
 #include "per_isa/attend.h"
 #include "per_isa/round_row.h"
@@ -10,10 +10,13 @@ namespace {
 struct Dotprod : NeonBase {
     template <int kBits>
     struct Weights {
-        int8x16_t part[8 / kBits];
+        int8x16_t part[Group<kBits>::parts];
         void load(const uint8_t* line) {
             const uint8x16_t raw = vld1q_u8(line);
-            if constexpr (kBits == 8) {
+            if constexpr (kBits == 6) {
+                const SixBits six(line);
+                for (int p = 0; p < 4; p++) part[p] = vreinterpretq_s8_u8(six.part[p]);
+            } else if constexpr (kBits == 8) {
                 part[0] = vreinterpretq_s8_u8(veorq_u8(raw, vdupq_n_u8(0x80)));
             } else if constexpr (kBits == 4) {
                 part[0] = vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15)));
@@ -31,7 +34,7 @@ struct Dotprod : NeonBase {
     struct Inputs {
         int8x16_t all;
         void load(const int8_t* x) {
-            if constexpr (kBits == 2) all = vld1q_s8(x);
+            if constexpr (kBits == 2 || kBits == 6) all = vld1q_s8(x);
             else if constexpr (kBits == 4) all = vcombine_s8(vld1_s8(x), vdup_n_s8(0));
             else all = vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const int32_t*>(x)));
         }
@@ -39,14 +42,14 @@ struct Dotprod : NeonBase {
     template <int kBits>
     static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
         sum = vdotq_laneq_s32(sum, w.part[0], x.all, 0);
-        if constexpr (kBits <= 4) sum = vdotq_laneq_s32(sum, w.part[1], x.all, 1);
-        if constexpr (kBits == 2) sum = vdotq_laneq_s32(vdotq_laneq_s32(sum, w.part[2], x.all, 2), w.part[3], x.all, 3);
+        if constexpr (kBits < 8) sum = vdotq_laneq_s32(sum, w.part[1], x.all, 1);
+        if constexpr (kBits == 2 || kBits == 6) sum = vdotq_laneq_s32(vdotq_laneq_s32(sum, w.part[2], x.all, 2), w.part[3], x.all, 3);
         return sum;
     }
 };
 
 }  // namespace
 
-const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row, {attend_span, merge_spans}};
+const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row<Dotprod>, {attend_span, merge_spans}};
 
 }  // namespace edge

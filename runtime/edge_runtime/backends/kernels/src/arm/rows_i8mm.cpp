@@ -18,86 +18,138 @@ struct Eight {
           high(vreinterpretq_s8_s32(vzip2q_s32(vreinterpretq_s32_s8(first), vreinterpretq_s32_s8(second)))) {}
 };
 
-template <int kBits>
-Eight load(const uint8_t* line, int part) {
+// Calls `use` with the index of the first input and an Eight, for all inputs of a group that begins at `line`.
+template <int kBits, class Use>
+[[gnu::always_inline]] inline void each_eight(const uint8_t* line, Use use) {
     if constexpr (kBits == 8) {
         const uint8x16_t sign = vdupq_n_u8(0x80);
-        return {vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line), sign)), vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line + kLine), sign))};
+        use(0, Eight(vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line), sign)), vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line + kLine), sign))));
+    } else if constexpr (kBits == 6) {
+        const SixBits six(line);
+        for (int h = 0; h < 2; h++) use(8 * h, Eight(vreinterpretq_s8_u8(six.part[2 * h]), vreinterpretq_s8_u8(six.part[2 * h + 1])));
     } else {
         const uint8x16_t raw = vld1q_u8(line), mask = vdupq_n_u8((1 << kBits) - 1);
-        const int8x16_t shift = vdupq_n_s8(static_cast<int8_t>(-2 * part * kBits)), next = vdupq_n_s8(static_cast<int8_t>(-(2 * part + 1) * kBits));
-        return {vreinterpretq_s8_u8(vandq_u8(vshlq_u8(raw, shift), mask)), vreinterpretq_s8_u8(vandq_u8(vshlq_u8(raw, next), mask))};
+        for (int h = 0; h < 4 / kBits; h++) {
+            const int8x16_t shift = vdupq_n_s8(static_cast<int8_t>(-2 * h * kBits)), next = vdupq_n_s8(static_cast<int8_t>(-(2 * h + 1) * kBits));
+            use(8 * h, Eight(vreinterpretq_s8_u8(vandq_u8(vshlq_u8(raw, shift), mask)), vreinterpretq_s8_u8(vandq_u8(vshlq_u8(raw, next), mask))));
+        }
     }
 }
 
-template <int kBits, int kRowPairs>
-void multiply_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t rows, int64_t vector, float* out) {
-    constexpr int64_t kParts = kTile / NeonBase::width, kInputs = kBits == 2 ? 16 : 8, kLines = kBits == 8 ? 2 : 1;
-    constexpr int kZero = kBits == 8 ? 0 : 1 << (kBits - 1);
-    const int64_t tile = vector / kParts, part = vector % kParts, blocks = m.blocks();
-    const uint8_t* weights = m.levels + tile * m.tile_bytes() + part * 16;
-    const uint8_t* scales = static_cast<const uint8_t*>(m.scales) + (tile * blocks * kTile + part * 4) * m.scale_bytes();
-    const int8_t* levels = a.levels + row * m.block;
-    int64_t at[2 * kRowPairs];  // an odd last row is computed twice
-    for (int r = 0; r < 2 * kRowPairs; r++) at[r] = r < rows ? r : rows - 1;
-    float32x4_t result[2 * kRowPairs];
-    for (int r = 0; r < 2 * kRowPairs; r++) result[r] = vdupq_n_f32(0);
-    for (int64_t b = 0; b < blocks; b++) {
-        int32x4_t sum[kRowPairs][2];
-        for (int p = 0; p < kRowPairs; p++) {
-            const int32_t *sums = a.sums + b * a.rows + row;
-            const int32x2_t even = vdup_n_s32(-kZero * sums[at[2 * p]]), odd = vdup_n_s32(-kZero * sums[at[2 * p + 1]]);
-            sum[p][0] = sum[p][1] = vcombine_s32(even, odd);
-        }
-        for (int64_t i = 0; i < m.block; i += kInputs, weights += kLines * kLine)
-            for (int half = 0; half < kInputs / 8; half++) {
-                const Eight w = load<kBits>(weights, half);
+// Lines and inputs of what each_eight takes at once.
+template <int kBits>
+struct Step {
+    static constexpr int lines = kBits == 8 ? 2 : Group<kBits>::lines, inputs = kBits == 8 ? 8 : Group<kBits>::inputs;
+};
+
+// Sums of pairs of rows with four outputs; an odd last row is computed twice.
+template <int kRowPairs>
+struct Pairs {
+    int64_t at[2 * kRowPairs];
+    int32x4_t sum[kRowPairs][2];
+
+    explicit Pairs(int64_t rows) {
+        for (int r = 0; r < 2 * kRowPairs; r++) at[r] = r < rows ? r : rows - 1;
+    }
+    // Row r begins with starts[r * stride].
+    void begin(const int32_t* starts, int64_t stride) {
+        for (int p = 0; p < kRowPairs; p++)
+            sum[p][0] = sum[p][1] = vcombine_s32(vdup_n_s32(starts[at[2 * p] * stride]), vdup_n_s32(starts[at[2 * p + 1] * stride]));
+    }
+    void begin() {
+        for (int p = 0; p < kRowPairs; p++) sum[p][0] = sum[p][1] = vdupq_n_s32(0);
+    }
+    // Row r is at levels + r * stride. Returns where the weights end.
+    template <int kBits>
+    [[gnu::always_inline]] const uint8_t* add(const uint8_t* weights, int64_t inputs, const int8_t* levels, int64_t stride) {
+        for (int64_t i = 0; i < inputs; i += Step<kBits>::inputs, weights += Step<kBits>::lines * kLine)
+            each_eight<kBits>(weights, [&](int first, const Eight& w) {
                 for (int p = 0; p < kRowPairs; p++) {
-                    const int8_t* x = levels + i + 8 * half;
-                    const int8x16_t pair = vcombine_s8(vld1_s8(x + at[2 * p] * m.block), vld1_s8(x + at[2 * p + 1] * m.block));
+                    const int8_t* x = levels + i + first;
+                    const int8x16_t pair = vcombine_s8(vld1_s8(x + at[2 * p] * stride), vld1_s8(x + at[2 * p + 1] * stride));
                     sum[p][0] = vmmlaq_s32(sum[p][0], pair, w.low);
                     sum[p][1] = vmmlaq_s32(sum[p][1], pair, w.high);
                 }
+            });
+        return weights;
+    }
+    // The sums of row r.
+    float32x4_t row(int r) const {
+        const int64x2_t low = vreinterpretq_s64_s32(sum[r / 2][0]), high = vreinterpretq_s64_s32(sum[r / 2][1]);
+        return vcvtq_f32_s32(vreinterpretq_s32_s64(r % 2 ? vuzp2q_s64(low, high) : vuzp1q_s64(low, high)));
+    }
+};
+
+template <int kBits, bool kSupers, int kRowPairs>
+void multiply_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t rows, int64_t vector, float* out) {
+    constexpr int kRows = 2 * kRowPairs;
+    constexpr int64_t kParts = kBits == 4 ? kSums : kStarts, kInputs = kSuper / kParts;
+    const int64_t blocks = m.blocks();
+    Vectors<NeonBase, kRows, 1> at(m, vector);
+    Pairs<kRowPairs> pairs(rows);
+    const uint8_t* weights = at.weights[0];
+    for (int64_t b = 0, entry = row; b < blocks; b++, entry += a.rows) {
+        const uint8_t* scales = at.scales[0];
+        const int64_t lane = at.lane[0];
+        const int8_t* levels = a.levels + entry * m.block;
+        if constexpr (!kSupers) {
+            pairs.begin(a.starts + entry, 1);
+            weights = pairs.template add<kBits>(weights, m.block, levels, m.block);
+            const float32x4_t scale = m.half_scales ? NeonBase::load_half(scales + lane * 2) : NeonBase::load_float(scales + lane * 4);
+            for (int r = 0; r < kRows; r++) {
+                const float32x4_t factor = vmulq_f32(scale, vdupq_n_f32(a.scales[entry + pairs.at[r]]));
+                at.result[r][0] = vfmaq_f32(at.result[r][0], pairs.row(r), factor);
             }
-        const float32x4_t scale = m.half_scales ? NeonBase::load_half(scales) : NeonBase::load_float(scales);
-        for (int p = 0; p < kRowPairs; p++) {
-            const int64x2_t low = vreinterpretq_s64_s32(sum[p][0]), high = vreinterpretq_s64_s32(sum[p][1]);
-            const int32x4_t of[2] = {vreinterpretq_s32_s64(vuzp1q_s64(low, high)), vreinterpretq_s32_s64(vuzp2q_s64(low, high))};
-            for (int r = 0; r < 2; r++) {
-                const float factor = a.scales[b * a.rows + row + at[2 * p + r]];
-                result[2 * p + r] = vfmaq_f32(result[2 * p + r], vcvtq_f32_s32(of[r]), vmulq_f32(scale, vdupq_n_f32(factor)));
+        } else {
+            const float32x4_t factor = NeonBase::load_half(scales + kFactors + lane * 2);
+            const float32x4_t least = kBits == 4 ? NeonBase::load_half(scales + kFactors + kTile * 2 + lane * 2) : vdupq_n_f32(0);
+            float32x4_t total[kRows];
+            for (int r = 0; r < kRows; r++) total[r] = vdupq_n_f32(0);
+            for (int64_t part = 0; part < kParts; part++) {
+                if constexpr (kBits == 4) pairs.begin();
+                else pairs.begin(a.starts + entry * kStarts + part, kStarts);
+                weights = pairs.template add<kBits>(weights, kInputs, levels + part * kInputs, kSuper);
+                const uint8_t* bytes = scales + part * kTile + lane;
+                const float32x4_t scale = vmulq_f32(factor, NeonBase::load_bytes(bytes));
+                for (int r = 0; r < kRows; r++) total[r] = vfmaq_f32(total[r], pairs.row(r), scale);
+                if constexpr (kBits == 4) {
+                    const float32x4_t minimum = vmulq_f32(least, NeonBase::load_bytes(bytes + kMinimums));
+                    for (int r = 0; r < kRows; r++)
+                        total[r] = vfmaq_f32(total[r], minimum, vdupq_n_f32(a.sums[(entry + pairs.at[r]) * kSums + part]));
+                }
             }
+            for (int r = 0; r < kRows; r++) at.result[r][0] = vfmaq_f32(at.result[r][0], total[r], vdupq_n_f32(a.scales[entry + pairs.at[r]]));
         }
-        scales += kTile * m.scale_bytes();
-        levels += a.rows * m.block;
+        at.scales[0] += m.scale_bytes();
     }
     const int64_t output = vector * 4, left = m.outputs - output;
-    for (int64_t r = 0; left > 0 && r < rows; r++) NeonBase::store(out + (row + r) * m.outputs + output, result[r], left < 4 ? left : 4);
+    for (int64_t r = 0; left > 0 && r < rows; r++) NeonBase::store(out + (row + r) * m.outputs + output, at.result[r][0], left < 4 ? left : 4);
 }
 
-template <int kBits, int kRowPairs = kPairs>
+template <int kBits, bool kSupers, int kRowPairs = kPairs>
 void multiply_some_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t rows, int64_t first, int64_t last, float* out) {
     if ((rows + 1) / 2 == kRowPairs) {
-        for (int64_t v = first; v < last; v++) multiply_pairs<kBits, kRowPairs>(m, a, row, rows, v, out);
+        for (int64_t v = first; v < last; v++) multiply_pairs<kBits, kSupers, kRowPairs>(m, a, row, rows, v, out);
         return;
     }
-    if constexpr (kRowPairs > 1) multiply_some_pairs<kBits, kRowPairs - 1>(m, a, row, rows, first, last, out);
+    if constexpr (kRowPairs > 1) multiply_some_pairs<kBits, kSupers, kRowPairs - 1>(m, a, row, rows, first, last, out);
 }
 
-template <int kBits>
+template <int kBits, bool kSupers = false>
 void multiply_groups(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, float* out) {
     constexpr int64_t kParts = kTile / NeonBase::width;
     const int64_t groups = (a.rows + 2 * kPairs - 1) / (2 * kPairs);
     for (int64_t tile = first; tile < last; tile++)
         for (int64_t g = 0, row = 0; g < groups; g++) {
             const int64_t next = (g + 1) * a.rows / groups;
-            multiply_some_pairs<kBits>(m, a, row, next - row, tile * kParts, (tile + 1) * kParts, out);
+            multiply_some_pairs<kBits, kSupers>(m, a, row, next - row, tile * kParts, (tile + 1) * kParts, out);
             row = next;
         }
 }
 
 void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, float* out) {
     if (a.rows == 1) return kDotprod.multiply(m, a, first, last, out);
+    if (m.super()) return m.bits == 4 ? multiply_groups<4, true>(m, a, first, last, out) : multiply_groups<6, true>(m, a, first, last, out);
     switch (m.bits) {
         case 2: return multiply_groups<2>(m, a, first, last, out);
         case 4: return multiply_groups<4>(m, a, first, last, out);
@@ -107,6 +159,6 @@ void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, i
 
 }  // namespace
 
-const Variant kI8mm = {"i8mm", multiply_i8mm, round_row, {attend_span, merge_spans}};
+const Variant kI8mm = {"i8mm", multiply_i8mm, round_row<NeonBase>, {attend_span, merge_spans}};
 
 }  // namespace edge

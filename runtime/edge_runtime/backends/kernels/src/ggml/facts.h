@@ -7,7 +7,7 @@
 namespace edge::ggml {
 
 // enum ggml_type
-constexpr int kF32 = 0, kQ4_0 = 2, kQ8_0 = 8, kQ6_K = 14, kBf16 = 30;
+constexpr int kF32 = 0, kQ4_0 = 2, kQ8_0 = 8, kQ4_K = 12, kQ6_K = 14, kBf16 = 30;
 // enum ggml_op
 constexpr int kMulMat = 29, kFlashAttention = 74;
 // enum ggml_status

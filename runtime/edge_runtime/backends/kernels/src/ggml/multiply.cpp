@@ -11,8 +11,6 @@ constexpr int64_t kMostRows = int64_t{1} << 20;
 
 int64_t rows_of(const Tensor& op) { return op.src[1]->ne[1]; }
 
-size_t level_bytes(const Tensor& op) { return (static_cast<size_t>(rows_of(op) * op.src[0]->ne[0]) + 63) / 64 * 64; }
-
 // The next piece of work, each with its own first one.
 struct Pieces {
     const Functions& ggml;
@@ -23,13 +21,10 @@ struct Pieces {
     void next() { current = ggml.add_chunk(work.pool, 1); }
 };
 
-void round_part(const Variant& variant, const Work& work, const Tensor& values, const PackedMatrix& m, int64_t rows, int8_t* levels, float* scales,
-                int32_t* sums) {
+void round_part(const Variant& variant, const Work& work, const Tensor& values, const PackedMatrix& m, const RoundedRows& to) {
     const int64_t first = m.blocks() * work.thread / work.threads, last = m.blocks() * (work.thread + 1) / work.threads;
-    for (int64_t row = 0; row < rows && first < last; row++) {
-        const float* from = reinterpret_cast<const float*>(static_cast<const char*>(values.data) + row * values.nb[1]) + first * m.block;
-        variant.round(from, (last - first) * m.block, m.block, row, rows, levels + first * rows * m.block, scales + first * rows, sums + first * rows);
-    }
+    for (int64_t row = 0; row < to.rows && first < last; row++)
+        variant.round(reinterpret_cast<const float*>(static_cast<const char*>(values.data) + row * values.nb[1]), m, first, last, row, to);
 }
 
 void multiply_floats(const Functions& ggml, const Work& work, const Tensor& op) {
@@ -56,7 +51,7 @@ bool multiplies(const Tensor& op) {
 
 size_t multiply_memory(const Tensor& op) {
     if (op.src[0]->type == kBf16) return 0;
-    return level_bytes(op) + static_cast<size_t>(rows_of(op) * packed_matrix(*op.src[0]).blocks()) * 8 + kAlignment;
+    return RoundedRows::bytes(packed_matrix(*op.src[0]), rows_of(op)) + kAlignment;
 }
 
 bool multiply(const Functions& ggml, const Variant& variant, const Work& work, const Tensor& op) {
@@ -66,18 +61,15 @@ bool multiply(const Functions& ggml, const Variant& variant, const Work& work, c
         return true;
     }
     const PackedMatrix m = packed_matrix(*op.src[0]);
-    const int64_t rows = rows_of(op), entries = rows * m.blocks();
     const uintptr_t start = (reinterpret_cast<uintptr_t>(work.memory) + kAlignment - 1) / kAlignment * kAlignment;
-    int8_t* levels = reinterpret_cast<int8_t*>(start);
-    float* scales = reinterpret_cast<float*>(start + level_bytes(op));
-    int32_t* sums = reinterpret_cast<int32_t*>(scales + entries);
-    round_part(variant, work, *op.src[1], m, rows, levels, scales, sums);
+    const RoundedRows rows(m, rows_of(op), reinterpret_cast<void*>(start));
+    round_part(variant, work, *op.src[1], m, rows);
     if (work.thread == 0) ggml.set_chunk(work.pool, work.threads);
     ggml.barrier(work.pool);
     const int64_t tiles = m.tiles(), share = tiles / (work.threads * kShares), step = share < kChunk ? kChunk : share / kChunk * kChunk;
     for (Pieces pieces(ggml, work, (tiles + step - 1) / step); pieces.left(); pieces.next()) {
         const int64_t first = pieces.current * step, last = first + step < tiles ? first + step : tiles;
-        variant.multiply(m, {levels, scales, sums, rows}, first, last, static_cast<float*>(op.data));
+        variant.multiply(m, rows, first, last, static_cast<float*>(op.data));
     }
     return true;
 }

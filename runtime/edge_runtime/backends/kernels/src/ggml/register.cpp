@@ -111,7 +111,7 @@ const char* unexpected() {
     if (strcmp(functions.op_name(kMulMat), "MUL_MAT") != 0 || strcmp(functions.op_name(kFlashAttention), "FLASH_ATTN_EXT") != 0)
         return "its operations have other numbers";
     if (strcmp(functions.type_name(kQ4_0), "q4_0") != 0 || strcmp(functions.type_name(kQ8_0), "q8_0") != 0 ||
-        strcmp(functions.type_name(kQ6_K), "q6_K") != 0 || strcmp(functions.type_name(kBf16), "bf16") != 0)
+        strcmp(functions.type_name(kQ4_K), "q4_K") != 0 || strcmp(functions.type_name(kQ6_K), "q6_K") != 0 || strcmp(functions.type_name(kBf16), "bf16") != 0)
         return "its types have other numbers";
     const BufferTypes* types = functions.extra_buffer_types();
     if (!types || types->last < types->first || types->end < types->last || types->last - types->first > 16) return "its list of buffer types is another";

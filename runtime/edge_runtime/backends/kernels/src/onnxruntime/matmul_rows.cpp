@@ -85,9 +85,6 @@ struct Job {
     const Kernel* kernel;
     RoundedRows rows;
     const float* values;
-    int8_t* levels;
-    float* scales;
-    int32_t* sums;
     float* out;
 };
 
@@ -100,7 +97,7 @@ void multiply_chunk(void* data, size_t index) {
 void round_one(void* data, size_t row) {
     const Job& job = *static_cast<Job*>(data);
     const PackedMatrix& m = job.kernel->matrix;
-    job.kernel->variant->round(job.values + row * m.inputs, m.inputs, m.block, row, job.rows.rows, job.levels, job.scales, job.sums);
+    job.kernel->variant->round(job.values + row * m.inputs, m, 0, m.blocks(), static_cast<int64_t>(row), job.rows);
 }
 
 Status* compute(void* data, KernelContext* context) {
@@ -121,12 +118,9 @@ Status* compute(void* data, KernelContext* context) {
     if (rows == 0) return nullptr;
     void* to = nullptr;
     EDGE_TRY(tensor_data(api, result, &to));
-    const size_t level_bytes = (static_cast<size_t>(rows * m.inputs) + 63) / 64 * 64, entries = static_cast<size_t>(rows * m.blocks());
-    char* memory = scratch(level_bytes + entries * 8);
+    char* memory = scratch(RoundedRows::bytes(m, rows));
     if (!memory) return failed(api, "MatMulRows: out of memory");
-    Job job = {kernel, {}, from, reinterpret_cast<int8_t*>(memory), reinterpret_cast<float*>(memory + level_bytes),
-               reinterpret_cast<int32_t*>(memory + level_bytes + entries * 4), static_cast<float*>(to)};
-    job.rows = {job.levels, job.scales, job.sums, rows};
+    Job job = {kernel, {m, rows, memory}, from, static_cast<float*>(to)};
     Status* status = nullptr;
     if (rows <= kFewRows)
         for (int64_t row = 0; row < rows; row++) round_one(&job, row);

@@ -4,76 +4,138 @@
 
 namespace edge {
 
+// What is unpacked at once: lines, the registers of bytes that they become, and the inputs in them.
+template <int kBits>
+struct Group {
+    static constexpr int lines = kBits == 6 ? 3 : 1, parts = kBits == 6 ? 4 : 8 / kBits, inputs = 4 * parts;
+};
+
+// Weights from line `line` of a tile, which begins at `weights`, by `count` groups of rounded inputs, row r at levels + r * stride.
 template <class Isa, int kBits, int kRows, int kVectors>
-[[gnu::always_inline]] inline void multiply_vectors(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, float* out) {
-    constexpr int kParts = kTile / Isa::width;
-    constexpr int kGroup = 32 / kBits;  // inputs of a line
-    constexpr int kZero = Isa::kSigned8 && kBits == 8 ? 0 : 1 << (kBits - 1);
-    const int64_t blocks = m.blocks(), lines = m.block / kGroup, stride = m.tile_bytes(), scale_bytes = m.scale_bytes();
-    const bool half = m.half_scales;
+[[gnu::always_inline]] inline void add_products(const uint8_t* const (&weights)[kVectors], int64_t count, const int8_t* levels, int64_t stride,
+                                                typename Isa::Ints (&sum)[kRows][kVectors]) {
+    using Unit = Group<kBits>;
+    for (int64_t g = 0; g < count; g++) {
+        typename Isa::template Weights<kBits> w[kVectors];
+        for (int v = 0; v < kVectors; v++) {
+            const uint8_t* line = weights[v] + g * Unit::lines * kLine;
+            w[v].load(line);
+            // One or two rows wait for memory anyway, which the processor fetches ahead by itself.
+            if constexpr (kRows > 2)
+                for (int l = 0; l < Unit::lines; l++) __builtin_prefetch(line + l * kLine + kAhead, 0, 3);
+        }
+        for (int r = 0; r < kRows; r++) {
+            typename Isa::template Inputs<kBits> x;
+            x.load(levels + r * stride + g * Unit::inputs);
+            for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::dot(sum[r][v], w[v], x);
+        }
+    }
+}
+
+// Where the weights and scales of some vectors lie, and their results.
+template <class Isa, int kRows, int kVectors>
+struct Vectors {
     const uint8_t* weights[kVectors];
     const uint8_t* scales[kVectors];
-    for (int v = 0; v < kVectors; v++) {
-        const int64_t tile = (vector + v) / kParts, part = (vector + v) % kParts;
-        weights[v] = m.levels + tile * stride + part * Isa::width * 4;
-        scales[v] = static_cast<const uint8_t*>(m.scales) + (tile * blocks * kTile + part * Isa::width) * scale_bytes;
-    }
+    int64_t lane[kVectors];  // the first of the tile's outputs
     typename Isa::Floats result[kRows][kVectors];
-    for (int r = 0; r < kRows; r++)
-        for (int v = 0; v < kVectors; v++) result[r][v] = Isa::zero();
-    const int8_t* levels = a.levels + row * m.block;
-    for (int64_t b = 0; b < blocks; b++) {
-        typename Isa::Ints sum[kRows][kVectors];
-        for (int r = 0; r < kRows; r++) {
-            const typename Isa::Ints start = Isa::set(-kZero * a.sums[b * a.rows + row + r]);
-            for (int v = 0; v < kVectors; v++) sum[r][v] = start;
-        }
-        for (int64_t line = 0; line < lines; line++) {
-            typename Isa::template Weights<kBits> w[kVectors];
-            for (int v = 0; v < kVectors; v++) {
-                w[v].load(weights[v] + line * kLine);
-                // One or two rows wait for memory anyway, which the processor fetches ahead by itself.
-                if constexpr (kRows > 2) __builtin_prefetch(weights[v] + line * kLine + kAhead, 0, 3);
-            }
-            for (int r = 0; r < kRows; r++) {
-                typename Isa::template Inputs<kBits> x;
-                x.load(levels + r * m.block + line * kGroup);
-                for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::dot(sum[r][v], w[v], x);
-            }
-        }
+
+    Vectors(const PackedMatrix& m, int64_t vector) {
+        constexpr int kParts = kTile / Isa::width;
         for (int v = 0; v < kVectors; v++) {
-            const typename Isa::Floats scale = half ? Isa::load_half(scales[v]) : Isa::load_float(scales[v]);
-            for (int r = 0; r < kRows; r++)
-                result[r][v] = Isa::fma(Isa::convert(sum[r][v]), Isa::mul(scale, Isa::splat(a.scales[b * a.rows + row + r])), result[r][v]);
-            weights[v] += lines * kLine;
-            scales[v] += kTile * scale_bytes;
+            const int64_t tile = (vector + v) / kParts;
+            lane[v] = (vector + v) % kParts * Isa::width;
+            weights[v] = m.levels + tile * m.tile_bytes() + lane[v] * 4;
+            scales[v] = static_cast<const uint8_t*>(m.scales) + tile * m.blocks() * m.scale_bytes();
+            for (int r = 0; r < kRows; r++) result[r][v] = Isa::zero();
         }
-        levels += a.rows * m.block;
     }
-    for (int r = 0; r < kRows; r++)
+    void store(const PackedMatrix& m, int64_t row, int64_t vector, float* out) const {
+        for (int r = 0; r < kRows; r++)
+            for (int v = 0; v < kVectors; v++) {
+                const int64_t at = (vector + v) * Isa::width, left = m.outputs - at;
+                if (left > 0) Isa::store(out + (row + r) * m.outputs + at, result[r][v], left < Isa::width ? left : Isa::width);
+            }
+    }
+};
+
+template <class Isa, int kBits, int kRows, int kVectors>
+[[gnu::always_inline]] inline void multiply_blocks(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, float* out) {
+    const int64_t blocks = m.blocks(), groups = m.block / Group<kBits>::inputs, scale_bytes = m.scale_bytes();
+    const bool half = m.half_scales;
+    Vectors<Isa, kRows, kVectors> at(m, vector);
+    for (int64_t b = 0, entry = row; b < blocks; b++, entry += a.rows) {
+        typename Isa::Ints sum[kRows][kVectors];
+        for (int r = 0; r < kRows; r++)
+            for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::set(a.starts[entry + r]);
+        add_products<Isa, kBits, kRows, kVectors>(at.weights, groups, a.levels + entry * m.block, m.block, sum);
         for (int v = 0; v < kVectors; v++) {
-            const int64_t at = (vector + v) * Isa::width, left = m.outputs - at;
-            if (left > 0) Isa::store(out + (row + r) * m.outputs + at, result[r][v], left < Isa::width ? left : Isa::width);
+            const uint8_t* scales = at.scales[v] + at.lane[v] * (half ? 2 : 4);
+            const typename Isa::Floats scale = half ? Isa::load_half(scales) : Isa::load_float(scales);
+            for (int r = 0; r < kRows; r++)
+                at.result[r][v] = Isa::fma(Isa::convert(sum[r][v]), Isa::mul(scale, Isa::splat(a.scales[entry + r])), at.result[r][v]);
+            at.weights[v] += groups * Group<kBits>::lines * kLine;
+            at.scales[v] += scale_bytes;
         }
+    }
+    at.store(m, row, vector, out);
+}
+
+template <class Isa, int kBits, int kRows, int kVectors>
+[[gnu::always_inline]] inline void multiply_supers(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, float* out) {
+    constexpr int64_t kParts = kBits == 4 ? kSums : kStarts, kInputs = kSuper / kParts, kGroups = kInputs / Group<kBits>::inputs;
+    const int64_t blocks = m.blocks(), scale_bytes = m.scale_bytes();
+    Vectors<Isa, kRows, kVectors> at(m, vector);
+    for (int64_t b = 0, entry = row; b < blocks; b++, entry += a.rows) {
+        typename Isa::Floats total[kRows][kVectors], factor[kVectors], least[kVectors];
+        for (int v = 0; v < kVectors; v++) {
+            factor[v] = Isa::load_half(at.scales[v] + kFactors + at.lane[v] * 2);
+            if constexpr (kBits == 4) least[v] = Isa::load_half(at.scales[v] + kFactors + kTile * 2 + at.lane[v] * 2);
+            for (int r = 0; r < kRows; r++) total[r][v] = Isa::zero();
+        }
+        for (int64_t part = 0; part < kParts; part++) {
+            typename Isa::Ints sum[kRows][kVectors];
+            for (int r = 0; r < kRows; r++)
+                for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::set(kBits == 4 ? 0 : a.starts[(entry + r) * kStarts + part]);
+            add_products<Isa, kBits, kRows, kVectors>(at.weights, kGroups, a.levels + entry * kSuper + part * kInputs, kSuper, sum);
+            for (int v = 0; v < kVectors; v++) {
+                const uint8_t* scales = at.scales[v] + part * kTile + at.lane[v];
+                const typename Isa::Floats scale = Isa::mul(factor[v], Isa::load_bytes(scales));
+                for (int r = 0; r < kRows; r++) total[r][v] = Isa::fma(Isa::convert(sum[r][v]), scale, total[r][v]);
+                if constexpr (kBits == 4) {
+                    const typename Isa::Floats minimum = Isa::mul(least[v], Isa::load_bytes(scales + kMinimums));
+                    for (int r = 0; r < kRows; r++) total[r][v] = Isa::fma(minimum, Isa::splat(a.sums[(entry + r) * kSums + part]), total[r][v]);
+                }
+                at.weights[v] += kGroups * Group<kBits>::lines * kLine;
+            }
+        }
+        for (int v = 0; v < kVectors; v++) {
+            for (int r = 0; r < kRows; r++) at.result[r][v] = Isa::fma(total[r][v], Isa::splat(a.scales[entry + r]), at.result[r][v]);
+            at.scales[v] += scale_bytes;
+        }
+    }
+    at.store(m, row, vector, out);
 }
 
 // As many vectors at once as registers hold beside the sums of these rows; whole tiles come in groups of so many.
-template <class Isa, int kBits, int kRows>
+template <class Isa, int kBits, bool kSupers, int kRows>
 void multiply_rows(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t first, int64_t last, float* out) {
     constexpr int kVectors = Isa::vectors(kRows);
-    for (int64_t v = first; v < last; v += kVectors) multiply_vectors<Isa, kBits, kRows, kVectors>(m, a, row, v, out);
+    for (int64_t v = first; v < last; v += kVectors)
+        if constexpr (kSupers) multiply_supers<Isa, kBits, kRows, kVectors>(m, a, row, v, out);
+        else multiply_blocks<Isa, kBits, kRows, kVectors>(m, a, row, v, out);
 }
 
-template <class Isa, int kBits, int kRows = kMaxRows>
+template <class Isa, int kBits, bool kSupers, int kRows = kMaxRows>
 void multiply_some(int64_t rows, const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t first, int64_t last, float* out) {
-    if (rows == kRows) return multiply_rows<Isa, kBits, kRows>(m, a, row, first, last, out);
-    if constexpr (kRows > 1) multiply_some<Isa, kBits, kRows - 1>(rows, m, a, row, first, last, out);
+    if (rows == kRows) return multiply_rows<Isa, kBits, kSupers, kRows>(m, a, row, first, last, out);
+    if constexpr (kRows > 1) multiply_some<Isa, kBits, kSupers, kRows - 1>(rows, m, a, row, first, last, out);
 }
 
-template <class Isa, int kBits>
+template <class Isa, int kBits, bool kSupers = false>
 void multiply_all(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, float* out) {
     constexpr int64_t kParts = kTile / Isa::width;
-    if (a.rows <= Isa::kRows) return multiply_some<Isa, kBits>(a.rows, m, a, 0, first * kParts, last * kParts, out);
+    if (a.rows <= Isa::kRows) return multiply_some<Isa, kBits, kSupers>(a.rows, m, a, 0, first * kParts, last * kParts, out);
     // Rows in groups of nearly the same size, over few tiles at a time, which then stay in the nearest cache.
     const bool many = a.rows > 2 * Isa::kRows;
     const int64_t limit = many ? Isa::kManyRows : Isa::kRows;
@@ -83,7 +145,7 @@ void multiply_all(const PackedMatrix& m, const RoundedRows& a, int64_t first, in
         const int64_t end = tile + step < last ? tile + step : last;
         for (int64_t g = 0, row = 0; g < groups; g++) {
             const int64_t next = (g + 1) * a.rows / groups;
-            multiply_some<Isa, kBits>(next - row, m, a, row, tile * kParts, end * kParts, out);
+            multiply_some<Isa, kBits, kSupers>(next - row, m, a, row, tile * kParts, end * kParts, out);
             row = next;
         }
     }
@@ -91,6 +153,7 @@ void multiply_all(const PackedMatrix& m, const RoundedRows& a, int64_t first, in
 
 template <class Isa>
 void multiply(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, float* out) {
+    if (m.super()) return m.bits == 4 ? multiply_all<Isa, 4, true>(m, a, first, last, out) : multiply_all<Isa, 6, true>(m, a, first, last, out);
     switch (m.bits) {
         case 2: return multiply_all<Isa, 2>(m, a, first, last, out);
         case 4: return multiply_all<Isa, 4>(m, a, first, last, out);

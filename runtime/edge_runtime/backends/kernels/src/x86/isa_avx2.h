@@ -17,20 +17,29 @@ struct Avx2Base {
 
     template <int kBits>
     struct Weights {
-        Ints part[8 / kBits];
+        Ints part[Group<kBits>::parts];
         void load(const uint8_t* line) {
             const Ints raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line));
-            const Ints mask = _mm256_set1_epi8(static_cast<char>((1 << kBits) - 1));
+            const Ints mask = _mm256_set1_epi8(static_cast<char>(kBits == 6 ? 15 : (1 << kBits) - 1));
             if constexpr (kBits == 8) part[0] = raw;
+            else if constexpr (kBits == 6) load_six(line, raw, mask);
             else
                 for (int p = 0; p < 8 / kBits; p++) part[p] = _mm256_and_si256(_mm256_srli_epi16(raw, p * kBits), mask);
+        }
+        void load_six(const uint8_t* line, Ints low, Ints mask) {
+            const Ints next = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + kLine)), two = _mm256_set1_epi8(0x30);
+            const Ints high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + 2 * kLine));
+            part[0] = _mm256_and_si256(low, mask) | _mm256_and_si256(_mm256_slli_epi16(high, 4), two);
+            part[1] = _mm256_and_si256(_mm256_srli_epi16(low, 4), mask) | _mm256_and_si256(_mm256_slli_epi16(high, 2), two);
+            part[2] = _mm256_and_si256(next, mask) | _mm256_and_si256(high, two);
+            part[3] = _mm256_and_si256(_mm256_srli_epi16(next, 4), mask) | _mm256_and_si256(_mm256_srli_epi16(high, 2), two);
         }
     };
     template <int kBits>
     struct Inputs {
-        Ints part[8 / kBits];
+        Ints part[Group<kBits>::parts];
         void load(const int8_t* x) {
-            for (int p = 0; p < 8 / kBits; p++) {
+            for (int p = 0; p < Group<kBits>::parts; p++) {
                 int32_t four;
                 __builtin_memcpy(&four, x + 4 * p, 4);
                 part[p] = _mm256_set1_epi32(four);
@@ -42,6 +51,9 @@ struct Avx2Base {
     static Floats splat(float value) { return _mm256_set1_ps(value); }
     static Floats load_float(const uint8_t* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
     static Floats load_half(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+    static Floats load_bytes(const uint8_t* p) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+    }
     static Floats convert(Ints value) { return _mm256_cvtepi32_ps(value); }
     static Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }

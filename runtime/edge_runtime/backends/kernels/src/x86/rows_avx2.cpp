@@ -1,5 +1,5 @@
-// AVX2 without VNNI. Pairs of products are added in 16 bits: levels of at most 15 times 127 leave room for four of them; 8-bit levels are
-// made signed, and their magnitudes take the products' signs from the activations, so that no sum leaves 16 bits either.
+// AVX2 without VNNI. Pairs of products are added in 16 bits: levels of at most 15 times 127 leave room for four of them, of 63 for two; 8-bit
+// levels are made signed, and their magnitudes take the products' signs from the activations, so that no sum leaves 16 bits either.
 #include "x86/isa_avx2.h"
 #include "per_isa/attend.h"
 #include "per_isa/round_row.h"
@@ -18,6 +18,10 @@ struct Avx2 : Avx2Base {
         if constexpr (kBits == 8) {
             const Ints level = _mm256_xor_si256(w.part[0], _mm256_set1_epi8(static_cast<char>(0x80)));
             pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(level), _mm256_sign_epi8(x.part[0], level));
+        } else if constexpr (kBits == 6) {
+            pairs = _mm256_add_epi16(_mm256_maddubs_epi16(w.part[0], x.part[0]), _mm256_maddubs_epi16(w.part[1], x.part[1]));
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+            pairs = _mm256_add_epi16(_mm256_maddubs_epi16(w.part[2], x.part[2]), _mm256_maddubs_epi16(w.part[3], x.part[3]));
         } else {
             pairs = _mm256_maddubs_epi16(w.part[0], x.part[0]);
             for (int p = 1; p < 8 / kBits; p++) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w.part[p], x.part[p]));
@@ -28,6 +32,6 @@ struct Avx2 : Avx2Base {
 
 }  // namespace
 
-const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row, {attend_span, merge_spans}};
+const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row<Avx2>, {attend_span, merge_spans}};
 
 }  // namespace edge

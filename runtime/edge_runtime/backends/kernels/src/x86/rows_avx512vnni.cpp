@@ -17,27 +17,35 @@ struct Avx512Vnni {
     // One tile at a time is one stream of memory, which the processor fetches ahead by itself: a row takes 13.3 ms so, four tiles 19.2.
     static constexpr int vectors(int) { return 1; }
 
-    // 32 / kBits inputs of 16 outputs, as 8 / kBits registers of bytes.
+    // A group's inputs of 16 outputs, as registers of bytes.
     template <int kBits>
     struct Weights {
-        Ints part[8 / kBits];
+        Ints part[Group<kBits>::parts];
         void load(const uint8_t* line) {
-            const Ints raw = _mm512_loadu_si512(line), mask = _mm512_set1_epi8(static_cast<char>((1 << kBits) - 1));
+            const Ints raw = _mm512_loadu_si512(line), mask = _mm512_set1_epi8(static_cast<char>(kBits == 6 ? 15 : (1 << kBits) - 1));
             if constexpr (kBits == 8) part[0] = raw;
+            else if constexpr (kBits == 6) load_six(line, raw, mask);
             else
                 for (int p = 0; p < 8 / kBits; p++) part[p] = _mm512_and_si512(_mm512_srli_epi16(raw, p * kBits), mask);
+        }
+        void load_six(const uint8_t* line, Ints low, Ints mask) {
+            const Ints next = _mm512_loadu_si512(line + kLine), high = _mm512_loadu_si512(line + 2 * kLine), two = _mm512_set1_epi8(0x30);
+            part[0] = _mm512_and_si512(low, mask) | _mm512_and_si512(_mm512_slli_epi16(high, 4), two);
+            part[1] = _mm512_and_si512(_mm512_srli_epi16(low, 4), mask) | _mm512_and_si512(_mm512_slli_epi16(high, 2), two);
+            part[2] = _mm512_and_si512(next, mask) | _mm512_and_si512(high, two);
+            part[3] = _mm512_and_si512(_mm512_srli_epi16(next, 4), mask) | _mm512_and_si512(_mm512_srli_epi16(high, 2), two);
         }
     };
     template <int kBits>
     struct Inputs {
-        Ints part[8 / kBits];
+        Ints part[Group<kBits>::parts];
         void load(const int8_t* x) {
-            for (int p = 0; p < 8 / kBits; p++) part[p] = _mm512_set1_epi32(reinterpret_cast<const int32_t*>(x)[p]);
+            for (int p = 0; p < Group<kBits>::parts; p++) part[p] = _mm512_set1_epi32(reinterpret_cast<const int32_t*>(x)[p]);
         }
     };
     template <int kBits>
     static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
-        for (int p = 0; p < 8 / kBits; p++) sum = _mm512_dpbusd_epi32(sum, w.part[p], x.part[p]);
+        for (int p = 0; p < Group<kBits>::parts; p++) sum = _mm512_dpbusd_epi32(sum, w.part[p], x.part[p]);
         return sum;
     }
     static Floats zero() { return _mm512_setzero_ps(); }
@@ -45,6 +53,9 @@ struct Avx512Vnni {
     static Floats splat(float value) { return _mm512_set1_ps(value); }
     static Floats load_float(const uint8_t* p) { return _mm512_loadu_ps(reinterpret_cast<const float*>(p)); }
     static Floats load_half(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+    static Floats load_bytes(const uint8_t* p) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    }
     static Floats convert(Ints value) { return _mm512_cvtepi32_ps(value); }
     static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
@@ -53,6 +64,6 @@ struct Avx512Vnni {
 
 }  // namespace
 
-const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row, {attend_span, merge_spans}};
+const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row<Avx512Vnni>, {attend_span, merge_spans}};
 
 }  // namespace edge

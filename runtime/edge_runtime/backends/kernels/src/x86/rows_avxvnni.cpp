@@ -10,13 +10,13 @@ namespace {
 struct AvxVnni : Avx2Base {
     template <int kBits>
     static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
-        for (int p = 0; p < 8 / kBits; p++) sum = _mm256_dpbusd_avx_epi32(sum, w.part[p], x.part[p]);
+        for (int p = 0; p < Group<kBits>::parts; p++) sum = _mm256_dpbusd_avx_epi32(sum, w.part[p], x.part[p]);
         return sum;
     }
 };
 
 }  // namespace
 
-const Variant kAvxVnni = {"avxvnni", multiply<AvxVnni>, round_row, {attend_span, merge_spans}};
+const Variant kAvxVnni = {"avxvnni", multiply<AvxVnni>, round_row<AvxVnni>, {attend_span, merge_spans}};
 
 }  // namespace edge

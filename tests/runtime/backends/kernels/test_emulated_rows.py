@@ -1,0 +1,99 @@
+"""The kernels for ARM, run by qemu, have the bits of this machine's: products of all kinds and attention."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_runtime.backends.kernels import library
+from emulated import QEMU
+from row_calls import GGUF_BLOCKS, Call, attention, gguf_multiplication, gguf_weights, multiplication
+
+pytest.importorskip("ziglang", reason="needs edge-mtp[export], which has the compiler")
+if shutil.which(QEMU) is None:
+    pytest.skip(f"needs {QEMU} (apt install qemu-user-static)", allow_module_level=True)
+if not library.usable_variants():
+    pytest.skip("the row kernels were not built: pip install -e . builds them", allow_module_level=True)
+
+from edge_runtime.backends.kernels.build import compile_objects, run_compiler
+
+pytestmark = pytest.mark.slow
+TARGET = "aarch64-linux-gnu.2.17"
+DRIVER = Path(__file__).parents[3] / "support" / "emulated_rows.cpp"
+BATCHES = (1, 2, 3, 5, 8, 11, 12, 13, 29)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped kernels, without what engines see of them, and a program around them."""
+    folder = tmp_path_factory.mktemp("arm")
+    objects = compile_objects(TARGET, folder, without=("onnxruntime/", "ggml/multiply", "ggml/register", "ggml/floats"))
+    flags = [
+        "-target",
+        TARGET,
+        "-mcpu=cortex_a53",
+        "-std=c++20",
+        "-O1",
+        "-ffreestanding",
+        "-fno-sanitize=all",
+        "-static",
+        "-nostdlib",
+        "-s",
+    ]
+    run_compiler([*flags, str(DRIVER), *objects, "-o", str(folder / "driver")], folder)
+    return folder / "driver"
+
+
+def products() -> Iterator[Call]:
+    random = np.random.default_rng(1)
+    for bits in (2, 4, 8):
+        for block in (16, 32, 64, 128):
+            levels = random.integers(0, 256, (37, 3 * block * bits // 8)).astype(np.uint8)
+            scales = random.standard_normal((37, 3)).astype(np.float16 if block < 64 else np.float32).astype(np.float32)
+            values = random.standard_normal((BATCHES[-1], 3 * block)).astype(np.float32)
+            yield from (multiplication(levels, scales, bits, block, values[:rows]) for rows in BATCHES)
+    for kind in GGUF_BLOCKS:
+        data, values = gguf_weights(random, kind, 37, 768), random.standard_normal((BATCHES[-1], 768)).astype(np.float32)
+        yield from (gguf_multiplication(kind, data, values[:rows]) for rows in BATCHES)
+
+
+def attentions() -> Iterator[Call]:
+    random = np.random.default_rng(2)
+    for past, rows, heads, dim, origin, window in [
+        (0, 1, 1, 64, 0, 0),
+        (1, 3, 4, 48, 0, 0),
+        (127, 2, 2, 33, 0, 0),
+        (300, 13, 8, 64, 0, 0),
+        (200, 5, 2, 256, 77, 100),
+        (129, 8, 1, 7, 5, 1),
+    ]:
+        queries, cached, fresh = ((random.standard_normal((count, dim)) * 2).astype(np.float32) for count in (rows * heads, past, rows))
+        yield attention(queries, (cached, cached[::-1]), (fresh, fresh[::-1]), heads, origin, window)
+
+
+@pytest.mark.parametrize(("cpu", "variant"), [("cortex-a76", "dotprod"), ("max", "dotprod"), ("max", "i8mm")])
+@pytest.mark.parametrize("calls", [products, attentions])
+def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, variant: str, calls: type[Iterator[Call]]) -> None:
+    made = list(calls())
+    words = b"".join(call.written(variant) for call in made)
+    ended = subprocess.run([QEMU, "-cpu", cpu, str(driver)], input=words, capture_output=True, timeout=300, check=True)
+    wanted = [call.here(library.usable_variants()[0]) for call in made]
+    assert len(ended.stdout) == sum(array.nbytes for array in wanted)
+    at = 0
+    for call, array in zip(made, wanted, strict=True):
+        found = np.frombuffer(ended.stdout, np.float32, array.size, at).reshape(array.shape)
+        assert np.array_equal(found, array), (call.function, call.sizes)
+        at += array.nbytes
+
+
+def test_a_processor_without_matrix_products_is_not_given_them(driver: Path) -> None:
+    call = next(products())
+    ended = subprocess.run(
+        [QEMU, "-cpu", "cortex-a76", str(driver)], input=call.written("i8mm"), capture_output=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, b"")

@@ -1,0 +1,116 @@
+// Runs the row kernels on an emulated processor, without Python and without a C library: compiling one takes minutes. Standard input is a
+// series of calls: the function's name, the variant's, its numbers, the bytes of its arrays and of its result, the arrays. Standard output
+// is the results; a call that fails ends it.
+#include <stddef.h>
+#include <stdint.h>
+
+extern "C" {
+int edge_rows_multiply(const char*, int64_t, int64_t, int, int, const void*, const void*, const void*, int64_t, void*);
+int edge_rows_multiply_gguf(const char*, int, int64_t, int64_t, size_t, const void*, const void*, int64_t, void*);
+int edge_rows_attend(const char*, const void*, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                     int64_t, void*);
+
+// What the kernels want of a C library. Memory is given back after each call.
+static uint8_t memory[64 << 20];
+static size_t used;
+static const uint64_t* auxiliary;
+
+void* aligned_alloc(size_t alignment, size_t size) {
+    const size_t at = (used + alignment - 1) / alignment * alignment;
+    if (size > sizeof memory - at) return nullptr;
+    used = at + size;
+    return memory + at;
+}
+void* malloc(size_t size) { return aligned_alloc(64, size); }
+void free(void*) {}
+void* memset(void* to, int value, size_t size) {
+    for (size_t i = 0; i < size; i++) static_cast<volatile uint8_t*>(to)[i] = static_cast<uint8_t>(value);
+    return to;
+}
+void* memcpy(void* to, const void* from, size_t size) {
+    for (size_t i = 0; i < size; i++) static_cast<volatile uint8_t*>(to)[i] = static_cast<const uint8_t*>(from)[i];
+    return to;
+}
+size_t strlen(const char* text) {
+    size_t size = 0;
+    while (text[size]) size++;
+    return size;
+}
+int strcmp(const char* one, const char* other) {
+    while (*one && *one == *other) one++, other++;
+    return *one - *other;
+}
+char* getenv(const char*) { return nullptr; }
+unsigned long getauxval(unsigned long kind) {
+    for (const uint64_t* entry = auxiliary; entry[0]; entry += 2)
+        if (entry[0] == kind) return entry[1];
+    return 0;
+}
+}
+
+namespace {
+
+constexpr int64_t kRead = 63, kWrite = 64, kExit = 93;
+constexpr int kArrays = 6;  // the last one is the result
+
+int64_t call_system(int64_t number, int64_t first, const void* data = nullptr, size_t size = 0) {
+    register int64_t x8 asm("x8") = number, x0 asm("x0") = first;
+    register const void* x1 asm("x1") = data;
+    register size_t x2 asm("x2") = size;
+    asm volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2) : "memory");
+    return x0;
+}
+
+bool all(int64_t number, int64_t file, void* data, size_t size) {
+    for (size_t done = 0; done < size;) {
+        const int64_t some = call_system(number, file, static_cast<uint8_t*>(data) + done, size - done);
+        if (some <= 0) return false;
+        done += static_cast<size_t>(some);
+    }
+    return true;
+}
+
+struct Call {
+    char function[16], variant[16];
+    int64_t numbers[8], sizes[kArrays];
+};
+
+int run(const Call& call, void* const (&a)[kArrays]) {
+    const int64_t* n = call.numbers;
+    void* out = a[kArrays - 1];
+    if (!strcmp(call.function, "multiply"))
+        return edge_rows_multiply(call.variant, n[0], n[1], static_cast<int>(n[2]), static_cast<int>(n[3]), a[0], a[1], a[2], n[4], out);
+    if (!strcmp(call.function, "multiply_gguf"))
+        return edge_rows_multiply_gguf(call.variant, static_cast<int>(n[0]), n[1], n[2], static_cast<size_t>(n[3]), a[0], a[1], n[4], out);
+    return edge_rows_attend(call.variant, a[0], a[1], a[2], a[3], a[4], n[0], n[1], n[2], n[3], n[4], n[5], n[6], out);
+}
+
+int run_all() {
+    for (Call call; all(kRead, 0, &call, sizeof call); used = 0) {
+        void* arrays[kArrays];
+        for (int i = 0; i < kArrays; i++) {
+            arrays[i] = malloc(static_cast<size_t>(call.sizes[i]));
+            if (!arrays[i] || (i < kArrays - 1 && !all(kRead, 0, arrays[i], static_cast<size_t>(call.sizes[i])))) return 1;
+        }
+        if (run(call, arrays) || !all(kWrite, 1, arrays[kArrays - 1], static_cast<size_t>(call.sizes[kArrays - 1]))) return 2;
+    }
+    return 0;
+}
+
+}  // namespace
+
+extern "C" {
+using Constructor = void (*)();
+extern const Constructor __init_array_start[], __init_array_end[];
+
+[[noreturn]] void begin(const uint64_t* stack) {
+    const uint64_t* at = stack + 1 + stack[0] + 1;  // behind the arguments
+    while (*at) at++;                               // behind the environment
+    auxiliary = at + 1;
+    for (const Constructor* one = __init_array_start; one != __init_array_end; one++) (*one)();
+    call_system(kExit, run_all());
+    __builtin_unreachable();
+}
+}
+
+asm(".globl _start\n_start:\nmov x29, xzr\nmov x0, sp\nbl begin\n");

@@ -1,0 +1,82 @@
+"""Calls of the row kernels' plain C functions, on this machine's processor and, written down, on an emulated one."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.kernels.library import load_library
+
+Array = NDArray[Any]
+# Types of GGUF files (enum ggml_type): inputs and bytes of a block, and where its float16 numbers lie.
+Q4_0, Q8_0, Q4_K, Q6_K = 2, 8, 12, 14
+GGUF_BLOCKS = {Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q6_K: (256, 210)}
+_HALVES = {Q4_0: slice(0, 2), Q8_0: slice(0, 2), Q4_K: slice(0, 4), Q6_K: slice(208, 210)}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: the function behind "edge_rows_", its sizes, its arrays, and the shape of its float32 result."""
+
+    function: str
+    sizes: tuple[int, ...]
+    arrays: tuple[Array, ...]
+    shape: tuple[int, ...]
+
+    def here(self, variant: str) -> NDArray[np.float32]:
+        """The result of a variant of this machine's processor. Raises ValueError where the call is refused."""
+        out = np.full(self.shape, np.nan, np.float32)
+        sizes = [ctypes.c_int64(size) for size in self.sizes]
+        kept = [np.ascontiguousarray(array) for array in self.arrays]
+        arrays = [ctypes.c_void_p(array.ctypes.data) for array in (*kept, out)]
+        match self.function:
+            case "multiply":
+                words = [*sizes[:2], *map(ctypes.c_int, self.sizes[2:4]), *arrays[:3], sizes[4], arrays[3]]
+            case "multiply_gguf":
+                words = [ctypes.c_int(self.sizes[0]), *sizes[1:4], *arrays[:2], sizes[4], arrays[2]]
+            case _:
+                words = [*arrays[:5], *sizes, arrays[5]]
+        if getattr(load_library(), f"edge_rows_{self.function}")(variant.encode(), *words):
+            raise ValueError(f"{self.function} of {self.sizes} was refused")
+        return out
+
+    def written(self, variant: str) -> bytes:
+        """The call as emulated_rows.cpp reads it."""
+        arrays = [np.ascontiguousarray(array).tobytes() for array in self.arrays]
+        lengths = [*map(len, arrays), *[0] * (5 - len(arrays)), int(np.prod(self.shape)) * 4]
+        sizes = [*self.sizes, *[0] * (8 - len(self.sizes))]
+        return struct.pack("16s16s8q6q", self.function.encode(), variant.encode(), *sizes, *lengths) + b"".join(arrays)
+
+
+def multiplication(levels: Array, scales: Array, bits: int, block: int, values: Array) -> Call:
+    """Levels [outputs, inputs * bits / 8] and scales [outputs, blocks], as MatMulNBits stores them, by values [rows, inputs]."""
+    outputs, inputs = len(levels), levels.shape[1] * 8 // bits
+    return Call("multiply", (outputs, inputs, bits, block, len(values)), (levels, scales, values), (len(values), outputs))
+
+
+def gguf_multiplication(kind: int, data: NDArray[np.uint8], values: Array) -> Call:
+    """Weights [outputs, bytes of a row] of a type of GGUF files by values [rows, inputs]."""
+    sizes = kind, len(data), values.shape[1], data.shape[1], len(values)
+    return Call("multiply_gguf", sizes, (data, values), (len(values), len(data)))
+
+
+def gguf_weights(random: np.random.Generator, kind: int, outputs: int, inputs: int) -> NDArray[np.uint8]:
+    """Random bytes [outputs, bytes of a row], with finite scales."""
+    each, size = GGUF_BLOCKS[kind]
+    blocks = random.integers(0, 256, (outputs, inputs // each, size)).astype(np.uint8)
+    place = _HALVES[kind]
+    halves = random.standard_normal((*blocks.shape[:2], (place.stop - place.start) // 2)).astype(np.float16)
+    blocks[..., place] = halves.view(np.uint8)
+    return blocks.reshape(outputs, -1)
+
+
+def attention(queries: Array, cached: Sequence[Array], fresh: Sequence[Array], heads: int, origin: int, window: int) -> Call:
+    """Queries [rows * heads, dim] to cached keys and values [past, dim] and to fresh ones [rows, dim] of one K/V head."""
+    sizes = len(cached[0]), len(fresh[0]), heads, queries.shape[1], origin, window, 16
+    return Call("attend", sizes, (queries, *cached, *fresh), queries.shape)
