@@ -16,7 +16,7 @@ class QuietCheck:
         before = load_now()
         self.was_busy = before.is_busy
         if self.was_busy:
-            notify(f"Before measuring {what}, {before.words()}: what is measured now is used once and not kept.")
+            notify(f"This machine is busy, so what is measured on first use is used once and not kept ({before.words()}).")
         self._watch = LoadWatch()
 
     def passed(self) -> bool:
@@ -25,5 +25,18 @@ class QuietCheck:
             return False
         load = self._watch.load()
         if load.is_busy:
-            self._notify(f"While {self._what} were measured, {load.words()}: they are used once and not kept.")
+            self._notify(f"Other programs disturbed the measurement of {self._what}, which are used once and not kept ({load.words()}).")
         return not load.is_busy
+
+
+def said_once(notify: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns `notify` without sentences that were said before, or that differ from such a one by what is in brackets at the end."""
+    said: set[str] = set()
+
+    def notify_once(sentence: str) -> None:
+        head = sentence.partition(" (")[0] if sentence.endswith(").") else sentence
+        if head not in said:
+            said.add(head)
+            notify(sentence)
+
+    return notify_once

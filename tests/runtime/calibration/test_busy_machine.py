@@ -39,8 +39,12 @@ def loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[MachineL
 @pytest.mark.parametrize(
     ("before", "meanwhile", "words"),
     [
-        (BUSY, QUIET, "Before measuring the costs of drafts, other programs used 50% of the processors"),
-        (QUIET, WAITING, "While the costs of drafts were measured, other programs used 6% of the processors and programs waited for a"),
+        (BUSY, QUIET, "This machine is busy, so what is measured on first use is used once and not kept (other programs used 50% of the"),
+        (
+            QUIET,
+            WAITING,
+            "Other programs disturbed the measurement of the costs of drafts, which are used once and not kept (other programs used 6%",
+        ),
         (QUIET, QUIET, None),
         (UNKNOWN, UNKNOWN, None),
     ],
@@ -69,6 +73,14 @@ def test_known_costs_are_not_measured_again_while_the_machine_is_busy(loads, mon
         assert len(measured) == count
 
 
+def test_a_busy_machine_is_said_once_though_its_load_changes() -> None:
+    said: list[str] = []
+    notify = quiet.said_once(said.append)
+    for sentence in ("It is busy (50% used).", "First use.", "It is busy (60% used).", "First use.", "It is not (70% used)."):
+        notify(sentence)
+    assert said == ["It is busy (50% used).", "First use.", "It is not (70% used)."]
+
+
 def test_the_wait_has_a_title_and_an_end(loads, monkeypatch) -> None:
     loads(QUIET, QUIET)
     monkeypatch.setattr(first_use, "measure_costs", lambda *_, report, **__: report(0.5) or COSTS)
@@ -94,7 +106,7 @@ def test_the_backend_that_was_faster_on_a_busy_machine_is_not_kept(loads) -> Non
         loads(QUIET, meanwhile)
         found = backend_choice.measured_rates("pair", ["a"], ["llama", "onnx"], rates.__getitem__, said.append)
         assert found.rates == rates
-    assert any("While the backends' speeds were measured" in text for text in said)
+    assert any("disturbed the measurement of the backends' speeds" in text for text in said)
     assert [one.rates for one in backend_choice.cached_choices()] == [{"llama": 1.0, "onnx": 2.0}]
 
 

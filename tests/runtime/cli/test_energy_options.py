@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from chat_words import chat_session
-from edge_devices.energy.virtual_meters import ReplayMeter
+from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter
+from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, State, absent, present, usable
 from edge_devices.meters.trace import Trace
@@ -192,9 +193,27 @@ def test_compare_has_joules_of_both_sides(run: Any, meter: Finding) -> None:
     assert "energy, J/token" in result.stdout
     energy = json.loads(run(*arguments, "--json", findings=[meter], pause=0.003).stdout)["energy"]
     assert [energy[side]["kind"] for side in ("plain", "drafted")] == ["measured", "measured"]
+
+
+def test_compare_takes_the_profiles_watts_where_there_is_no_meter(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--compare", "--draft-length", "2", "--max-tokens", "30", "--repeats", "2")
+    monkeypatch.setattr(
+        energy_options, "virtual_meter", lambda system, _: EstimateMeter(system, idle_watts=2, core_watts=5, model_error=0.5)
+    )
+    estimated = run(*arguments, findings=[], pause=0.02)
+    assert "J/token, an ESTIMATE" in estimated.stdout
+    assert "energy: nothing was measured; model: 2 W idle + 5 W per busy core" in estimated.stderr
+    energy = json.loads(run(*arguments, "--json", findings=[], pause=0.02).stdout)["energy"]
+    assert [energy[side]["kind"] for side in ("plain", "drafted")] == ["estimate", "estimate"]
+
+    def without_watts(*_: object) -> None:
+        raise MeterError("the profile x has no watts")
+
+    monkeypatch.setattr(energy_options, "virtual_meter", without_watts)
     none = run(*arguments, findings=[])
     assert "not measured" in none.stdout
-    assert none.stderr.count("energy: not measured: no energy meter on this machine") == 1
+    reason = "energy: not measured: no energy meter on this machine, and no estimate: the profile x has no watts (--meter)"
+    assert none.stderr.count(reason) == 1
 
 
 def test_an_estimate_is_only_made_when_asked_for_and_says_so(run: Any) -> None:

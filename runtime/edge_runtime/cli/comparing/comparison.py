@@ -57,10 +57,12 @@ class Comparison:
         return sum(stats.drafted for stats in self.drafted)
 
     def remarks(self) -> list[str]:
-        """Returns why the figures may mean little: nothing was drafted, or the machine was busy."""
+        """Returns why the figures may mean little: nothing was drafted, joules are estimated or missing, or the machine was busy."""
         sentences = [] if self.drafted_tokens else [NOTHING_DRAFTED]
+        if self.drafted_energy.kind == "estimate" and self.drafted_energy.facts:
+            sentences.append(f"energy: nothing was measured; {self.drafted_energy.facts.source}, with the range of these watts")
         sentences += [": ".join(one.row()) for one in (self.plain_energy, self.drafted_energy) if one.kind == "none"][:1]
-        return [*sentences, self.load.sentence()] if self.load.is_busy else sentences
+        return [*sentences, f"meanwhile, {self.load.sentence()}"] if self.load.is_busy else sentences
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values under stable keys; `speed_up` is None if nothing was drafted."""
@@ -102,8 +104,8 @@ def compare(
     pools = EnergyPool(), EnergyPool()
 
     def run(drafting_on: int, shown: Callable[[str], None]) -> None:
+        shown(f"\n--- {drafting if drafting_on else 'plain'} ---\n{shown_prompt}")
         generation = session.generate(prompt, max_tokens=max_tokens, draft_length=draft_length if drafting_on else 0)
-        shown(f"\n--- {drafting if drafting_on else 'plain'} ---\n{shown_prompt}")  # below what a measurement on first use says
         with watch() as energy:
             for piece in generation:
                 shown(piece)
@@ -111,6 +113,8 @@ def compare(
         runs[drafting_on].append(generation.stats)
         outputs.append(generation.tokens)
 
+    if draft_length is None:
+        session.profit()  # measures on first use, before anything is shown
     before = load_now()
     if before.is_busy:
         show(f"before the first run, {before.sentence()}\n")
@@ -140,9 +144,11 @@ def _energy_row(comparison: Comparison) -> tuple[str, str, str]:
     energies = (comparison.plain_energy, comparison.drafted_energy)
     if any(one.joules_per_token is None for one in energies):
         return "energy, J/token", "not measured", "not measured"
-    mark = "ESTIMATE " if energies[0].kind == "estimate" else ""
+    plain, drafted = (one.figure() for one in energies)
+    if energies[0].kind == "estimate":
+        return "J/token, an ESTIMATE", plain.partition(" (")[0], drafted.partition(" (")[0]
     scope = f", scope {energies[0].facts.scope}" if energies[0].facts else ""
-    return f"energy, J/token{scope}", mark + energies[0].figure(), mark + energies[1].figure()
+    return f"energy, J/token{scope}", plain, drafted
 
 
 def comparison_table(comparison: Comparison) -> Table:

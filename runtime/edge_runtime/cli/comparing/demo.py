@@ -146,6 +146,7 @@ class Demo:
 
     def run(self) -> DemoResult:
         """Streams each kind once with drafts, then measures it without and with drafts in turn."""
+        self._session.profit()  # measures on first use, before anything is shown
         before = load_now()
         if before.is_busy:
             self._write(f"Before the first run, {before.sentence()}.\n")
@@ -165,8 +166,8 @@ class Demo:
 
     def _kind(self, name: str, prompt: str) -> KindResult:
         sent: str | list[int] = prompt if self._template is None else self._template.encode([{"role": "user", "content": prompt}])
-        shown = self._generation(sent, drafting=True)
         self._write(click.style(f"\n--- {name} ---\n", bold=True) + click.style(prompt, dim=True) + "\n" * (self._template is not None))
+        shown = self._generation(sent, drafting=True)
         for piece in self._coloured(shown):
             self._write(piece)
         runs: dict[bool, list[DecodeStats]] = {True: [], False: []}
