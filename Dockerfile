@@ -2,7 +2,7 @@
 # (parity, --calibrate) and without the compiler of --package.
 #   docker build -t edge-mtp .
 #   docker run --rm -v "$PWD:/work" edge-mtp TARGET_FOLDER DRAFTER_FOLDER --output my-bundle
-#   docker run --rm -v "$PWD:/work" --entrypoint edge-run edge-mtp --doctor
+#   docker run --rm -v "$PWD:/work" --entrypoint edge-run edge-mtp doctor
 # It writes as user 1000; for a folder of someone else's: --user "$(id -u):$(id -g)" -e EDGE_MTP_CACHE=/tmp/edge-mtp
 FROM python:3.12-slim-bookworm AS build
 

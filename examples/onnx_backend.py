@@ -1,6 +1,6 @@
 """Runs ONNX graphs on ONNX Runtime instead of GGUF files on llama.cpp, with the same API.
 
-edge-export --reference-pair --output onnx-bundle --format onnx
+edge-export reference --output onnx-bundle --format onnx
 python examples/onnx_backend.py onnx-bundle          (needs edge-mtp[onnx])
 """
 

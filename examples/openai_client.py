@@ -12,7 +12,7 @@ if len(sys.argv) != 2:
     sys.exit("usage: python examples/openai_client.py my-bundle")
 
 # --port 0 takes a free port, which the server prints on standard error.
-command = ["edge-run", sys.argv[1], "--serve", "--port", "0"]
+command = ["edge-run", "serve", sys.argv[1], "--port", "0"]
 with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
     assert server.stderr is not None
     try:

@@ -3,7 +3,7 @@
     python scripts/adb_bench.py BUNDLE --package DIR --adb all --lengths 2,3,4 --html report.html
     python scripts/adb_bench.py BUNDLE --package DIR --ssh pi@raspberrypi
 
-Everything it takes is in `edge-bench --help`, every step in docs/devices.md.
+Everything it takes is in `edge-bench devices --help`, every step in docs/devices.md.
 """
 
 from __future__ import annotations

@@ -20,6 +20,14 @@ FENCES = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 PACKAGES = {"edge_devices": "devices", "edge_export": "exporter", "edge_runtime": "runtime"}
 NAMED_FILE = re.compile(r"`((?:docs|examples|scripts|tests|devices|exporter|runtime|edge_\w+)/[\w/.-]+\.\w+)`")
 NAMED_OBJECT = re.compile(r"`(edge_(?:devices|export|runtime)(?:\.\w+)+)")
+COMMANDS = {"run": "edge_runtime.cli.run", "bench": "edge_runtime.bench.cli", "export": "edge_export.cli.command"}
+COMMAND = re.compile(r"(?:`|^[ \t]*(?:\$ |\.venv/bin/)?)edge-(run|bench|export) +([^\s`]+)", re.MULTILINE)
+FLAT_MODES = "--(doctor|plan|serve|compare|demo|package|reference-pair|report|contribute|pool)"
+# Passages about the older flat spelling, or of an earlier version.
+OLDER = (
+    re.compile(r"^The flat spelling works too.*?\n\n", re.MULTILINE | re.DOTALL),
+    re.compile(r"^The other two are of an earlier.*?^## ", re.MULTILINE | re.DOTALL),
+)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -54,6 +62,18 @@ def test_files_and_objects_named_on_a_page_exist(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
     for name in NAMED_OBJECT.findall(text):
         resolve_name(name)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_written_with_their_sub_command(page):
+    text = page.read_text(encoding="utf-8")
+    for passage in OLDER:
+        text = passage.sub("", text)
+    for name, word in COMMAND.findall(text):
+        modes = resolve_name(COMMANDS[name]).main.modes
+        first = re.split(r"[|,.]", word)[0]
+        option = word.startswith("-") and not re.match(FLAT_MODES, word)
+        assert first in modes or option or word.startswith("edge-"), f"edge-{name} {word}"
 
 
 def test_there_are_links_to_check():

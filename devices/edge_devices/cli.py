@@ -77,8 +77,8 @@ Examples:
 def main() -> None:
     """Describe this device and its energy meters, and read energy logs.
 
-    To predict a model's speed on a device: `edge-run BUNDLE --plan --profile NAME`, or before an export `edge-export TARGET DRAFTER
-    --plan`. For plots of an energy log: `edge-bench --report LOG --html PAGE`.
+    To predict a model's speed on a device: `edge-run plan BUNDLE --profile NAME`, or before an export `edge-export plan
+    TARGET DRAFTER`. For plots of an energy log: `edge-bench report LOG --html PAGE`.
     """
 
 
@@ -113,7 +113,7 @@ def detect(bandwidth: bool, as_json: bool) -> None:
 @main.command(name="profiles")
 @click.option("--json", "as_json", is_flag=True, help="Print the profiles in full as one JSON object.")
 def list_profiles(as_json: bool) -> None:
-    """List the device profiles, for --plan --profile NAME."""
+    """List the device profiles, for edge-run plan --profile NAME."""
     if as_json:
         click.echo(json.dumps({name: found.to_json() for name, found in profiles().items()}))
         return

@@ -1,11 +1,11 @@
 """Times a draft step of the dense, split and prompt lookup drafters of a bundle, and the part of the split step outside llama.cpp.
 
     python scripts/pairs/widen_pair.py exporter/edge_export/reference_pair -o /tmp/wide
-    edge-export /tmp/wide/target /tmp/wide/drafter -o /tmp/wide-bundle
+    edge-export pair /tmp/wide/target /tmp/wide/drafter -o /tmp/wide-bundle
     python scripts/benchmarks/bench_draft_step.py /tmp/wide-bundle
 
     python scripts/pairs/make_random_pair.py -o /tmp/e2b --target-layers 5
-    edge-export /tmp/e2b/target /tmp/e2b/drafter -o /tmp/e2b-bundle --no-verify
+    edge-export pair /tmp/e2b/target /tmp/e2b/drafter -o /tmp/e2b-bundle --no-verify
     python scripts/benchmarks/bench_draft_step.py /tmp/e2b-bundle
 
 Run it on a quiet machine and quote the ratios.

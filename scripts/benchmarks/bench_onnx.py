@@ -1,7 +1,7 @@
 """Compares bundles on ONNX Runtime with bundles on llama.cpp: loading, memory, forwards and draft steps by context, decoding with drafts.
 
     python scripts/pairs/widen_pair.py exporter/edge_export/reference_pair -o /tmp/wide
-    edge-export /tmp/wide/target /tmp/wide/drafter -o /tmp/wide-bundle --format both
+    edge-export pair /tmp/wide/target /tmp/wide/drafter -o /tmp/wide-bundle --format both
     python scripts/benchmarks/bench_onnx.py llama:/tmp/wide-bundle onnx:/tmp/wide-bundle --prompts prompts.json --json onnx.json
 
 Runners take turns, in reverse order in every other round. Each load is measured in its own process. Run it on a quiet machine and quote the

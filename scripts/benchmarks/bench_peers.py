@@ -4,9 +4,9 @@
     .venv/bin/python scripts/benchmarks/bench_peers.py --runs peers.jsonl
     .venv/bin/python scripts/benchmarks/bench_peers.py --report peers.jsonl
 
-Measures with `edge-bench BUNDLE --against` and passes all other options to it. Without a BUNDLE, the reference pair is widened and exported
-to build/wide first. Tools of llama.cpp that are missing are built. llama-cpp-python loads the same libraries as the tools. Run it on a
-quiet machine and quote the ratios.
+Measures with `edge-bench run BUNDLE --against` and passes all other options to it. Without a BUNDLE, the reference pair is widened and
+exported to build/wide first. Tools of llama.cpp that are missing are built. llama-cpp-python loads the same libraries as the tools. Run it
+on a quiet machine and quote the ratios.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def equal_rows(target: AnyTarget, tokens: list[int], depth: int) -> int:
 def main(folder: Path, threads: int, depth: int, repeats: int, prefills: int) -> None:
     """Measure BUNDLE's target; prints a Markdown table."""
     if variant() is None:
-        raise click.ClickException("the row kernels do not run here; edge-run --doctor says why")
+        raise click.ClickException("the row kernels do not run here; edge-run doctor says why")
     sides = open_sides(open_bundle(folder), threads)
     tokens = np.random.default_rng(1).integers(50, 4000, depth + PREFILL).tolist()
     for target in sides.values():

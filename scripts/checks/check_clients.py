@@ -2,7 +2,7 @@
 
     python scripts/checks/check_clients.py BUNDLE --clients 64 --sessions 4
 
-Half of the requests are greedy, half have a seed. Each is sent alone first, then all at once. Options after -- go to `edge-run --serve`.
+Half of the requests are greedy, half have a seed. Each is sent alone first, then all at once. Options after -- go to `edge-run serve`.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def main(bundle: Path, clients: int, sessions: int, tokens: int, options: tuple[
     """Serve BUNDLE and print how many of the answers differ, as JSON."""
     code = "from edge_runtime.cli.run import main; main()"
     several = [] if "--deterministic" in options else ["--sessions", str(sessions)]
-    command = [sys.executable, "-c", code, str(bundle), "--serve", "--port", "0", "--waiting", str(clients), *several, *options]
+    command = [sys.executable, "-c", code, "serve", str(bundle), "--port", "0", "--waiting", str(clients), *several, *options]
     asked = requests(clients, tokens)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
         assert server.stdout is not None
         try:
             found = next((match for line in server.stdout if line.startswith("serving") and (match := _ADDRESS.search(line))), None)
             if found is None:
-                raise click.ClickException("the server did not start; try the same options with edge-run --serve")
+                raise click.ClickException("the server did not start; try the same options with edge-run serve")
             address = found.group()
             alone = [answer(address, request) for request in asked]
             begin = time.monotonic()

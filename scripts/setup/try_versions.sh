@@ -40,7 +40,7 @@ case $library in
 esac
 step "tests of the backend" .venv/bin/python -m pytest -q -p no:randomly -m "not slow" "${tests[@]}"
 step "files equal to the reference, byte for byte" .venv/bin/python -m pytest -q -p no:randomly tests/exporter/gguf tests/exporter/quantization
-step "export of the reference pair" .venv/bin/edge-export --reference-pair --format "$format" --output "$work/bundle"
-step "$backend runs it" .venv/bin/edge-run "$work/bundle" --backend "$backend" --raw --max-tokens 32 "def area(r):"
+step "export of the reference pair" .venv/bin/edge-export reference --format "$format" --output "$work/bundle"
+step "$backend runs it" .venv/bin/edge-run generate "$work/bundle" --backend "$backend" --raw --max-tokens 32 "def area(r):"
 step "drafts change no output" .venv/bin/python scripts/checks/check_lossless.py "$work/bundle" --prompts exporter/edge_export/reference_pair/prompts.code.json
 exit "$failed"

@@ -102,7 +102,7 @@ def scripted_server(*replies: Any, key: str | None = None, origins: Sequence[str
 
 
 class Child:
-    """`edge-run BUNDLE --serve` in a child process on a free port."""
+    """`edge-run serve BUNDLE` in a child process on a free port."""
 
     def __init__(self, bundle: Path, *options: str) -> None:
         self.lines: list[str] = []

@@ -44,7 +44,7 @@ def meter_lines(findings: Sequence[Finding], seen: Mapping[str, Characteristics 
         denied = [f.name for f in findings if f.state is State.PRESENT]
         lines.insert(0, f"{NO_METER} can be used now" + (f"; what stands in the way of {', '.join(denied)} is below" if denied else ""))
         lines.append(
-            "a meter in the supply line that writes a table will do: edge-bench BUNDLE --energy LOG --meter external (docs/energy.md)"
+            "a meter in the supply line that writes a table will do: edge-bench run BUNDLE --energy LOG --meter external (docs/energy.md)"
         )
     return list(map(printable, lines))
 

@@ -1,4 +1,4 @@
-"""`edge-export --package`: its options, and what it prints."""
+"""`edge-export package`: its options, and what it prints."""
 
 from __future__ import annotations
 

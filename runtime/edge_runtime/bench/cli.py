@@ -244,7 +244,7 @@ def measure_elsewhere(bundle: Path | None, values: dict[str, Any], outputs: Outp
 def report_again(report: Path, energy: Path | None, external: Path | None, columns: str | None, outputs: Outputs) -> None:
     """Computes the figures of records, of an energy log, or of both again. Raises RequestError for files that do not match."""
     if report.exists() and not report.is_file():
-        raise RequestError(f"{report} is not a regular file; give a file that edge-bench --runs wrote")
+        raise RequestError(f"{report} is not a regular file; give a file that edge-bench run --runs wrote")
     if is_energy_log(report):
         if energy is not None:
             raise RequestError(f"{report} is an energy log itself; --energy is for a file from --runs")
@@ -281,7 +281,7 @@ def measure_all(
     if failure is not None:
         raise failure
     if log is not None and joules is None:
-        note(f"the {EXTERNAL} meter's table is still needed: edge-bench --report {energy} --external TABLE")
+        note(f"the {EXTERNAL} meter's table is still needed: edge-bench report {energy} --external TABLE")
     return stopped
 
 

@@ -16,7 +16,7 @@ _CHECKPOINT_FILES = ("config.json", "model.safetensors", "model.safetensors.inde
 
 def advice(folder: Path, manifest_name: str) -> str:
     """Returns what to do about `folder`, which has no manifest; it is compared with what lies in it and beside it."""
-    export = f"edge-export {shlex.quote(str(folder))} DRAFTER --output my-bundle"
+    export = f"edge-export pair {shlex.quote(str(folder))} DRAFTER --output my-bundle"
     if folder.is_file():
         kind = "a GGUF file" if folder.suffix.lower() == ".gguf" else "a file"
         return f"it is {kind}; " + (f"make a bundle of it and its drafter with: {export}" if kind != "a file" else "give a bundle's folder")
@@ -33,7 +33,7 @@ def advice(folder: Path, manifest_name: str) -> str:
     ggufs = sorted(name for name in names if name.lower().endswith(".gguf"))
     if len(ggufs) >= 2:
         both = " ".join(shlex.quote(str(folder / name)) for name in _target_first(ggufs))
-        return f"it holds GGUF files; make a bundle with: edge-export {both} --output my-bundle"
+        return f"it holds GGUF files; make a bundle with: edge-export pair {both} --output my-bundle"
     if names & {*_CHECKPOINT_FILES}:
         return f"it holds a checkpoint; make a bundle of it and its drafter with: {export}"
     return f"it has no {manifest_name}; make one with edge-export"
@@ -44,7 +44,7 @@ def _hub_export(name: str) -> str:
     repository = found[1] if found else name
     # A repository of GGUF files holds the drafter too; edge-export finds it, or lists the files.
     drafter = repository if name.endswith(".gguf") or repository.lower().endswith("-gguf") else f"{repository}-assistant"
-    return f"edge-export {shlex.quote(name)} {drafter} --output {repository.rpartition('/')[2]}"
+    return f"edge-export pair {shlex.quote(name)} {drafter} --output {repository.rpartition('/')[2]}"
 
 
 def _target_first(names: list[str]) -> list[str]:

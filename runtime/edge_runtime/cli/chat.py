@@ -1,4 +1,4 @@
-"""The chat of `edge-run BUNDLE`: interactive at a terminal; a pipe is one message, or one turn per line."""
+"""The chat of `edge-run chat BUNDLE`: interactive at a terminal; a pipe is one message, or one turn per line."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Examples:
   edge-run compare my-bundle "import os"   with and without drafts
   edge-run serve my-bundle --sessions 4    OpenAI API and chat page
   edge-run plan my-bundle --profile raspberry-pi-5
-  edge-run my-bundle -- "-1 + 2 ="         -- before a text that begins with a dash
+  edge-run generate my-bundle -- "-1 + 2"  -- before a text that begins with a dash
 """
 _GENERATE = """
 \b

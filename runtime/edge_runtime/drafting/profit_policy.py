@@ -321,7 +321,7 @@ class Profit:
 
     @property
     def last(self) -> Decision:
-        """The decision of the last round, for `edge-run --explain`."""
+        """The decision of the last round, for `edge-run generate --explain`."""
         verified = self._verified
         return Decision(
             mode=self._mode,

@@ -43,7 +43,7 @@ def _profile_speed(name: str) -> DeviceSpeed:
         source = f"{OF_PEAK[0]:.0%} to {OF_PEAK[1]:.0%} of the memory's peak"
     else:
         raise RequestError(
-            f"the profile {name} has no memory speed, since it differs between machines; run --plan there, without --profile"
+            f"the profile {name} has no memory speed, since it differs between machines; run edge-run plan there, without --profile"
         )
     operations = Range.between(BALANCE[0] * low, BALANCE[1] * high)
     operations_from = f"assumed, {BALANCE[0]:g} to {BALANCE[1]:g} for each byte read: the profile lists no arithmetic speed"

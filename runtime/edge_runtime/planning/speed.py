@@ -156,7 +156,7 @@ def manifest_plan(
     chosen = drafter or (there or ["dense"])[-1]
     if "target" not in roles or chosen not in there:
         raise RequestError(
-            f"--plan needs GGUF files of a target and a dense or split drafter, but the bundle has {', '.join(sorted(roles)) or 'none'};"
+            f"a plan needs GGUF files of a target and a dense or split drafter, but the bundle has {', '.join(sorted(roles)) or 'none'};"
             " export them"
         )
     kv = check_kv_type(manifest.cache_layout, kv_type)

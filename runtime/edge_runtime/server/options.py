@@ -1,4 +1,4 @@
-"""The options of `edge-run BUNDLE --serve`."""
+"""The options of `edge-run serve BUNDLE`."""
 
 from __future__ import annotations
 

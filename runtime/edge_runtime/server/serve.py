@@ -35,7 +35,7 @@ def serve(
     Raises RequestError if the address is not available, BackendError if the extra is not installed, and the errors of `open_sessions`.
     """
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise BackendError(f"--serve needs {' and '.join(missing)}; install with: {INSTALL}")
+        raise BackendError(f"the server needs {' and '.join(missing)}; install with: {INSTALL}")
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.http.connections import run_server, server_config
 

@@ -14,7 +14,7 @@ from edge_runtime import BundleError, open_bundle
     [
         (["a.gguf"], "a.gguf", r"it is a GGUF file; make a bundle of it and its drafter with: edge-export .*a\.gguf DRAFTER --output my-b"),
         (["a.txt"], "a.txt", "it is a file; give a bundle's folder"),
-        (["x/mtp-drafter.gguf", "x/target.gguf"], "x", r"edge-export \S*x/target.gguf \S*x/mtp-drafter.gguf --output my-bundle"),
+        (["x/mtp-drafter.gguf", "x/target.gguf"], "x", r"edge-export pair \S*x/target.gguf \S*x/mtp-drafter.gguf --output my-bundle"),
         (["x/config.json", "x/model.safetensors"], "x", "it holds a checkpoint; make a bundle of it and its drafter with: edge-export"),
         (["my-bundle/manifest.json"], "my-bunlde", "there is no such folder; did you mean .*my-bundle"),
         (["out/my-bundle/manifest.json"], "out", "it has no manifest.json, but .*out/my-bundle is one"),
@@ -43,5 +43,5 @@ def test_a_hub_name_is_answered_with_its_export(
     name: str, drafter: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BundleError, match=f"edge-export {name} {drafter} --output {output}$"):
+    with pytest.raises(BundleError, match=f"edge-export pair {name} {drafter} --output {output}$"):
         open_bundle(name)

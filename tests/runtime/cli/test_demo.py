@@ -14,6 +14,7 @@ from edge_devices.energy.live import RunEnergy
 from edge_devices.energy.virtual_meters import virtual_meter
 from edge_devices.machine.load import MachineLoad
 from edge_devices.machine.system import System
+from edge_devices.meters.base import Scope
 from edge_runtime.cli import run as cli
 from edge_runtime.cli.comparing.demo import TEXTS, Demo, DemoResult
 from edge_runtime.cli.energy_options import unwatched
@@ -68,8 +69,12 @@ def test_an_energy_figure_is_named_for_what_it_is():
     assert estimate is not None
     energy = RunEnergy(facts=estimate.facts, joules=figure, joules_per_token=figure, seconds=1.0)
     sentence = replace(result(), plain_energy=energy, drafted_energy=energy, load=MachineLoad(others=None, seconds=1.0)).sentence()
-    assert "an ESTIMATE, nothing was measured" in sentence
-    assert "J per token instead of" in sentence
+    assert "1.00 times the joules per token, an ESTIMATE: 0.200 [0.150, 0.250] J instead of 0.200" in sentence
+    assert "nothing was measured (model: 2 W idle + 1 W per busy core" in sentence
+    measured = RunEnergy(facts=replace(estimate.facts, scope=Scope.PACKAGE), joules=figure, joules_per_token=figure, seconds=1.0)
+    assert (
+        "1.00 times the joules per token, measured: 0.200" in replace(result(), plain_energy=measured, drafted_energy=measured).sentence()
+    )
 
 
 def test_it_takes_no_prompt(run):

@@ -2,7 +2,7 @@
 
     python runtime/edge_runtime/backends/kernels/build.py [TARGET [FOLDER]]
 
-The package's own build calls it for the machine it runs on, `edge-export --package` for the device. Output depends on the sources and the
+The package's own build calls it for the machine it runs on, `edge-export package` for the device. Output depends on the sources and the
 compiler's version alone.
 """
 

@@ -1,4 +1,4 @@
-"""`edge-bench --contribute` and `--pool`: make a record of joules per token, here or on devices, and check and pool such records."""
+"""`edge-bench contribute` and `pool`: make a record of joules per token, here or on devices, and check and pool such records."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def pool_records(places: Sequence[Path], public_key: Path | None = None) -> Pool
     """
     files = [file for place in places for file in (sorted(place.rglob(f"*{SUFFIX}")) if place.is_dir() else [place])]
     if not files:
-        raise RequestError(f"no {SUFFIX} file below {', '.join(map(str, places))}; give files of edge-bench --contribute")
+        raise RequestError(f"no {SUFFIX} file below {', '.join(map(str, places))}; give files of edge-bench contribute")
     valid, not_valid, refused = [], [], []
     seen: set[str] = set()
     for file in files:

@@ -129,7 +129,7 @@ def read_record(path: Path) -> bytes:
     try:
         return read_at_most(path, MAX_BYTES)
     except OSError as error:
-        raise RequestError(f"{path} cannot be read ({error}); give a file that edge-bench --contribute wrote") from error
+        raise RequestError(f"{path} cannot be read ({error}); give a file that edge-bench contribute wrote") from error
 
 
 def check_record(path: Path, data: bytes) -> CheckedRecord:
@@ -143,7 +143,7 @@ def check_record(path: Path, data: bytes) -> CheckedRecord:
             raise ValueError(f"it is {record.kind!r} of schema {record.schema}")
         inflated = _inflated(record.log)
     except (ValueError, RecursionError, binascii.Error, zlib.error) as error:
-        raise RequestError(f"{path} is no energy record ({error}); give a file that edge-bench --contribute wrote") from error
+        raise RequestError(f"{path} is no energy record ({error}); give a file that edge-bench contribute wrote") from error
     if hashlib.sha256(inflated).hexdigest() != record.log_sha256:
         raise RequestError(f"{path}: the log in it has another sha256 than it states; ask for the file again")
     with tempfile.TemporaryDirectory() as folder:

@@ -56,7 +56,7 @@ device_options = option_group(
     click.option("--adb", multiple=True, metavar="SERIAL", help="Measure on this phone, or on all that adb sees (all). Repeatable."),
     click.option("--ssh", multiple=True, metavar="HOST", help="Measure on this host of the ssh configuration. Repeatable."),
     click.option("--fleet", metavar="ADDRESS", help="Measure on the phones of all workers of this Dask scheduler (needs edge-mtp[fleet])."),
-    click.option("--package", type=click.Path(path_type=Path), help="Device package built by edge-export --package."),
+    click.option("--package", type=click.Path(path_type=Path), help="Device package built by edge-export package."),
     click.option(
         "--results",
         type=click.Path(path_type=Path),
@@ -132,7 +132,7 @@ def remote_request(bundle: Path | None, values: dict[str, Any], further: Sequenc
     if bundle is None:
         raise RequestError("name the BUNDLE to measure")
     if values["package"] is None:
-        raise RequestError("a device needs --package DIR; build it with edge-export --package")
+        raise RequestError("a device needs --package DIR; build it with edge-export package")
     for name in HERE_ONLY:
         if values.get(name):
             raise RequestError(f"--{name.replace('_', '-')} applies to this machine only; results of devices go to --results")
@@ -140,7 +140,7 @@ def remote_request(bundle: Path | None, values: dict[str, Any], further: Sequenc
         raise RequestError(f"--against {values['against']} is a folder of this machine; devices have their package's: {AGAINST_PACKAGE}")
     package = read_package(values["package"])
     if values["against"] and not (package.folder / "tools").is_dir():
-        raise RequestError(f"{package.folder} has no tools of llama.cpp; build it with edge-export --package NAME --with-llama-tools")
+        raise RequestError(f"{package.folder} has no tools of llama.cpp; build it with edge-export package NAME --with-llama-tools")
     if values["stop"] and not values["run_name"]:
         raise RequestError("--stop needs the name of the run, --run NAME")
     return RemoteRequest(

@@ -1,4 +1,4 @@
-"""Reads the device package that `edge-export --package` builds: a folder with its own Python, the runtime and launchers."""
+"""Reads the device package that `edge-export package` builds: a folder with its own Python, the runtime and launchers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_package(folder: Path) -> DevicePackage:
         files = {str(file["path"]): int(file["bytes"]) for file in record["files"]}
         platform = str(record["platform"])
     except OSError as error:
-        raise RequestError(f"{folder} is not a device package ({error.strerror}); build one with edge-export --package") from error
+        raise RequestError(f"{folder} is not a device package ({error.strerror}); build one with edge-export package") from error
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise RequestError(f"{path} cannot be read ({error!r}); build the package again") from error
     for name, size in files.items():

@@ -191,9 +191,9 @@ def read_records(path: Path) -> Records:
         with path.open(encoding="utf-8") as file:
             records = list(_parsed(path, iter(lambda: file.readline(LONGEST_LINE), "")))
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} cannot be read ({error}); give a file that edge-bench --runs or --energy wrote") from error
+        raise RequestError(f"{path} cannot be read ({error}); give a file that edge-bench run --runs or --energy wrote") from error
     if not records:
-        raise RequestError(f"{path} is empty; give a file that edge-bench --runs or --energy wrote")
+        raise RequestError(f"{path} is empty; give a file that edge-bench run --runs or --energy wrote")
     return collect(records)
 
 

@@ -84,7 +84,7 @@ class Figures:
     energy_log: RunLog | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values under stable keys, without the runs themselves (see `edge-bench --runs`)."""
+        """Returns plain values under stable keys, without the runs themselves (see `edge-bench run --runs`)."""
         labels = ("overall", "by_domain", "by_context")
         return {
             "header": to_json(self.records.header),

@@ -340,6 +340,6 @@ def notes(figures: Figures) -> Sequence[str]:
     if differing:
         remarks.append(
             f"{differing} of {sum(row.compared for row in figures.overall)} outputs differ from plain decoding: kernels for one row"
-            " and for several may differ in their last bits; edge-run --verify-lossless prints the first difference"
+            " and for several may differ in their last bits; edge-run generate --verify-lossless prints the first difference"
         )
     return remarks

@@ -101,8 +101,11 @@ class DemoResult:
             ratios = sorted(1 / kind.speed_up for kind in self.kinds)
             share = f"{1 / self.speed_up:.2f} times the joules per token ({ratios[0]:.2f} to {ratios[-1]:.2f}) if the watts are equal"
             return f"{share}, an ESTIMATE: {why}"
-        mark = f"an ESTIMATE, nothing was measured ({drafted.facts.source})" if drafted.kind == "estimate" and drafted.facts else "measured"
-        return f"{drafted.figure()} J per token instead of {plain.figure()}, {mark}"
+        ratio = f"{drafted.joules_per_token.value / plain.joules_per_token.value:.2f} times the joules per token"
+        if drafted.kind == "estimate" and drafted.facts:
+            ours, theirs = (one.figure().partition(" (")[0] for one in (drafted, plain))
+            return f"{ratio}, an ESTIMATE: {ours} J instead of {theirs}, nothing was measured ({drafted.facts.source})"
+        return f"{ratio}, measured: {drafted.figure()} J instead of {plain.figure()}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values under stable keys."""

@@ -33,16 +33,16 @@ EXTRAS = {
     "llama": "runs GGUF bundles",
     "onnx": "runs ONNX bundles",
     "grammar": "JSON schemas, grammars, regular expressions",
-    "serve": "edge-run --serve",
+    "serve": "edge-run serve",
     "media": "images and sound",
-    "export-onnx": "edge-export --format onnx",
+    "export-onnx": "edge-export to ONNX graphs",
     "export": "edge-export to GGUF files",
     "package": "packages for devices",
     "sign": "signed bundles",
-    "fleet": "edge-bench --fleet",
+    "fleet": "edge-bench devices --fleet",
     "verify": "parity check of an export",
     "optimum": "optimum-cli export edge",
-    "report": "plots of edge-bench --html",
+    "report": "plots of edge-bench run --html",
 }
 _COMPILED_BY = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")}
 

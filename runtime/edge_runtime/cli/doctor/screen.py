@@ -1,4 +1,4 @@
-"""`edge-run --doctor`: prints the diagnosis as a table or as one JSON object."""
+"""`edge-run doctor`: prints the diagnosis as a table or as one JSON object."""
 
 from __future__ import annotations
 
