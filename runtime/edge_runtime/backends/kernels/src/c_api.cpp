@@ -44,13 +44,8 @@ EDGE_EXPORT int edge_rows_attend(const char* name, const float* queries, const f
     float* next = states + kMostQueries * a.state();
     for (int64_t query = 0; query < fresh * heads; query += at_once) {
         const int64_t count = fresh * heads - query < at_once ? fresh * heads - query : at_once;
-        variant->attend.span(a, query, count, a.first_span(query), states);
-        for (int64_t span = a.first_span(query) + 1; span <= a.last_span(query + count - 1); span++) {
-            variant->attend.span(a, query, count, span, next);
-            for (int64_t r = 0; r < count; r++) variant->attend.merge(dim, states + r * a.state(), next + r * a.state());
-        }
-        for (int64_t r = 0; r < count; r++)
-            for (int64_t i = 0; i < dim; i++) out[(query + r) * dim + i] = states[r * a.state() + i] / states[r * a.state() + dim + 1];
+        variant->attend.all_spans(a, query, count, states, next);
+        for (int64_t r = 0; r < count; r++) a.result(states + r * a.state(), out + (query + r) * dim);
     }
     free(states);
     return 0;

@@ -98,6 +98,10 @@ struct Attention {
     int64_t last_span(int64_t query) const { return (end(query) - 1) / kSpan; }
     // Floats of a query's state: the weighted sum of values, the greatest score, the sum of weights.
     int64_t state() const { return dim + 2; }
+    // What a query's last state says: the weighted mean of values [dim].
+    void result(const float* state, float* out) const {
+        for (int64_t i = 0; i < dim; i++) out[i] = state[i] / state[dim + 1];
+    }
 };
 
 struct Attend {
@@ -105,6 +109,16 @@ struct Attend {
     void (*span)(const Attention&, int64_t query, int64_t count, int64_t span, float* states);
     // Merges the state of the next span into that of those before it.
     void (*merge)(int64_t dim, float* state, const float* next);
+
+    // Attends from such queries to all spans that any of them sees, in order. `next` has room for as many states as `states`.
+    void all_spans(const Attention& a, int64_t query, int64_t count, float* states, float* next) const {
+        const int64_t first = a.first_span(query), last = a.last_span(query + count - 1);
+        span(a, query, count, first, states);
+        for (int64_t at = first + 1; at <= last; at++) {
+            span(a, query, count, at, next);
+            for (int64_t r = 0; r < count; r++) merge(a.dim, states + r * a.state(), next + r * a.state());
+        }
+    }
 };
 
 struct Variant {

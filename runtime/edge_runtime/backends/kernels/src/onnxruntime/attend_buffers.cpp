@@ -174,11 +174,7 @@ Type input_type(const Op*, size_t index) { return index == 5 || index == 6 ? kIn
 
 }  // namespace
 
-const Op ort::kAttendBuffers = {kVersion, nullptr, writer_name, no_provider, input_type, input_count, float_type, three_outputs, nullptr, free,
-                                required, required, in_memory, one, one, one, one, create_writer, compute, nullptr, one, any_version,
-                                nullptr, nullptr, nullptr, nullptr};
-const Op ort::kReadBuffers = {kVersion, nullptr, reader_name, no_provider, input_type, input_count, float_type, one_output, nullptr, free,
-                              required, required, in_memory, one, one, one, one, create_reader, compute, nullptr, one, any_version,
-                              nullptr, nullptr, nullptr, nullptr};
+constexpr Op ort::kAttendBuffers = operator_of({writer_name, input_count, input_type, three_outputs, create_writer, compute, free});
+constexpr Op ort::kReadBuffers = operator_of({reader_name, input_count, input_type, one_output, create_reader, compute, free});
 
 }  // namespace edge

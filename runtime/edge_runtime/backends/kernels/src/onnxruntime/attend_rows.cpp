@@ -54,8 +54,6 @@ size_t input_count(const Op*) { return 5; }
 
 }  // namespace
 
-const Op ort::kAttendRows = {kVersion, nullptr, op_name, no_provider, float_type, input_count, float_type, one_output, nullptr, free,
-                             required, required, in_memory, one, one, one, one, create, compute, nullptr, one, any_version,
-                             nullptr, nullptr, nullptr, nullptr};
+constexpr Op ort::kAttendRows = operator_of({op_name, input_count, float_type, one_output, create, compute, free});
 
 }  // namespace edge

@@ -23,9 +23,8 @@ struct Job {
     }
     int64_t count(int64_t group) const { return queries - group * kMostQueries < kMostQueries ? queries - group * kMostQueries : kMostQueries; }
     void finish(const float* state, int64_t head, int64_t query) const {
-        const int64_t dim = all.first.dim, each = all.first.heads;
-        float* to = out + ((query / each * all.heads + head) * each + query % each) * dim;
-        for (int64_t i = 0; i < dim; i++) to[i] = state[i] / state[dim + 1];
+        const int64_t each = all.first.heads;
+        all.first.result(state, out + ((query / each * all.heads + head) * each + query % each) * all.first.dim);
     }
 };
 
@@ -51,14 +50,8 @@ void attend_all_spans(void* data, size_t index) {
     const Job& job = *static_cast<Job*>(data);
     const int64_t group = static_cast<int64_t>(index) % job.groups, head = static_cast<int64_t>(index) / job.groups;
     const int64_t first = group * kMostQueries, count = job.count(group);
-    const Attention one = job.of_head(head);
     float *states = job.states + static_cast<int64_t>(index) * 2 * kMostQueries * job.size, *next = states + kMostQueries * job.size;
-    const int64_t begin = one.first_span(first), end = one.last_span(first + count - 1);
-    job.attend.span(one, first, count, begin, states);
-    for (int64_t span = begin + 1; span <= end; span++) {
-        job.attend.span(one, first, count, span, next);
-        for (int64_t r = 0; r < count; r++) job.attend.merge(one.dim, states + r * job.size, next + r * job.size);
-    }
+    job.attend.all_spans(job.of_head(head), first, count, states, next);
     for (int64_t r = 0; r < count; r++) job.finish(states + r * job.size, head, first + r);
 }
 

@@ -137,8 +137,6 @@ size_t input_count(const Op*) { return 3; }
 
 }  // namespace
 
-const Op ort::kMatMulRows = {kVersion, nullptr, op_name, no_provider, input_type, input_count, float_type, one_output, nullptr, destroy,
-                             required, required, in_memory, one, one, one, one, create, compute, nullptr, one, any_version,
-                             nullptr, nullptr, nullptr, nullptr};
+constexpr Op ort::kMatMulRows = operator_of({op_name, input_count, input_type, one_output, create, compute, destroy});
 
 }  // namespace edge

@@ -55,4 +55,26 @@ inline int in_memory(const Op*, size_t) { return 0; }
 inline int one(const Op*) { return 1; }
 inline int any_version(const Op*) { return 0x7fffffff; }
 
+// An operator on processor memory: how it is made, run and freed, and what its inputs and outputs are.
+struct Parts {
+    const char* (*name)(const Op*);
+    size_t (*input_count)(const Op*);
+    Type (*input_type)(const Op*, size_t);
+    size_t (*output_count)(const Op*);
+    Status* (*create)(const Op*, Table, const KernelInfo*, void**);
+    Status* (*compute)(void*, KernelContext*);
+    void (*destroy)(void*);
+};
+
+constexpr Op operator_of(const Parts& parts) {
+    Op op = {};
+    op.version = kVersion, op.name = parts.name, op.provider = no_provider;
+    op.input_count = parts.input_count, op.input_type = parts.input_type, op.input_kind = required, op.input_memory = in_memory;
+    op.output_count = parts.output_count, op.output_type = float_type, op.output_kind = required;
+    op.variadic_input_least = op.variadic_input_same = op.variadic_output_least = op.variadic_output_same = one;
+    op.create_kernel_v2 = parts.create, op.compute_v2 = parts.compute, op.destroy = parts.destroy;
+    op.first_version = one, op.last_version = any_version;
+    return op;
+}
+
 }  // namespace edge::ort
