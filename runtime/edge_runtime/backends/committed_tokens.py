@@ -27,8 +27,9 @@ class TokenRange(Vocabulary, Protocol):
 class CommittedText(ABC):
     """The text whose rows are in a target's cache: `length` tokens of at most `context`."""
 
-    def __init__(self, context: int, vocabulary: TokenRange) -> None:
+    def __init__(self, context: int, vocabulary: TokenRange, hidden_size: int) -> None:
         self.context = context
+        self.hidden_size = hidden_size
         self.vocabulary = vocabulary
         self.length = 0
         self._tokens = np.zeros(context, np.int32)
@@ -57,14 +58,16 @@ class CommittedText(ABC):
             self.vocabulary.check(int(ids.min() if ids.min() < 0 else ids.max()))
         return ids
 
-    def checked_soft(self, ids: Sequence[int]) -> NDArray[np.int64]:
-        """Returns the ids of soft rows as an array; raises RequestError unless they fit the context and are negative."""
+    def checked_soft(self, ids: Sequence[int], rows: NDArray[np.float32]) -> NDArray[np.int64]:
+        """Returns the ids of soft rows [n, hidden size] as an array; raises RequestError unless they fit the context and are negative."""
         self.require_open()
         values = np.asarray(ids, dtype=np.int64)
         if self.length + len(values) > self.context:
             raise RequestError(f"{self.length} + {len(values)} rows exceed the context of {self.context}; shorten the text or raise it")
         if not len(values) or values.max() >= 0 or values.min() < np.iinfo(np.int32).min:
             raise RequestError("soft rows need at least one id, and all negative; take them from media_prompt")
+        if rows.shape != (len(values), self.hidden_size):
+            raise RequestError(f"soft rows have the shape {rows.shape}, not {(len(values), self.hidden_size)}; use this bundle's encoder")
         return values
 
     def check_rows(self, count: int, most: int) -> None:

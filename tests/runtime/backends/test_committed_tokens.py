@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from edge_runtime.backends.committed_tokens import CommittedText
 from edge_runtime.errors import RequestError
@@ -27,7 +28,7 @@ class Text(CommittedText):
 
 @pytest.fixture
 def text() -> Text:
-    found = Text(8, Vocabulary())  # type: ignore[arg-type]
+    found = Text(8, Vocabulary(), 2)  # type: ignore[arg-type]
     found.append(np.array([4, 5, 6, 7]))
     return found
 
@@ -76,12 +77,19 @@ def test_ids_fit_the_vocabulary_and_the_context(text: Text) -> None:
             text.checked(tokens)
 
 
+def soft_rows(count: int) -> NDArray[np.float32]:
+    return np.zeros((count, 2), np.float32)
+
+
 def test_soft_rows_have_negative_ids(text: Text) -> None:
     least = int(np.iinfo(np.int32).min)
-    assert text.checked_soft([-1, -5, least, -2]).tolist() == [-1, -5, least, -2]
+    assert text.checked_soft([-1, -5, least, -2], soft_rows(4)).tolist() == [-1, -5, least, -2]
     for ids, said in (([], "at least one id"), ([-1, 0], "all negative"), ([least - 1], "all negative"), ([-1] * 5, r"4 \+ 5 rows exceed")):
         with pytest.raises(RequestError, match=said):
-            text.checked_soft(ids)
+            text.checked_soft(ids, soft_rows(len(ids)))
+    for shape in ((1, 2), (2, 3), (2,)):
+        with pytest.raises(RequestError, match="soft rows have the shape"):
+            text.checked_soft([-1, -2], np.zeros(shape, np.float32))
 
 
 def test_verifies_are_limited_and_a_closed_target_says_so(text: Text) -> None:
@@ -89,6 +97,6 @@ def test_verifies_are_limited_and_a_closed_target_says_so(text: Text) -> None:
     with pytest.raises(RequestError, match="4 rows are too many"):
         text.check_rows(4, 3)
     text.open = False
-    for call in (lambda: text.checked([1]), lambda: text.checked_soft([-1]), lambda: text.check_rollback(0)):
+    for call in (lambda: text.checked([1]), lambda: text.checked_soft([-1], soft_rows(1)), lambda: text.check_rollback(0)):
         with pytest.raises(RequestError, match="closed"):
             call()

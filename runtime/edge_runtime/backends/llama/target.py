@@ -220,11 +220,10 @@ class LlamaSequence(CommittedText):
     """One sequence of a target's context. Implements `interfaces.Target`; it is closed with the context."""
 
     def __init__(self, shared: LlamaTargetContext) -> None:
-        super().__init__(shared.options.context, shared.vocabulary)
+        super().__init__(shared.options.context, shared.vocabulary, shared.hidden_size)
         self.shared = shared
         self.number = len(shared.sequences)
         self.rewind_slack = shared.rewind_slack
-        self.hidden_size = shared.hidden_size
         self.max_rows = shared.max_rows
         self.kv_type: str = shared.options.kv_type
         shared.sequences.append(self)
@@ -251,9 +250,7 @@ class LlamaSequence(CommittedText):
 
         Drafts need a hidden row, which the next token brings. Raises as `prefill` does.
         """
-        values = self.checked_soft(ids)
-        if rows.shape != (len(values), self.hidden_size):
-            raise RequestError(f"soft rows have the shape {rows.shape}, not {(len(values), self.hidden_size)}; use this bundle's encoder")
+        values = self.checked_soft(ids, rows)
         start, chunk = self.length, self.shared.chunk
         try:
             for first in range(0, len(values), chunk):

@@ -142,10 +142,9 @@ class StaticOrtTarget(OrtTarget):
         if not self._static:
             raise RequestError("the target is closed; open the bundle again")
 
-    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> NDArray[np.int64]:
+    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> None:
         forward = self._run(ids, list(self._static), soft)
         self.hidden_rows[0, : len(ids)] = forward.hidden[0, : len(ids)]
-        return ids
 
     def _run(self, ids: NDArray[np.int64], sizes: Sequence[int], soft: NDArray[np.float32] | None = None) -> _StaticForward:
         """Runs the smallest graph of `sizes` that `ids` fit in, and keeps their rows."""

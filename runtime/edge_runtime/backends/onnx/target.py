@@ -94,8 +94,7 @@ class OrtTarget(CommittedText):
         """State of all kinds of graphs; `most` is the longest context they were made for."""
         if context > most:
             raise RequestError(f"context {context} is beyond the {most} tokens of {files.target.name}; ask for at most that")
-        super().__init__(context, TokenizerVocabulary(files.tokenizer, files.graphs, files.vocab_size))
-        self.hidden_size = files.hidden_size
+        super().__init__(context, TokenizerVocabulary(files.tokenizer, files.graphs, files.vocab_size), files.hidden_size)
         self.rewind_slack = files.layout.rewind_slack
         self.max_rows = MAX_ROWS
         self._logits = np.zeros((1, MAX_ROWS, files.vocab_size), np.float32)
@@ -114,25 +113,25 @@ class OrtTarget(CommittedText):
         try:
             first = 0
             while first < len(ids):
-                rows = len(self._forward(ids[first : first + self._chunk_now()]))
-                first += rows
+                piece = ids[first : first + self._chunk_now()]
+                self._forward(piece)
+                first += len(piece)
         except BaseException:
             self.length = start
             raise
-        self.take_hidden(self.hidden_rows[0, :rows])
+        self.take_hidden(self.hidden_rows[0, : len(piece)])
 
     def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32]) -> None:
         """Appends the soft rows [n, hidden size] of an image or sound, which negative `ids` stand for. Raises as `prefill` does."""
-        values = self.checked_soft(ids)
-        if rows.shape != (len(values), self.hidden_size):
-            raise RequestError(f"soft rows have the shape {rows.shape}, not {(len(values), self.hidden_size)}; use this bundle's encoder")
+        values = self.checked_soft(ids, rows)
         start = self.length
         self.forget_hidden()
         try:
             first = 0
             while first < len(values):
                 piece = slice(first, first + self._chunk_now())
-                first += len(self._forward(values[piece], soft=rows[piece]))
+                self._forward(values[piece], soft=rows[piece])
+                first = piece.stop
         except BaseException:
             self.length = start
             raise
@@ -206,7 +205,7 @@ class OrtTarget(CommittedText):
         """Tokens of the next forward of a prefill: scores of a full layer, rows times context for each head, take memory."""
         return max(MAX_ROWS, min(self._chunk, PREFILL_SCORES // (self.length + self._chunk)))
 
-    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> NDArray[np.int64]:
+    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> None:
         rows, key = len(ids), (len(ids), soft is not None)
         forward = self._forwards.get(key)
         if forward is None:
@@ -217,7 +216,6 @@ class OrtTarget(CommittedText):
         self.cache.make_room(self.length, rows)
         forward.run(ids, self.length, soft)
         self.append(ids)
-        return ids
 
     def _head_call(self, rows: int) -> Call:
         if rows not in self._heads:
