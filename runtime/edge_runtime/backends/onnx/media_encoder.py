@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edge_runtime.backends.onnx.library import Graph, SessionOptions, value_over
 from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.errors import BundleError, RequestError
-from edge_runtime.media.image import POOLING, Image
+from edge_runtime.media.image import PATCH, POOLING, Image
 from edge_runtime.media.sound import MELS, Sound
 
 # The rows of a block of the audio tower's attention, the distance that it sees, and the score of what it does not.
@@ -77,9 +77,9 @@ class OrtMediaEncoder:
 
 
 def grouped(image: Image) -> NDArray[np.int64]:
-    """Returns the indexes of an image's patches in the order of soft rows, nine for each."""
-    height, width = (side // POOLING for side in (image.rgb.shape[0] // 16, image.rgb.shape[1] // 16))
-    grid = np.arange(9 * height * width).reshape(height, POOLING, width, POOLING)
+    """Returns the indexes of an image's patches in the order of soft rows, POOLING x POOLING for each."""
+    height, width = (side // PATCH // POOLING for side in image.rgb.shape[:2])
+    grid = np.arange(POOLING * POOLING * height * width).reshape(height, POOLING, width, POOLING)
     return grid.transpose(0, 2, 1, 3).reshape(-1)
 
 

@@ -111,7 +111,7 @@ def check_pair_memory(files: PairFiles, context: int) -> int:
         paths = [files.static.prefill, files.static.row, files.target, files.drafter]
         return max(check_graph_memory(path, {}) for path in paths if path is not None)
     forwards = ((PREFILL_ROWS, min(context, PREFILL_SCORES // PREFILL_ROWS)), (MAX_ROWS, context))
-    needed = [check_graph_memory(files.target, _target(files, context, rows, length)) for rows, length in forwards]
+    needed = [check_graph_memory(files.target, *(_target(files, context, rows, length) for rows, length in forwards))]
     if files.target_head is not None:
         needed.append(check_graph_memory(files.target_head, {"hidden": (1, MAX_ROWS, files.hidden_size)}))
     if files.drafter is not None:

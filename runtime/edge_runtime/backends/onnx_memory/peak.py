@@ -20,8 +20,8 @@ _UNKNOWN_LIMIT = 8 << 30
 _WIDE_INPUTS = {b"input_ids", b"position_ids", b"token", b"draft_length"}
 
 
-def check_graph_memory(path: Path, shapes: Mapping[str, Shape]) -> int:
-    """Returns the bytes of values that the graph at `path`, which passed `check_onnx`, needs at most with inputs of these shapes.
+def check_graph_memory(path: Path, *forwards: Mapping[str, Shape]) -> int:
+    """Returns the bytes of values that the graph at `path`, which passed `check_onnx`, needs at most, with inputs of any of these shapes.
 
     Raises BundleError if a shape cannot be computed, BackendError if that is more than the available memory.
     """
@@ -29,7 +29,7 @@ def check_graph_memory(path: Path, shapes: Mapping[str, Shape]) -> int:
     data = read_part(path, MAX_GRAPH_BYTES, "graph")
     try:
         body = parse_graph(data)
-        needed = _Peak(available).of_file(body, {name.encode(): shape for name, shape in shapes.items()})
+        return max(_Peak(available).of_file(body, {name.encode(): shape for name, shape in shapes.items()}) for shapes in forwards)
     except (ShapeError, WireError) as error:
         raise BundleError(f"{path} is no sound ONNX graph ({error}); copy the bundle again, or do not use it") from error
     except _TooMuchError as error:
@@ -37,7 +37,6 @@ def check_graph_memory(path: Path, shapes: Mapping[str, Shape]) -> int:
             f"{path.name} needs {byte_text(error.needed)} or more for its values, {byte_text(available)} of memory are available;"
             " free some memory or ask for a shorter context"
         ) from error
-    return needed
 
 
 class _TooMuchError(Exception):
