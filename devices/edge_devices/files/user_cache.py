@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -18,6 +19,11 @@ def cache_folder() -> Path:
     """Returns $EDGE_MTP_CACHE, or ~/.cache/edge-mtp."""
     folder = os.environ.get(CACHE_VARIABLE)
     return Path(folder) if folder else Path.home() / ".cache" / "edge-mtp"
+
+
+def entry_key(facts: object) -> str:
+    """Returns the key of an entry: the SHA-256 of the facts that it depends on, which must fit into JSON."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def read_entries(path: Path) -> dict[str, object]:

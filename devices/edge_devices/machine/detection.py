@@ -5,10 +5,9 @@ from __future__ import annotations
 import platform
 import re
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from typing import Any
 
-from edge_devices.machine.facts import Machine, read_machine
+from edge_devices.machine.facts import Machine, installed_version, read_machine
 from edge_devices.machine.profiles import Profile, profiles
 from edge_devices.machine.system import System
 
@@ -69,15 +68,8 @@ def environment(system: System) -> dict[str, Any]:
         "processors": device.machine.usable_processors,
         "clusters": [asdict(c) for c in device.clusters],
         "profile": device.profile.name,
-        "versions": {"python": platform.python_version()} | {name: found for name in DISTRIBUTIONS if (found := _version(name))},
+        "versions": {"python": platform.python_version()} | {name: found for name in DISTRIBUTIONS if (found := installed_version(name))},
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def pick_profile(machine: Machine, model: str, soc: str) -> tuple[Profile, str]:

@@ -1,9 +1,10 @@
-"""Facts about this machine, read from the kernel's files: processor, features, memory."""
+"""Facts about this machine: processor, features and memory from the kernel's files, and what is installed."""
 
 from __future__ import annotations
 
 import platform
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,11 @@ def _core_name(block: dict[str, str]) -> str:
     if implementer == "0x51":
         return "Oryon" if part == "0x001" else f"Qualcomm {part}"
     return ARM_PARTS.get((implementer, part), f"{implementer} {part}".strip())
+
+
+def installed_version(distribution: str) -> str | None:
+    """Returns the version of an installed distribution, None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

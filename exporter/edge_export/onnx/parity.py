@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.machine.facts import installed_version
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
 from edge_export.onnx.request import KvKind, OnnxWeights
@@ -28,7 +29,6 @@ from edge_export.parity.reference import (
     check_tokenizer,
     demand,
     export_rowset,
-    installed,
     parity_tokens,
     reference_rows,
     why_not,
@@ -96,7 +96,7 @@ def _judged(request: OnnxParityRequest, length: int, plain: Divergence, final: D
     demand(f"mean KL of the {request.weights} graph", final.mean_kl, most=kl_limit)
     return {
         "reference": "transformers in float32",
-        "versions": {name: installed(name) for name in ("torch", "transformers", "onnxruntime")},
+        "versions": {name: installed_version(name) for name in ("torch", "transformers", "onnxruntime")},
         "tokens": length,
         "rows": ROWS,
         "unquantized": {"weight_type": "f32", **asdict(plain)},

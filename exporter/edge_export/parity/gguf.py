@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_devices.machine.facts import installed_version
 from edge_export.errors import ParityError
 from edge_export.parity.divergence import Divergence, divergence
 from edge_export.parity.drafter_confidence import ROOM
@@ -24,7 +25,6 @@ from edge_export.parity.reference import (
     check_tokenizer,
     demand,
     export_rowset,
-    installed,
     parity_tokens,
     reference_rows,
     why_not,
@@ -98,7 +98,7 @@ def _judged(
     demand("share of drafts that are the reference assistant's", agreements[0], least=draft_limit)
     return {
         "reference": "transformers in float32",
-        "versions": {name: installed(name) for name in ("torch", "transformers", "llama-cpp-python")},
+        "versions": {name: installed_version(name) for name in ("torch", "transformers", "llama-cpp-python")},
         "tokens": length,
         "rows": ROWS,
         "unquantized": {"weight_type": weight_type, **asdict(plain)},

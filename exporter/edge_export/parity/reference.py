@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.machine.facts import installed_version
 from edge_devices.machine.memory import available_memory_bytes
 from edge_export.errors import ParityError
 from edge_export.parity.divergence import Rows, agrees
@@ -101,7 +101,7 @@ def why_not(parameters: int, library: str = "llama-cpp-python", extra: str = "ll
     `library` runs the export, `extra` installs it.
     """
     reason = why_no_reference(parameters)
-    if reason is None and installed(library) is None:
+    if reason is None and installed_version(library) is None:
         return f"{library} is not installed; pip install 'edge-mtp[{extra}]' to run the export"
     return reason
 
@@ -109,9 +109,9 @@ def why_not(parameters: int, library: str = "llama-cpp-python", extra: str = "ll
 def why_no_reference(parameters: int) -> str | None:
     """Returns the reason why transformers cannot run so many parameters in float32 here, or None. Imports nothing heavy."""
     for package in ("torch", "transformers"):
-        if installed(package) is None:
+        if installed_version(package) is None:
             return f"{package} is not installed; pip install 'edge-mtp[verify]' to compare with the reference"
-    found = installed("transformers") or ""
+    found = installed_version("transformers") or ""
     if not FIRST_TRANSFORMERS <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < END_TRANSFORMERS:
         return f"transformers {found} cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can; pip install 'edge-mtp[verify]'"
     needed, free = int(4 * parameters * MEMORY_MARGIN), available_memory_bytes()
@@ -125,14 +125,6 @@ def demand(what: str, value: float, *, most: float = float("inf"), least: float 
     if not least <= value <= most:
         bound = f"at most {most:g}" if value > most else f"at least {least:g}"
         raise ParityError(f"parity failed: the {what} is {value:.4g}, {bound} is wanted; {_REFUSED}")
-
-
-def installed(package: str) -> str | None:
-    """Returns the version of a package, None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def parity_tokens(request: ReferenceRequest) -> list[int]:

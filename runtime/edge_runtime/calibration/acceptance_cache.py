@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
+from edge_devices.files.user_cache import cache_folder, cache_put, entry_key, read_entries
 from edge_runtime.drafting.acceptance_model import EXPORTED_WEIGHT, AcceptanceModel
 
 CACHE_NAME = "drafts.json"
@@ -21,7 +19,7 @@ class AcceptanceCache:
         """`folder` None is the cache folder of this machine; `exported` are the counts in the bundle, where the first use begins."""
         self._exported = exported
         self._path = (folder or cache_folder()) / CACHE_NAME
-        self._key = hashlib.sha256(json.dumps([*map(str, facts)]).encode()).hexdigest()
+        self._key = entry_key([*map(str, facts)])
 
     @cached_property
     def model(self) -> AcceptanceModel:

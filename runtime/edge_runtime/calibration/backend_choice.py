@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import get_args
 
-from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
-from edge_devices.machine.facts import cpu_identity
+from edge_devices.files.user_cache import cache_folder, cache_put, entry_key, read_entries
+from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_runtime.backends.kernels.library import variant
 from edge_runtime.backends.selection import BackendKind
 from edge_runtime.calibration.quiet import QuietCheck
@@ -53,8 +50,8 @@ def measured_rates(
     all.
     """
     path = cache_folder() / CACHE_NAME
-    everything = [cpu_identity(), variant(), *map(_version, _LIBRARIES), *map(str, facts)]
-    key = hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+    everything = [cpu_identity(), variant(), *(installed_version(name) or "" for name in _LIBRARIES), *map(str, facts)]
+    key = entry_key(everything)
     known = _read(read_entries(path).get(key))
     if known is not None and set(known.rates) <= set(kinds):
         return known
@@ -90,10 +87,3 @@ def _read(entry: object) -> BackendRates | None:
     if not rates or not sound or not set(rates) <= set(get_args(BackendKind)):
         return None
     return BackendRates(bundle=entry["bundle"], rates=rates)
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return ""

@@ -7,7 +7,6 @@ row kernels, which are repacked weights, too. The result is cached.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_put, read_entries
+from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_put, entry_key, read_entries
 from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_devices.machine.load import LoadWatch
 from edge_devices.waiting import Waiting, silent_wait
@@ -115,7 +114,7 @@ def cached_probes() -> list[CachedProbe]:
 def machine_key(quantizations: Sequence[str]) -> str:
     """Returns the cache key of a result, a sha256 of the processor, the library version and build, the kernels, and the quantizations."""
     facts = [cpu_identity(), platform.machine(), library_version(), system_info(), library().row_kernels, list(quantizations)]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return entry_key(facts)
 
 
 def cache_path() -> Path:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
+from edge_devices.files.user_cache import cache_folder, cache_put, entry_key, read_entries
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups, stay_on
 from edge_devices.machine.facts import cpu_identity
 from edge_devices.waiting import Waiting, silent_wait
@@ -41,7 +39,7 @@ class MeasuredPair:
     @property
     def key(self) -> str:
         """The key of its cached measurements."""
-        return hashlib.sha256(json.dumps([cpu_identity(), self.rows, [*map(str, self.facts)]]).encode()).hexdigest()
+        return entry_key([cpu_identity(), self.rows, [*map(str, self.facts)]])
 
 
 def measured_costs(

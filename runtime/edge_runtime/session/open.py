@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
-from edge_devices.machine.facts import cpu_identity
+from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_devices.machine.memory import available_memory_bytes
 from edge_runtime.backends.kernels.library import variant as row_kernels
 from edge_runtime.backends.selection import BackendKind, usable_backends
@@ -87,6 +85,7 @@ class _PairLoader:
         # Probes of several backends say the same of a busy machine.
         self.options = options = replace(options, notify=said_once(options.notify))
         self.bundle = open_bundle(folder, check=options.check, public_key=options.public_key)
+        self.hashes = [file.sha256 for file in self.bundle.manifest.files]
         self.settings = load_settings(
             self.bundle, config=options.config, preset=options.preset, context=options.context, notify=options.notify
         )
@@ -108,14 +107,13 @@ class _PairLoader:
             return usable[0]
         if needed:
             return next(kind for kind in usable if kind in needed)
-        files = [file.sha256 for file in self.bundle.manifest.files]
         policy = [settings.context, settings.policy, settings.start, settings.longest, settings.longest_draft, settings.objective]
 
         def rate_of(kind: BackendKind) -> float:
             with self.load(kind, 1) as sessions:
                 return sessions.sessions[0].expected_rate()
 
-        facts = [*files, self.threads, options.threads is None, self.drafter, *policy]
+        facts = [*self.hashes, self.threads, options.threads is None, self.drafter, *policy]
         return measured_rates(self.bundle.folder.name, facts, usable, rate_of, options.notify).fastest
 
     def load(self, kind: BackendKind, count: int) -> Sessions:
@@ -178,6 +176,7 @@ class _PairLoader:
         if count > 1 and self.settings.policy == "profit":
             costs()  # measuring empties the cache, so it is done before any request runs
         acceptance_cache = self._acceptance_cache("llama", kind, self.bundle.manifest.parity)
+        fingerprint = self._fingerprint(count, options.separate_caches, *facts)
         encoder = self._encoder("gguf", lambda: batch.open_encoder(self.bundle.path(MEDIA_ENCODER, "gguf")))
         sessions = [
             Session(
@@ -190,7 +189,7 @@ class _PairLoader:
                     kernels=library().row_kernels if use_extra_bufts else None,
                     costs=costs,
                     acceptance_cache=acceptance_cache,
-                    fingerprint=self._fingerprint(count, options.separate_caches, library().row_kernels, *facts),
+                    fingerprint=fingerprint,
                     encoder=encoder,
                 )
             )
@@ -274,9 +273,7 @@ class _PairLoader:
 
     def _fingerprint(self, *facts: object) -> str:
         """Returns a hash of all that an answer depends on beside its request: files, context, code, processor."""
-        hashes = [file.sha256 for file in self.bundle.manifest.files]
-        context = str(self.settings.context)
-        return hashlib.sha256(json.dumps([project_version(), cpu_identity(), context, hashes, [*map(str, facts)]]).encode()).hexdigest()
+        return entry_key([project_version(), cpu_identity(), str(self.settings.context), self.hashes, [*map(str, facts)]])
 
     def _stored_memory(self, vocabulary: Vocabulary) -> StoredMemory | None:
         """The memory on the disk, which all sessions share."""
@@ -296,7 +293,6 @@ class _PairLoader:
         return LazyEncoder(load, " ".join(file.sha256 for file in files))
 
     def _measured_pair(self, target: Target, drafter: Drafter | None, bos: int, *facts: object) -> MeasuredPair:
-        hashes = tuple(file.sha256 for file in self.bundle.manifest.files)
         return MeasuredPair(
             target=target,
             drafter=drafter,
@@ -304,14 +300,14 @@ class _PairLoader:
             rows=self.settings.longest_draft + 1,
             objective=self.settings.objective,
             slowdown=self.settings.slowdown,
-            facts=(*hashes, self.threads, *facts),
+            facts=(*self.hashes, self.threads, *facts),
         )
 
     def _acceptance_cache(self, backend: str, kind: DrafterKind, parity: object) -> AcceptanceCache:
         """Drafts of a pair are the same on all machines, but not on both backends, whose weights differ."""
         drafts = parity.get("drafts") if isinstance(parity, dict) else None
         exported = drafts.get("confidence") if isinstance(drafts, dict) else None
-        return AcceptanceCache([backend, kind, *(file.sha256 for file in self.bundle.manifest.files)], exported=exported)
+        return AcceptanceCache([backend, kind, *self.hashes], exported=exported)
 
     def _check_energy(self) -> None:
         """Raises RequestError where joules cannot be minimized: another policy, or the power of the phases is not known."""
@@ -360,7 +356,4 @@ class _PairLoader:
 
 def project_version() -> str:
     """Returns the installed version of this project, or an empty text in packages for devices."""
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return ""
+    return installed_version(DISTRIBUTION) or ""
