@@ -134,9 +134,9 @@ class Session:
             monitor, sources = self.monitor.start_request(self._log_settings(options, draft_length, policy)), None
             if policy is None and draft_length is None:
                 # Profit knows what drafts cost; the safety net does not, and would only interfere.
-                sources = self._sources([token for token in ids if token >= 0], enforced, prediction)
+                if self._weighs:
+                    sources = self._sources([token for token in ids if token >= 0], enforced, prediction)
                 policy = self.profit(assisted=sources is not None)
-                sources = None if policy is None else sources
                 policy = policy or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
             elif policy is None:
                 policy = Fixed(self.draft_length_for(draft_length))
@@ -151,6 +151,11 @@ class Session:
                 sources=sources,
                 memory=self._parts.memory,
             )
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether drafts are weighed by what they cost, those of sources beside the drafter too."""
+        return self.settings.policy == "profit" and self._parts.costs is not None
 
     def _prompt_ids(self, prompt: str | Sequence[int] | MediaPrompt) -> list[int]:
         """Returns the prompt's token ids. Raises RequestError if it is neither text nor ids of the vocabulary, is empty, or too long."""
@@ -232,7 +237,7 @@ class Session:
         with self._open():
             if self.drafter is None and not assisted:
                 return None
-            if self._profit is None and self.settings.policy == "profit" and self._parts.costs:
+            if self._profit is None and self._parts.costs is not None and self._weighs:
                 self._profit = self._new_profit(self._parts.costs)
             return self._profit
 
