@@ -10,6 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -52,9 +53,9 @@ class LazyEncoder:
         found.update(np.ascontiguousarray(values).data)
         return found.digest()
 
-    def rows(self, media: Media) -> NDArray[np.float32]:
-        """Returns the rows [rows, hidden size], encoded now or earlier."""
-        digest = self.digest(media)
+    def rows(self, media: Media, digest: bytes | None = None) -> NDArray[np.float32]:
+        """Returns the rows [rows, hidden size], encoded now or earlier. `digest` is the media's, if the caller has it."""
+        digest = digest or self.digest(media)
         if digest not in self._kept:
             if self._encoder is None:
                 self._encoder = self._load()
@@ -126,8 +127,9 @@ def media_prompt(ids: Sequence[int], media: Sequence[Media], inputs: MediaInputs
         if not isinstance(one, kind):
             raise RequestError(f"media {len(spans) + 1} is a {type(one).__name__.lower()}, its place is for another kind; exchange them")
         result.append(tokens.begin)
-        spans.append(Span(len(result), one.rows, _rows_of(encoder, one)))
-        result += [*row_ids(encoder.digest(one), one.rows), tokens.end]
+        digest = encoder.digest(one)
+        spans.append(Span(len(result), one.rows, partial(encoder.rows, one, digest)))
+        result += [*row_ids(digest, one.rows), tokens.end]
     return MediaPrompt(result, tuple(spans))
 
 
@@ -137,10 +139,6 @@ def with_places(ids: list[int], media: Sequence[Media], inputs: MediaInputs, bos
     places = [(inputs.image if isinstance(one, Image) else audio).placeholder for one in media]
     start = 1 if bos >= 0 and ids[:1] == [bos] else 0
     return [*ids[:start], *places, *ids[start:]]
-
-
-def _rows_of(encoder: LazyEncoder, media: Media) -> Callable[[], NDArray[np.float32]]:
-    return lambda: encoder.rows(media)
 
 
 def pieces(first: int, end: int, spans: Sequence[Span], most: int) -> Iterator[tuple[int, int, Span | None]]:
