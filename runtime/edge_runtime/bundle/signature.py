@@ -11,6 +11,7 @@ import binascii
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.limited_read import FileTooLarge, read_regular
 from edge_runtime.errors import BackendError, BundleError
 
@@ -38,7 +39,7 @@ def check_file_signature(path: Path, data: bytes, public_key: Path) -> None:
 def sign_file(path: Path, key: Ed25519PrivateKey) -> Path:
     """Writes the signature of a file beside it; returns where."""
     target = path.with_name(path.name + SIGNATURE_SUFFIX)
-    target.write_bytes(base64.b64encode(key.sign(path.read_bytes())) + b"\n")
+    atomic_write(target, [base64.b64encode(key.sign(path.read_bytes())) + b"\n"])
     return target
 
 

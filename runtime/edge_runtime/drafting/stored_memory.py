@@ -6,6 +6,7 @@ that is something else is neither used nor changed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
@@ -62,8 +63,7 @@ class StoredMemory:
                 return
             self._texts.append(text)
             if sum(map(_bytes, self._texts)) > self._limit:
-                while sum(map(_bytes, self._texts)) > self._limit // 2:  # so that not each text rewrites the file
-                    del self._texts[0]
+                self._texts = _newest(self._texts, self._limit // 2)  # so that not each text drops some
             self._learn(text)
             if len(self._automaton.tokens) > 2 * MOST_TOKENS:
                 self._relearn()
@@ -171,6 +171,13 @@ def forget(path: Path) -> int:
     except OSError as error:
         raise RequestError(f"the memory {path} cannot be removed ({error.strerror or error})") from error
     return len(texts)
+
+
+def _newest(texts: Sequence[str], limit: int) -> list[str]:
+    """Returns the newest texts that take at most `limit` bytes together."""
+    totals = itertools.accumulate(map(_bytes, reversed(texts)))
+    count = sum(total <= limit for total in totals)
+    return list(texts[len(texts) - count :])
 
 
 def _bytes(text: str) -> int:

@@ -201,12 +201,9 @@ def _repacked(manifest: Manifest, files: Sequence[BundleFile]) -> int:
         "drafter": own.vocab_size * own.drafter_hidden_size,
     }
     weights = {"target": own.parameters, "drafter": own.drafter_parameters}
-    bits = {file.role: _REPACKED_BITS.get(file.quantization or "", 0.0) for file in files}
-    head = (
-        own.vocab_size
-        * own.hidden_size
-        * next((_HEAD_BITS.get(file.quantization or "", 0.0) for file in files if file.role == "target"), 0.0)
-    )
+    quantizations = {file.role: file.quantization or "" for file in files}
+    bits = {role: _REPACKED_BITS.get(name, 0.0) for role, name in quantizations.items()}
+    head = own.vocab_size * own.hidden_size * _HEAD_BITS.get(quantizations.get("target", ""), 0.0)
     return int(head / 8) + sum(int(max(0, weights[role] - tables[role]) * bits.get(role, 0) / 8) for role in weights)
 
 
