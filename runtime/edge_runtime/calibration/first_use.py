@@ -122,7 +122,7 @@ def measured_placement(
 
     loop = RoundLoop(pair.target, pair.drafter, pair.token)
     probe = PlacementProbe(loop=loop, tries=placements(groups, counts), use=use, power=power, clock=clock)
-    path, key = cache_folder() / PLACEMENTS_NAME, hashlib.sha256(f"{pair.key} {power.name}".encode()).hexdigest()
+    path, key = cache_folder() / PLACEMENTS_NAME, entry_key([pair.key, power.name])
     known, trusted = PlacementFigures.from_json(read_entries(path).get(key), [one.name for one in probe.tries]), True
     if known is None or known.times < TIMES:
         again = probe.worth_measuring() if known is None else known.rivals(pair.slowdown)

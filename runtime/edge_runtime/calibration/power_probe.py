@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.live import EnergyWatch
-from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
+from edge_devices.files.user_cache import cache_folder, cache_put, entry_key, read_entries
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.waiting import Waiting, silent_wait
@@ -49,7 +48,7 @@ class PowerProbe:
 
     def phases(self, target: Target, drafter: Drafter | None, token: int, most_rows: int, key: str) -> PhasePower:
         """Returns the watts cached under `key` for this meter, or measures them; empties the KV cache. Raises RequestError."""
-        path, own = cache_folder() / CACHE_NAME, hashlib.sha256(f"{key} {self.name}".encode()).hexdigest()
+        path, own = cache_folder() / CACHE_NAME, entry_key([key, self.name])
         try:
             return power_of(read_entries(path).get(own), str(path))
         except ConfigError:
