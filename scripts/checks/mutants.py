@@ -2,6 +2,7 @@
 
     python scripts/checks/mutants.py acceptance cost_model --sample 60 --seed 1
     python scripts/checks/mutants.py all --output mutants.jsonl
+    python scripts/checks/mutants.py all --again mutants.jsonl --output mutants.jsonl  # after more tests
 
 Each mutant runs the module's own tests in a forked child, which gets the mutated source from an import hook; no file changes. A mutant is
 killed if a test fails, or if the tests take ten times as long. Linux only (fork). mutmut 3.8 works here too, but its trampolines count
@@ -30,6 +31,8 @@ import click
 
 ROOT = Path(__file__).parents[2]
 _RUNTIME, _DEVICES = "tests/runtime", "tests/devices"
+# Without the tests that take seconds each.
+_QUICK_BUNDLE = ("-k", "not every_flipped_bit and not any_json")
 # Each module, and the tests that are its own.
 MODULES: dict[str, tuple[str, Sequence[str]]] = {
     "acceptance": (
@@ -38,25 +41,26 @@ MODULES: dict[str, tuple[str, Sequence[str]]] = {
     ),
     "acceptance_rules": (
         "edge_runtime.decoding.acceptance_rules",
-        (f"{_RUNTIME}/decoding/test_acceptance.py", f"{_RUNTIME}/decoding/test_block_verification.py", f"{_RUNTIME}/decoding/test_loop.py"),
+        (f"{_RUNTIME}/decoding/test_acceptance_rules.py", f"{_RUNTIME}/decoding/test_block_verification.py"),
     ),
     "distribution": (
         "edge_runtime.decoding.distribution",
         (f"{_RUNTIME}/decoding/test_sampling.py", f"{_RUNTIME}/decoding/test_acceptance.py"),
     ),
     "sampling": ("edge_runtime.decoding.sampling", (f"{_RUNTIME}/decoding/test_sampling.py",)),
-    "loop": ("edge_runtime.decoding.loop", (f"{_RUNTIME}/decoding/test_loop.py",)),
+    "loop": ("edge_runtime.decoding.loop", (f"{_RUNTIME}/decoding/test_rounds.py", f"{_RUNTIME}/decoding/test_loop.py")),
     "rollback": ("edge_runtime.backends.committed_tokens", (f"{_RUNTIME}/backends/test_committed_tokens.py",)),
-    "windows": ("edge_devices.energy.windows", (f"{_DEVICES}/energy/test_intervals.py",)),
+    "windows": ("edge_devices.energy.windows", (f"{_DEVICES}/energy/test_windows.py",)),
     "intervals": ("edge_devices.energy.intervals", (f"{_DEVICES}/energy/test_intervals.py",)),
     "integrity": ("edge_runtime.bundle.integrity", (f"{_RUNTIME}/bundle/test_integrity.py",)),
-    "signature": ("edge_runtime.bundle.signature", (f"{_RUNTIME}/bundle/test_integrity.py", f"{_RUNTIME}/bundle/test_bundle.py")),
-    "path_checks": (
-        "edge_runtime.bundle.manifest_checks",
-        (f"{_RUNTIME}/bundle/test_bundle.py", f"{_RUNTIME}/bundle/test_number_limits.py"),
+    "signature": ("edge_runtime.bundle.signature", (f"{_RUNTIME}/bundle/test_signature.py",)),
+    "path_checks": ("edge_runtime.bundle.bundle", (f"{_RUNTIME}/bundle/test_bundle.py", *_QUICK_BUNDLE)),
+    "manifest_checks": ("edge_runtime.bundle.manifest_checks", (f"{_RUNTIME}/bundle/test_bundle.py", *_QUICK_BUNDLE)),
+    "transports": ("edge_devices.transports.base", (f"{_DEVICES}/transports/test_exit_codes.py",)),
+    "cost_model": (
+        "edge_runtime.drafting.cost_model",
+        (f"{_RUNTIME}/drafting/test_cost_figures.py", f"{_RUNTIME}/drafting/test_cost_model.py"),
     ),
-    "transports": ("edge_devices.transports.base", (f"{_DEVICES}/transports/test_transports.py",)),
-    "cost_model": ("edge_runtime.drafting.cost_model", (f"{_RUNTIME}/drafting/test_cost_model.py",)),
     "graph_memory": ("edge_runtime.backends.onnx_memory.peak", (f"{_RUNTIME}/backends/onnx/test_graph_memory.py",)),
 }
 _OWN = ("edge_runtime", "edge_devices", "edge_export")
@@ -208,13 +212,26 @@ def run_tests(tests: Sequence[str], seconds: float, hook: _Hook | None) -> bool:
     return os.waitstatus_to_exitcode(status) == 0
 
 
-def check(name: str, sample: int | None, seed: int, on_survivor: Callable[[Mutant], None]) -> dict[str, object]:
-    """Runs the mutants of one module, or a random sample of them."""
+def survivors_in(path: Path, module: str) -> tuple[set[tuple[int, int]], int]:
+    """Returns the survivors of a module in the last line about it of an output file, and how many mutants were killed then."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [line for line in lines if line["module"] == module]
+    if not found:
+        raise click.ClickException(f"{path} has no line about {module}; leave out --again for it")
+    return {(one["node"], one["change"]) for one in found[-1]["survivors"]}, found[-1]["killed"]
+
+
+def check(name: str, sample: int | None, seed: int, again: Path | None, on_survivor: Callable[[Mutant], None]) -> dict[str, object]:
+    """Runs the mutants of one module, a random sample of them, or those that survived before."""
     module, tests = MODULES[name]
     path = Path(str(importlib.util.find_spec(module).origin))  # type: ignore[union-attr]
     source = path.read_text(encoding="utf-8")
     every = mutants_of(source)
     chosen = every if sample is None or sample >= len(every) else random.Random(seed).sample(every, sample)
+    before = 0
+    if again is not None:
+        left, before = survivors_in(again, module)
+        chosen = [one for one in every if (one.node, one.change) in left]
     begin = time.monotonic()
     if not run_tests(tests, 600, None):
         raise click.ClickException(f"the tests of {name} fail without a mutant: {' '.join(tests)}")
@@ -224,10 +241,10 @@ def check(name: str, sample: int | None, seed: int, on_survivor: Callable[[Mutan
         if run_tests(tests, limit, _Hook(module, path, mutated(source, mutant))):
             survivors.append(mutant)
             on_survivor(mutant)
-    killed = len(chosen) - len(survivors)
-    score = round(killed / max(1, len(chosen)), 3)
+    tried = before + len(chosen)
+    killed = tried - len(survivors)
     return {
-        "module": module, "mutants": len(every), "tried": len(chosen), "killed": killed, "score": score,
+        "module": module, "mutants": len(every), "tried": tried, "killed": killed, "score": round(killed / max(1, tried), 3),
         "survivors": [asdict(one) for one in survivors],
     }  # fmt: skip
 
@@ -236,17 +253,22 @@ def check(name: str, sample: int | None, seed: int, on_survivor: Callable[[Mutan
 @click.argument("names", nargs=-1, required=True, type=click.Choice([*MODULES, "all"]))
 @click.option("--sample", type=click.IntRange(min=1), help="Mutants per module, chosen at random; all if left out.")
 @click.option("--seed", default=1)
+@click.option("--again", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="Only what survived in this output file.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Append one JSON line per module.")
-def main(names: tuple[str, ...], sample: int | None, seed: int, output: Path | None) -> None:
+def main(names: tuple[str, ...], sample: int | None, seed: int, again: Path | None, output: Path | None) -> None:
     """Mutate modules, run their tests, and list the mutants that no test noticed."""
     os.chdir(ROOT)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    import hypothesis  # noqa: F401 - imported once, not in each child
+    import hypothesis  # imported once, not in each child
     import numpy as np  # noqa: F401
     import pytest  # noqa: F401
 
+    # The same examples for every mutant and in every run.
+    hypothesis.settings.register_profile("mutants", database=None, derandomize=True)
+    hypothesis.settings.load_profile("mutants")
+
     for name in MODULES if "all" in names else names:
-        result = check(name, sample, seed, lambda mutant: click.echo(f"  survived: line {mutant.line}: {mutant.what}"))
+        result = check(name, sample, seed, again, lambda mutant: click.echo(f"  survived: line {mutant.line}: {mutant.what}"))
         click.echo(f"{name}: {result['killed']} of {result['tried']} killed ({result['mutants']} in all)")
         if output is not None:
             with output.open("a", encoding="utf-8") as file:

@@ -32,7 +32,10 @@ step() { # NAME COMMAND...: one line per step
     fi
 }
 export EDGE_MTP_CACHE=$work/cache
-step "build and install $library $version" .venv/bin/python -m pip install --disable-pip-version-check "$library==$version" --editable '.[llama,onnx,export,grammar,serve,dev]'
+# Everything else as it is locked: otherwise other new releases would be tried too, and pip searches for minutes.
+awk -v name="$library" '/^[^ #]/ { kept = index($0, name "==") != 1 } kept' requirements/ci.txt >lock.txt
+torch=$(sed -n 's/^TORCH ?= //p' Makefile)
+step "build and install $library $version" env LOCK=lock.txt scripts/setup/setup.sh .venv . "$torch" "$library==$version"
 ((failed)) && exit 1
 case $library in
     llama-cpp-python) tests=(tests/runtime/backends/llama tests/runtime/backends/kernels tests/runtime/session) format=gguf backend=llama ;;

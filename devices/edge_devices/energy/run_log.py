@@ -175,8 +175,10 @@ def _is_cut(line: str) -> bool:
 
 def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
     if log is None:
-        if kind != "header" or record["schema"] != SCHEMA:
-            raise ValueError(f"a {kind!r} line of schema {record.get('schema')} where a header of schema {SCHEMA} is needed")
+        if kind != "header":
+            raise ValueError(f"a {kind!r} line where a header is needed")
+        if record["schema"] != SCHEMA:
+            raise ValueError(f"schema {str(record['schema'])[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
         facts = MeterFacts.from_json(record["meter"])
         unknown = Characteristics(refresh_s=0.0, longest_gap_s=0.0, lag_s=0.0, zero_rate=0.0, read_s=0.0)
         return RunLog(facts=facts, characteristics=unknown, trace=Trace(facts=facts), environment=dict(record["environment"]))

@@ -195,7 +195,7 @@ def read_recording(path: Path) -> Recording:
     try:
         fields = json.loads(read_at_most(path, LARGEST).decode())
         if fields["schema"] != SCHEMA:
-            raise DeviceError(f"{path} has schema {fields['schema']}; this version reads {SCHEMA}")
+            raise DeviceError(f"{path} has schema {str(fields['schema'])[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
         return Recording(
             platform=str(fields["platform"]),
             files={str(k): str(v) for k, v in fields["files"].items()},

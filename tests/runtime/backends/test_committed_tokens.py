@@ -65,6 +65,16 @@ def test_hidden_rows_belong_to_the_newest_tokens(text: Text) -> None:
     assert text.hidden_row is None
 
 
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_text_without_a_forward_has_no_hidden_row(length: int) -> None:
+    fresh = Text(8, Vocabulary())  # type: ignore[arg-type]
+    fresh.append(np.array([4] * length, np.int64))
+    assert fresh.hidden_row is None
+    fresh.take_hidden(np.ones((1, 1), np.float32))
+    fresh.forget_hidden()
+    assert fresh.hidden_row is None
+
+
 def test_ids_fit_the_vocabulary_and_the_context(text: Text) -> None:
     assert text.checked([0, 9, 1, 2]).tolist() == [0, 9, 1, 2]
     for tokens, said in (
@@ -72,6 +82,7 @@ def test_ids_fit_the_vocabulary_and_the_context(text: Text) -> None:
         ([1] * 5, r"4 \+ 5 tokens exceed the context of 8"),
         ([3, -1], "token -1"),
         ([3, 10], "token 10"),
+        ([0, 10], "token 10"),
     ):
         with pytest.raises(RequestError, match=said):
             text.checked(tokens)

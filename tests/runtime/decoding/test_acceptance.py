@@ -81,11 +81,14 @@ def test_after_the_last_draft_the_target_has_its_own_say():
     assert (verdict.accepted, verdict.next_token) == (2, 1)
 
 
-@pytest.mark.parametrize(("row", "wrong"), [([0.0, float("nan"), 1.0], "hold NaN"), ([0.0, 0.0, 0.0], "are all 0.0")])
+@pytest.mark.parametrize(
+    ("row", "wrong"), [([0.0, float("nan"), 1.0], "hold NaN"), ([0.0, 0.0, 0.0], "are all 0.0"), ([2.0, 2.0], "are all 2.0")]
+)
 def test_logits_of_a_broken_model_are_refused(row: list[float], wrong: str) -> None:
     with pytest.raises(BackendError, match=wrong):
         accept_greedy([], np.array([row], np.float32))
 
 
-def test_a_first_token_that_is_the_likeliest_is_no_error() -> None:
-    assert accept_greedy([], np.array([[1.0, 0.0, 1.0]], np.float32)).next_token == 0
+@pytest.mark.parametrize("row", [[3.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
+def test_rows_that_only_look_alike_are_no_error(row: list[float]) -> None:
+    assert accept_greedy([], np.array([row], np.float32)).next_token == 0

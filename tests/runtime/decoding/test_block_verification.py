@@ -143,10 +143,13 @@ def test_a_draft_that_is_the_target_is_accepted_whole(monkeypatch):
     assert accepted_on_average(monkeypatch, accept_by_block, p, p, 3) == pytest.approx(3)
 
 
-def test_nothing_after_an_impossible_draft_is_read():
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nothing_after_an_impossible_draft_is_read(place):
+    drafts = [1] * place + [0] + [1] * 2
+
     def target(position: int) -> Distribution:
-        assert position == 0
+        assert position <= place
         return Distribution.certain(1)
 
-    verdict = accept_by_block([0, 1], [Distribution.certain(0), Distribution.certain(1)], target, lambda: 0.5)
-    assert (verdict.accepted, verdict.next_token) == (0, 1)
+    verdict = accept_by_block(drafts, [Distribution.certain(draft) for draft in drafts], target, lambda: 0.5)
+    assert (verdict.accepted, verdict.next_token) == (place, 1)

@@ -30,7 +30,9 @@ def read_package(folder: Path) -> DevicePackage:
     try:
         record = json.loads(read_at_most(path, MAX_BYTES).decode())
         if record["schema"] != SCHEMA:
-            raise RequestError(f"{path} has schema {record['schema']!r}; this version reads {SCHEMA}: build the package again")
+            raise RequestError(
+                f"{path} has schema {str(record['schema'])[:40]}; this version reads {SCHEMA}: build the package again with this version"
+            )
         files = {str(file["path"]): int(file["bytes"]) for file in record["files"]}
         platform = str(record["platform"])
     except OSError as error:

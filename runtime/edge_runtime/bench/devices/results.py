@@ -93,8 +93,11 @@ def _device(path: Path) -> dict[str, Any]:
         return dict(EMPTY)
     try:
         record = json.loads(read_at_most(path, MAX_BYTES).decode())
-        if record.pop("schema") != SCHEMA or record.keys() != EMPTY.keys():
-            raise ValueError("of another schema")
+        schema = record.pop("schema")
+        if schema != SCHEMA:
+            raise ValueError(f"schema {str(schema)[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
+        if record.keys() != EMPTY.keys():
+            raise ValueError("with other keys")
         texts = [record["device"], record["model"], *record["warnings"], *record["happenings"]]
         numbers = [record["hottest_c"], record["charge_used"]]
         if not all(isinstance(text, str) for text in texts) or not all(n is None or isinstance(n, int | float) for n in numbers):

@@ -212,7 +212,7 @@ def _record(data: Any, *, first: bool) -> Record:
     if (kind == "header") != first or kind not in KINDS:
         raise StructureError(f"a record of kind {str(kind)[:40]!r} {'as the first line' if first else 'after the first line'}")
     if first and data.get("schema") != SCHEMA:
-        raise StructureError(f"schema {str(data.get('schema'))[:40]}; this version reads {SCHEMA}")
+        raise StructureError(f"schema {str(data.get('schema'))[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
     record: Record = from_json(KINDS[kind], data, kind)
     if not isinstance(record, Header):
         _check_numbers(record, kind)

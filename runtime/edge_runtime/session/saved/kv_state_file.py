@@ -96,7 +96,9 @@ def _read_header(path: Path, file: BinaryIO) -> StateHeader:
     except (ValueError, RecursionError, StructureError) as error:
         raise RequestError(f"the state {path} has a damaged header ({error}); save it again") from error
     if header.version != VERSION:
-        raise RequestError(f"the state {path} has version {header.version}, this reader supports {VERSION}; save it again")
+        raise RequestError(
+            f"the state {path} has version {header.version}, this reader supports {VERSION}; upgrade edge-mtp, or save it again"
+        )
     if header.tokens < 1 or header.state_bytes < 1:
         raise RequestError(f"the state {path} holds {header.tokens} tokens in {header.state_bytes} bytes; it is damaged, save it again")
     wanted = file.tell() + header.tokens * _TOKEN.itemsize + header.state_bytes

@@ -1,0 +1,118 @@
+"""Exit codes that come back inside the output: each is read exactly, and a link that breaks is never taken for a failed command."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_devices.errors import LinkError, TransportError
+from edge_devices.machine.system import CommandResult
+from edge_devices.transports.base import FramedCommand, frame_command, last_line, parse_integer, prepare_folder, shell
+
+FRAMED = FramedCommand("true", b"[mark]")
+
+
+def done(code: int = 0, output: bytes = b"", errors: str = "") -> CommandResult:
+    return CommandResult(code=code, output=output, errors=errors)
+
+
+class OneAnswer:
+    """A transport whose every command has the same result."""
+
+    name = "phone"
+
+    def __init__(self, result: CommandResult, folder: str = "work") -> None:
+        self.result, self.folder = result, folder
+        self.ran: list[tuple[list[str], float]] = []
+
+    def run(self, arguments: Sequence[str], *, seconds: float = 60.0) -> CommandResult:
+        self.ran.append((list(arguments), seconds))
+        return self.result
+
+    def put(self, source: Path, target: str) -> None:
+        raise AssertionError
+
+    def get(self, source: str, target: Path) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), ("137", 137), ("9" * 18, 10**18 - 1), ("007", 7)])
+def test_digits_are_a_number(text: str, number: int) -> None:
+    assert parse_integer(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "-1", "+1", " 1", "1 ", "1.0", "1_0", "0x1", "１", "²", "9" * 19])
+def test_anything_else_is_none(text: str) -> None:
+    assert parse_integer(text) is None
+
+
+@given(output=st.binary(max_size=40), code=st.integers(0, 255), errors=st.text(st.characters(codec="utf-8"), max_size=10))
+def test_output_code_and_collected_errors_come_apart(output: bytes, code: int, errors: str) -> None:
+    """The marker is random, so no output holds it; were it there, the last one counts."""
+    whole = output + b"[mark]" + str(code).encode() + b"\n"
+    assert FRAMED.parse(whole, "said") == done(code, output, "said")
+    assert FRAMED.parse(whole + errors.encode(), "said ") == done(code, output, f"said {errors}")
+    assert FRAMED.parse(b"[mark]9\n" + whole, "") == done(code, b"[mark]9\n" + output)
+
+
+@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("code", [0, 5, 137])
+def test_an_output_cut_anywhere_before_the_end_of_its_code_gives_no_code(separate: bool, code: int) -> None:
+    framed = frame_command(["sh", "-c", f"echo out; echo bad >&2; exit {code}"], separate=separate)
+    whole = subprocess.run(["sh", "-c", framed.line], capture_output=True, check=False).stdout
+    end = whole.index(framed.mark) + len(framed.mark) + len(str(code)) + 1
+    assert [framed.parse(whole[:cut], "") for cut in range(end)] == [None] * end
+    found = framed.parse(whole, "")
+    assert found == done(code, b"out\n", "" if separate else "bad")
+
+
+@pytest.mark.parametrize("rest", ["x\n", "-1\n", "\n", "1e3\n", "9" * 19 + "\n"])
+def test_a_code_that_is_no_number_is_a_broken_link(rest: str) -> None:
+    assert FRAMED.parse(b"out[mark]" + rest.encode(), "") is None
+
+
+def test_a_time_out_is_handed_on_and_a_broken_link_raised() -> None:
+    timed_out = done(124, b"half")
+    assert FRAMED.result(timed_out, lambda _: LinkError("never")) is timed_out
+    assert FRAMED.result(done(1, b"[mark]124\n"), lambda _: LinkError("never")).code == 124
+    with pytest.raises(LinkError, match="broke after half"):
+        FRAMED.result(done(0, b"half"), lambda result: LinkError(f"broke after {result.text}"))
+
+
+@pytest.mark.parametrize(
+    ("result", "line"),
+    [
+        (done(3), "exit code 3"),
+        (done(3, b"out\nlast\n"), "last"),
+        (done(3, b"out\n", "first\n  second  \n \n"), "second"),
+        (done(3, b"out\n", " \n"), "exit code 3"),
+    ],
+)
+def test_what_a_failed_command_said_last(result: CommandResult, line: str) -> None:
+    assert last_line(result) == line
+
+
+def test_a_script_gets_its_arguments_and_its_time() -> None:
+    phone = OneAnswer(done(0, b"there\n"))
+    assert shell(phone, 'cat "$1"', "a file", seconds=5) == "there\n"
+    assert phone.ran == [(["sh", "-c", 'cat "$1"', "sh", "a file"], 5)]
+    with pytest.raises(TransportError, match="phone: no such file"):
+        shell(OneAnswer(done(1, b"", "no such file\n")), "cat x")
+
+
+@pytest.mark.parametrize(("folder", "named"), [("work", "./work"), ("-rf", "./-rf"), ("/data/work", "/data/work")])
+def test_a_folder_is_named_as_a_path(folder: str, named: str) -> None:
+    phone = OneAnswer(done(0, b"/home/me/work\n"), folder)
+    assert prepare_folder(phone) == "/home/me/work"
+    assert phone.ran[0][0][-1] == named
+
+
+def test_markers_are_long_and_differ() -> None:
+    marks = {frame_command(["true"]).mark for _ in range(50)}
+    assert len(marks) == 50
+    assert {len(mark) for mark in marks} == {18}

@@ -1,0 +1,163 @@
+"""Signatures and keys: what is taken, and that each kind of wrong key or signature is refused with what to do."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography", reason="needs edge-mtp[sign]")
+from cryptography.hazmat.primitives import serialization as form
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from edge_runtime.bundle import signature
+from edge_runtime.bundle.signature import check_file_signature, check_signature, read_signing_key, sign_file
+from edge_runtime.errors import BundleError
+
+DATA = b"what was signed"
+
+
+def pem_of(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey, password: bytes | None = None) -> bytes:
+    protection = form.BestAvailableEncryption(password) if password else form.NoEncryption()
+    return key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, protection)
+
+
+def public_pem_of(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    return key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Ed25519PrivateKey:
+    """A key pair in key.pem and key.pub, and a signed file."""
+    made = Ed25519PrivateKey.generate()
+    (tmp_path / "key.pem").write_bytes(pem_of(made))
+    (tmp_path / "key.pub").write_bytes(public_pem_of(made))
+    (tmp_path / "record").write_bytes(DATA)
+    assert sign_file(tmp_path / "record", made) == tmp_path / "record.sig"
+    return made
+
+
+def test_a_file_and_a_manifest_are_signed_the_same_way(key: Ed25519PrivateKey, tmp_path: Path) -> None:
+    check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+    (tmp_path / "record.sig").rename(tmp_path / "manifest.json.sig")
+    check_signature(tmp_path, DATA, tmp_path / "key.pub")
+    with pytest.raises(BundleError, match=r"manifest\.json\.sig is not a signature of this manifest by .*do not use this bundle"):
+        check_signature(tmp_path, DATA + b" ", tmp_path / "key.pub")
+
+
+def test_the_key_file_is_read_as_openssl_wrote_it(key: Ed25519PrivateKey, tmp_path: Path) -> None:
+    read = read_signing_key(tmp_path / "key.pem")
+    assert read.sign(DATA) == key.sign(DATA)
+    raw = key.sign(DATA)
+    (tmp_path / "raw").write_bytes(raw)
+    if not shutil.which("openssl"):
+        pytest.skip("needs openssl")
+    command = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", str(tmp_path / "key.pub"), "-rawin"]
+    done = subprocess.run([*command, "-in", str(tmp_path / "record"), "-sigfile", str(tmp_path / "raw")], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert base64.b64decode((tmp_path / "record.sig").read_bytes()) == raw
+
+
+@pytest.mark.parametrize("place", range(0, 64, 9))
+def test_any_flipped_byte_of_a_signature_is_refused(key: Ed25519PrivateKey, tmp_path: Path, place: int) -> None:
+    raw = bytearray(base64.b64decode((tmp_path / "record.sig").read_bytes()))
+    raw[place] ^= 1
+    (tmp_path / "record.sig").write_bytes(base64.b64encode(raw))
+    with pytest.raises(BundleError, match=r"record\.sig is not a signature of record by the owner of .*do not use this file"):
+        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+
+
+@pytest.mark.parametrize("blanks", ["", "\n", "\r\n", " \n\n"])
+def test_blanks_around_a_signature_do_not_matter(key: Ed25519PrivateKey, tmp_path: Path, blanks: str) -> None:
+    text = (tmp_path / "record.sig").read_text().strip()
+    (tmp_path / "record.sig").write_text(blanks + text + blanks)
+    check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+
+
+@pytest.mark.parametrize("length", [0, 63, 65])
+def test_a_signature_has_64_bytes(key: Ed25519PrivateKey, tmp_path: Path, length: int) -> None:
+    (tmp_path / "record.sig").write_bytes(base64.b64encode((key.sign(DATA) * 2)[:length]))
+    with pytest.raises(BundleError, match="not a signature of record") as caught:
+        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+    assert f"{length} bytes" in str(caught.value.__cause__)
+
+
+def test_letters_that_are_no_base64_are_not_skipped(key: Ed25519PrivateKey, tmp_path: Path) -> None:
+    text = (tmp_path / "record.sig").read_text()
+    (tmp_path / "record.sig").write_text(text[:10] + "*" + text[10:])
+    with pytest.raises(BundleError, match="not a signature of record"):
+        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+
+
+def test_a_signature_file_may_be_4_kB_and_no_more(key: Ed25519PrivateKey, tmp_path: Path) -> None:
+    path = tmp_path / "record.sig"
+    text = path.read_bytes().strip()
+    path.write_bytes(text.ljust(4096))
+    check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+    path.write_bytes(text.ljust(4097))
+    with pytest.raises(BundleError, match="not a signature of record") as caught:
+        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+    assert "more than 4096 bytes" in str(caught.value.__cause__)
+    path.unlink()
+    with pytest.raises(BundleError, match=r"the signature .*record\.sig cannot be read .*this file is not signed"):
+        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+
+
+def test_wrong_public_keys_are_named(key: Ed25519PrivateKey, tmp_path: Path) -> None:
+    other = tmp_path / "other.pub"
+    for content, said in (
+        (public_pem_of(Ed25519PrivateKey.generate()), "is not a signature of record by the owner of"),
+        (public_pem_of(ec.generate_private_key(ec.SECP256R1())), "is not an Ed25519 key; make a pair with: openssl genpkey"),
+        (pem_of(key), "is not a public key in PEM format; make one with: openssl pkey"),
+        (b"", "is not a public key in PEM format"),
+    ):
+        other.write_bytes(content)
+        with pytest.raises(BundleError, match=said):
+            check_file_signature(tmp_path / "record", DATA, other)
+    with pytest.raises(BundleError, match=r"the public key .*none cannot be read \(No such file"):
+        check_file_signature(tmp_path / "record", DATA, tmp_path / "none")
+
+
+def test_wrong_private_keys_are_named(key: Ed25519PrivateKey, tmp_path: Path) -> None:
+    other = tmp_path / "other.pem"
+    for content, said in (
+        (pem_of(key, b"secret"), "is no private key in PEM without a password"),
+        (public_pem_of(key), "is no private key in PEM"),
+        (b"\0", "is no private key in PEM"),
+        (pem_of(ec.generate_private_key(ec.SECP256R1())), "is no Ed25519 key; make one: openssl genpkey"),
+    ):
+        other.write_bytes(content)
+        with pytest.raises(BundleError, match=said):
+            read_signing_key(other)
+    with pytest.raises(BundleError, match=r"the key .*none cannot be read \(No such file"):
+        read_signing_key(tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["key.pem", "key.pub"])
+def test_at_most_16_kB_of_a_key_file_are_read(key: Ed25519PrivateKey, tmp_path: Path, name: str) -> None:
+    """What stands behind them is not seen, so that a key may be a pipe."""
+    path, most = tmp_path / name, signature._MAX_KEY_BYTES
+    assert most == 16384
+    content = path.read_bytes()
+
+    def read() -> None:
+        read_signing_key(path) if name == "key.pem" else check_file_signature(tmp_path / "record", DATA, path)
+
+    path.write_bytes(b"\n" * (most - len(content)) + content)
+    read()
+    path.write_bytes(b"\n" * (most - len(content) + 30) + content)
+    with pytest.raises(BundleError, match="in PEM"):
+        read()
+
+
+def test_a_public_key_may_come_from_a_pipe(key: Ed25519PrivateKey, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, (tmp_path / "key.pub").read_bytes())
+    os.close(writing)
+    check_file_signature(tmp_path / "record", DATA, Path(f"/dev/fd/{reading}"))
+    os.close(reading)

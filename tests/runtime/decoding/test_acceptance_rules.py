@@ -1,0 +1,122 @@
+"""The rule of a request: which one options and method give, what a seed fixes, and that no round leaves anything to the next."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, MatchRule, RejectionRule, acceptance_rule
+from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.errors import BackendError, RequestError
+from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, random_rows, write
+
+SIZE, PROMPT = 6, [1, 2]
+TARGET = random_rows(1, SIZE)
+PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "penalty_window": 3}
+
+
+def written(params: SamplingParams, method: str, *, drafter_seed: int | None = None, length: int = 3, tokens: int = 40) -> tuple[int, ...]:
+    target = StochasticTarget(TARGET)
+    drafter = None if drafter_seed is None else StochasticDrafter(target, random_rows(drafter_seed, SIZE))
+    return write(target, drafter, PROMPT, acceptance_rule(params, method, PROMPT), length=length, tokens=tokens)
+
+
+def test_an_unknown_method_is_named_with_those_there_are() -> None:
+    with pytest.raises(RequestError, match="method 'lucky' is not known; choose one of block, rejection, match"):
+        acceptance_rule(SamplingParams(temperature=0), "lucky", PROMPT)
+
+
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_temperature_zero_is_greedy_unless_something_changes_the_likeliest_token(method: str) -> None:
+    assert acceptance_rule(SamplingParams(temperature=0, top_k=3), method, PROMPT) is GREEDY
+    assert type(acceptance_rule(SamplingParams(temperature=0.1), method, PROMPT)) is not type(GREEDY)
+    biased = SamplingParams(temperature=0, logit_bias={4: -np.inf}, **PENALTIES)
+    assert acceptance_rule(biased, method, PROMPT) is not GREEDY
+    plain = written(biased, method)
+    assert 4 not in plain
+    assert {written(biased, method, drafter_seed=seed) for seed in (1, 2)} == {plain}
+
+
+def test_each_method_has_its_rule() -> None:
+    found = [type(acceptance_rule(SamplingParams(), method, PROMPT)) for method in ACCEPTANCE_METHODS]
+    assert found == [BlockRule, RejectionRule, MatchRule]
+
+
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_a_seed_fixes_the_text_and_none_does_not(method: str) -> None:
+    assert written(SamplingParams(seed=4), method, drafter_seed=2) == written(SamplingParams(seed=4), method, drafter_seed=2)
+    assert len({written(SamplingParams(seed=seed), method, drafter_seed=2) for seed in (4, 5, None)}) == 3
+    assert len({written(SamplingParams(), method, drafter_seed=2) for _ in range(2)}) == 2
+
+
+@pytest.mark.parametrize("options", [{}, PENALTIES, {"repetition_penalty": 1.7}], ids=["plain", "penalties", "repetition"])
+def test_by_match_a_seed_gives_the_same_text_with_any_drafts(options: dict[str, float]) -> None:
+    params = SamplingParams(seed=9, **options)  # type: ignore[arg-type]
+    plain = written(params, "match")
+    assert {written(params, "match", drafter_seed=seed, length=length) for seed in (1, 2) for length in (1, 4)} == {plain}
+
+
+def test_which_drafts_may_be_left_unverified() -> None:
+    """Where a draft was drawn, leaving it out because of a later one would change the distribution."""
+    assert GREEDY.any_prefix
+    assert {m: acceptance_rule(SamplingParams(), m, PROMPT).any_prefix for m in ACCEPTANCE_METHODS} == {
+        "block": False,
+        "rejection": False,
+        "match": True,
+    }
+
+
+def test_by_match_the_drafter_picks_what_the_target_would_after_the_same_tokens() -> None:
+    assert acceptance_rule(SamplingParams(), "match", PROMPT).sampler is None
+    row = np.array([0.0, 1.0, 2.0, 3.0, 0.0, 0.0], np.float32)
+    choose = acceptance_rule(SamplingParams(presence_penalty=4.0), "match", PROMPT).sampler
+    assert choose is not None
+    assert [choose(row) for _ in range(3)] == [3, 0, 4]  # 1 and 2 are in the prompt, 3 and 0 were drafted
+
+
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_a_round_leaves_no_drafts_to_the_next(method: str) -> None:
+    rule = acceptance_rule(SamplingParams(presence_penalty=4.0, seed=1), method, PROMPT)
+    row = np.array([[0.0, 1.0, 2.0, 9.0, 0.0, 0.0]] * 3, np.float32)
+    for _ in range(3):
+        assert rule.sampler is not None
+        drafts = [rule.sampler(row[0]) for _ in range(2)]
+        assert None not in drafts
+        rule.accept(drafts, row)  # type: ignore[arg-type]
+    assert rule.accept([], row).accepted == 0
+
+
+@pytest.mark.parametrize("method", ["block", "rejection"])
+def test_a_drafter_that_hides_what_it_drew_is_refused(method: str) -> None:
+    for hide in (lambda drafts: [], lambda drafts: drafts[::-1], lambda drafts: drafts[1:]):
+        rule = acceptance_rule(SamplingParams(temperature=0.01, presence_penalty=1.0, seed=1), method, PROMPT)
+        assert rule.sampler is not None
+        first = rule.sampler(np.array([0.0, 1.0, 2.0, 9.0, 0.0, 0.0], np.float32))
+        second = rule.sampler(np.array([9.0, 1.0, 2.0, 0.0, 0.0, 0.0], np.float32))
+        assert (first, second) == (3, 0)
+        with pytest.raises(BackendError, match=r"the drafter drew \[3, 0\] but returned"):
+            rule.accept(hide([3, 0]), np.zeros((3, SIZE), np.float32))
+
+
+@pytest.mark.parametrize("method", ["block", "rejection"])
+def test_drafts_that_were_not_drawn_are_certain(method: str) -> None:
+    """A certain draft stands with the target's own probability, whatever comes after it."""
+    target = StochasticTarget(TARGET)
+    drafter = CertainDrafter(target, TARGET)
+    rule = acceptance_rule(SamplingParams(temperature=0.05, seed=2), method, PROMPT)
+    assert len(write(target, drafter, PROMPT, rule, length=3, tokens=40)) == 40
+    assert len(target.rows) < 30, "a target this sure accepts its own likeliest tokens"
+
+
+@pytest.mark.parametrize("method", ["block", "rejection"])
+def test_a_drafter_whose_every_candidate_is_banned_ends_its_draft(method: str) -> None:
+    rule = acceptance_rule(SamplingParams(logit_bias={3: -np.inf}), method, PROMPT)
+    assert rule.sampler is not None
+    assert rule.sampler(np.zeros(1, np.float32), np.array([3])) is None
+
+
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_no_rule_cuts_without_a_constraint(method: str) -> None:
+    drafts = [3, 1]
+    assert acceptance_rule(SamplingParams(), method, PROMPT).cut(drafts) is drafts
+    assert GREEDY.cut(drafts) is drafts

@@ -1,0 +1,169 @@
+"""The arithmetic of costs: what one round changes, by hand, and which cached figures are read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from edge_runtime.drafting.cost_model import FIRST_BUCKET, LEAST_SECONDS, MAX_ROWS, CostCurve, MeasuredCosts, extrapolated
+from edge_runtime.drafting.policies import Timing
+from simulated_rounds import LINEAR
+
+COSTS = MeasuredCosts(verify=LINEAR, step=1.0, overhead=0.5)
+EVERY_ROW = range(1, MAX_ROWS + 1)
+
+
+def took(*, length: int = 100, rows: int = 0, verify: float = 0.0, steps: int = 0, draft: float = 0.0, requests: int = 1) -> Timing:
+    return Timing(length=length, steps=steps, draft_seconds=draft, rows=rows, verify_seconds=verify, requests=requests)
+
+
+def test_a_draft_is_an_overhead_and_its_steps() -> None:
+    assert [COSTS.draft(n) for n in (0, 1, 4)] == [0.0, 1.5, 4.5]
+    assert COSTS.mean_step == 3.5 / 3
+    curve = CostCurve(COSTS)
+    assert [curve.draft(n) for n in (0, 1, 4)] == [0.0, 1.5, 4.5]
+    assert curve.draft(4, 3) == 4.5, "until it was observed, the same for several requests"
+    assert MeasuredCosts(verify=LINEAR, step=1.0).draft(2) == 2.0
+    assert MeasuredCosts(verify=LINEAR, step=1.0).times == 1
+
+
+@pytest.mark.parametrize("rows", [1, 4, MAX_ROWS])
+def test_one_round_moves_its_rows_most_and_the_others_less(rows: int) -> None:
+    curve = CostCurve(COSTS)
+    curve.learn(took(rows=rows, verify=1.5 * LINEAR[rows - 1]))
+    for n in EVERY_ROW:
+        assert curve.verify(n) == pytest.approx(LINEAR[n - 1] * 1.5**0.05 * (1.5**0.1 if n == rows else 1))
+    assert curve.draft(3) == 3.5
+
+
+@pytest.mark.parametrize(("off", "counted"), [(2.0, 2.0), (7.0, 2.0), (0.5, 0.5), (0.01, 0.5), (1.0, 1.0)])
+def test_one_timing_counts_as_at_most_a_factor_of_two(off: float, counted: float) -> None:
+    curve = CostCurve(COSTS)
+    curve.learn(took(rows=2, verify=off * LINEAR[1]))
+    assert curve.verify(2) == pytest.approx(LINEAR[1] * counted**0.15)
+    curve = CostCurve(COSTS)
+    curve.learn(took(steps=3, draft=off * 3.5))
+    assert curve.draft(3) == pytest.approx(3.5 + 3.5 * (counted - 1) * 0.2)
+
+
+def test_a_draft_s_error_goes_to_overhead_and_step_by_their_parts() -> None:
+    curve = CostCurve(COSTS)
+    curve.learn(took(steps=3, draft=4.2))  # 3.5 were expected: a fifth of 0.7, of which 4 parts in 13 go to the overhead, 3 to the step
+    overhead, step = 0.5 + 0.14 * 4 / 13, 1 + 0.14 * 3 / 13
+    assert [curve.draft(n) for n in (1, 2, 6)] == pytest.approx([overhead + n * step for n in (1, 2, 6)])
+    assert curve.verify(1) == LINEAR[0]
+
+
+def test_the_first_draft_of_several_requests_is_taken_as_it_is() -> None:
+    """Of a joint draft, each request has its own overhead and the common steps."""
+    curve = CostCurve(COSTS)
+    curve.learn(took(steps=4, draft=6.0, requests=2))  # 2 * 0.5 + 4 * 1 = 5 were expected; 8 and 4 parts of 32
+    overhead, step = 0.5 + 8 / 32, 1 + 4 / 32
+    assert curve.draft(4, 2) == pytest.approx(overhead + 4 * step)
+    assert 2 * overhead + 4 * step == 6.0
+    assert curve.draft(4) == 4.5
+    curve.learn(took(steps=4, draft=7.0, requests=2))  # the second one by half
+    assert curve.draft(4, 2) == pytest.approx(overhead + 0.5 * 8 / 32 + 4 * (step + 0.5 * 4 / 32))
+
+
+def test_draft_costs_never_become_negative() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1e-9, overhead=1e-3))
+    for _ in range(200):
+        curve.learn(took(steps=12, draft=1e-9))
+    assert curve.draft(1) >= LEAST_SECONDS
+    assert curve.draft(2) - curve.draft(1) >= LEAST_SECONDS * 0.999
+    steep = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0, overhead=1e-6))
+    for _ in range(100):
+        steep.learn(took(steps=1, draft=0.3))
+        steep.learn(took(steps=12, draft=12.0))
+    assert steep.draft(1) >= 0.3 * 0.9, "an overhead below 0 would be a discount"
+
+
+@pytest.mark.parametrize(
+    "nothing", [took(rows=4), took(rows=0, verify=9.0), took(steps=3), took(steps=0, draft=9.0), took(rows=4, verify=-1.0)]
+)
+def test_rounds_without_a_figure_teach_nothing(nothing: Timing) -> None:
+    curve = CostCurve(COSTS)
+    curve.learn(nothing)
+    assert [curve.verify(n) for n in EVERY_ROW] == list(LINEAR)
+    assert curve.draft(3) == 3.5
+
+
+def test_an_extrapolated_number_of_rows_is_corrected_by_its_mean() -> None:
+    curve = CostCurve(COSTS)
+    first = curve.verify(20)
+    expected = math.log(first)
+    for seen, off in enumerate([1.5, 0.8, 1.2, 1.7] + [1.1] * 12, start=1):
+        curve.learn(took(rows=20, verify=off * math.exp(expected)))
+        expected += math.log(off) * max(0.1, 1 / seen)
+        assert curve.verify(20) == pytest.approx(math.exp(expected))
+    assert [curve.verify(n) for n in EVERY_ROW] == list(LINEAR), "it says nothing about the length of the text"
+    assert curve.verify(21) != first
+
+
+@pytest.mark.parametrize(
+    ("length", "bucket"),
+    [(0, 0), (1, 0), (FIRST_BUCKET, 0), (FIRST_BUCKET + 1, 1), (2 * FIRST_BUCKET, 1), (2 * FIRST_BUCKET + 1, 2), (8 * FIRST_BUCKET, 3)],
+)
+def test_texts_share_a_factor_up_to_double_the_length(length: int, bucket: int) -> None:
+    """What was learned of a length holds for its bucket; another bucket, once entered, has its own factor."""
+    curve = CostCurve(COSTS)
+    middle = int(FIRST_BUCKET * 2**bucket * 0.8)
+    curve.learn(took(length=middle, rows=1, verify=2 * LINEAR[0]))
+    learned = curve.verify(8)
+    assert learned == pytest.approx(LINEAR[7] * 2**0.05)
+    far = FIRST_BUCKET * 64
+    curve.learn(took(length=far, rows=1, verify=2 * curve.verify(1)))
+    assert curve.verify(8) == pytest.approx(learned * 2**0.05), "it began with the factor of the one before"
+    curve.learn(took(length=length))
+    assert curve.verify(8) == pytest.approx(learned)
+
+
+@pytest.mark.parametrize(
+    ("known", "following"),
+    [
+        ([5.0], 5.0),
+        ([1.0, 3.0], 5.0),
+        ([3.0, 1.0], 1.0),
+        ([1.0, 9.0, 4.0], 5.5),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 13.0], 15.0),
+        ([1.0, 2.0, 3.0, 4.0, 11.0, 12.0, 13.0, 14.0], 21.0),
+        ([0.0, 1.0, 2.0, 3.0, 4.0, 10.0, 11.0, 13.0, 16.0], 20.0),
+        ([9.0, 9.0, 9.0, 9.0, 4.0, 5.0, 6.0, 7.0], 4.0),
+    ],
+)
+def test_the_next_number_of_rows(known: list[float], following: float) -> None:
+    """Below two groups of four, a straight line from the first to the last; then the last group again, with the growth between two."""
+    assert extrapolated(known) == following
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return COSTS.to_json() | changes
+
+
+def test_what_was_written_is_read() -> None:
+    assert MeasuredCosts.from_json(COSTS.to_json()) == COSTS
+    whole = MeasuredCosts.from_json(changed(verify_seconds=[1] * MAX_ROWS, draft_step_seconds=1, draft_start_seconds=0, times=3))
+    assert whole == MeasuredCosts(verify=(1.0,) * MAX_ROWS, step=1.0, overhead=0.0, times=3)
+    assert MeasuredCosts.from_json(changed(draft_step_seconds=3599.9, draft_start_seconds=3599.9)) is not None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        changed(verify_seconds=None),
+        changed(verify_seconds=tuple(LINEAR)),
+        changed(verify_seconds=list(LINEAR)[:-1]),
+        changed(verify_seconds=[*LINEAR, 1.0]),
+        *(changed(verify_seconds=[wrong, *LINEAR[1:]]) for wrong in (0, -1.0, 3600, True, "1", None, math.nan, math.inf)),
+        *(changed(times=wrong) for wrong in (0, -1, 1.5, "1", None)),
+        *(changed(draft_step_seconds=wrong) for wrong in (0, -1.0, 3600, True, "1", None, math.nan)),
+        *(changed(draft_start_seconds=wrong) for wrong in (-1.0, 3600, True, "1", None, math.nan)),
+    ],
+)
+def test_anything_else_is_not(data: Any) -> None:
+    assert MeasuredCosts.from_json(data) is None

@@ -1,0 +1,222 @@
+"""Files that earlier versions wrote (`data/old`, by those versions' own code) are read, or refused with the sentence that helps.
+
+Whoever changes a format keeps these passing, or raises its version and adds a file and a test here. Recordings of devices:
+`devices/meters/fixtures`; the bundle's manifest of today: `data/manifest-2.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edge_devices.energy.report import make_report
+from edge_devices.energy.run_log import read_log
+from edge_devices.meters.recorded_system import read_recording
+from edge_runtime.bench.contribution.record import check_record
+from edge_runtime.bench.devices.package import read_package
+from edge_runtime.bench.devices.results import read_result
+from edge_runtime.bench.measure.records import read_records
+from edge_runtime.bench.report.figures import figures
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.manifest import RuntimeSettings
+from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.calibration.cost_probe import cached_costs
+from edge_runtime.calibration.thread_probe import ThreadTimes, candidates
+from edge_runtime.config.settings import defaults
+from edge_runtime.config.yaml_file import read_config
+from edge_runtime.drafting.stored_memory import StoredMemory, read_memory
+from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.session.chat import ChatSettings
+from edge_runtime.session.saved.chat_file import load
+from edge_runtime.session.saved.kv_state_file import load_state
+from scripted import LetterVocabulary
+
+OLD = Path(__file__).parent / "data" / "old"
+
+
+def copied(folder: Path, name: str, original: str, change: Callable[[str], str] = lambda text: text) -> Path:
+    """Puts an old file into a folder under the name that its reader looks for."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(change((OLD / original).read_text()))
+    return folder / name
+
+
+def test_a_bundle_of_schema_1_is_exported_again(tmp_path: Path) -> None:
+    copied(tmp_path, "manifest.json", "manifest-1.json")
+    with pytest.raises(BundleError, match="has schema version 1, this reader supports 2; export the bundle again"):
+        open_bundle(tmp_path)
+
+
+def test_a_bundle_of_the_next_schema_asks_for_an_upgrade(tmp_path: Path) -> None:
+    data = json.loads((OLD.parent / "manifest-2.json").read_text()) | {"schema_version": 3}
+    (tmp_path / "manifest.json").write_text(with_hash(data))
+    with pytest.raises(BundleError, match="has schema version 3, this reader supports 2; upgrade edge-mtp"):
+        open_bundle(tmp_path)
+
+
+def test_the_first_configuration_means_what_it_meant() -> None:
+    """Defaults of its time that it spells out stay; keys that came later are not set."""
+    old, now = read_config(OLD / "config-1.yaml"), defaults(RuntimeSettings())
+    assert (old.drafter, old.streaming, old.verifier) == (now.drafter, now.streaming, now.verifier)
+    assert (old.cache.overflow, now.cache.overflow, old.cache.kv_type) == ("stop", "drop_oldest", "f16")
+    assert (old.tuning.policy, now.tuning.policy, old.tuning.max_horizon) == ("fixed", "profit", 8)
+    assert (old.tuning.objective, old.tuning.slowdown) == (None, None)
+
+
+class Letters(LetterVocabulary):
+    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+        return super().encode(text)
+
+
+class Savable:
+    """A target that takes rows, as a saved state needs it."""
+
+    context, kv_type, length = 64, "f16", 0
+    tokens = np.zeros(0, np.int32)
+
+    def __init__(self) -> None:
+        self.taken: tuple[list[int], bytes] | None = None
+
+    def state(self) -> bytes:
+        return b""
+
+    def restore(self, tokens: Sequence[int], state: bytes) -> None:
+        self.taken = list(tokens), state
+
+    def _unused(self, *_: object) -> Any:
+        raise AssertionError
+
+    prefill = verify = rollback = close = _unused
+    rewind_slack, rollback_floor = 12, 0
+
+
+BUNDLE: Any = SimpleNamespace(
+    file=lambda _: SimpleNamespace(sha256="ab" * 32),
+    manifest=SimpleNamespace(architecture=SimpleNamespace(vocab_size=6), media=None),
+)
+
+
+def test_a_saved_state_of_version_1_is_restored() -> None:
+    target: Any = Savable()
+    load_state(OLD / "state-1.kv", target, BUNDLE)
+    assert target.taken == ([1, 2, 3, 4, 5], bytes(range(40)))
+
+
+def test_a_saved_state_of_the_next_version_is_refused(tmp_path: Path) -> None:
+    target: Any = Savable()
+    (tmp_path / "state").write_bytes((OLD / "state-1.kv").read_bytes().replace(b'"version": 1', b'"version": 2'))
+    with pytest.raises(RequestError, match="has version 2, this reader supports 1; upgrade edge-mtp, or save it again"):
+        load_state(tmp_path / "state", target, BUNDLE)
+    assert target.taken is None
+
+
+def test_a_conversation_of_version_1_goes_on(tmp_path: Path) -> None:
+    settings, messages = load(OLD / "chat-1.json", ChatSettings)
+    assert (settings.system, settings.stop, settings.max_tokens) == ("Be brief.", ("END",), 64)
+    assert (settings.sampling.top_k, settings.sampling.seed, settings.sampling.logit_bias) == (40, 5, {3: 1.5, 7: -math.inf})
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
+    with pytest.raises(RequestError, match="has version 2, this reader supports 1; upgrade edge-mtp"):
+        load(copied(tmp_path, "chat.json", "chat-1.json", lambda text: text.replace('"version": 1', '"version": 2')), ChatSettings)
+
+
+def next_schema(text: str) -> str:
+    assert text.count('"schema": 1') == 1
+    return text.replace('"schema": 1', '"schema": 2')
+
+
+UPGRADE = r"schema 2; this version reads 1: upgrade edge-mtp"
+
+
+def test_runs_of_schema_1_give_their_figures(tmp_path: Path) -> None:
+    found = figures(read_records(OLD / "runs-1.jsonl"), None, None)
+    speeds = {one.variant.label: one.tokens_per_second for one in found.overall}
+    assert speeds == {"plain": pytest.approx(19.9, rel=0.01), "dense 3": pytest.approx(39.8, rel=0.01)}
+    assert found.records.notes == ("a note",)
+    with pytest.raises(RequestError, match=UPGRADE):
+        read_records(copied(tmp_path, "runs.jsonl", "runs-1.jsonl", next_schema))
+
+
+def test_an_energy_log_of_schema_1_gives_its_joules(tmp_path: Path) -> None:
+    """The version that wrote it reported the same: 9 W in the 11 of 12 s that are not prefill, and 30 or 60 tokens."""
+    report = make_report(read_log(OLD / "energy-1.jsonl"), baseline="plain")
+    joules = {one.name: one.joules_per_output_token for one in report.variants}
+    assert {name: one and one.value for name, one in joules.items()} == {
+        "plain": pytest.approx(3.3),
+        "draft": pytest.approx(1.65),
+    }
+    with pytest.raises(Exception, match=UPGRADE):
+        read_log(copied(tmp_path, "energy.jsonl", "energy-1.jsonl", next_schema))
+
+
+def test_an_energy_record_of_schema_1_passes_its_checks(tmp_path: Path) -> None:
+    path = OLD / "energy-record-1.json"
+    checked = check_record(path, path.read_bytes())
+    assert (checked.device, checked.quantization) == ("board", "q4_0")
+    later = next_schema(path.read_text()).encode()
+    with pytest.raises(RequestError, match="of schema 2; this version reads 'edge-mtp energy record' of schema 1"):
+        check_record(path, later)
+
+
+def test_a_device_result_of_schema_1_is_shown(tmp_path: Path) -> None:
+    copied(tmp_path, "runs.jsonl", "runs-1.jsonl")
+    path = copied(tmp_path, "device.json", "device-1.json")
+    result = read_result(tmp_path)
+    assert (result.label, result.incidents, result.hottest_c, result.charge_used) == ("adb:123 (Pixel)", ("throttled once",), 41.5, 3)
+    path.write_text(next_schema(path.read_text()))
+    with pytest.raises(RequestError, match=UPGRADE):
+        read_result(tmp_path)
+
+
+def test_a_recording_of_the_next_schema_asks_for_an_upgrade(tmp_path: Path) -> None:
+    fixture = Path(__file__).parent / "devices" / "meters" / "fixtures" / "rapl-laptop.json"
+    (tmp_path / "later.json").write_text(next_schema(fixture.read_text()))
+    assert read_recording(fixture).platform == "linux"
+    with pytest.raises(Exception, match=UPGRADE):
+        read_recording(tmp_path / "later.json")
+
+
+@pytest.mark.parametrize("schema", [1, 3])
+def test_a_device_package_of_another_schema_is_built_again(tmp_path: Path, schema: int) -> None:
+    path = copied(tmp_path, "package.json", "package-1.json", lambda text: text.replace('"schema": 1', f'"schema": {schema}'))
+    (tmp_path / "bin").mkdir()
+    for name in ("edge-python", "edge-bench"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+    with pytest.raises(RequestError, match=f"has schema {schema}; this version reads 2: build the package again with this version"):
+        read_package(tmp_path)
+    path.write_text(path.read_text().replace(f'"schema": {schema}', '"schema": 2'))
+    assert (read_package(tmp_path).platform, read_package(tmp_path).bytes) == ("linux-x64", 20)
+
+
+def test_cached_costs_of_the_first_form_are_measured_again_and_later_ones_read() -> None:
+    """Without the fixed part of a draft, a cost curve is another one."""
+    assert cached_costs(OLD / "costs-1.json", "pair") is None
+    found = cached_costs(OLD / "costs-2.json", "pair")
+    assert found is not None
+    assert (found.overhead, found.step, len(found.verify), found.times) == (0.001, 0.002, 13, 1)
+
+
+def test_cached_threads_of_the_first_form_are_measured_again() -> None:
+    assert ThreadTimes.from_json({"prefill": 4, "verify": 2, "draft": 1}, candidates([[0, 1, 2, 3]])) is None
+
+
+def test_a_memory_of_version_1_is_read_and_one_of_the_next_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "memory"
+    for version, texts in ((1, ["earlier answer"]), (2, [])):
+        content = f'edge-mtp memory {version}\n"earlier answer"\n'
+        path.write_text(content)
+        path.chmod(0o600)
+        said: list[str] = []
+        memory = StoredMemory(path, Letters(), limit=1 << 20, notify=said.append)  # type: ignore[arg-type]
+        assert len(memory) == len(texts)
+        assert bool(said) == (version == 2)
+        assert path.read_text() == content
+    with pytest.raises(RequestError, match="its first line is not 'edge-mtp memory 1'"):
+        read_memory(path)
