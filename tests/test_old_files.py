@@ -161,7 +161,7 @@ def test_an_energy_record_of_schema_1_passes_its_checks(tmp_path: Path) -> None:
     checked = check_record(path, path.read_bytes())
     assert (checked.device, checked.quantization) == ("board", "q4_0")
     later = next_schema(path.read_text()).encode()
-    with pytest.raises(RequestError, match="of schema 2; this version reads 'edge-mtp energy record' of schema 1"):
+    with pytest.raises(RequestError, match=UPGRADE):
         check_record(path, later)
 
 

@@ -12,9 +12,11 @@ every call: statistics of two modules took more than three minutes before the fi
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import importlib.abc
 import importlib.util
+import io
 import json
 import os
 import random
@@ -191,6 +193,19 @@ class _Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._tree, str(self._path), "exec"), module.__dict__)
 
 
+def _is_ours(module: ModuleType) -> bool:
+    """Whether a module is the project's own: code, tests, or what tests import."""
+    return module.__name__.split(".")[0] in _OWN or str(getattr(module, "__file__", None) or "").startswith(f"{ROOT}{os.sep}tests{os.sep}")
+
+
+def _warm_up(tests: Sequence[str]) -> None:
+    """Imports what the tests import, so that no child has to: collects them."""
+    import pytest
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main([*tests, "--collect-only", "-q", "-p", "no:cacheprovider"])
+
+
 def run_tests(tests: Sequence[str], seconds: float, hook: _Hook | None) -> bool:
     """Runs tests in a forked child; returns whether all passed."""
     child = os.fork()
@@ -201,13 +216,13 @@ def run_tests(tests: Sequence[str], seconds: float, hook: _Hook | None) -> bool:
         os.setpgid(0, 0)
         signal.alarm(int(seconds) + 1)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        for name in [name for name in sys.modules if name.split(".")[0] in _OWN]:
+        for name in [name for name, module in sys.modules.items() if _is_ours(module)]:
             del sys.modules[name]
         if hook is not None:
             sys.meta_path.insert(0, hook)
         import pytest
 
-        os._exit(int(pytest.main([*tests, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "not slow"])))
+        os._exit(int(pytest.main([*tests, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "-m", "not slow"])))
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) == 0
 
@@ -232,6 +247,7 @@ def check(name: str, sample: int | None, seed: int, again: Path | None, on_survi
     if again is not None:
         left, before = survivors_in(again, module)
         chosen = [one for one in every if (one.node, one.change) in left]
+    _warm_up(tests)
     begin = time.monotonic()
     if not run_tests(tests, 600, None):
         raise click.ClickException(f"the tests of {name} fail without a mutant: {' '.join(tests)}")
@@ -259,9 +275,14 @@ def main(names: tuple[str, ...], sample: int | None, seed: int, again: Path | No
     """Mutate modules, run their tests, and list the mutants that no test noticed."""
     os.chdir(ROOT)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    import hypothesis  # imported once, not in each child
+    sys.dont_write_bytecode = False  # else each child compiles everything
+    # Plugins that happen to be installed take seconds to load, in every child.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    import hypothesis.strategies  # imported once, not in each child
+    import jinja2  # noqa: F401
     import numpy as np  # noqa: F401
     import pytest  # noqa: F401
+    import yaml  # noqa: F401
 
     # The same examples for every mutant and in every run.
     hypothesis.settings.register_profile("mutants", database=None, derandomize=True)

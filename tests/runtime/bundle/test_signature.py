@@ -6,6 +6,7 @@ import base64
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from edge_runtime.bundle import signature
 from edge_runtime.bundle.signature import check_file_signature, check_signature, read_signing_key, sign_file
-from edge_runtime.errors import BundleError
+from edge_runtime.errors import BackendError, BundleError
 
 DATA = b"what was signed"
 
@@ -161,3 +162,14 @@ def test_a_public_key_may_come_from_a_pipe(key: Ed25519PrivateKey, tmp_path: Pat
     os.close(writing)
     check_file_signature(tmp_path / "record", DATA, Path(f"/dev/fd/{reading}"))
     os.close(reading)
+
+
+def test_without_the_library_both_ways_say_how_to_install_it(
+    key: Ed25519PrivateKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "cryptography"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(BackendError, match=r"signing needs cryptography.*pip install 'edge-mtp\[sign\]'"):
+        read_signing_key(tmp_path / "key.pem")
+    with pytest.raises(BackendError, match=r"checking signatures needs cryptography.*pip install 'edge-mtp\[sign\]'"):
+        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")

@@ -115,6 +115,13 @@ def test_a_drafter_whose_every_candidate_is_banned_ends_its_draft(method: str) -
     assert rule.sampler(np.zeros(1, np.float32), np.array([3])) is None
 
 
+def test_greedy_accepts_what_the_target_would_have_chosen() -> None:
+    rows = np.eye(3, dtype=np.float32)  # 0, 1, 2 are the likeliest, in turn
+    found = GREEDY.accept([0, 2], rows)
+    assert (found.accepted, found.next_token) == (1, 1)
+    assert GREEDY.sampler is None
+
+
 @pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
 def test_no_rule_cuts_without_a_constraint(method: str) -> None:
     drafts = [3, 1]

@@ -139,8 +139,10 @@ def check_record(path: Path, data: bytes) -> CheckedRecord:
     """
     try:
         record = from_json(EnergyRecord, json.loads(data.decode()), "record")
-        if (record.kind, record.schema) != (KIND, SCHEMA):
-            raise ValueError(f"it is {record.kind[:40]!r} of schema {record.schema}; this version reads {KIND!r} of schema {SCHEMA}")
+        if record.kind != KIND:
+            raise ValueError(f"it is {record.kind[:40]!r}")
+        if record.schema != SCHEMA:
+            raise ValueError(f"schema {record.schema}; this version reads {SCHEMA}: upgrade edge-mtp")
         inflated = _inflated(record.log)
     except (ValueError, RecursionError, binascii.Error, zlib.error) as error:
         raise RequestError(f"{path} is no energy record ({error}); give a file that edge-bench contribute wrote") from error
