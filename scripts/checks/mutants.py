@@ -5,8 +5,8 @@
     python scripts/checks/mutants.py all --again mutants.jsonl --output mutants.jsonl  # after more tests
 
 Each mutant runs the module's own tests in a forked child, which gets the mutated source from an import hook; no file changes. A mutant is
-killed if a test fails, or if the tests take ten times as long. Linux only (fork). mutmut 3.8 works here too, but its trampolines count
-every call: statistics of two modules took more than three minutes before the first mutant.
+killed if a test fails, or if the tests take ten times the processor time. Linux only (fork). mutmut 3.8 works here too, but its
+trampolines count every call: statistics of two modules took more than three minutes before the first mutant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import os
 import random
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec
@@ -66,7 +65,8 @@ MODULES: dict[str, tuple[str, Sequence[str]]] = {
     "graph_memory": ("edge_runtime.backends.onnx_memory.peak", (f"{_RUNTIME}/backends/onnx/test_graph_memory.py",)),
 }
 _OWN = ("edge_runtime", "edge_devices", "edge_export")
-_SLOWER, _LEAST_SECONDS = 10, 30
+# A mutant that takes so many times the processor time of the tests is killed; one that waits, after so many seconds.
+_SLOWER, _LEAST_CPU_SECONDS, _HANGING_SECONDS = 10, 10.0, 1200
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -206,16 +206,27 @@ def _warm_up(tests: Sequence[str]) -> None:
         pytest.main([*tests, "--collect-only", "-q", "-p", "no:cacheprovider"])
 
 
-def run_tests(tests: Sequence[str], seconds: float, hook: _Hook | None) -> bool:
-    """Runs tests in a forked child; returns whether all passed."""
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Whether all tests passed, or were ended because they took too long, and their processor time."""
+
+    passed: bool
+    too_long: bool
+    cpu_seconds: float
+
+
+def run_tests(tests: Sequence[str], cpu_seconds: float, hook: _Hook | None) -> Outcome:
+    """Runs tests in a forked child, for at most so much processor time: on a busy machine, time on the clock says little."""
     child = os.fork()
     if child == 0:
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
         os.setpgid(0, 0)
-        signal.alarm(int(seconds) + 1)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        for number in (signal.SIGALRM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        signal.alarm(_HANGING_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         for name in [name for name, module in sys.modules.items() if _is_ours(module)]:
             del sys.modules[name]
         if hook is not None:
@@ -223,8 +234,9 @@ def run_tests(tests: Sequence[str], seconds: float, hook: _Hook | None) -> bool:
         import pytest
 
         os._exit(int(pytest.main([*tests, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "-m", "not slow"])))
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) == 0
+    _, status, used = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return Outcome(passed=code == 0, too_long=code in (-signal.SIGALRM, -signal.SIGPROF), cpu_seconds=used.ru_utime + used.ru_stime)
 
 
 def survivors_in(path: Path, module: str) -> tuple[set[tuple[int, int]], int]:
@@ -248,20 +260,22 @@ def check(name: str, sample: int | None, seed: int, again: Path | None, on_survi
         left, before = survivors_in(again, module)
         chosen = [one for one in every if (one.node, one.change) in left]
     _warm_up(tests)
-    begin = time.monotonic()
-    if not run_tests(tests, 600, None):
+    unchanged = run_tests(tests, 600, None)
+    if not unchanged.passed:
         raise click.ClickException(f"the tests of {name} fail without a mutant: {' '.join(tests)}")
-    limit = max(_LEAST_SECONDS, _SLOWER * (time.monotonic() - begin))
-    survivors = []
+    limit = max(_LEAST_CPU_SECONDS, _SLOWER * unchanged.cpu_seconds)
+    survivors, too_long = [], 0
     for mutant in chosen:
-        if run_tests(tests, limit, _Hook(module, path, mutated(source, mutant))):
+        outcome = run_tests(tests, limit, _Hook(module, path, mutated(source, mutant)))
+        too_long += outcome.too_long
+        if outcome.passed:
             survivors.append(mutant)
             on_survivor(mutant)
     tried = before + len(chosen)
     killed = tried - len(survivors)
     return {
         "module": module, "mutants": len(every), "tried": tried, "killed": killed, "score": round(killed / max(1, tried), 3),
-        "survivors": [asdict(one) for one in survivors],
+        "too_long": too_long, "survivors": [asdict(one) for one in survivors],
     }  # fmt: skip
 
 

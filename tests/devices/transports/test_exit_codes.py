@@ -100,7 +100,8 @@ def test_what_a_failed_command_said_last(result: CommandResult, line: str) -> No
 def test_a_script_gets_its_arguments_and_its_time() -> None:
     phone = OneAnswer(done(0, b"there\n"))
     assert shell(phone, 'cat "$1"', "a file", seconds=5) == "there\n"
-    assert phone.ran == [(["sh", "-c", 'cat "$1"', "sh", "a file"], 5)]
+    shell(phone, "true")
+    assert phone.ran == [(["sh", "-c", 'cat "$1"', "sh", "a file"], 5), (["sh", "-c", "true", "sh"], 60.0)]
     with pytest.raises(TransportError, match="phone: no such file"):
         shell(OneAnswer(done(1, b"", "no such file\n")), "cat x")
 
@@ -110,6 +111,16 @@ def test_a_folder_is_named_as_a_path(folder: str, named: str) -> None:
     phone = OneAnswer(done(0, b"/home/me/work\n"), folder)
     assert prepare_folder(phone) == "/home/me/work"
     assert phone.ran[0][0][-1] == named
+
+
+def test_an_argument_with_a_nul_byte_is_refused_among_others() -> None:
+    with pytest.raises(TransportError, match="an argument with a NUL byte cannot be passed to a command"):
+        frame_command(["echo", "a\0b", "c"])
+
+
+def test_standard_error_has_its_own_channel_unless_told_otherwise() -> None:
+    ran = subprocess.run(["sh", "-c", frame_command(["sh", "-c", "echo bad >&2"]).line], capture_output=True, check=False)
+    assert (ran.stderr, b"bad" in ran.stdout) == (b"bad\n", False)
 
 
 def test_markers_are_long_and_differ() -> None:

@@ -172,6 +172,11 @@ def test_refuses_with_a_sentence(tmp_path, content, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("key", "value"), [("architecture.parameters", 1 << 53), ("architecture.per_layer_size", 0)])
+def test_numbers_at_their_limits_are_read(tmp_path, key, value):
+    assert open_bundle(write(tmp_path / "b", changed(key, value)))
+
+
 def test_missing_folder_and_missing_role(tmp_path):
     with pytest.raises(BundleError, match="not a bundle"):
         open_bundle(tmp_path / "none")
