@@ -78,10 +78,18 @@ class SavableTarget(Target, Protocol):
 
 @runtime_checkable
 class MediaTarget(Target, Protocol):
-    """A target whose text may hold images and sound."""
+    """A target whose text may hold images and sound. `whole_rows` is the most rows of an image whose rows attend in both directions.
 
-    def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32]) -> None:
-        """Appends soft rows [n, hidden size] to the cache; `ids` [n] are negative and stand for them in `tokens`."""
+    It is 0 where rows attend to earlier ones only: then they may be appended in parts, and a rollback may end inside of an image.
+    """
+
+    whole_rows: int
+
+    def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32], *, whole: bool = False) -> None:
+        """Appends soft rows [n, hidden size] to the cache; `ids` [n] are negative and stand for them in `tokens`.
+
+        The rows of a `whole` image attend to each other in both directions.
+        """
 
 
 class Drafter(Protocol):

@@ -1,4 +1,8 @@
-"""A tiny random multimodal pair with E2B's traits, as transformers writes it: both towers, clip bounds that bite, media tokens."""
+"""Tiny random multimodal pairs with the members' traits, as transformers writes them.
+
+E2B: both towers, clip bounds that bite. 26B-A4B, 31B: a vision tower that is standardized, not clipped. 12B: no tower. These three attend
+in both directions inside an image.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +49,8 @@ AUDIO = {
     "output_proj_dims": 48,
     "use_clipped_linears": True,
 }
+STANDARDIZED = VISION | {"use_clipped_linears": False, "standardize": True}
+UNIFIED_VISION = {"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 40}
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|turn>' + m['role'] + '\\n' }}"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
@@ -54,20 +60,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_media_member(folder: Path, *, audio: bool = True, dtype: str = "bfloat16", **text: Any) -> Path:
-    """Writes a target with a vision tower and, unless `audio` is False, an audio tower."""
+def write_media_member(folder: Path, *, member: str = "e2b", audio: bool = True, dtype: str = "bfloat16", **text: Any) -> Path:
+    """Writes a target that takes images and, if the member does and `audio` is not False, sound."""
     import torch
-    import transformers
 
-    ids = {key: MEDIA_IDS[token] for token, key in MEDIA_TOKENS.items()}
-    config = transformers.Gemma4Config(
-        text_config=transformers.Gemma4TextConfig(**MEMBERS["e2b"].text | text),
-        vision_config=transformers.Gemma4VisionConfig(**VISION),
-        audio_config=transformers.Gemma4AudioConfig(**AUDIO) if audio else None,
-        **ids,
-    )
     torch.manual_seed(5)
-    model = transformers.Gemma4ForConditionalGeneration(config)
+    model = _model(member, MEMBERS[member].text | text, audio=audio)
     generator = torch.Generator().manual_seed(13)
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
@@ -78,6 +76,28 @@ def write_media_member(folder: Path, *, audio: bool = True, dtype: str = "bfloat
     processor = {"image_processor": {"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0], "image_seq_length": 280}}
     (folder / "processor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+def _model(member: str, text: dict[str, Any], *, audio: bool) -> Any:
+    import transformers
+
+    ids = {key: MEDIA_IDS[token] for token, key in MEDIA_TOKENS.items()}
+    if member == "12b":
+        config = transformers.Gemma4UnifiedConfig(
+            text_config=transformers.Gemma4UnifiedTextConfig(**text),
+            vision_config=transformers.Gemma4UnifiedVisionConfig(**UNIFIED_VISION),
+            audio_config=transformers.Gemma4UnifiedAudioConfig() if audio else None,
+            **ids,
+        )
+        return transformers.Gemma4UnifiedForConditionalGeneration(config)
+    small = member in ("e2b", "e4b")
+    config = transformers.Gemma4Config(
+        text_config=transformers.Gemma4TextConfig(**text | ({} if small else {"use_bidirectional_attention": "vision"})),
+        vision_config=transformers.Gemma4VisionConfig(**VISION if small else STANDARDIZED),
+        audio_config=transformers.Gemma4AudioConfig(**AUDIO) if audio and small else None,
+        **ids,
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
 
 
 def picture(height: int, width: int, seed: int) -> Image:
@@ -137,8 +157,8 @@ def write_media_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
-def write_media_assistant(folder: Path) -> Path:
+def write_media_assistant(folder: Path, member: str = "e2b") -> Path:
     """Writes the assistant of `write_media_member`'s target, with the same tokenizer."""
-    write_member("e2b-assistant", folder)
+    write_member(f"{member}-assistant", folder)
     write_media_tokenizer(folder)
     return folder

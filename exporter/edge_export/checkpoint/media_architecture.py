@@ -1,7 +1,8 @@
-"""The vision and audio towers of a multimodal checkpoint: their config and the shapes of their tensors.
+"""The vision and audio parts of a multimodal checkpoint: their config and the shapes of their tensors.
 
-Source of the facts: transformers, models/gemma4/modeling_gemma4.py. What llama.cpp has built in (tools/mtmd/models/gemma4*.cpp) must be in
-the config too.
+Most members have towers of layers. 12B, the unified one, projects pixels and samples straight into the text model.
+Source of the facts: transformers, models/gemma4/modeling_gemma4.py and models/gemma4_unified/modeling_gemma4_unified.py. What llama.cpp
+has built in (tools/mtmd/models/gemma4*.cpp) must be in the config too.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from edge_export.errors import CheckpointError
 
 VISION, AUDIO = "model.vision_tower.", "model.audio_tower."
 EMBED_VISION, EMBED_AUDIO = "model.embed_vision.embedding_projection.weight", "model.embed_audio.embedding_projection.weight"
+EMBEDDER = "model.vision_embedder."
 MELS = 128
+# Values of 48 x 48 pixels, which is what one row of the unified member is made of.
+PATCH_VALUES = 48 * 48 * 3
+_UNIFIED = "gemma4_unified"
 BOUNDS = ("input_max", "input_min", "output_max", "output_min")
 _LARGEST = 1 << 20
-_VISION_BUILT_IN: dict[str, Any] = {"patch_size": 16, "pooling_kernel_size": 3, "rms_norm_eps": 1e-6, "standardize": False}
+_PATCHES: dict[str, Any] = {"patch_size": 16, "pooling_kernel_size": 3, "rms_norm_eps": 1e-6}
+_RAW_SOUND: dict[str, Any] = {"audio_embed_dim": 640, "rms_norm_eps": 1e-6}
 _AUDIO_BUILT_IN: dict[str, Any] = {
     "attention_chunk_size": 12,
     "attention_context_left": 13,
@@ -32,7 +38,7 @@ _TOKEN_KEYS = {"image": ("boi_token_id", "image_token_id", "eoi_token_id"), "aud
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTower:
-    """The vision tower: `positions` is the number of rows of each of the two position tables."""
+    """The vision tower: `positions` is the number of rows of each position table; `standardized` rows are shifted and scaled."""
 
     hidden_size: int
     feed_forward: int
@@ -40,6 +46,15 @@ class VisionTower:
     heads: int
     positions: int
     clipped: bool
+    standardized: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionEmbedder:
+    """The unified member's way from pixels to rows, one linear layer with norms; `positions` as in a tower."""
+
+    hidden_size: int
+    positions: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,43 +70,68 @@ class AudioTower:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MediaArchitecture:
-    """What a model takes beside text; `text_size` is the width of a soft row. Tokens are (begin, placeholder, end)."""
+class RawSound:
+    """The unified member's way from sound to rows: `samples` of them are projected into one row."""
 
-    vision: VisionTower
-    audio: AudioTower | None
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaArchitecture:
+    """What a model takes beside text; `text_size` is the width of a soft row. Tokens are (begin, placeholder, end).
+
+    `bidirectional`: inside an image, sliding layers attend to later rows too.
+    """
+
+    vision: VisionTower | VisionEmbedder
+    audio: AudioTower | RawSound | None
     text_size: int
+    bidirectional: bool
     image_tokens: tuple[int, int, int]
     audio_tokens: tuple[int, int, int] | None
 
     def shapes(self) -> Shapes:
-        """Names and shapes of all tensors of the towers."""
-        shapes = _vision_shapes(self.vision) | {EMBED_VISION: (self.text_size, self.vision.hidden_size)}
-        if self.audio is not None:
+        """Names and shapes of all tensors of the vision and audio parts."""
+        shapes = _vision_shapes(self.vision) if isinstance(self.vision, VisionTower) else _embedder_shapes(self.vision)
+        shapes[EMBED_VISION] = (self.text_size, self.vision.hidden_size)
+        if isinstance(self.audio, AudioTower):
             shapes |= _audio_shapes(self.audio) | {EMBED_AUDIO: (self.text_size, self.audio.output_size)}
+        elif self.audio is not None:
+            shapes[EMBED_AUDIO] = (self.text_size, self.audio.samples)
         return shapes
 
 
 def parse_media(config: dict[str, Any], where: str, text_size: int, vocab_size: int) -> MediaArchitecture:
-    """Reads a checkpoint's config. Raises CheckpointError if it has no vision tower, or one that llama.cpp would compute differently."""
+    """Reads a checkpoint's config. Raises CheckpointError if it takes no images, or in a way that llama.cpp would compute differently."""
     vision, audio = config.get("vision_config"), config.get("audio_config")
-    text = config.get("text_config")
-    if not isinstance(vision, dict) or not isinstance(text, dict) or config.get("model_type") != "gemma4":
-        raise CheckpointError(f"{where} has no vision tower of the kind of E2B and E4B; leave --media out")
-    if text.get("use_bidirectional_attention") is not None:
-        raise CheckpointError(f"{where}: images of this model attend to later rows, which is not supported; leave --media out")
+    text, kind = config.get("text_config"), config.get("model_type")
+    if not isinstance(vision, dict) or not isinstance(text, dict) or kind not in ("gemma4", _UNIFIED):
+        raise CheckpointError(f"{where} has no vision tower of a Gemma 4 member; leave --media out")
+    heard = isinstance(audio, dict)
     return MediaArchitecture(
-        vision=_vision(vision, where),
-        audio=_audio(audio, where) if isinstance(audio, dict) else None,
+        vision=_embedder(vision, where) if kind == _UNIFIED else _vision(vision, where),
+        audio=None if not isinstance(audio, dict) else _raw_sound(audio, where) if kind == _UNIFIED else _audio(audio, where),
         text_size=text_size,
+        bidirectional=text.get("use_bidirectional_attention") == "vision",
         image_tokens=_tokens(config, "image", where, vocab_size),
-        audio_tokens=_tokens(config, "audio", where, vocab_size) if isinstance(audio, dict) else None,
+        audio_tokens=_tokens(config, "audio", where, vocab_size) if heard else None,
     )
+
+
+def _embedder(config: dict[str, Any], where: str) -> VisionEmbedder:
+    where = f"{where}: vision_config"
+    _check_built_in(config, _PATCHES, where)
+    return VisionEmbedder(hidden_size=_count(config, "mm_embed_dim", where), positions=_count(config, "mm_posemb_size", where))
+
+
+def _raw_sound(config: dict[str, Any], where: str) -> RawSound:
+    _check_built_in(config, _RAW_SOUND, f"{where}: audio_config")
+    return RawSound(samples=_RAW_SOUND["audio_embed_dim"])
 
 
 def _vision(config: dict[str, Any], where: str) -> VisionTower:
     where = f"{where}: vision_config"
-    _check_built_in(config, _VISION_BUILT_IN, where)
+    _check_built_in(config, _PATCHES, where)
     rope = config.get("rope_parameters") or {}
     if isinstance(rope, dict) and rope.get("rope_theta", 100.0) != 100.0:
         raise CheckpointError(f"{where} has rope_theta {rope['rope_theta']!r}, llama.cpp computes with 100; leave --media out")
@@ -102,6 +142,7 @@ def _vision(config: dict[str, Any], where: str) -> VisionTower:
         heads=_count(config, "num_attention_heads", where),
         positions=_count(config, "position_embedding_size", where),
         clipped=config.get("use_clipped_linears") is True,
+        standardized=config.get("standardize") is True,
     )
     if config.get("num_key_value_heads") != tower.heads or config.get("head_dim") != tower.hidden_size / tower.heads:
         raise CheckpointError(f"{where} has heads that do not share hidden_size evenly; leave --media out")
@@ -153,12 +194,26 @@ def _linear(name: str, rows: int, columns: int, clipped: bool) -> Shapes:
     return {f"{name}.linear.weight": (rows, columns)} | bounds
 
 
+def _embedder_shapes(embedder: VisionEmbedder) -> Shapes:
+    size = embedder.hidden_size
+    shapes: Shapes = {
+        f"{EMBEDDER}patch_dense.weight": (size, PATCH_VALUES),
+        f"{EMBEDDER}patch_dense.bias": (size,),
+        f"{EMBEDDER}pos_embedding": (embedder.positions, 2, size),
+    }
+    for norm, width in (("patch_ln1", PATCH_VALUES), ("patch_ln2", size), ("pos_norm", size)):
+        shapes |= {f"{EMBEDDER}{norm}.{part}": (width,) for part in ("weight", "bias")}
+    return shapes
+
+
 def _vision_shapes(tower: VisionTower) -> Shapes:
     size, wide, clipped = tower.hidden_size, tower.feed_forward, tower.clipped
     shapes: Shapes = {
         f"{VISION}patch_embedder.input_proj.weight": (size, 16 * 16 * 3),
         f"{VISION}patch_embedder.position_embedding_table": (2, tower.positions, size),
     }
+    if tower.standardized:
+        shapes |= {f"{VISION}std_{part}": (size,) for part in ("bias", "scale")}
     norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     for layer in range(tower.layers):
         at = f"{VISION}encoder.layers.{layer}."

@@ -53,7 +53,7 @@ export_options = option_group(
         click.option(
             "--media",
             type=click.Choice(MEDIA_TYPES),
-            help="Add the encoder of images and sound, with weights of this type, for E2B and E4B.  [default: text only]",
+            help="Add the encoder of images and sound, weights of this type; in ONNX graphs of E2B and E4B only.  [default: text only]",
         ),
         click.option(
             "--context",

@@ -15,6 +15,7 @@ from edge_export.errors import ExportError
 from edge_export.gguf.exact_q4 import trained_for_q4
 from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
 from edge_export.gguf.split_head import can_split
+from edge_export.onnx.media.towers import check_towers
 from edge_export.onnx.request import ONNX_MEDIA, OnnxFiles, check_onnx_sources
 from edge_export.output.atomic_folder import check_output, partial_folder, sync_files
 from edge_export.output.bundle_part import BundlePart
@@ -136,6 +137,8 @@ def _open_job(request: ExportRequest, progress: Progress) -> _Job:
             f"{request.target} is a GGUF, which has no towers for images and sound; give the checkpoint, or leave --media out"
         )
     media = None if request.media is None else media_architecture(target.checkpoint)
+    if media is not None and request.onnx is not None:
+        check_towers(media)
     left_out = ((part.role, name) for part in pair for name in part.checkpoint.left_out)
     return _Job(
         request=request,

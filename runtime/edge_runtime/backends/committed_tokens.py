@@ -27,9 +27,11 @@ class TokenRange(Vocabulary, Protocol):
 class CommittedText(ABC):
     """The text whose rows are in a target's cache: `length` tokens of at most `context`."""
 
-    def __init__(self, context: int, vocabulary: TokenRange, hidden_size: int) -> None:
+    def __init__(self, context: int, vocabulary: TokenRange, hidden_size: int, *, whole_rows: int = 0) -> None:
+        """`whole_rows` as in `interfaces.MediaTarget`."""
         self.context = context
         self.hidden_size = hidden_size
+        self.whole_rows = whole_rows
         self.vocabulary = vocabulary
         self.length = 0
         self._tokens = np.zeros(context, np.int32)
@@ -82,6 +84,8 @@ class CommittedText(ABC):
             raise RequestError(f"cannot roll back to {length}: the cache holds {self.length} rows")
         if 0 < length < self.rollback_floor:
             raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
+        if self.whole_rows and 0 < length < self.length and self._tokens[length - 1] < 0 and self._tokens[length] < 0:
+            raise RequestError(f"cannot roll back to {length}, inside of an image whose rows attend to later ones; go to its beginning")
 
     def append(self, ids: NDArray[np.int64]) -> None:
         """Records tokens whose rows are in the cache."""

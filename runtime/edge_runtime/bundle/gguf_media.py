@@ -1,4 +1,6 @@
-"""Checks a media encoder's GGUF before llama.cpp opens it: the keys of E2B and E4B, and every tensor with the shape that they require."""
+"""Checks a media encoder's GGUF before llama.cpp opens it: the keys of a Gemma 4 member, and every tensor with
+the shape that they require. Members have towers of layers (gemma4v, gemma4a), or projections alone (12B: gemma4uv, gemma4ua).
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,19 @@ _LARGEST = 1 << 16
 _MOST_LAYERS = 128
 # ggml's numbers of f32, f16 and bf16
 _TYPES = (0, 1, 30)
+_PATCH, _POOLING = 16, 3
+# Of sound at 16 kHz in one row, without an audio tower (tools/mtmd/clip.cpp).
+_SAMPLES = 640
 _BOUNDS = ("input_max", "input_min", "output_max", "output_min")
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderFacts:
-    """`has_audio`: it takes sound too. `positions`: the most patches on a side of an image."""
+    """`has_audio`: it takes sound too. `longest`: the most pixels on a side of an image."""
 
     has_audio: bool
-    positions: int
+    longest: int
 
 
 def check_encoder(path: Path, width: int) -> EncoderFacts:
@@ -31,22 +36,45 @@ def check_encoder(path: Path, width: int) -> EncoderFacts:
     Raises BackendError for a file that is damaged, of another kind, or of another target.
     """
     header = read_gguf_header(path)
-    keys = header.keys
+    audio = header.keys.get("clip.has_audio_encoder") is True
+    unified = header.keys.get("clip.vision.projector_type") == "gemma4uv"
+    _check_keys(path, header, _wanted(width, audio=audio, unified=unified))
+    if unified:
+        expected = _embedder_shapes(path, header, width) | ({"mm.a.input_projection.weight": (width, _SAMPLES)} if audio else {})
+    else:
+        expected = _vision_shapes(path, header, width) | (_audio_shapes(path, header, width) if audio else {})
+    _check_tensors(path, header, expected)
+    side = _PATCH * (_POOLING if unified else 1)
+    return EncoderFacts(has_audio=audio, longest=side * _dimension(path, header, "v.position_embd.weight", 1))
+
+
+def _wanted(width: int, *, audio: bool, unified: bool) -> dict[str, Any]:
     wanted: dict[str, Any] = {
         "general.architecture": "clip",
         "clip.has_vision_encoder": True,
-        "clip.vision.projector_type": "gemma4v",
-        "clip.vision.patch_size": 16,
+        "clip.vision.projector_type": "gemma4uv" if unified else "gemma4v",
+        "clip.vision.patch_size": _PATCH,
         "clip.vision.projection_dim": width,
-        "clip.use_gelu": True,
     }
-    audio = keys.get("clip.has_audio_encoder") is True
+    if unified:
+        wanted |= {f"clip.vision.{key}": 0 for key in ("feed_forward_length", "block_count", "attention.head_count")}
+    else:
+        wanted["clip.use_gelu"] = True
     if audio:
-        wanted |= {"clip.audio.projector_type": "gemma4a", "clip.audio.num_mel_bins": 128, "clip.audio.projection_dim": width}
+        kind = "gemma4ua" if unified else "gemma4a"
+        wanted |= {"clip.audio.projector_type": kind, "clip.audio.num_mel_bins": 128, "clip.audio.projection_dim": width}
+        if unified:
+            wanted |= {f"clip.audio.{key}": 0 for key in ("feed_forward_length", "block_count", "attention.head_count")}
+    return wanted
+
+
+def _check_keys(path: Path, header: GgufHeader, wanted: dict[str, Any]) -> None:
     for key, value in wanted.items():
-        if keys.get(key) != value:
-            raise BackendError(f"{path}: {key} is {str(keys.get(key))[:40]!r}, not {value!r}; export the bundle again")
-    expected = _vision_shapes(path, header, width) | (_audio_shapes(path, header, width) if audio else {})
+        if header.keys.get(key) != value:
+            raise BackendError(f"{path}: {key} is {str(header.keys.get(key))[:40]!r}, not {value!r}; export the bundle again")
+
+
+def _check_tensors(path: Path, header: GgufHeader, expected: Shapes) -> None:
     found = {tensor.name: tensor for tensor in header.tensors}
     if found.keys() != expected.keys():
         odd = sorted(found.keys() ^ expected.keys())[0]
@@ -55,7 +83,6 @@ def check_encoder(path: Path, width: int) -> EncoderFacts:
         if tuple(found[name].shape)[::-1] != shape or found[name].type not in _TYPES:
             got = f"{list(found[name].shape)[::-1]} of type {found[name].type}"
             raise BackendError(f"{path}: {name!r} is {got}, not {list(shape)} of floats; export the bundle again")
-    return EncoderFacts(has_audio=audio, positions=_dimension(path, header, "v.position_embd.weight", 1))
 
 
 def _count(path: Path, header: GgufHeader, key: str, most: int = _LARGEST) -> int:
@@ -84,6 +111,20 @@ def _linear(name: str, shape: tuple[int, int], clipped: bool) -> Shapes:
     return {f"{name}.weight": shape} | ({f"{name}.{bound}": (1,) for bound in _BOUNDS} if clipped else {})
 
 
+def _embedder_shapes(path: Path, header: GgufHeader, width: int) -> Shapes:
+    size = _count(path, header, "clip.vision.embedding_length")
+    values = 3 * (_PATCH * _POOLING) ** 2
+    shapes: Shapes = {
+        "v.patch_embd.weight": (size, values),
+        "v.patch_embd.bias": (size,),
+        "v.position_embd.weight": (2, _dimension(path, header, "v.position_embd.weight", 1), size),
+        "mm.input_projection.weight": (width, size),
+    }
+    for norm, length in ((1, values), (2, size), (3, size)):
+        shapes |= {f"v.patch_norm.{norm}.{part}": (length,) for part in ("weight", "bias")}
+    return shapes
+
+
 def _vision_shapes(path: Path, header: GgufHeader, width: int) -> Shapes:
     size = _count(path, header, "clip.vision.embedding_length")
     wide = _count(path, header, "clip.vision.feed_forward_length")
@@ -95,6 +136,8 @@ def _vision_shapes(path: Path, header: GgufHeader, width: int) -> Shapes:
         "v.position_embd.weight": (2, positions, size),
         "mm.input_projection.weight": (width, size),
     }
+    if any(tensor.name.startswith("v.std_") for tensor in header.tensors):
+        shapes |= {"v.std_bias": (size,), "v.std_scale": (size,)}
     for layer in range(_count(path, header, "clip.vision.block_count", _MOST_LAYERS)):
         at = f"v.blk.{layer}."
         shapes |= {f"{at}{norm}.weight": (size,) for norm in ("ln1", "ln2", "attn_post_norm", "ffn_post_norm")}

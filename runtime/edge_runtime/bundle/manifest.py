@@ -208,11 +208,15 @@ class MediaTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaInputs:
-    """What the target takes beside text. `bidirectional`: the rows of an image attend to each other in both directions."""
+    """What the target takes beside text. `bidirectional`: the rows of an image attend to each other in both directions.
+
+    `samples_per_row`: a soft row is made of so many samples of sound at 16 kHz; None: it comes from an audio tower.
+    """
 
     image: MediaTokens
     audio: MediaTokens | None = None
     bidirectional: bool = False
+    samples_per_row: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from edge_runtime.cli.terminal.markdown import MarkdownPainter
 from edge_runtime.cli.terminal.screens import greeting, short_summary, summary
 from edge_runtime.cli.terminal.typed import History, TypedInput
 from edge_runtime.errors import RequestError
+from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.media.reading import read_image, read_sound
 from edge_runtime.media.soft_rows import Media
 from edge_runtime.session.chat import OVERFLOWS, Answer, Chat
@@ -120,8 +121,9 @@ class TerminalChat:
         watch: Callable[[], EnergyWatch] = unwatched,
         lines: bool = False,
         history: History | None = None,
+        image_rows: int = DEFAULT_BUDGET,
     ) -> None:
-        """`watch` returns the energy measurement of one answer; with `lines` each line of a pipe is a turn."""
+        """`watch` returns the energy measurement of one answer; with `lines` each line of a pipe is a turn; `image_rows` is a budget."""
         self._chat = chat
         self._lines, self._history = lines or as_json, history
         self._watch = watch
@@ -135,7 +137,7 @@ class TerminalChat:
         self._media: tuple[Media, ...] = ()
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._note(HELP),
-            "/image": lambda name: self._attach(name, read_image),
+            "/image": lambda name: self._attach(name, lambda path: read_image(path, image_rows)),
             "/audio": lambda name: self._attach(name, read_sound),
             "/reset": self._reset,
             "/system": self._system,
@@ -254,9 +256,9 @@ class TerminalChat:
         if not name:
             raise RequestError("name a file, for example /image photo.jpg")
         media = read(Path(name).expanduser())
-        self._chat.session.check_takes(media)
+        rows = self._chat.session.rows_taken(media)
         self._media = (*self._media, media)
-        self._note(f"{name}: {media.rows} rows of the context, with your next message")
+        self._note(f"{name}: {rows} rows of the context, with your next message")
 
     def _reset(self, _argument: str) -> None:
         self._chat.reset()

@@ -31,7 +31,8 @@ media_options = option_group(
         "--image-rows",
         type=click.Choice([str(budget) for budget in BUDGETS]),
         default=str(DEFAULT_BUDGET),
-        help="The most rows that an image takes in the context: more show more, and take longer.",
+        help="The most rows that an image takes in the context: more show more, and take longer. A server's requests choose their own;"
+        " for 12B and larger it is the most that they may choose.",
     ),
     panel="Images and sound",
 )
@@ -59,7 +60,7 @@ def with_media(session: Session, prompt: str, values: MediaValues, chat: ChatVal
     if not (values.images or values.sounds):
         return None
     if session.bundle.manifest.media is None:
-        raise RequestError("this bundle has no encoder of images and sound; export E2B or E4B again with --media f16")
+        raise RequestError("this bundle has no encoder of images and sound; export it again with --media f16")
     budget = int(values.image_rows)
     media: list[Media] = [read_image(path, budget) for path in values.images]
     media += [read_sound(path) for path in values.sounds]

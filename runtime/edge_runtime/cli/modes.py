@@ -85,6 +85,7 @@ def add_modes(main: CommandWithModes) -> None:
             "overflow",
             "lines",
             "no_history",
+            "image_rows",
             *_DRAFTS,
             *_MEMORY,
             *_OPENING,
@@ -113,7 +114,7 @@ def add_modes(main: CommandWithModes) -> None:
         "Serve the OpenAI and Ollama APIs and a chat page over HTTP.",
         [
             bundle,
-            *("host", "port", "sessions", "deterministic", "waiting", "api_key", "allow_origin", "allow_host"),
+            *("host", "port", "sessions", "deterministic", "waiting", "api_key", "allow_origin", "allow_host", "image_rows"),
             *(*_DRAFTS, *_MEMORY),
             *_OPENING,
             *_FILES,

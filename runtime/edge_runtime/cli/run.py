@@ -125,6 +125,7 @@ class RunOptions:
             power=self.energy.power,
             notify=note,
             waiting=terminal_wait,
+            image_rows=int(self.media.image_rows),
             monitoring=MonitorOptions(
                 warn_above=self.monitoring.warn_rejection,
                 log=self.monitoring.log,
@@ -288,7 +289,14 @@ def run_chat(session: Session, options: RunOptions) -> None:
         **options.request,
     )
     history = None if options.chat.no_history else History(history_file())
-    TerminalChat(chat, as_json=options.mode.as_json, watch=options.energy.watch, lines=options.chat.lines, history=history).run()
+    TerminalChat(
+        chat,
+        as_json=options.mode.as_json,
+        watch=options.energy.watch,
+        lines=options.chat.lines,
+        history=history,
+        image_rows=int(options.media.image_rows),
+    ).run()
 
 
 def run_comparison(session: Session, options: RunOptions, prompt: str) -> None:

@@ -53,15 +53,18 @@ class LazyEncoder:
         found.update(np.ascontiguousarray(values).data)
         return found.digest()
 
-    def rows(self, media: Media, digest: bytes | None = None) -> NDArray[np.float32]:
-        """Returns the rows [rows, hidden size], encoded now or earlier. `digest` is the media's, if the caller has it."""
+    def rows(self, media: Media, digest: bytes | None = None, count: int | None = None) -> NDArray[np.float32]:
+        """Returns the rows [rows, hidden size], encoded now or earlier. `digest` is the media's, if the caller has it.
+
+        Raises RequestError if there are not `count` rows.
+        """
         digest = digest or self.digest(media)
         if digest not in self._kept:
             if self._encoder is None:
                 self._encoder = self._load()
             rows = self._encoder.encode(media)
-            if len(rows) != media.rows:
-                raise RequestError(f"the encoder made {len(rows)} rows of media that have {media.rows}; export the bundle again")
+            if count is not None and len(rows) != count:
+                raise RequestError(f"the encoder made {len(rows)} rows of media that have {count}; export the bundle again")
             self._kept[digest] = rows
         self._kept.move_to_end(digest)
         while len(self._kept) > KEPT:
@@ -78,11 +81,15 @@ class LazyEncoder:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The soft rows of one image or sound: `count` of them from position `first` on; `rows` encodes them if they were not yet."""
+    """The soft rows of one image or sound: `count` of them from position `first` on; `rows` encodes them if they were not yet.
+
+    The rows of a `whole` span attend to each other in both directions, so that they must be computed together.
+    """
 
     first: int
     count: int
     rows: Callable[[], NDArray[np.float32]]
+    whole: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +103,13 @@ class MediaPrompt:
     def text_ids(self) -> list[int]:
         """The ids of tokens."""
         return [token for token in self.ids if token >= 0]
+
+
+def row_count(media: Media, inputs: MediaInputs) -> int:
+    """Returns the number of soft rows that an image or a sound becomes."""
+    if isinstance(media, Sound) and inputs.samples_per_row is not None:
+        return -(-len(media.samples) // inputs.samples_per_row)
+    return media.rows
 
 
 def row_ids(digest: bytes, count: int) -> list[int]:
@@ -127,9 +141,9 @@ def media_prompt(ids: Sequence[int], media: Sequence[Media], inputs: MediaInputs
         if not isinstance(one, kind):
             raise RequestError(f"media {len(spans) + 1} is a {type(one).__name__.lower()}, its place is for another kind; exchange them")
         result.append(tokens.begin)
-        digest = encoder.digest(one)
-        spans.append(Span(len(result), one.rows, partial(encoder.rows, one, digest)))
-        result += [*row_ids(digest, one.rows), tokens.end]
+        digest, count = encoder.digest(one), row_count(one, inputs)
+        spans.append(Span(len(result), count, partial(encoder.rows, one, digest, count), whole=inputs.bidirectional and kind is Image))
+        result += [*row_ids(digest, count), tokens.end]
     return MediaPrompt(result, tuple(spans))
 
 
@@ -142,11 +156,15 @@ def with_places(ids: list[int], media: Sequence[Media], inputs: MediaInputs, bos
 
 
 def pieces(first: int, end: int, spans: Sequence[Span], most: int) -> Iterator[tuple[int, int, Span | None]]:
-    """Yields (start, end, span): the parts of a prompt from `first` to `end`, at most `most` positions each, in one span or in none."""
+    """Yields (start, end, span): the parts of a prompt from `first` to `end`, each in one span or in none.
+
+    A part has at most `most` positions, but a whole span is one part.
+    """
     at = first
     for span in (*spans, None):
         start, stop = (end, end) if span is None else (span.first, span.first + span.count)
         for limit, inside in ((min(start, end), None), (min(stop, end), span)):
             while at < limit:
-                yield at, min(at + most, limit), inside
-                at = min(at + most, limit)
+                stop_at = limit if inside is not None and inside.whole else min(at + most, limit)
+                yield at, stop_at, inside
+                at = stop_at

@@ -324,7 +324,7 @@ class Generation:
                 rows = span.rows()
                 stats.encode_seconds += time.perf_counter() - begin
                 stats.media_rows += end - first
-                target.prefill_rows(prompt[first:end], rows[first - span.first : end - span.first])
+                target.prefill_rows(prompt[first:end], rows[first - span.first : end - span.first], whole=span.whole)
             else:
                 raise RequestError("this target takes text only; leave the images and sounds out")
             stats.prefill_seconds += time.perf_counter() - begin
@@ -387,4 +387,7 @@ def reusable_prefix(target: Target, prompt: Sequence[int]) -> int:
     length = min(target.length, len(prompt))
     same = target.tokens[:length] == np.asarray(prompt[:length], np.int64)
     kept = length if same.all() else int(same.argmin())
+    if isinstance(target, MediaTarget) and target.whole_rows:
+        while 0 < kept < target.length and target.tokens[kept] < 0 and target.tokens[kept - 1] < 0:
+            kept -= 1
     return kept if kept >= target.rollback_floor else 0

@@ -17,6 +17,7 @@ from edge_runtime.config.schema import SpeculativeConfig
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.drafting.stored_memory import MEMORY_SIZE
+from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.session.monitoring.monitor import MonitorOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,6 +58,8 @@ class LoadOptions:
         remember: Text files to add to it.
         separate_caches: Whether each of several sessions has K/V memory of its own. With the row kernels a session's rows then have the
             same bits whatever the others run; rounds of unequal drafts take more than one forward (llama.cpp).
+        image_rows: The largest budget of an image, in soft rows, where an image must fit one batch: 12B and larger. Above 512 it takes more
+            memory (llama.cpp).
     """
 
     threads: int | None = None
@@ -79,6 +82,7 @@ class LoadOptions:
     memory_size: str | int = MEMORY_SIZE
     remember: Sequence[Path] = ()
     separate_caches: bool = False
+    image_rows: int = DEFAULT_BUDGET
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -104,6 +108,7 @@ class LoadKeywords(TypedDict, total=False):
     memory_size: str | int
     remember: Sequence[Path]
     separate_caches: bool
+    image_rows: int
 
 
 def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:

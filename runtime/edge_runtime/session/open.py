@@ -29,6 +29,7 @@ from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.drafting.stored_memory import StoredMemory
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
+from edge_runtime.media.image import check_budget
 from edge_runtime.media.soft_rows import Encoder, LazyEncoder
 from edge_runtime.planning.memory import MemoryRequest, check_memory_without_copies, memory_bytes
 from edge_runtime.session.batch import Sessions, SingleSequence
@@ -235,9 +236,23 @@ class _PairLoader:
             sequences=count,
             kv_type=kv_type,
             separate_caches=self.options.separate_caches,
+            batch=self._batch_rows(),
+            bidirectional=self._bidirectional,
         )
         batch, kind = open_batch(bundle, llama_options, self.drafter)
         return batch, kind, use_extra_bufts, quantizations
+
+    @property
+    def _bidirectional(self) -> bool:
+        media = self.bundle.manifest.media
+        return media is not None and media.bidirectional
+
+    def _batch_rows(self) -> int:
+        """Rows of llama.cpp's largest forward."""
+        from edge_runtime.backends.llama.context import BATCH
+
+        check_budget(self.options.image_rows)
+        return max(BATCH, self.options.image_rows) if self._bidirectional else BATCH
 
     def _parts(
         self,
@@ -288,7 +303,7 @@ class _PairLoader:
     def _encoder(self, format: str, load: Callable[[], Encoder]) -> LazyEncoder | None:
         roles = (MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER)
         files = [file for file in self.bundle.manifest.files if file.format.startswith(format) and file.role.removesuffix("_data") in roles]
-        if self.bundle.manifest.media is None or not files:
+        if self.bundle.manifest.media is None or not files or (self._bidirectional and format == "onnx"):
             return None
         return LazyEncoder(load, " ".join(file.sha256 for file in files))
 
@@ -324,7 +339,6 @@ class _PairLoader:
 
         Repacked weights are counted, because the probe that decides on repacking runs later.
         """
-        from edge_runtime.backends.llama.context import BATCH
         from edge_runtime.backends.llama.open import drafters_opened
 
         settings, limit = self.settings, self.options.memory_limit
@@ -332,7 +346,7 @@ class _PairLoader:
             context=settings.context,
             kv_type=kv_type,
             sequences=count,
-            batch=BATCH,
+            batch=self._batch_rows(),
             verify_rows=settings.longest_draft + 1,
             drafters=drafters_opened(self.bundle, self.drafter),
             repack=True,

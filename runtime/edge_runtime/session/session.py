@@ -29,7 +29,9 @@ from edge_runtime.drafting.sources import Source, SourceOdds, Sources
 from edge_runtime.drafting.stored_memory import STORED_PRIORS, StoredMemory
 from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory
 from edge_runtime.errors import RequestError
-from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, media_prompt, with_places
+from edge_runtime.interfaces import MediaTarget
+from edge_runtime.media.image import Image
+from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, media_prompt, row_count, with_places
 from edge_runtime.media.sound import Sound
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
@@ -188,6 +190,8 @@ class Session:
         order. Raises RequestError without an encoder in the bundle, or for a wrong number of media.
         """
         inputs, encoder = self._media_parts()
+        for one in media:
+            self.rows_taken(one)
         if isinstance(prompt, str):
             prompt = with_places(self.vocabulary.encode(prompt), media, inputs, self.vocabulary.bos)
         return media_prompt(prompt, media, inputs, encoder)
@@ -196,16 +200,27 @@ class Session:
         """Raises RequestError if the bundle has no encoder for this backend."""
         self._media_parts()
 
-    def check_takes(self, media: Media) -> None:
-        """Raises RequestError if the bundle has no encoder for an image or a sound."""
+    def rows_taken(self, media: Media) -> int:
+        """Returns how many rows of the context an image or a sound takes.
+
+        Raises RequestError if the bundle has no encoder for it, or if the image is too large for this session.
+        """
         inputs, _ = self._media_parts()
         if isinstance(media, Sound) and inputs.audio is None:
             raise RequestError("this bundle's encoder takes images only; leave the sound out")
+        rows = row_count(media, inputs)
+        most = self.target.whole_rows if isinstance(self.target, MediaTarget) else 0
+        if isinstance(media, Image) and 0 < most < rows:
+            raise RequestError(
+                f"the image has {rows} soft rows, but this model's images must fit a batch, which was opened for {most};"
+                " ask for less detail, or open the bundle with larger image_rows (--image-rows)"
+            )
+        return rows
 
     def _media_parts(self) -> tuple[MediaInputs, LazyEncoder]:
         inputs, encoder = self.bundle.manifest.media, self._parts.encoder
         if inputs is None or encoder is None:
-            raise RequestError("this bundle has no encoder of images and sound for this backend; export E2B or E4B again with --media f16")
+            raise RequestError("this bundle has no encoder of images and sound for this backend; export it again with --media f16")
         return inputs, encoder
 
     def free_encoder(self) -> None:

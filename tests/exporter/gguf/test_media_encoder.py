@@ -25,12 +25,14 @@ from tiny_media import MEDIA_IDS, write_media_member
 WEIGHT_TYPES: list[FloatType] = ["f32", "f16", "bf16"]
 # torch's softplus is up to one unit off the nearest float32; ours is the nearest.
 ROUNDED = ".per_dim_scale.weight"
+LARGER = ["12b", "26b-a4b", "31b"]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("media")
-    return {"both": write_media_member(root / "both"), "vision": write_media_member(root / "vision", audio=False, dtype="float32")}
+    larger = {name: write_media_member(root / name, member=name) for name in LARGER}
+    return larger | {"both": write_media_member(root / "both"), "vision": write_media_member(root / "vision", audio=False, dtype="float32")}
 
 
 def write(folder: Path, path: Path, kind: FloatType, **options) -> Path:
@@ -42,7 +44,7 @@ def write(folder: Path, path: Path, kind: FloatType, **options) -> Path:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("kind", WEIGHT_TYPES)
-@pytest.mark.parametrize("name", ["both", "vision"])
+@pytest.mark.parametrize("name", ["both", "vision", *LARGER])
 def test_every_byte_is_the_converters(name, kind, folders, tmp_path):
     sources = os.environ.get("EDGE_MTP_LLAMA_CPP")
     if not sources or not (Path(sources) / "convert_hf_to_gguf.py").is_file():
@@ -82,11 +84,11 @@ def test_tokens_and_towers_are_read(folders):
     [
         ("vision_config", "patch_size", 14, "patch_size 14, llama.cpp computes with 16"),
         ("vision_config", "num_hidden_layers", 3, "is missing"),
-        ("vision_config", "num_hidden_layers", 1, "is no tensor of the towers"),
+        ("vision_config", "num_hidden_layers", 1, "is no tensor of the parts"),
         ("vision_config", "hidden_size", "x", "not a positive number"),
         ("audio_config", "conv_kernel_size", 7, "conv_kernel_size 7"),
         ("audio_config", "subsampling_conv_channels", [1, 2, 3], "not two counts"),
-        ("text_config", "use_bidirectional_attention", "vision", "attend to later rows"),
+        ("text_config", "use_bidirectional_attention", "all", "use_bidirectional_attention is 'all'"),
         (None, "image_token_id", 512, "not ids of the vocabulary"),
         (None, "vision_config", None, "no vision tower"),
     ],

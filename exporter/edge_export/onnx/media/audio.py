@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edge_export.checkpoint.media_architecture import EMBED_AUDIO, MELS, AudioTower, MediaArchitecture
+from edge_export.checkpoint.media_architecture import EMBED_AUDIO, MELS, AudioTower
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.media.tower import EPSILON, Tower
 
@@ -28,13 +28,12 @@ class _Shared:
     positions: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
-def build_audio(tower: Tower, media: MediaArchitecture) -> None:
+def build_audio(tower: Tower, audio: AudioTower, text_size: int) -> None:
     """Adds the tower from `mels` [1, 1, frames, 128] to `rows` [1, n, hidden size], n a multiple of 12.
 
     `filler` [1, m, tower's size] are zeros that fill the rows up; `mask` [n / 12, 1, 12, 24] is added to the scores of each block.
     """
-    assert media.audio is not None
-    graph, audio = tower.graph, media.audio
+    graph = tower.graph
     mels = graph.input("mels", "f32", (1, 1, "frames", MELS))
     filler = graph.input("filler", "f32", (1, "filler", audio.hidden_size))
     mask = graph.input("mask", "f32", ("blocks", 1, _BLOCK, _SEEN))
@@ -47,7 +46,7 @@ def build_audio(tower: Tower, media: MediaArchitecture) -> None:
         value = _layer(tower, audio, value, f"layers.{layer}.", shared)
     value = graph.op("Add", tower.linear(value, "output_proj.weight"), tower.vector("output_proj.bias"))
     rows = tower.linear(tower.plain_norm(value, audio.output_size), EMBED_AUDIO, outer=True)
-    graph.output(graph.op("Identity", rows, name="rows"), "f32", (1, "rows", media.text_size))
+    graph.output(graph.op("Identity", rows, name="rows"), "f32", (1, "rows", text_size))
 
 
 def _positions(size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

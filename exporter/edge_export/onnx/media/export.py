@@ -12,6 +12,7 @@ from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.media.audio import build_audio
 from edge_export.onnx.media.tower import Tower
+from edge_export.onnx.media.towers import check_towers
 from edge_export.onnx.media.vision import build_vision
 from edge_export.onnx.request import MediaWeights
 from edge_export.onnx.weights import WeightFile, WeightFormat
@@ -30,9 +31,12 @@ def write_encoders(
 ) -> tuple[tuple[BundlePart, ...], set[str]]:
     """Writes the graphs and data files; returns them, and the contrib operators in use. Raises CheckpointError."""
     media = media_architecture(checkpoint)
-    towers = [(VISION_ENCODER, VISION, build_vision)]
-    if media.audio is not None:
-        towers.append((AUDIO_ENCODER, AUDIO, build_audio))
+    vision, audio = check_towers(media)
+    towers: list[tuple[str, str, Callable[[Tower], None]]] = [
+        (VISION_ENCODER, VISION, lambda tower: build_vision(tower, vision, media.text_size))
+    ]
+    if audio is not None:
+        towers.append((AUDIO_ENCODER, AUDIO, lambda tower: build_audio(tower, audio, media.text_size)))
     parts: list[BundlePart] = []
     contrib_ops: set[str] = set()
     for role, prefix, build in towers:
@@ -40,7 +44,7 @@ def write_encoders(
         data = path.with_suffix(".onnx_data")
         graph = Graph(role)
         with WeightFile(data, progress) as file:
-            build(Tower(graph, checkpoint, file, _FORMATS[weights], prefix), media)
+            build(Tower(graph, checkpoint, file, _FORMATS[weights], prefix))
         graph.save(path)
         parts.append(BundlePart(role=role, path=path, format="onnx", quantization=weights))
         parts.append(BundlePart(role=f"{role}_data", path=data, format="onnx_data", quantization=weights))

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from edge_export.checkpoint.media_architecture import EMBED_VISION, MediaArchitecture, VisionTower
+from edge_export.checkpoint.media_architecture import EMBED_VISION, VisionTower
 from edge_export.onnx.graph_builder import CONTRIB, Graph
 from edge_export.onnx.media.tower import Tower
 
@@ -17,9 +17,9 @@ _PIXELS, _GROUP = 768, 9
 _ROPE_BASE = 100.0
 
 
-def build_vision(tower: Tower, media: MediaArchitecture) -> None:
+def build_vision(tower: Tower, vision: VisionTower, text_size: int) -> None:
     """Adds the tower from `patches` [1, n, 768], values in [0, 1], at `x` [n] and `y` [n], to `rows` [1, n / 9, hidden size]."""
-    graph, vision = tower.graph, media.vision
+    graph = tower.graph
     patches = graph.input("patches", "f32", (1, "patches", _PIXELS))
     x, y = graph.input("x", "i64", ("patches",)), graph.input("y", "i64", ("patches",))
     scaled = graph.op("Mul", graph.op("Sub", patches, graph.floats(0.5)), graph.floats(2.0))
@@ -33,7 +33,7 @@ def build_vision(tower: Tower, media: MediaArchitecture) -> None:
     pooled = graph.op("ReduceMean", tower.shaped(value, (1, -1, _GROUP, size)), graph.integers([2]), keepdims=0)
     pooled = graph.op("Mul", pooled, graph.floats(math.sqrt(size)))
     rows = tower.linear(tower.plain_norm(pooled, size), EMBED_VISION, outer=True)
-    graph.output(graph.op("Identity", rows, name="rows"), "f32", (1, "rows", media.text_size))
+    graph.output(graph.op("Identity", rows, name="rows"), "f32", (1, "rows", text_size))
 
 
 def _turns(tower: Tower, vision: VisionTower, x: str, y: str) -> tuple[str, str]:

@@ -42,7 +42,8 @@ class LlamaOptions:
     `context` and `batch` are in tokens; `sequences` texts of `context` tokens each share the opened context; `use_extra_bufts` lets
     llama.cpp repack weights for the CPU; `draft` keeps the target's hidden rows, which only a drafter needs; `max_draft_length` limits a
     draft, and a verify to one row more; `max_candidates` limits the tokens that the split drafter's head computes, None keeps the number
-    in the head file; `kv_type` is the type of the K/V rows; `separate_caches` gives each sequence K/V memory of its own.
+    in the head file; `kv_type` is the type of the K/V rows; `separate_caches` gives each sequence K/V memory of its own;
+    `bidirectional` says that the rows of an image attend to each other in both directions, so that `batch` must hold them all.
     """
 
     context: int
@@ -55,6 +56,7 @@ class LlamaOptions:
     max_candidates: int | None = None
     kv_type: KvType = DEFAULT_KV_TYPE
     separate_caches: bool = False
+    bidirectional: bool = False
 
     def __post_init__(self) -> None:
         if self.context < 1:

@@ -13,7 +13,7 @@ from edge_runtime.backends.llama.context import floats
 from edge_runtime.backends.llama.library import LlamaLibrary, media_library
 from edge_runtime.bundle.gguf_media import check_encoder
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.media.image import PATCH, Image
+from edge_runtime.media.image import Image
 from edge_runtime.media.sound import Sound
 
 _FLASH_OFF = 0
@@ -47,9 +47,9 @@ class LlamaMediaEncoder:
             raise RequestError("the media encoder is closed; open the bundle again")
         if isinstance(media, Sound) and not self.facts.has_audio:
             raise RequestError("this bundle's encoder takes images only; leave the sound out")
-        if isinstance(media, Image) and max(media.rgb.shape[:2]) > self.facts.positions * PATCH:
+        if isinstance(media, Image) and max(media.rgb.shape[:2]) > self.facts.longest:
             # ggml would end the process (ggml_get_rows).
-            raise RequestError(f"the image is longer than this encoder's {self.facts.positions * PATCH} pixels; crop it")
+            raise RequestError(f"the image is longer than this encoder's {self.facts.longest} pixels; crop it")
         api = self._api
         self._library.log.clear()
         bitmap, chunks = self._bitmap(media), api.mtmd_input_chunks_init()

@@ -115,15 +115,23 @@ class LlamaTargetContext(LlamaModel):
         if self.options.draft and (flagged := sum(one.flagged for one in rows)):
             self._hand_out_hidden(rows, flagged)
 
-    def forward_soft(self, sequence: LlamaSequence, ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
-        """Appends soft rows [n, hidden size] to a sequence, which `ids` stand for. Raises as `forward` does."""
+    def forward_soft(self, sequence: LlamaSequence, ids: NDArray[np.int64], rows: NDArray[np.float32], *, whole: bool) -> None:
+        """Appends soft rows [n, hidden size] to a sequence, which `ids` stand for. Raises as `forward` does.
+
+        `whole` rows attend to each other in both directions, on the sliding layers only (src/models/gemma4.cpp, non_causal_type).
+        """
         self.require_open()
         for one in self.sequences:
             one.keep_hidden(forget=one is sequence)
         if self._soft_batch is None:
             self._soft_batch = Batch(self._api, self.chunk, self.hidden_size, sequences=self.options.sequences)
         self._soft_batch.add_rows(rows, sequence.length, sequence.number)
-        self._decode(self._soft_batch, [Rows(sequence=sequence, ids=ids, flagged=0)])
+        # A flag of the context: no other sequence shares this forward.
+        self._api.llama_set_causal_attn(self._pointer, not whole)
+        try:
+            self._decode(self._soft_batch, [Rows(sequence=sequence, ids=ids, flagged=0)])
+        finally:
+            self._api.llama_set_causal_attn(self._pointer, True)
 
     def _decode(self, batch: Batch, rows: Sequence[Rows]) -> None:
         self._library.log.clear()
@@ -220,7 +228,8 @@ class LlamaSequence(CommittedText):
     """One sequence of a target's context. Implements `interfaces.Target`; it is closed with the context."""
 
     def __init__(self, shared: LlamaTargetContext) -> None:
-        super().__init__(shared.options.context, shared.vocabulary, shared.hidden_size)
+        whole = shared.chunk if shared.options.bidirectional else 0
+        super().__init__(shared.options.context, shared.vocabulary, shared.hidden_size, whole_rows=whole)
         self.shared = shared
         self.number = len(shared.sequences)
         self.rewind_slack = shared.rewind_slack
@@ -245,16 +254,21 @@ class LlamaSequence(CommittedText):
             self._truncate(start)
             raise
 
-    def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32]) -> None:
+    def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32], *, whole: bool = False) -> None:
         """Appends the soft rows [n, hidden size] of an image or sound, which negative `ids` stand for, in chunks of the batch size.
 
-        Drafts need a hidden row, which the next token brings. Raises as `prefill` does.
+        A `whole` image must fit one batch. Drafts need a hidden row, which the next token brings. Raises as `prefill` does.
         """
         values = self.checked_soft(ids, rows)
         start, chunk = self.length, self.shared.chunk
+        if whole and len(values) > self.whole_rows:
+            # llama.cpp would end the process (src/llama-context.cpp, decode).
+            raise RequestError(
+                f"an image of {len(values)} rows does not fit a batch of {self.whole_rows}; open the target with a larger one"
+            )
         try:
             for first in range(0, len(values), chunk):
-                self.shared.forward_soft(self, values[first : first + chunk], rows[first : first + chunk])
+                self.shared.forward_soft(self, values[first : first + chunk], rows[first : first + chunk], whole=whole)
         except BaseException:
             self._truncate(start)
             raise

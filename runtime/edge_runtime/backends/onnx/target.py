@@ -121,8 +121,10 @@ class OrtTarget(CommittedText):
             raise
         self.take_hidden(self.hidden_rows[0, : len(piece)])
 
-    def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32]) -> None:
+    def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32], *, whole: bool = False) -> None:
         """Appends the soft rows [n, hidden size] of an image or sound, which negative `ids` stand for. Raises as `prefill` does."""
+        if whole:
+            raise RequestError("the graphs of this bundle let rows attend to earlier ones only; use llama.cpp for its images")
         values = self.checked_soft(ids, rows)
         start = self.length
         self.forget_hidden()

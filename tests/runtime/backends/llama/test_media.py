@@ -86,7 +86,7 @@ def test_rows_need_the_right_activation(folders, session, model, monkeypatch, tm
 
     path = tmp_path / "quick.gguf"
     plan_encoder(open_checkpoint(folders["target"]), "f32", use_gelu=False).write(path, lambda _: None)
-    monkeypatch.setattr(media_encoder, "check_encoder", lambda *_: EncoderFacts(has_audio=True, positions=128))
+    monkeypatch.setattr(media_encoder, "check_encoder", lambda *_: EncoderFacts(has_audio=True, longest=2048))
     image = picture(96, 144, 1)
     wanted = reference_rows(model, image)
     session.free_encoder()
