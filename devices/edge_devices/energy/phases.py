@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-PREFILL, OTHER = "prefill", "other"  # other: between requests, in no phase
-NO_DECODING = frozenset((PREFILL, OTHER))
+ENCODE, PREFILL, OTHER = "encode", "prefill", "other"  # encode: images and sound; other: between requests, in no phase
+NO_DECODING = frozenset((ENCODE, PREFILL, OTHER))
 CLOSURE = 0.05
 LEAST_OTHER = 0.001  # share of the window: less time in no phase is the clock's
 

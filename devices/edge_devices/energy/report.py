@@ -94,7 +94,7 @@ class ValidRun:
     @property
     def decode_s(self) -> float:
         """Seconds of the phases of decoding."""
-        return sum(s for phase, s in self.run.phases.items() if phase != PREFILL) or self.run.seconds
+        return sum(s for phase, s in self.run.phases.items() if phase not in NO_DECODING) or self.run.seconds
 
     @property
     def decoding(self) -> set[str]:

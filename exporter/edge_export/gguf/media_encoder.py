@@ -33,7 +33,7 @@ from edge_export.errors import CheckpointError
 from edge_export.gguf.media_names import encoder_name
 from edge_export.gguf.metadata import Entry
 from edge_export.gguf.writer import FILE_TYPES, GGML_TYPES, GgufPlan, PlannedTensor, RawTensor, header_of
-from edge_runtime.bundle.manifest import MediaInputs, MediaTokens
+from edge_runtime.bundle.manifest import MediaInputs, MediaTokens, VisionSize
 
 # Groups of `Checkpoint.left_out`.
 TOWERS = ("vision_tower:", "audio_tower:", "vision_embedder:", "embed_vision:", "embed_audio:")
@@ -69,7 +69,13 @@ def media_inputs(media: MediaArchitecture) -> MediaInputs:
     )
     assert image is not None
     raw = media.audio.samples if isinstance(media.audio, RawSound) else None
-    return MediaInputs(image=image, audio=audio, bidirectional=media.bidirectional, samples_per_row=raw)
+    tower = media.vision if isinstance(media.vision, VisionTower) else None
+    size = VisionSize(
+        layers=tower.layers if tower else 0,
+        hidden_size=media.vision.hidden_size,
+        feed_forward_size=tower.feed_forward if tower else 0,
+    )
+    return MediaInputs(image=image, audio=audio, bidirectional=media.bidirectional, samples_per_row=raw, vision=size)
 
 
 def plan_encoder(checkpoint: Checkpoint, weight_type: FloatType, *, use_gelu: bool = True) -> GgufPlan:

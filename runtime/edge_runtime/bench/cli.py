@@ -303,6 +303,7 @@ def bench_request(bundle: Path, values: dict[str, Any]) -> BenchRequest:
         contexts=parse_numbers(values["contexts"], "prompt lengths"),
         concurrency=parse_numbers(values["concurrency"], "numbers of clients"),
         kv_types=parse_names(values["kv_types"], KV_TYPES, "KV type"),
+        image_sizes=parse_numbers(values["image_sizes"], "sizes of images"),
         tools=peer_folder(values["against"]),
         backend=values["backend"],
         threads=values["threads"],

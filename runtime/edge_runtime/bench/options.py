@@ -14,6 +14,7 @@ from edge_runtime.bench.measure.variants import CHOOSING_POLICIES
 from edge_runtime.bundle.kv_types import KV_TYPES
 from edge_runtime.cli.options import BundlePath
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS
+from edge_runtime.media.image import BUDGETS
 
 EXAMPLES = """
 \b
@@ -23,6 +24,7 @@ Examples:
   edge-bench run my-bundle --runs run.jsonl --html report.html --json figures.json
   edge-bench run my-bundle --drafters dense,split,lookup --concurrency 1,2,4
   edge-bench run my-bundle --against llama.cpp=build/llama.cpp/bin
+  edge-bench run my-bundle --image-sizes 70,280
   edge-bench run my-bundle --prompts my-prompts.json --domains none
   edge-bench run my-bundle --runs run.jsonl --energy energy.jsonl
   edge-bench report run.jsonl --html report.html
@@ -59,6 +61,11 @@ measuring_options = option_group(
     click.option("--concurrency", default="none", help="Numbers of concurrent clients to measure, such as 1,2,4, or none."),
     click.option(
         "--kv-types", default="none", help=f"KV cache types to compare: any of {', '.join(KV_TYPES)}, or none. f16 is always included."
+    ),
+    click.option(
+        "--image-sizes",
+        default="none",
+        help=f"Sizes of images to measure, in soft rows: any of {', '.join(map(str, BUDGETS))}, or none. With --energy also in joules.",
     ),
     click.option(
         "--against",
@@ -100,7 +107,7 @@ def add_modes(main: CommandWithModes) -> None:
     """Adds the sub-commands of edge-bench."""
     bundle = click.Argument(["bundle"], type=BundlePath())
     what = ("domains", "files", "per_domain", "lengths", "policies", "drafters", "repeats", "max_tokens", "warm_up", "contexts")
-    how = ("concurrency", "kv_types", "backend", "threads", "context", "config", "preset", "check")
+    how = ("concurrency", "kv_types", "image_sizes", "backend", "threads", "context", "config", "preset", "check")
     outputs, table = ("json_path", "html"), ("external", "columns")
     main.add_mode(
         "run",

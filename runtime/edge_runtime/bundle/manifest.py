@@ -207,6 +207,15 @@ class MediaTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionSize:
+    """Sizes of the vision tower, for predictions of its time; `layers` is 0 where one projection takes its place."""
+
+    layers: int
+    hidden_size: int
+    feed_forward_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class MediaInputs:
     """What the target takes beside text. `bidirectional`: the rows of an image attend to each other in both directions.
 
@@ -217,6 +226,7 @@ class MediaInputs:
     audio: MediaTokens | None = None
     bidirectional: bool = False
     samples_per_row: int | None = None
+    vision: VisionSize | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

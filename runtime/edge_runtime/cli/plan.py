@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
+import numpy as np
 
 from edge_devices.command_line import option_group, take
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_devices.machine.profiles import profiles
 from edge_runtime.calibration.cost_probe import measure_costs
-from edge_runtime.planning.speed import Range, SpeedPlan, deviation
+from edge_runtime.media.image import DEFAULT_BUDGET, SIDE, Image
+from edge_runtime.planning.ranges import Range, deviation
+from edge_runtime.planning.speed import SpeedPlan
 from edge_runtime.session.session import Session
 
 MEASURE_REPEATS = 3
@@ -53,7 +57,7 @@ def plan_values(values: dict[str, Any]) -> PlanValues:
 class Measured:
     """Medians: speeds in tokens per second, seconds per draft step and per verify of 1, 2, ... rows, mean tokens drafted per round.
 
-    `memory_bytes` is the peak of the process.
+    `memory_bytes` is the peak of the process; `image_seconds` are those of the encode phase and of the prefill of an image.
     """
 
     memory_bytes: int
@@ -63,6 +67,7 @@ class Measured:
     step_seconds: float
     verify_seconds: tuple[float, ...]
     draft_length: float
+    image_seconds: tuple[float, float] | None = None
 
 
 def measure_plan(session: Session, prompt: str) -> Measured:
@@ -90,6 +95,7 @@ def measure_plan(session: Session, prompt: str) -> Measured:
                 pass
             speeds.append(generation.stats.tokens_per_second)
         lengths.append(generation.stats.drafted / max(1, generation.stats.rounds))
+    image_seconds = _image_seconds(session)
     target.rollback(0)
     return Measured(
         memory_bytes=peak_memory_bytes(),
@@ -99,7 +105,25 @@ def measure_plan(session: Session, prompt: str) -> Measured:
         step_seconds=costs.mean_step,
         verify_seconds=costs.verify,
         draft_length=statistics.median(lengths),
+        image_seconds=image_seconds,
     )
+
+
+def _image_seconds(session: Session) -> tuple[float, float] | None:
+    """Medians of the encode phase and of the prefill, scaled to the plan's number of rows; None without an encoder or room for an image."""
+    if session.bundle.manifest.media is None or session.target.context < DEFAULT_BUDGET + DECODE_TOKENS:
+        return None
+    phases = []
+    for seed in range(MEASURE_REPEATS + 1):  # the first loads the encoder
+        side = SIDE * math.isqrt(DEFAULT_BUDGET)
+        image = Image(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
+        generation = session.generate(session.media_prompt("What is this?", [image]), max_tokens=1, draft_length=0)
+        for _ in generation:
+            pass
+        stats, scale = generation.stats, DEFAULT_BUDGET / image.rows
+        phases.append((scale * stats.encode_seconds, scale * (stats.prefill_seconds - stats.encode_seconds)))
+    encode, prefill = (statistics.median(each) for each in zip(*phases[1:], strict=True))
+    return encode, prefill
 
 
 def show_plan(plan: SpeedPlan, measured: Measured | None, *, as_json: bool) -> None:
@@ -136,6 +160,12 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
         ("draft step", "ms", plan.step_seconds.times(1000), measured.step_seconds * 1000 if measured else None),
         ("draft length", "", Range(low=low, middle=best, high=high), measured.draft_length if measured else None),
     ]
+    if (image := plan.image) is not None:
+        encode, prefill = (measured and measured.image_seconds) or (None, None)
+        rows += [
+            ("image encode", "ms", image.encode_seconds.times(1000), None if encode is None else encode * 1000),
+            ("and prefill", "ms", image.prefill_seconds.times(1000), None if prefill is None else prefill * 1000),
+        ]
     lines = [f"{plan.device}:"]
     for name, unit, value, measurement in rows:
         text = f"  {name:<13}{_text(value.middle):>8}  [{_text(value.low)}, {_text(value.high)}] {unit}".rstrip()
@@ -144,7 +174,12 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
         )
     joules = plan.joules_per_token
     lines.append("  J/token      " + (f"{_text(joules.middle):>8}  [{_text(joules.low)}, {_text(joules.high)}]" if joules else "not known"))
-    return lines + ["how:"] + [f"  {name}: {how}" for name, how in plan.derived.items()]
+    if image is not None:
+        spent = image.joules
+        lines.append("  J/image      " + (f"{_text(spent.middle):>8}  [{_text(spent.low)}, {_text(spent.high)}]" if spent else "not known"))
+        lines.append(f"  an image of {image.rows} soft rows; its encoder takes {image.encoder_bytes / 1e6:.0f} MB from the first image on")
+    derived = plan.derived if image is None else plan.derived | {"image": image.derived}
+    return lines + ["how:"] + [f"  {name}: {how}" for name, how in derived.items()]
 
 
 def _text(value: float) -> str:

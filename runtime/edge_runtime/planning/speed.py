@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from edge_runtime.bundle.kv_types import KvType, check_kv_type, row_bytes
@@ -19,7 +19,9 @@ from edge_runtime.config.settings import LONGEST
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
+from edge_runtime.planning.images import ImagePlan, image_plan
 from edge_runtime.planning.memory import MemoryPlan, MemoryRequest, memory_plan
+from edge_runtime.planning.ranges import Range
 
 # Seconds to start a forward, and seconds per layer for starting its kernels and synchronizing threads: what remains for pairs so small
 # that reading and computing do not matter. Assumed from one small pair on one machine.
@@ -34,24 +36,6 @@ SPARSE_SHARE = 1 / 32
 # No Gemma 4 block has wider attention than this many times the hidden size (queries, keys, values and output together).
 _ATTENTION = 8
 DRAFTER_ROLES = {"dense": ("drafter",), "split": ("drafter_body", "drafter_head")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """The lowest, a middle and the highest expected value."""
-
-    low: float
-    middle: float
-    high: float
-
-    @classmethod
-    def between(cls, low: float, high: float) -> Range:
-        """Returns the range whose middle is the geometric mean."""
-        return cls(low=low, middle=math.sqrt(low * high), high=high)
-
-    def times(self, factor: float) -> Range:
-        """Returns the range in another unit."""
-        return Range(low=self.low * factor, middle=self.middle * factor, high=self.high * factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +83,7 @@ class SpeedPlan:
     draft_length: tuple[int, int, int]
     joules_per_token: Range | None
     derived: dict[str, str]
+    image: ImagePlan | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
@@ -161,7 +146,8 @@ def manifest_plan(
         )
     kv = check_kv_type(manifest.cache_layout, kv_type)
     request = MemoryRequest(context=context, kv_type=kv, sequences=1, batch=BATCH, verify_rows=longest + 1, drafters=(chosen,), repack=True)
-    return speed_plan(pair_facts(manifest, chosen, context, kv), device, memory_plan(manifest, request), longest, power)
+    plan = speed_plan(pair_facts(manifest, chosen, context, kv), device, memory_plan(manifest, request), longest, power)
+    return replace(plan, image=image_plan(manifest, device.operations, plan.prefill, power))
 
 
 def speed_plan(facts: PairFacts, device: DeviceSpeed, memory: MemoryPlan, longest: int, power: PhasePower | None) -> SpeedPlan:
@@ -280,11 +266,3 @@ def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, 
         if power is None
         else "seconds of each phase x its watts, at the best length",
     }
-
-
-def deviation(measured: float, predicted: Range) -> str:
-    """Returns how far the middle prediction is from the measurement (as a share of it, unless one is 0), and whether it is in the range."""
-    inside = "in range" if predicted.low <= measured <= predicted.high else "OUT OF RANGE"
-    if not measured or not predicted.middle:
-        return f"{predicted.middle - measured:+.2g}, {inside}"
-    return f"{predicted.middle / measured - 1:+.0%}, {inside}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bench_records import fixed, rolling
-from edge_runtime.bench.measure.concurrency import alone, run_level
 from edge_runtime.bench.measure.energy import LOOP, energy_workloads
 from edge_runtime.bench.measure.prompts import PreparedPrompt
 from edge_runtime.bench.measure.runners import EdgeRunner, Place, digest
+from edge_runtime.bench.measure.sweeps.concurrency import alone, run_level
 from edge_runtime.bench.measure.variants import BASELINE, OURS, Variant
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.session.session import Session, SessionParts

@@ -14,7 +14,6 @@ from edge_devices.energy.protocol import Workload
 from edge_devices.machine.facts import read_machine
 from edge_devices.waiting import Report
 from edge_runtime.backends.selection import BackendKind, choose_backend
-from edge_runtime.bench.measure.concurrency import alone, run_level
 from edge_runtime.bench.measure.energy import energy_workloads
 from edge_runtime.bench.measure.llama_tools import llama_tools
 from edge_runtime.bench.measure.memory import measure_memory
@@ -22,6 +21,8 @@ from edge_runtime.bench.measure.prompts import PreparedPrompt, Prompt, prepare
 from edge_runtime.bench.measure.records import SCHEMA, CostRecord, Header, ModelFile, Note, Record
 from edge_runtime.bench.measure.runners import EdgeRunner, Runner
 from edge_runtime.bench.measure.schedule import DOMAINS_PART, Schedule, Step, context_schedule
+from edge_runtime.bench.measure.sweeps.concurrency import alone, run_level
+from edge_runtime.bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
 from edge_runtime.bench.measure.variants import BASELINE, OURS, edge_variants, peer_variants
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.integrity import CheckMode
@@ -32,6 +33,7 @@ from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import LEAST_SECONDS
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.errors import RequestError
+from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import default_threads, faster_backend, open_session, open_sessions
 
@@ -70,6 +72,7 @@ class BenchRequest:
     contexts: tuple[int, ...] = ()
     concurrency: tuple[int, ...] = ()
     kv_types: tuple[str, ...] = ()
+    image_sizes: tuple[int, ...] = ()
     tools: Path | None = None
     backend: BackendKind | None = None
     threads: int | None = None
@@ -107,6 +110,7 @@ class Benchmark:
             notify=progress.message,
             waiting=progress.wait,
             backend=self._backend,
+            image_rows=max(request.image_sizes, default=DEFAULT_BUDGET),
         )
 
     def _faster_backend(self) -> BackendKind:
@@ -138,10 +142,12 @@ class Benchmark:
                 kind: EdgeRunner(stack.enter_context(open_session(request.bundle, self._load, drafter=kind))) for kind in drafters
             }
             first = next(iter(edge_runners.values()))
+            check_sizes(first.session, request.image_sizes)
             prompts = prepare(request.prompts, first.session)
             yield from self._compare(edge_runners, prompts, lengths)
             yield from self._costs(edge_runners)
             yield from self._contexts(edge_runners, prompts, lengths)
+            yield from self._images(first)
         yield from self._concurrency(drafters[0], prompts, lengths)
         yield from self._kv_types(lengths)
 
@@ -249,6 +255,17 @@ class Benchmark:
             plan = context_schedule(prompts, variants, fitting, repeats=request.repeats, tokens=request.tokens)
             yield from self._run(plan, dict[str, Runner](edge_runners.items()), "lengths of the text")
 
+    def _images(self, runner: EdgeRunner) -> Iterator[Record]:
+        sizes = self._request.image_sizes
+        if sizes:
+            self._progress.begin("images", (self._request.repeats + 1) * len(sizes))
+        for repeat in range(self._request.repeats + 1 if sizes else 0):  # repeat 0 is the warm-up, which loads the encoder
+            for budget in sizes if repeat % 2 == 0 else reversed(sizes):
+                cost = measure_image(runner.session, budget, repeat)
+                if repeat:
+                    yield cost
+                self._progress.advance()
+
     def _concurrency(self, drafter: DrafterKind, prompts: Sequence[PreparedPrompt], lengths: Sequence[int]) -> Iterator[Record]:
         request = self._request
         if not request.concurrency:
@@ -272,7 +289,7 @@ class Benchmark:
         request = self._request
         if not request.kv_types:
             return
-        from edge_runtime.bench.measure.kv_types import measure_kv_types
+        from edge_runtime.bench.measure.sweeps.kv_types import measure_kv_types
 
         self._progress.begin("types of KV cache", 1)
         costs = measure_kv_types(
@@ -296,7 +313,10 @@ class Benchmark:
         lengths = tuple(length for length in request.lengths if length <= self._settings.longest_draft)
         prompts = prepare(request.prompts, next(iter(edge_runners.values())).session)
         variants = edge_variants(drafters, _few(lengths, request.policies), request.policies)
-        return energy_workloads(dict[str, EdgeRunner](edge_runners.items()), variants, prompts, request.tokens)
+        session = next(iter(edge_runners.values())).session
+        check_sizes(session, request.image_sizes)
+        images = image_workloads(session, request.image_sizes)
+        return images | energy_workloads(dict[str, EdgeRunner](edge_runners.items()), variants, prompts, request.tokens)
 
 
 def _middle(lengths: Sequence[int]) -> int:

@@ -139,6 +139,17 @@ class Concurrency:
     compared: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageCost:
+    """One request with an image of at most `budget` soft rows, of which it has `rows`: seconds of its encoder and of the prefill."""
+
+    budget: int
+    repeat: int
+    rows: int
+    encode_seconds: float
+    prefill_seconds: float
+
+
 KINDS: dict[str, type[Any]] = {
     "header": Header,
     "run": Run,
@@ -146,9 +157,10 @@ KINDS: dict[str, type[Any]] = {
     "memory": Memory,
     "kv_type": KvTypeCost,
     "concurrency": Concurrency,
+    "image": ImageCost,
     "note": Note,
 }
-Record = Header | Run | CostRecord | Memory | KvTypeCost | Concurrency | Note
+Record = Header | Run | CostRecord | Memory | KvTypeCost | Concurrency | ImageCost | Note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +173,7 @@ class Records:
     memory: tuple[Memory, ...] = ()
     kv_types: tuple[KvTypeCost, ...] = ()
     concurrency: tuple[Concurrency, ...] = ()
+    images: tuple[ImageCost, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -175,6 +188,7 @@ def collect(records: Sequence[Record]) -> Records:
         memory=tuple(r for r in records if isinstance(r, Memory)),
         kv_types=tuple(r for r in records if isinstance(r, KvTypeCost)),
         concurrency=tuple(r for r in records if isinstance(r, Concurrency)),
+        images=tuple(r for r in records if isinstance(r, ImageCost)),
         notes=tuple(r.text for r in records if isinstance(r, Note)),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 from edge_devices.energy.report import Report
 from edge_devices.energy.run_log import RunLog
 from edge_devices.files.typed_json import to_json
-from edge_runtime.bench.measure.records import Concurrency, Memory, Records, Run
+from edge_runtime.bench.measure.records import Concurrency, ImageCost, Memory, Records, Run
 from edge_runtime.bench.measure.schedule import CONTEXTS_PART, DOMAINS_PART
 from edge_runtime.bench.measure.variants import FIXED, OURS, PLAIN, Variant
 from edge_runtime.bench.report.ratios import Ratio, paired_logs, ratio
@@ -71,6 +71,16 @@ class Level:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageRow:
+    """Medians of requests with an image of at most `budget` soft rows: seconds of the encoder and of the prefill."""
+
+    budget: int
+    rows: int
+    encode_seconds: float
+    prefill_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Figures:
     """All figures. `overall` has a row per variant, `by_domain` a row per variant and domain, `by_context` likewise for text lengths."""
 
@@ -80,6 +90,7 @@ class Figures:
     by_context: tuple[Row, ...]
     against: tuple[Against, ...]
     levels: tuple[Level, ...]
+    images: tuple[ImageRow, ...] = ()
     energy: Report | None = None
     energy_log: RunLog | None = None
 
@@ -94,6 +105,7 @@ class Figures:
             "cost_curves": to_json(self.records.cost_curves),
             "memory": to_json(self.records.memory),
             "kv_types": to_json(self.records.kv_types),
+            "images": to_json(self.images),
             "energy": self.energy.to_json() if self.energy else None,
             "notes": list(self.records.notes),
         }
@@ -115,6 +127,7 @@ def figures(records: Records, energy: Report | None = None, energy_log: RunLog |
         by_context=_rows(contexts, split=True),
         against=_against(domains),
         levels=_levels(records.concurrency, records.memory),
+        images=_images(records.images),
         energy=energy,
         energy_log=energy_log,
     )
@@ -265,3 +278,18 @@ def _levels(measured: Sequence[Concurrency], memory: Sequence[Memory]) -> tuple[
             )
         )
     return tuple(levels)
+
+
+def _images(measured: Sequence[ImageCost]) -> tuple[ImageRow, ...]:
+    groups: dict[int, list[ImageCost]] = defaultdict(list)
+    for one in measured:
+        groups[one.budget].append(one)
+    return tuple(
+        ImageRow(
+            budget=budget,
+            rows=group[0].rows,
+            encode_seconds=statistics.median(one.encode_seconds for one in group),
+            prefill_seconds=statistics.median(one.prefill_seconds for one in group),
+        )
+        for budget, group in sorted(groups.items())
+    )

@@ -42,6 +42,7 @@ def all_tables(figures: Figures) -> list[TextTable]:
         _costs(figures),
         _concurrency(figures),
         _kv_types(figures),
+        _images(figures),
         *(energy_tables(figures.energy) if figures.energy else ()),
         _memory(figures),
     ]
@@ -221,6 +222,22 @@ def _kv_types(figures: Figures) -> TextTable:
         else ""
     )
     return TextTable(name="kv", title="KV cache types", columns=columns, rows=rows, note=note)
+
+
+def _images(figures: Figures) -> TextTable:
+    rows = tuple(
+        (
+            str(image.budget),
+            str(image.rows),
+            milliseconds(image.encode_seconds),
+            milliseconds(image.prefill_seconds),
+            milliseconds(image.encode_seconds + image.prefill_seconds),
+        )
+        for image in figures.images
+    )
+    columns = ("budget", "soft rows", "encode ms", "prefill ms", "both ms")
+    note = "A square image of noise with a short question, medians of the repeats; joules are in the energy tables." if rows else ""
+    return TextTable(name="images", title="Images", columns=columns, rows=rows, note=note)
 
 
 def energy_tables(report: Report) -> list[TextTable]:
