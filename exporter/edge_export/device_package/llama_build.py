@@ -41,7 +41,7 @@ _SWITCHES = (
     "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
     "-DCMAKE_SKIP_RPATH=ON",
 )
-_LIBRARIES = ("libllama.so", "libggml.so", "libggml-base.so")
+_LIBRARIES = ("libllama.so", "libggml.so", "libggml-base.so", "libmtmd.so")
 _CPU_LIBRARY = "libggml-cpu.so"
 _LEFT_OUT = re.compile(r"/(tests|server|docs)/|\.pyi$")
 
@@ -84,7 +84,7 @@ def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Call
     for processors in platform.processors:
         step(f"llama.cpp for {platform.machine} {processors.name} (minutes the first time, then kept)")
         all_libraries = processors is platform.processors[-1]
-        built = _built(toolchain, platform, processors, static=False, targets=("llama",) if all_libraries else ("ggml-cpu",))
+        built = _built(toolchain, platform, processors, static=False, targets=("llama", "mtmd") if all_libraries else ("ggml-cpu",))
         _copy(built / "bin" / _CPU_LIBRARY, folder / f"lib/llama-{processors.name}" / _CPU_LIBRARY)
         for name in _LIBRARIES if all_libraries else ():
             _copy(built / "bin" / name, llama / "lib" / name)
@@ -118,6 +118,9 @@ def _built(toolchain: Toolchain, platform: Platform, processors: Processors, *, 
             "-DLLAMA_BUILD_COMMON=OFF",
             "-DLLAMA_BUILD_TOOLS=OFF",
             "-DLLAMA_BUILD_EXAMPLES=OFF",
+            # The encoder of images and sound. Its own decoders of files are not used, least of all ffmpeg.
+            "-DLLAMA_BUILD_MTMD=ON",
+            "-DMTMD_VIDEO=OFF",
             "-DCMAKE_SHARED_LINKER_FLAGS=-s",
         )
     )

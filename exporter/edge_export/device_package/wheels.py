@@ -22,7 +22,12 @@ from edge_export.errors import PackageError
 DISTRIBUTION = "edge-mtp"
 _ADVICE = "check the network, and that pip is installed (python -m ensurepip)"
 # Dependencies of our requirements; pip would add packages that only their tools use, such as a hub client for tokenizers.
-_THEIR_NEEDS = {"core": ("markdown-it-py", "mdurl", "pygments", "markupsafe"), "llama": ("diskcache", "typing_extensions"), "onnx": ()}
+_THEIR_NEEDS = {
+    "core": ("markdown-it-py", "mdurl", "pygments", "markupsafe"),
+    "media": ("cffi", "typing_extensions"),
+    "llama": ("diskcache", "typing_extensions"),
+    "onnx": (),
+}
 # Left out of wheels: tests, types, headers, compilers and tools for building models.
 _LEFT_OUT = re.compile(
     r"(^|/)tests?/|\.pyi$|\.(h|c|a|pxd|pyx|f90)$|(^|/)__pycache__/"
@@ -36,7 +41,8 @@ MAX_WHEEL_BYTES = 2 << 30
 
 def add_wheels(folder: Path, platform: Platform, backends: tuple[str, ...], scratch: Path) -> list[Component]:
     """Unpacks the wheels that the backends need into the package. Raises PackageError if one is not available."""
-    wanted = [line for part in ("core", *backends) for line in (*_own_requirements(part), *_THEIR_NEEDS[part])]
+    parts = ("core", "media", *backends)
+    wanted = dict.fromkeys(line for part in parts for line in (*_own_requirements(part), *_THEIR_NEEDS[part]))
     wheels = scratch / "wheels"
     tags = [word for tag in platform.wheel_tags for word in ("--platform", tag)]
     run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -23,7 +24,7 @@ from edge_export.device_package import debian, llama_build, wheels
 from edge_export.device_package.elf import check_pages
 from edge_export.device_package.inventory import take_inventory
 from edge_export.device_package.launchers import write_launchers
-from edge_export.device_package.platforms import PLATFORMS
+from edge_export.device_package.platforms import PLATFORMS, SITE
 from edge_export.device_package.project_code import add_own_code
 from edge_export.errors import ExportError, PackageError
 from edge_export.output.atomic_folder import check_output
@@ -252,6 +253,43 @@ def test_unreachable_index_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     with pytest.raises(PackageError, match=r"download failed .*check the network"):
         wheels.add_wheels(tmp_path / "p", LINUX, ("onnx",), tmp_path)
+
+
+@pytest.mark.parametrize("backends", [("onnx",), ("llama", "onnx")])
+def test_wheels_decode_images_and_sound(backends: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(wheels, "run", lambda command, _: commands.append([str(word) for word in command]))
+    assert wheels.add_wheels(tmp_path / "p", LINUX, backends, tmp_path) == []
+    names = [re.split("[<>=!~]", word)[0] for word in commands[0][commands[0].index("--dest") + 2 :]]
+    assert {"pillow", "soundfile", "cffi", "typing_extensions", "numpy"} <= set(names)
+    assert names.count("typing_extensions") == 1
+
+
+def test_llama_cpp_comes_with_its_media_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def build(command: list[str | Path], _: str) -> None:
+        commands.append([str(word) for word in command])
+        if "--target" in commands[-1]:
+            (Path(commands[-1][2]) / "bin").mkdir(parents=True)
+            for target in commands[-1][commands[-1].index("--target") + 1 :]:
+                for name in ("llama", "ggml", "ggml-base", "ggml-cpu") if target == "llama" else (target,):
+                    (Path(commands[-1][2]) / f"bin/lib{name}.so").write_text(name)
+
+    monkeypatch.setattr(llama_build, "run", build)
+    monkeypatch.setattr(llama_build, "_zig_version", lambda: "0")
+    sources = tmp_path / "llama_cpp_python-0"
+    for path in ("llama_cpp/mtmd_cpp.py", "llama_cpp/server/app.py", "LICENSE.md", "vendor/llama.cpp/LICENSE"):
+        (sources / path).parent.mkdir(parents=True, exist_ok=True)
+        (sources / path).write_text("text")
+    (tmp_path / f"{sources.name}.tar.gz").write_text("archive")
+    toolchain = llama_build.Toolchain(zig=tmp_path / "zig", cmake="cmake", ninja="ninja", home=tmp_path, sources=sources)
+    llama_build.add_llama(tmp_path / "p", LINUX, toolchain, lambda _: None)
+    folder = tmp_path / "p" / SITE / "llama_cpp"
+    assert (folder / "lib/libmtmd.so").read_text() == "mtmd"
+    assert (folder / "mtmd_cpp.py").is_file()
+    configured = [command for command in commands if "-S" in command]
+    assert all({"-DLLAMA_BUILD_MTMD=ON", "-DMTMD_VIDEO=OFF"} <= set(command) for command in configured)
 
 
 def test_failure_leaves_no_folder_and_an_old_package_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
