@@ -112,6 +112,19 @@ def row_count(media: Media, inputs: MediaInputs) -> int:
     return media.rows
 
 
+def checked_rows(media: Media, inputs: MediaInputs, whole_rows: int) -> int:
+    """Returns the number of soft rows. Raises RequestError for sound without its encoder, and for an image above `whole_rows`, unless 0."""
+    if isinstance(media, Sound) and inputs.audio is None:
+        raise RequestError("this bundle's encoder takes images only; leave the sound out")
+    rows = row_count(media, inputs)
+    if isinstance(media, Image) and 0 < whole_rows < rows:
+        raise RequestError(
+            f"the image has {rows} soft rows, but this model's images must fit a batch, which was opened for {whole_rows};"
+            " ask for less detail, or open the bundle with larger image_rows (--image-rows)"
+        )
+    return rows
+
+
 def row_ids(digest: bytes, count: int) -> list[int]:
     """Returns `count` negative ids, each of 31 bits of a stream that the digest begins."""
     stream = np.frombuffer(hashlib.shake_256(digest).digest(4 * count), "<u4")

@@ -30,9 +30,7 @@ from edge_runtime.drafting.stored_memory import STORED_PRIORS, StoredMemory
 from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import MediaTarget
-from edge_runtime.media.image import Image
-from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, media_prompt, row_count, with_places
-from edge_runtime.media.sound import Sound
+from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
 from edge_runtime.session.saved.kv_state_file import load_state, save_state
@@ -206,16 +204,7 @@ class Session:
         Raises RequestError if the bundle has no encoder for it, or if the image is too large for this session.
         """
         inputs, _ = self._media_parts()
-        if isinstance(media, Sound) and inputs.audio is None:
-            raise RequestError("this bundle's encoder takes images only; leave the sound out")
-        rows = row_count(media, inputs)
-        most = self.target.whole_rows if isinstance(self.target, MediaTarget) else 0
-        if isinstance(media, Image) and 0 < most < rows:
-            raise RequestError(
-                f"the image has {rows} soft rows, but this model's images must fit a batch, which was opened for {most};"
-                " ask for less detail, or open the bundle with larger image_rows (--image-rows)"
-            )
-        return rows
+        return checked_rows(media, inputs, self.target.whole_rows if isinstance(self.target, MediaTarget) else 0)
 
     def _media_parts(self) -> tuple[MediaInputs, LazyEncoder]:
         inputs, encoder = self.bundle.manifest.media, self._parts.encoder
