@@ -71,9 +71,9 @@ def media_inputs(media: MediaArchitecture) -> MediaInputs:
     raw = media.audio.samples if isinstance(media.audio, RawSound) else None
     tower = media.vision if isinstance(media.vision, VisionTower) else None
     size = VisionSize(
-        layers=tower.layers if tower else 0,
         hidden_size=media.vision.hidden_size,
-        feed_forward_size=tower.feed_forward if tower else 0,
+        layers=tower.layers if tower else None,
+        feed_forward_size=tower.feed_forward if tower else None,
     )
     return MediaInputs(image=image, audio=audio, bidirectional=media.bidirectional, samples_per_row=raw, vision=size)
 

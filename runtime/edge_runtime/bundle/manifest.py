@@ -208,11 +208,11 @@ class MediaTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSize:
-    """Sizes of the vision tower, for predictions of its time; `layers` is 0 where one projection takes its place."""
+    """Sizes of the vision tower, for predictions of its time; only `hidden_size` where one projection takes its place."""
 
-    layers: int
     hidden_size: int
-    feed_forward_size: int
+    layers: int | None = None
+    feed_forward_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def image_plan(
 def image_operations(vision: VisionSize, text_size: int, rows: int) -> float:
     """Returns the operations of the encoder for an image of `rows` soft rows."""
     size, out = vision.hidden_size, 2.0 * rows * vision.hidden_size * text_size
-    if not vision.layers:
+    if vision.layers is None or vision.feed_forward_size is None:
         return out + 2.0 * rows * 3 * SIDE**2 * size
     patches = rows * POOLING**2
     layer = 2.0 * patches * (4 * size**2 + 3 * size * vision.feed_forward_size) + 4.0 * patches**2 * size
