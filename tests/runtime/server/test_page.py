@@ -207,36 +207,71 @@ def test_accepted_drafts_are_marked(browser: Any, several: str) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_contrast_is_at_least_4_5(browser: Any, theme: str) -> None:
+    """Of every text in every state: settings open, an error, a message that is edited, a thought unfolded, drafts marked everywhere."""
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]})
-    with scripted_server("<|channel>thought\nhm<channel|>" + MARKDOWN) as server:
+    with scripted_server("<|channel>thought\nhm<channel|>" + MARKDOWN, key="secret") as server:
         fresh(browser, server.url)
+        until(browser, lambda: browser.find_element(By.ID, "key").is_displayed())
+        say(browser, "without the key")
+        until(browser, lambda: "API key" in "".join(shown(browser, ".error")))
+        errors, measured = browser.execute_script(CONTRAST)
+        assert (errors, measured > 5) == ([], True)
+        browser.find_element(By.ID, "key").send_keys("secret")
         browser.find_element(By.ID, "settings-button").click()
         say(browser, "hi")
-        until(browser, lambda: idle(browser) and bool(shown(browser, ".figures")))
-        low, measured = browser.execute_script(CONTRAST)
-        assert low == [], theme
-        assert measured > 30
+        until(browser, lambda: idle(browser) and any(shown(browser, ".figures")))
+        browser.find_elements(By.CSS_SELECTOR, "details summary")[-1].click()
+        press(browser, "Edit")
+        for _ in ("as written", "all of it marked as accepted drafts"):
+            low, measured = browser.execute_script(CONTRAST)
+            assert low == [], theme
+            assert measured > 30
+            browser.execute_script(MARK_ALL)
+        assert len(shown(browser, "mark")) > 20
+        assert any("replaces the message" in text for text in shown(browser, "#editing"))
 
 
 def test_a_screen_reader_hears_an_answer_once(browser: Any) -> None:
-    with scripted_server("The *whole* answer.") as server:
+    answer = "The *whole* answer, " + "word by word, " * 8 + "at once."
+    with scripted_server(answer) as server:
+        server.together.before_forward = lambda: time.sleep(0.002)
         fresh(browser, server.url)
-        script = (
-            "window.heard = []; new MutationObserver(() => heard.push($('status').textContent)).observe($('status'), {childList: true})"
-        )
-        browser.execute_script(script)
+        browser.execute_script(LISTEN)
         say(browser, "hi")
         until(browser, lambda: idle(browser) and bool(shown(browser, ".figures")))
-        assert browser.execute_script("return heard") == ["The model is answering.", "Answer: The whole answer."]
-        assert browser.execute_script("return $('talk').closest('[aria-live]')") is None
-        unnamed = "return [...document.querySelectorAll('button, input, select, textarea')].filter((e) => e.computedName === '').length"
-        assert browser.execute_script(unnamed) == 0
+        assert browser.execute_script("return heard") == ["The model is answering.", "Answer: " + answer.replace("*", "")]
+        assert browser.execute_script("return drawn") > 5, "it was streamed"
+        assert browser.execute_script("return $('talk').closest('[aria-live], [role=log], [role=status], [role=alert]')") is None
+
+
+def test_every_control_has_a_name_and_one_place_is_live(browser: Any) -> None:
+    """By the tree that the browser gives to screen readers."""
+    with scripted_server("yes", key="secret") as server:
+        fresh(browser, server.url)
+        browser.find_element(By.ID, "settings-button").click()
+        nodes = browser.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+        controls = [one for one in nodes if one["role"]["value"] in ("button", "textbox", "combobox", "checkbox", "spinbutton")]
+        assert len(controls) >= 9
+        assert [one["role"]["value"] for one in controls if not one["name"]["value"].strip()] == []
+        live = [one for one in nodes if one["role"]["value"] in ("status", "alert", "log", "marquee", "timer")]
+        assert [one["role"]["value"] for one in live] == ["status"]
 
 
 def press(browser: Any, text: str) -> None:
     browser.find_element(By.XPATH, f"//button[text()='{text}']").click()
 
 
+# Counts how often the conversation is drawn, and keeps what the live region says.
+LISTEN = """
+window.heard = []; window.drawn = 0;
+new MutationObserver(() => heard.push($('status').textContent)).observe($('status'), {childList: true, characterData: true, subtree: true});
+new MutationObserver(() => drawn++).observe($('talk'), {childList: true, characterData: true, subtree: true});
+"""
+MARK_ALL = """
+const walker = document.createTreeWalker(document.querySelector('.assistant:last-of-type .text') ?? $('talk'), NodeFilter.SHOW_TEXT);
+const found = []; while (walker.nextNode()) found.push(walker.currentNode);
+for (const text of found) { const mark = document.createElement('mark'); text.replaceWith(mark); mark.append(text); }
+"""
 # The lowest contrast of each text to its background (WCAG 2.2, 1.4.3), where it is below 4.5.
 CONTRAST = """
 const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
