@@ -1,4 +1,7 @@
-"""Hook of mkdocs: puts tables of the commands' options, made from the code, where a page says `<!-- options: edge-run -->`."""
+"""Hook of mkdocs: puts tables of the commands' options, made from the code, where a page says `<!-- options: edge-run -->`.
+
+`<!-- frequent options: edge-run -->` has those with a short form alone.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,25 @@ from typing import Any
 import click
 
 MODULES = {"edge-run": "edge_runtime.cli.run", "edge-bench": "edge_runtime.bench.cli", "edge-export": "edge_export.cli.command"}
-_MARK = re.compile(r"<!-- options: ([\w-]+) -->")
+_MARK = re.compile(r"<!-- (frequent )?options: ([\w-]+) -->")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Returns the page with its tables."""
-    return _MARK.sub(lambda mark: "\n".join(option_table(mark[1])), markdown)
+    return _MARK.sub(lambda mark: "\n".join(option_table(mark[2], frequent=bool(mark[1]))), markdown)
 
 
-def option_table(name: str) -> list[str]:
-    """Returns a table with a row for each option of a command: its spelling, the sub-commands that take it, its help."""
+def option_table(name: str, *, frequent: bool = False) -> list[str]:
+    """Returns a table with a row for each option of a command: its spelling, the sub-commands that take it, its help.
+
+    `frequent`: of the options with a short form alone.
+    """
     command = import_module(MODULES[name]).main
     lines = ["| option | of | what for |", "|:--|:--|:--|"]
     for parameter in command.params:
         modes = [mode for mode, one in command.modes.items() if any(other.name == parameter.name for other in one.params)]
-        if isinstance(parameter, click.Option) and modes:
+        short = any(len(text) == 2 for text in parameter.opts)
+        if isinstance(parameter, click.Option) and modes and (short or not frequent):
             spelling = ", ".join(f"`{text}`" for text in (*parameter.opts, *parameter.secondary_opts))
             lines.append(f"| {spelling} | {', '.join(modes)} | {_cell(parameter.help or '')} |")
     return lines
