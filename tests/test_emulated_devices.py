@@ -22,12 +22,14 @@ from edge_runtime.bench.devices import remote_run as remote
 from edge_runtime.bench.measure.records import Records, Run, read_records
 from fake_phone import PI, FakePhone
 from phones import Desk
+from silent import Silent
 from ssh_host import NEEDS, SshHost
 
 if shutil.which("qemu-aarch64-static") is None:
     pytest.skip("needs qemu-aarch64-static (apt install qemu-user-static)", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
+PAIR = Path(__file__).parent.parent / "exporter/edge_export/reference_pair"
 WHAT = (
     "--domains",
     "code",
@@ -82,6 +84,20 @@ def here(onnx_pair: Callable[[str], Path], probe_memory: None, tmp_path_factory:
     result = bench(onnx_pair("int4"), *WHAT, "--runs", path)
     assert result.exit_code == 0, result.output
     return read_records(path)
+
+
+@pytest.fixture(scope="module")
+def pair_of_both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped pair as graphs for ours and GGUF files for the tools, in one bundle."""
+    from edge_export.onnx.request import OnnxRequest
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest
+
+    output = tmp_path_factory.mktemp("both") / "bundle"
+    files = {"target": str(PAIR / "target"), "drafter": str(PAIR / "drafter"), "output": output}
+    weights = OnnxRequest(target="int4", drafter="int4")
+    export_pair(ExportRequest(**files, context=1024, verify=False, onnx=weights), Silent())
+    return output
 
 
 def drafts(records: Records) -> list[tuple[str, str | None, int, int]]:
@@ -173,3 +189,26 @@ def test_a_pi_from_package_to_report(
     there = read_records(tmp_path / "results/one/ssh-pi/runs.jsonl")
     assert drafts(there) == drafts(here)
     assert "the board throttled (get_throttled 0x50005)" in result.stdout
+
+
+def test_a_phone_holds_the_tools_of_its_package_against_ours(
+    desk: Desk, package: Callable[[str], Path], pair_of_both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "POLL_SECONDS", 1.0)
+    folder = package("android-arm64")
+    if not (folder / "tools").is_dir():
+        pytest.skip("EDGE_MTP_PACKAGES names no android-arm64 with tools: make it with edge-export --package --with-llama-tools")
+    phone = desk.phone(cpu="cortex-a76")
+    where = ("--adb", phone.serial, "--package", folder, "--results", tmp_path / "results", "--run", "one")
+    result = bench(pair_of_both, *WHAT, *where, "--device-folder", tmp_path / "device", "--against", "llama.cpp=package")
+    print(result.output)
+    assert result.exit_code == 0, result.output
+    there = read_records(next((tmp_path / "results").rglob("runs.jsonl")))
+    sides = {run.variant.side for run in there.runs}
+    assert sides == {"edge-mtp", "llama.cpp"}
+    theirs = [run for run in there.runs if run.variant.side == "llama.cpp"]
+    assert all(run.tokens >= 6 and run.seconds > 0 for run in theirs)
+    assert any(run.drafted >= run.accepted > 0 for run in theirs)
+    assert "over llama.cpp" in result.stdout
+    desk.adb("disconnect", phone.serial)
+    phone.close()

@@ -131,7 +131,7 @@ class FakePhone:
         for folder in ("data", "sys", "system"):
             words += ["-b", f"{self.root / folder}:/{folder}"]
         words += ["-b", f"{self.root / 'proc/boot_id'}:/proc/sys/kernel/random/boot_id"]
-        for name in ("cpuinfo", "meminfo", "device-tree"):
+        for name in ("cpuinfo", "meminfo", "stat", "pressure", "device-tree"):
             if (self.root / "proc" / name).exists():
                 words += ["-b", f"{self.root / 'proc' / name}:/proc/{name}"]
         return [*words, "-w", "/data/local/tmp"]

@@ -5,18 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench_records import PEER_PLAIN, fixed
+from device_runs import bench
+from edge_runtime.bench.devices import remote_run
+from edge_runtime.bench.measure import llama_tools as module
 from edge_runtime.bench.measure.benchmark import Benchmark, BenchRequest
-from edge_runtime.bench.measure.llama_tools import LlamaTools, llama_tools
+from edge_runtime.bench.measure.llama_tools import BENCH, SPECULATIVE, LlamaTools, llama_tools
 from edge_runtime.bench.measure.prompts import PreparedPrompt, prepare, shipped_prompts
+from edge_runtime.bench.measure.records import read_records
 from edge_runtime.bench.measure.runners import EdgeRunner, Place
 from edge_runtime.bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
+from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.session.open import open_session
+from phones import Desk
+from stub_package import stub_package
 
 PROMPT = PreparedPrompt(domain="d", number=0, ids=(1, 2, 3), text="a text")
 PLACE = Place(part="domains", domain="d", prompt=0, repeat=0)
@@ -114,6 +122,69 @@ def test_the_real_tools_on_the_reference_pair(exported_pair, probe_memory):
             assert abs(run.accepted / run.drafted - mine.accepted / mine.drafted) < 0.35
         assert side.run(PEER_PLAIN, prompts[0], 16, PLACE).tokens == 16
         assert side.run(Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT), prompts[0], 16, PLACE).drafted > 0
+
+
+WHAT = [
+    "--domains",
+    "code",
+    "--lengths",
+    "2",
+    "--policies",
+    "none",
+    "--repeats",
+    "1",
+    "--max-tokens",
+    "8",
+    "--contexts",
+    "none",
+    "--warm-up",
+    "0",
+    "--threads",
+    "1",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.peer
+def test_a_phone_measures_the_tools_of_its_package(
+    desk: Desk, exported_pair: Path, probe_memory: None, tmp_path: Path, monkeypatch
+) -> None:
+    """Package, adb, our edge-bench on the phone and llama.cpp's tools are real; the phone is a folder of this machine."""
+    folder = os.environ.get("EDGE_MTP_LLAMA_CPP_BIN")
+    if not folder:
+        pytest.skip("needs llama.cpp's tools (EDGE_MTP_LLAMA_CPP_BIN names their folder)")
+    monkeypatch.setattr(remote_run, "POLL_SECONDS", 1.0)
+    package, phone = stub_package(tmp_path / "package", real=True), desk.phone()
+    (package / "tools").mkdir()
+    for name in (SPECULATIVE, BENCH):
+        (package / "tools" / name).write_text(f'#!/bin/sh\nexec "{Path(folder).resolve() / name}" "$@"\n')
+        (package / "tools" / name).chmod(0o755)
+    where = ("--adb", phone.serial, "--package", package, "--results", tmp_path / "results", "--device-folder", tmp_path / "device")
+    result = bench(exported_pair, *WHAT, "--drafters", "dense", *where, "--against", "llama.cpp=package")
+    print(result.output)
+    assert result.exit_code == 0, result.output
+    runs = read_records(next((tmp_path / "results").rglob("runs.jsonl"))).runs
+    labels = {run.variant.label for run in runs}
+    assert {"plain", "dense 2", "llama.cpp plain", "llama.cpp 2"} <= labels
+    theirs = [run for run in runs if run.variant.side == LLAMA_CPP]
+    assert all(run.tokens >= 8 and run.seconds > 0 for run in theirs)
+    assert any(run.drafted >= run.accepted > 0 for run in theirs)
+    assert "Ours over llama.cpp's own" in result.output
+    desk.adb("disconnect", phone.serial)
+    phone.close()
+
+
+def test_tools_run_where_the_library_is_not_installed(tools, exported_pair, monkeypatch):
+    """As in a device package for onnxruntime alone."""
+    side = tools()
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    monkeypatch.setattr(module, "probe_load_options", None)
+    bundle = open_bundle(exported_pair)
+    session: Any = SimpleNamespace(bundle=bundle, target=SimpleNamespace(context=256))
+    found = llama_tools(session, side.tools, 1)
+    assert (found.repack, found.context) == (True, 256)
+    assert found.target.is_file()
+    assert found.drafter.is_file()
 
 
 def test_a_bundle_without_gguf_files_cannot_be_held_against_llama_cpp(onnx_pair: Callable[[str], Path], tmp_path: Path) -> None:

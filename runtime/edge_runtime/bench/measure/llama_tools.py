@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from edge_runtime.bench.measure.prompts import PreparedPrompt
@@ -111,11 +112,12 @@ class LlamaTools:
 
 
 def llama_tools(session: Session, tools: Path, threads: int) -> LlamaTools:
-    """Returns the tools for the session's model files."""
+    """Returns the tools for the session's model files. A package for onnxruntime alone has them too, and no library to try first."""
     bundle = session.bundle
     files = bundle.file("target", "gguf"), bundle.file("drafter", "gguf")
     target, drafter = (bundle.folder / file.path for file in files)
-    answer = probe_load_options(target, drafter, [file.quantization or "unknown" for file in files], notify=lambda _: None)
-    return LlamaTools(
-        tools=tools, target=target, drafter=drafter, context=session.target.context, threads=threads, repack=answer.use_extra_bufts
-    )
+    repack = True
+    if find_spec("llama_cpp") is not None:
+        quantizations = [file.quantization or "unknown" for file in files]
+        repack = probe_load_options(target, drafter, quantizations, notify=lambda _: None).use_extra_bufts
+    return LlamaTools(tools=tools, target=target, drafter=drafter, context=session.target.context, threads=threads, repack=repack)

@@ -1,0 +1,98 @@
+"""The take-home kit, whole: `edge-bench contribute` on an emulated Pi and phone with the real device package, and `pool` of both records.
+
+Real are the package (its own Python, edge-bench and backend, run by qemu), adb and ssh, and the protocol with its windows. Played are the
+meters: they show the watts that the device's programs take in a model (device_power.py), whose truth the figures are compared with.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from click.testing import CliRunner, Result
+
+from device_power import DevicePower, pmic, rails
+from edge_devices.energy.run_log import read_log
+from edge_devices.energy.windows import measure_window
+from edge_runtime.bench import cli
+from edge_runtime.bench.contribution.record import check_record
+from edge_runtime.bench.contribution.rules import invalid
+from edge_runtime.bench.devices import remote_run
+from fake_phone import PI, FakePhone
+from phones import Desk
+from ssh_host import SshHost
+
+if shutil.which("qemu-aarch64-static") is None:
+    pytest.skip("needs qemu-aarch64-static (apt install qemu-user-static)", allow_module_level=True)
+PACKAGES = os.environ.get("EDGE_MTP_KIT_PACKAGES", "")
+if not PACKAGES:
+    pytest.skip("takes ten minutes: EDGE_MTP_KIT_PACKAGES names a folder with linux-arm64 and android-arm64", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+# Small enough for an emulator: one prompt, few tokens; the protocol's windows stay as they are.
+SMALL = ("--domains", "code", "--per-domain", "1", "--max-tokens", "16", "--threads", "1", "--context", "256", "--minutes", "5")
+
+
+def bench(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "130"})
+    print(f"$ edge-bench {' '.join(map(str, arguments))}\n{result.output}")
+    return result
+
+
+@contextmanager
+def a_pi(folder: Path) -> Iterator[tuple[DevicePower, tuple[str, ...]]]:
+    """A Raspberry Pi 5 behind a real sshd: its power, and the options that reach it."""
+    pi = FakePhone(folder / "disk", cpu="cortex-a76", pi=PI)
+    shell = Path(__file__).parent / "support/pi_shell.py"
+    power = DevicePower(pi, pmic(pi), idle_watts=2.7, core_watts=1.4)
+    host = SshHost(folder / "ssh", command=f"{sys.executable} {shell} {pi.root} cortex-a76")
+    try:
+        yield power, ("--ssh", "pi", "--ssh-config", str(host.config))
+    finally:
+        host.stop()
+        power.close()
+        pi.close()
+
+
+@contextmanager
+def a_phone(desk: Desk) -> Iterator[tuple[DevicePower, tuple[str, ...]]]:
+    """A phone with rail monitors behind the real adb client: its power, and the options that reach it."""
+    daemon = desk.phone(cpu="cortex-a76")
+    power = DevicePower(daemon.phone, rails(daemon.phone), idle_watts=0.9, core_watts=1.1)
+    try:
+        yield power, ("--adb", daemon.serial)
+    finally:
+        power.close()
+        desk.adb("disconnect", daemon.serial)
+        daemon.close()
+
+
+@pytest.mark.parametrize(("platform", "scope"), [("linux-arm64", "board_sensed"), ("android-arm64", "rails")])
+def test_a_record_is_brought_home(
+    platform: str, scope: str, onnx_pair: Callable[[str], Path], desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_run, "POLL_SECONDS", 2.0)
+    record, results = tmp_path / "record.json", tmp_path / "results"
+    with a_pi(tmp_path) if platform == "linux-arm64" else a_phone(desk) as (power, reach):
+        folders = ("--package", Path(PACKAGES) / platform, "--results", results, "--device-folder", tmp_path / "device")
+        made = bench(onnx_pair("int4"), "--contribute", record, *reach, *folders, *SMALL)
+    assert made.exit_code == 0, made.output
+    bench("pool", record)
+    checked = check_record(record, record.read_bytes())
+    assert checked.report.scope == scope
+    # An emulator is as fast as the machine below it, which may be busy with other things.
+    assert [reason for reason in invalid(checked) if "not steady" not in reason] == []
+    assert {variant.name for variant in checked.report.variants} >= {"plain"}
+    log = read_log(next(results.rglob("energy.jsonl")))
+    shares = []
+    for run in log.runs:
+        window = measure_window(log.trace, run.start_s, run.end_s, log.characteristics)
+        shares.append(window.watts / power.mean_watts(run.start_s, run.end_s))
+        print(f"{run.variant}: {window.watts:.3f} W, {shares[-1]:.4f} of the truth, {run.emitted_tokens / run.seconds:.1f} tok/s")
+    assert abs(fmean(shares) - 1) < 0.03
