@@ -38,7 +38,6 @@ class DevicePower:
         self._device, self._show, self._idle, self._core = device, show, idle_watts, core_watts
         self.joules, self._busy_s = 0.0, 0.0
         self._known: dict[int, float] = {}
-        self._history: list[tuple[float, float]] = []
         self._ended, self._random = threading.Event(), random.Random(1)
         pressure = device.root / "proc/pressure"
         pressure.mkdir()
@@ -51,12 +50,6 @@ class DevicePower:
         """Stops."""
         self._ended.set()
         self._thread.join()
-
-    def mean_watts(self, start_s: float, end_s: float) -> float:
-        """Returns the true mean power between two times of `time.monotonic`, which devices share with this machine."""
-        inside = [one for one in self._history if start_s <= one[0] <= end_s]
-        (begin, first), (end, last) = inside[0], inside[-1]
-        return (last - first) / (end - begin)
 
     def _run(self) -> None:
         last = searched = time.monotonic()
@@ -77,7 +70,6 @@ class DevicePower:
         self._busy_s += used
         watts = (self._idle + (self._core * used / seconds if seconds else 0.0)) * self._random.gauss(1.0, RIPPLE)
         self.joules += watts * seconds
-        self._history.append((time.monotonic(), self.joules))
         self._show(self.joules, watts)
         ticks = round(self._busy_s * TICKS)
         lines = [f"cpu  {ticks} 0 0 0 0 0 0 0 0 0", *(f"cpu{n} {ticks // PROCESSORS} 0 0 0 0 0 0 0 0 0" for n in range(PROCESSORS))]
