@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import hashlib
 import importlib.abc
 import importlib.util
 import io
@@ -239,12 +240,15 @@ def run_tests(tests: Sequence[str], cpu_seconds: float, hook: _Hook | None) -> O
     return Outcome(passed=code == 0, too_long=code in (-signal.SIGALRM, -signal.SIGPROF), cpu_seconds=used.ru_utime + used.ru_stime)
 
 
-def survivors_in(path: Path, module: str) -> tuple[set[tuple[int, int]], int]:
-    """Returns the survivors of a module in the last line about it of an output file, and how many mutants were killed then."""
+def survivors_in(path: Path, module: str, digest: str) -> tuple[set[tuple[int, int]], int]:
+    """Returns the survivors of a module in the last line about it of an output file, and how many mutants were killed then.
+
+    Raises ClickException where the module's source had another `digest`: places of mutants are those of one source.
+    """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = [line for line in lines if line["module"] == module]
+    found = [line for line in lines if (line["module"], line.get("source_sha256")) == (module, digest)]
     if not found:
-        raise click.ClickException(f"{path} has no line about {module}; leave out --again for it")
+        raise click.ClickException(f"{path} has no line about {module} as it is now; leave out --again for it")
     return {(one["node"], one["change"]) for one in found[-1]["survivors"]}, found[-1]["killed"]
 
 
@@ -253,11 +257,12 @@ def check(name: str, sample: int | None, seed: int, again: Path | None, on_survi
     module, tests = MODULES[name]
     path = Path(str(importlib.util.find_spec(module).origin))  # type: ignore[union-attr]
     source = path.read_text(encoding="utf-8")
+    digest = hashlib.sha256(source.encode()).hexdigest()
     every = mutants_of(source)
     chosen = every if sample is None or sample >= len(every) else random.Random(seed).sample(every, sample)
     before = 0
     if again is not None:
-        left, before = survivors_in(again, module)
+        left, before = survivors_in(again, module, digest)
         chosen = [one for one in every if (one.node, one.change) in left]
     _warm_up(tests)
     unchanged = run_tests(tests, 600, None)
@@ -274,8 +279,8 @@ def check(name: str, sample: int | None, seed: int, again: Path | None, on_survi
     tried = before + len(chosen)
     killed = tried - len(survivors)
     return {
-        "module": module, "mutants": len(every), "tried": tried, "killed": killed, "score": round(killed / max(1, tried), 3),
-        "too_long": too_long, "survivors": [asdict(one) for one in survivors],
+        "module": module, "source_sha256": digest, "mutants": len(every), "tried": tried, "killed": killed,
+        "score": round(killed / max(1, tried), 3), "too_long": too_long, "survivors": [asdict(one) for one in survivors],
     }  # fmt: skip
 
 
