@@ -304,7 +304,7 @@ def main(names: tuple[str, ...], sample: int | None, seed: int, again: Path | No
     import yaml  # noqa: F401
 
     # The same examples for every mutant and in every run.
-    hypothesis.settings.register_profile("mutants", database=None, derandomize=True)
+    hypothesis.settings.register_profile("mutants", database=None, deadline=None, derandomize=True)
     hypothesis.settings.load_profile("mutants")
 
     for name in MODULES if "all" in names else names:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_devices.errors import LinkError, TransportError
@@ -52,6 +52,7 @@ def test_anything_else_is_none(text: str) -> None:
 
 
 @given(output=st.binary(max_size=40), code=st.integers(0, 255), errors=st.text(st.characters(codec="utf-8"), max_size=10))
+@settings(deadline=None)
 def test_output_code_and_collected_errors_come_apart(output: bytes, code: int, errors: str) -> None:
     """The marker is random, so no output holds it; were it there, the last one counts."""
     whole = output + b"[mark]" + str(code).encode() + b"\n"
