@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 import edge_devices  # noqa: F401  # switches telemetry off before a test imports onnxruntime
@@ -15,6 +16,10 @@ import phones
 import ssh_host
 from edge_devices.machine import load
 from silent import Silent
+
+# No test is timed: on a busy machine an example may wait for its turn.
+hypothesis.settings.register_profile("clockless", parent=hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("clockless")
 
 PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pair"
 
