@@ -1,4 +1,5 @@
-"""Compares 4-bit quantizations of a target by the error of its outputs: llama.cpp's types and ours, with and without importance.
+"""Compares 4-bit quantizations of a target by the error of its outputs: llama.cpp's types and ours, as they are, with errors weighed by
+importance, and compensated besides (what --calibrate does).
 
     python scripts/benchmarks/bench_quantizers.py --json quantizers.json
 
@@ -14,7 +15,7 @@ import re
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ from edge_export.onnx.weight_formats import table_format, weight_format
 from edge_export.parity.divergence import divergence
 from edge_export.parity.reference import load_reference
 from edge_export.quantization.calibration import CalibrationRequest, calibrate
+from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance, fitted
 from edge_export.quantization.llama_quantize import quantize_gguf
+from edge_export.quantization.moments import SecondMoments
 
 Weights = dict[str, NDArray[np.float32]]
 TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
@@ -125,23 +128,27 @@ def losses(
     """Yields what every way loses."""
     plain = folder / "plain.gguf"
     write_gguf(checkpoint, plain, "f32", lambda _: None)
+    weighed = replace(importance, moments=None)
+    ways = {"": None, ", importance": weighed, ", compensated": importance}
     for kind in GGUF_TYPES:
-        for given in (None, importance):
-            say(way := f"GGUF {kind}{', importance' if given else ''}")
+        for name, given in ways.items():
+            say(way := f"GGUF {kind}{name}")
             quantize_gguf(plain, folder / "made.gguf", kind, threads, importance=given)
+            if given is importance:
+                compensate_gguf(folder / "made.gguf", checkpoint, importance)
             weights, bits = read_weights(folder / "made.gguf", target.weights)
             yield target.loss(way, weights, bits)
     for block in BLOCKS:
         for symmetric in (True, False):
-            for method, used in (("rtn", None), ("search", None), ("search", importance)):
+            for method, used in (("rtn", None), ("search", None), ("search", weighed)):
                 zeros = "symmetric" if symmetric else "zero points"
                 say(way := f"nbits {block} {zeros}, {method}{', importance' if used else ''}")
                 spec = WeightSpec(bits=4, block=block, method=method, symmetric=symmetric)  # type: ignore[arg-type]
                 weights, bits = rounded(target.weights, spec, used)
                 yield target.loss(way, weights, bits)
     for name, request in EXPORTS.items():
-        for given in (None, importance):
-            say(way := f"{name}{', importance' if given else ''}")
+        for how, given in ways.items():
+            say(way := f"{name}{how}")
             weights, bits = exported(target.weights, request, given)
             yield target.loss(way, weights, bits)
 
@@ -182,7 +189,8 @@ def quantized(weights: Weights, spec_of: Callable[[str, int], WeightSpec], impor
     made, stored = {}, 0
     for name, values in weights.items():
         given = importance.values.get(name) if importance else None
-        packed = quantize_matrix(values, spec_of(name, values.shape[1]), None if given is None else given[0])
+        factor = importance.moments.factor(name) if importance and importance.moments else None
+        packed = quantize_matrix(values, spec_of(name, values.shape[1]), None if given is None else given[0], factor)
         made[name] = dequantize(packed)
         stored += packed.packed.nbytes + packed.scales.nbytes + (0 if packed.zero_points is None else packed.zero_points.nbytes)
     return made, 8 * stored / sum(values.size for values in weights.values())
@@ -197,9 +205,9 @@ def standard_library(without: list[str]) -> str:
     return "".join(text[:each] for text in texts)
 
 
-def measured_importance(folder: Path, text: Path, checkpoint: Checkpoint, threads: int) -> Importance:
-    """Importance of the target's channels on this text."""
-    model = checkpoint.architecture
+def measured_importance(folder: Path, text: Path, checkpoint: Checkpoint, scratch: Path, threads: int) -> Importance:
+    """Importance of the target's channels on this text, with second moments in the folder `scratch`."""
+    model, moments = checkpoint.architecture, SecondMoments(scratch)
     request = CalibrationRequest(
         target_folder=folder,
         drafter_folder=None,
@@ -209,9 +217,10 @@ def measured_importance(folder: Path, text: Path, checkpoint: Checkpoint, thread
         window=model.window,
         context=model.context,
         threads=threads,
+        moments={"target": moments},
     )
     made = calibrate(request)
-    return fitted(made.target, checkpoint, made.source)
+    return replace(fitted(made.target, checkpoint, made.source), moments=moments)
 
 
 def report(found: list[Loss]) -> str:
@@ -252,7 +261,7 @@ def main(
             text = Path(name) / "standard-library.txt"
             text.write_text(standard_library(prompts), encoding="utf-8")
         say(f"calibrating on {text}")
-        importance = measured_importance(folder, text, checkpoint, threads)
+        importance = measured_importance(folder, text, checkpoint, Path(name) / "moments", threads)
         say(f"running {len(prompts)} prompts")
         model = Target(folder, prompts, continuation)
         found = list(losses(model, checkpoint, importance, Path(name), threads, say))

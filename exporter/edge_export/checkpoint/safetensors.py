@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,6 +30,8 @@ _LARGEST_SIZE = 1 << 40
 _LARGEST_OFFSET = 1 << 60
 # Elements per piece: 16 MiB once they are float32.
 CHUNK_ELEMENTS = 4 << 20
+# Elements per piece of complete rows.
+_PIECE_ELEMENTS = 2 << 20
 ITEM_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -286,3 +288,15 @@ def _to_float16(values: NDArray[np.float32], tensor: StoredTensor) -> NDArray[np
         largest = float(np.abs(values).max())
         raise CheckpointError(f"{tensor.path}: tensor {tensor.name!r} holds {largest:g}, beyond float16; export with bf16 or f32 weights")
     return halves
+
+
+def row_pieces(chunks: Iterable[NDArray[np.float32]], columns: int) -> Iterator[NDArray[np.float32]]:
+    """Regroups flat chunks, which end anywhere, into pieces of complete rows [n, columns]."""
+    rows = max(1, _PIECE_ELEMENTS // columns)
+    left = np.empty(0, np.float32)
+    for chunk in chunks:
+        left = np.concatenate([left, chunk])
+        complete = len(left) // columns * columns
+        for begin in range(0, complete, rows * columns):
+            yield left[begin : min(begin + rows * columns, complete)].reshape(-1, columns)
+        left = left[complete:]

@@ -87,7 +87,7 @@ export_options = option_group(
             "--calibrate",
             type=_PATH,
             metavar="TEXT",
-            help="Compute importance matrices for the quantization by running the pair in transformers on this text file:"
+            help="Weigh and compensate the errors of quantization by running the pair in transformers on this text file:"
             " a few hundred kB of the kind of text that the model will read.",
         ),
         click.option("--save-imatrix", type=_PATH, metavar="FOLDER", help="Save the matrices of --calibrate here, in llama.cpp's format."),

@@ -6,7 +6,7 @@ filled up; two 4-bit levels share a byte, the first in the low half; zero points
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from edge_export.checkpoint.published.grid import BLOCK, find_grid
 from edge_export.errors import ExportError
 from edge_export.onnx.block_search import Levels, round_to_nearest, search
+from edge_export.quantization.compensation import Factor, Rounded, compensated
 
 Method = Literal["rtn", "search"]
 BITS, BLOCKS, METHODS = (4, 8), (32, 64, 128), get_args(Method)
@@ -22,6 +23,7 @@ BITS, BLOCKS, METHODS = (4, 8), (32, 64, 128), get_args(Method)
 _PIECE = 1 << 16
 # Least importance: channels that the calibration text never used must keep sensible weights too.
 _LEAST_IMPORTANCE = 1e-6
+_TOP_OF_4_BITS = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,12 @@ class PackedMatrix:
     columns: int
 
 
-def quantize_matrix(weight: NDArray[np.float32], spec: WeightSpec, importance: NDArray[np.float32] | None = None) -> PackedMatrix:
+def quantize_matrix(
+    weight: NDArray[np.float32], spec: WeightSpec, importance: NDArray[np.float32] | None = None, factor: Factor | None = None
+) -> PackedMatrix:
     """Quantizes weight [N, K]; `importance` [K] says how much an error in each column counts (the mean square of its input).
 
+    With `factor`, the second moments of the inputs, levels of 4 bits compensate each other's errors; with 8 bits little is left to gain.
     Rows do not depend on each other, so a large matrix may come in pieces. Round to nearest takes no account of importance.
     Raises ExportError if a weight is not finite, or an importance is negative, not finite, or not one per column.
     """
@@ -81,7 +86,38 @@ def quantize_matrix(weight: NDArray[np.float32], spec: WeightSpec, importance: N
         packed[here] = _pack(found.levels.T, spec.bits).reshape(len(piece), blocks, -1)
         scales[here], zeros[here] = found.scales.reshape(-1, blocks), found.zeros.reshape(-1, blocks)
     zero_points = None if spec.symmetric else _pack(_even(zeros, spec.bits), spec.bits)
-    return PackedMatrix(packed=packed, scales=scales, zero_points=zero_points, spec=spec, columns=columns)
+    made = PackedMatrix(packed=packed, scales=scales, zero_points=zero_points, spec=spec, columns=columns)
+    if factor is None or spec.bits != 4:
+        return made
+    return _compensated(weight, made, _block_importance(importance, columns, spec.block), factor)
+
+
+def _compensated(weight: NDArray[np.float32], plain: PackedMatrix, importance: NDArray[np.float32], factor: Factor) -> PackedMatrix:
+    """A matrix in 4 bits that loses less; `importance` [block, blocks] weighs the errors of a block for its scale."""
+    spec, (rows, blocks) = plain.spec, plain.scales.shape
+    levels = _unpack(plain.packed, 4)
+    zeros = np.full((rows, blocks), 8, np.uint8) if plain.zero_points is None else _unpack(plain.zero_points, 4)[:, :blocks]
+
+    def grid_of(block: int, weights: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        counts = np.broadcast_to(importance[: len(weights), block, None], weights.shape)
+        found = search(weights, counts, 4, spec.symmetric)
+        return found.scales, found.zeros * -found.scales
+
+    flat = levels.reshape(rows, -1)
+    rounded = Rounded(
+        levels=flat[:, : plain.columns], scales=plain.scales, offsets=zeros * -plain.scales, group=spec.block, top=_TOP_OF_4_BITS
+    )
+    made = compensated(weight, rounded, factor, grid_of)
+    flat[:, : plain.columns] = made.levels
+    if plain.zero_points is not None:
+        found = np.divide(-made.offsets, made.scales, out=np.zeros_like(made.scales), where=made.scales != 0)
+        zeros = np.rint(found).astype(np.uint8)
+    return replace(
+        plain,
+        packed=_pack(flat.reshape(levels.shape), 4),
+        scales=np.ascontiguousarray(made.scales),
+        zero_points=None if plain.zero_points is None else _pack(_even(zeros, 4), 4),
+    )
 
 
 def dequantize(matrix: PackedMatrix) -> NDArray[np.float32]:

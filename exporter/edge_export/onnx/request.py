@@ -66,9 +66,10 @@ class OnnxRequest:
         return weights == "int4" and self.block is None and self.device is None
 
     @property
-    def importance_roles(self) -> set[str]:
-        """The roles whose quantization takes account of importance."""
-        return {role for role, weights in (("target", self.target), ("drafter", self.drafter)) if weights in ("int8", "int4")}
+    def importance_roles(self) -> dict[str, bool]:
+        """The roles whose quantization takes account of importance, and whether its errors are compensated: 4 bits gain by that."""
+        roles = (("target", self.target), ("drafter", self.drafter))
+        return {role: weights == "int4" for role, weights in roles if weights in ("int8", "int4")}
 
 
 def expected_onnx_bytes(weight_count: int, weights: OnnxWeights) -> int:

@@ -12,17 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.safetensors import StoredTensor, read_codes, read_float_chunks, read_values
+from edge_export.checkpoint.safetensors import StoredTensor, read_codes, read_float_chunks, read_values, row_pieces
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import WeightSpec, quantize_matrix
-from edge_export.quantization.importance import Importance
+from edge_export.quantization.importance import Importance, Weighing
 
 ValueType = Literal["f32", "f16", "u8", "i32", "i8", "i4"]
 VALUE_BITS: dict[ValueType, int] = {"f32": 32, "f16": 16, "u8": 8, "i32": 32, "i8": 8, "i4": 4}
 # Large tensors begin on a page, so that they can be mapped.
 _PAGE, _LINE = 4096, 64
-# Rows are quantized in pieces of about this many weights.
-_PIECE_WEIGHTS = 2 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +141,8 @@ class WeightFile:
             wanted: Literal["f32", "f16"] = "f16" if format.kind == "f16" else "f32"
             return self._plain((piece for tensor in tensors for piece in read_float_chunks(tensor, wanted)), rows, columns, format)
         pieces = (
-            (piece, self._weight_of(name))
-            for name, tensor in zip(names, tensors, strict=True)
+            (piece, weighing)
+            for weighing, tensor in ((self._weighing(name, tensor), tensor) for name, tensor in zip(names, tensors, strict=True))
             for piece in row_pieces(read_float_chunks(tensor, "f32"), columns)
         )
         return self._blocks(pieces, rows, columns, format)
@@ -191,19 +189,22 @@ class WeightFile:
         if format.kind != "blocks":
             kind = np.float16 if format.kind == "f16" else np.float32
             return self._plain((piece.astype(kind, copy=False) for piece in pieces), rows, columns, format)
-        return self._blocks(((piece, self._weight_of(name, index)) for piece in pieces), rows, columns, format)
+        weighing = self._weighing(name, index=index)
+        return self._blocks(((piece, weighing) for piece in pieces), rows, columns, format)
 
-    def _weight_of(self, name: str, index: int = 0) -> NDArray[np.float32] | None:
-        found = self._importance.of(name) if self._importance is not None else None
-        return None if found is None else found[index]
+    def _weighing(self, name: str, tensor: StoredTensor | None = None, index: int = 0) -> Weighing:
+        """How the errors of a tensor count, or of one of the matrices in it; without the tensor they are not compensated."""
+        if self._importance is None:
+            return Weighing()
+        channels = self._importance.of(name)
+        factor = None if tensor is None else self._importance.factor(name, tensor)
+        return Weighing(channels=None if channels is None else channels[index], factor=factor)
 
     def _plain(self, pieces: Iterator[NDArray[Any]], rows: int, columns: int, format: WeightFormat) -> Matrix:
         stored = self.pieces(pieces, "f16" if format.kind == "f16" else "f32", (rows, columns))
         return Matrix(rows=rows, columns=columns, format=format, values=stored)
 
-    def _blocks(
-        self, pieces: Iterable[tuple[NDArray[np.float32], NDArray[np.float32] | None]], rows: int, columns: int, format: WeightFormat
-    ) -> Matrix:
+    def _blocks(self, pieces: Iterable[tuple[NDArray[np.float32], Weighing]], rows: int, columns: int, format: WeightFormat) -> Matrix:
         spec = format.spec
         assert spec is not None
         blocks = columns // spec.block
@@ -211,8 +212,8 @@ class WeightFile:
         values = self._reserve("u8", (rows, blocks, spec.block * spec.bits // 8))
         zero_points: Stored | None = None
         at = [0, 0, 0]
-        for piece, importance in pieces:
-            packed = quantize_matrix(piece, spec, importance)
+        for piece, weighing in pieces:
+            packed = quantize_matrix(piece, spec, weighing.channels, weighing.factor)
             at[0] += self._write(scales, at[0], packed.scales)
             at[1] += self._write(values, at[1], packed.packed)
             if packed.zero_points is not None:
@@ -238,15 +239,3 @@ class WeightFile:
         self._file.write(data)
         self._progress(len(data))
         return len(data)
-
-
-def row_pieces(chunks: Iterable[NDArray[np.float32]], columns: int) -> Iterator[NDArray[np.float32]]:
-    """Regroups flat chunks, which end anywhere, into pieces of complete rows [n, columns]."""
-    rows = max(1, _PIECE_WEIGHTS // columns)
-    left = np.empty(0, np.float32)
-    for chunk in chunks:
-        left = np.concatenate([left, chunk])
-        complete = len(left) // columns * columns
-        for begin in range(0, complete, rows * columns):
-            yield left[begin : min(begin + rows * columns, complete)].reshape(-1, columns)
-        left = left[complete:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -90,9 +91,10 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
         gguf = plan_pair(request, job.pair, split=job.split, folder=folder) if request.gguf else None
         if request.onnx is not None:
             check_onnx_space(job.pair, request.onnx, folder)
-        importance = _importance(job, gguf, progress)
-        onnx, onnx_figures = _make_onnx(job, importance, folder, progress)
-        gguf_parts, gguf_figures = make_gguf(gguf, request, importance, progress) if gguf is not None else ([], {})
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            importance = _importance(job, gguf, Path(scratch), progress)
+            onnx, onnx_figures = _make_onnx(job, importance, folder, progress)
+            gguf_parts, gguf_figures = make_gguf(gguf, request, importance, progress) if gguf is not None else ([], {})
         parts = [*gguf_parts, *(onnx.parts if onnx is not None else ()), *copy_texts(job.pair[0], folder, progress)]
         manifest = _manifest(job, parts, onnx, parity=gguf_figures | onnx_figures, importance=importance, folder=folder, progress=progress)
         (folder / MANIFEST_NAME).write_bytes(manifest.to_json().encode())
@@ -156,16 +158,20 @@ def _open_job(request: ExportRequest, progress: Progress) -> _Job:
     )
 
 
-def _importance(job: _Job, gguf: GgufPair | None, progress: Progress) -> dict[str, Importance]:
+def _importance(job: _Job, gguf: GgufPair | None, scratch: Path, progress: Progress) -> dict[str, Importance]:
+    """The importance by role; `scratch` gets second moments."""
     sources, onnx = job.request.importance, job.request.onnx
     if not sources.given:
         return {}
     text = sources.calibrate
     title = f"Calibrate on {text.name}" if text else "Read the importance matrix"
     progress.step(title, text.stat().st_size if text and text.is_file() else None)
-    roles = (gguf.importance_roles if gguf is not None else set()) | (onnx.importance_roles if onnx is not None else set())
+    roles = dict(onnx.importance_roles) if onnx is not None else {}
+    # llama.cpp's types that take account of importance all gain by compensation.
+    roles |= dict.fromkeys(gguf.importance_roles, True) if gguf is not None else {}
     models = {part.role: part for part in job.pair}
-    return importance_of_pair(sources, models, sorted(roles), job.request.thread_count, progress.advance)
+    threads = job.request.thread_count
+    return importance_of_pair(sources, models, roles, scratch=scratch, threads=threads, progress=progress.advance)
 
 
 def _make_onnx(job: _Job, importance: dict[str, Importance], folder: Path, progress: Progress) -> tuple[OnnxFiles | None, dict[str, Any]]:

@@ -20,6 +20,7 @@ from edge_export.output.bundle_part import BundlePart
 from edge_export.parity.gguf import ParityRequest, measure_parity
 from edge_export.pipeline.bundle_files import copy_file
 from edge_export.pipeline.request import ExportRequest, Progress
+from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.llama_quantize import DIRECT, IMPORTANCE_TYPES, expected_bytes, library_version, quantize_gguf
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
@@ -184,6 +185,9 @@ def _make_model(model: GgufModel, threads: int, importance: Importance | None, p
         total = expected_bytes(source.checkpoint.parameters, model.quantization)
         progress.step(f"Quantize the {source.role} to {model.quantization}", total)
         quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance, importance)
+        if importance is not None and importance.moments is not None:
+            progress.step(f"Compensate the {source.role}'s rounding errors", model.exported.stat().st_size)
+            compensate_gguf(model.exported, source.checkpoint, importance, progress.advance)
 
 
 def _make_split(drafter: GgufModel, progress: Progress) -> list[BundlePart]:

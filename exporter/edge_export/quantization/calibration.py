@@ -1,4 +1,4 @@
-"""Measures importance: runs a pair in transformers on a text and sums the squares of every matrix's inputs.
+"""Measures importance: runs a pair in transformers on a text and sums the squares of every matrix's inputs, or all their products.
 
 With parity/reference.py the only module that imports torch and transformers, and only when it runs them.
 """
@@ -6,9 +6,9 @@ With parity/reference.py the only module that imports torch and transformers, an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from edge_export.errors import ExportError, ParityError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_export.parity.reference import DRAFT_LENGTH, ReferenceRows, Weights, load_reference, why_no_reference
 from edge_export.quantization.importance import ChannelSums
+from edge_export.quantization.moments import MAX_CHANNELS, SecondMoments, shared_name
 from edge_runtime.bundle.manifest import ImportanceSource
 
 MAX_TEXT_BYTES = 64 << 20
@@ -31,12 +32,17 @@ CHUNK = 512
 MAX_CHUNKS = 64
 # Tokens of a chunk from one draft to the next.
 DRAFT_EVERY = 32
+# Second moments that are added up in memory at once; a model with more of them runs on the text several times.
+MOMENT_BYTES = 2 << 30
 _HEAD = "token_embd.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """The pair and the text. Without a drafter folder only the target is measured; window and context are the target's, in tokens."""
+    """The pair and the text. Without a drafter folder only the target is measured; window and context are the target's, in tokens.
+
+    `moments` get the second moments of the inputs of the models that it names, target or drafter.
+    """
 
     target_folder: Path
     drafter_folder: Path | None
@@ -48,6 +54,7 @@ class CalibrationRequest:
     threads: int
     target_weights: Weights | None = None
     drafter_weights: Weights | None = None
+    moments: Mapping[str, SecondMoments] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +101,7 @@ def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lam
     torch.set_num_threads(request.threads)
     try:
         with torch.inference_mode():
-            sums = _run(request, chunks, lambda index: progress(_share(source.bytes, index, len(chunks))))
+            sums = _run(request, chunks, lambda index, parts: progress(_share(source.bytes, index, parts)))
     except ParityError as error:
         raise ExportError(f"calibration failed: {error}") from error
     finally:
@@ -124,27 +131,72 @@ def _chunks(request: CalibrationRequest, text: str) -> list[list[int]]:
     return [[*begin, *tokens[start : start + length]] for start in starts]
 
 
-def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[int], None]) -> tuple[_Sums, _Sums]:
-    import torch
-
+def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[int, int], None]) -> tuple[_Sums, _Sums]:
+    """Runs the pair; `done` gets the number of every piece of work that is done, and how many there are."""
     target, drafter = load_reference(request.target_folder, request.target_weights), None
     if request.drafter_folder is not None:
         drafter = load_reference(request.drafter_folder, request.drafter_weights)
         # The dense head has the same input row as the sparse one.
         drafter.config.use_ordered_embeddings = False
-    sums = _Sums(), _Sums()
-    with _listening(target, sums[0]), _listening(drafter, sums[1]):
-        for index, tokens in enumerate(chunks):
-            output = target(
-                input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=1
-            )
-            rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), request.window - 1)
-            # The head ran on one row only: all logits of a chunk would be hundreds of megabytes.
-            sums[0].add(_HEAD if _tied(target) else "output.weight", rows.hidden)
+    runs = _runs(target, request.moments.get("target"), MOMENT_BYTES)
+    parts = len(runs) * len(chunks)
+    # A drafter is small.
+    sums = _Sums(runs[0]), _Sums(_runs(drafter, request.moments.get("drafter"), None)[0])
+    for index, tokens in enumerate(chunks):
+        with _listening(target, sums[0]), _listening(drafter, sums[1]):
+            rows = _rows(target, tokens, request.window, sums[0])
             if drafter is not None:
                 _draft(drafter, rows, tokens)
-            done(index)
+        done(index, parts)
+    for role, moments in request.moments.items():
+        sums[role == "drafter"].move_moments(moments)
+    for run, names in enumerate(runs[1:], 1):
+        more = _Sums(names)
+        with _listening(target, more):
+            for index, tokens in enumerate(chunks):
+                _rows(target, tokens, request.window, more)
+                done(run * len(chunks) + index, parts)
+        more.move_moments(request.moments["target"])
     return sums
+
+
+def _rows(target: Any, tokens: list[int], window: int, sums: _Sums) -> ReferenceRows:
+    """Runs the target on a piece of text."""
+    import torch
+
+    output = target(
+        input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=1
+    )
+    rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), window - 1)
+    # The head ran on one row only: all logits of a chunk would be hundreds of megabytes.
+    sums.add(_HEAD if _tied(target) else "output.weight", rows.hidden)
+    return rows
+
+
+def _runs(model: Any, moments: SecondMoments | None, most: int | None) -> list[set[str]]:
+    """The matrices whose second moments are added up, in sets that need at most so many bytes at once.
+
+    Raises ExportError if the disk has no room for them.
+    """
+    import torch
+
+    found: list[set[str]] = [set()]
+    used = total = 0
+    for name, module in model.named_modules() if moments is not None else ():
+        if not isinstance(module, torch.nn.Linear) or module.in_features > MAX_CHANNELS:
+            continue
+        short = _HEAD if name == "lm_head" and _tied(model) else gguf_name(_text_name(f"{name}.weight"))
+        if short is None or shared_name(short) != short:
+            continue
+        size = 4 * int(module.in_features) ** 2
+        if most is not None and used + size > most:
+            found.append(set())
+            used = 0
+        found[-1].add(short)
+        used, total = used + size, total + size
+    if moments is not None:
+        moments.check_space(total)
+    return found
 
 
 def _draft(drafter: Any, rows: ReferenceRows, tokens: list[int]) -> None:
@@ -164,9 +216,11 @@ def _draft(drafter: Any, rows: ReferenceRows, tokens: list[int]) -> None:
 
 
 class _Sums:
-    """Adds up the squares of rows, by GGUF tensor name."""
+    """Adds up the squares of rows, by GGUF tensor name, and all products of their channels for the matrices in `wanted`."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Collection[str] = ()) -> None:
+        self._wanted = wanted
+        self._products: dict[str, Any] = {}
         self._sums: dict[str, NDArray[np.float64]] = {}
         self._counts: dict[str, NDArray[np.float64]] = {}
 
@@ -177,10 +231,19 @@ class _Sums:
             self._sums[name], self._counts[name] = np.zeros((experts, flat.shape[1])), np.zeros(experts)
         self._sums[name][expert] += (flat * flat).sum(0).double().numpy()
         self._counts[name][expert] += len(flat)
+        if name in self._wanted:
+            if name not in self._products:
+                self._products[name] = flat.new_zeros(flat.shape[1], flat.shape[1])
+            self._products[name].addmm_(flat.T, flat)
 
     def entries(self) -> dict[str, ChannelSums]:
         """All that was added."""
         return {name: ChannelSums(sums=self._sums[name].reshape(-1), counts=self._counts[name]) for name in self._sums}
+
+    def move_moments(self, moments: SecondMoments) -> None:
+        """Moves the means of the products there."""
+        for name in list(self._products):
+            moments.add(name, (self._products.pop(name) / self._counts[name][0]).numpy())
 
 
 @contextmanager

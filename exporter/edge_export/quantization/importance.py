@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.published.grid import lies_on_grid
 from edge_export.checkpoint.safetensors import StoredTensor
 from edge_export.errors import ExportError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
+from edge_export.quantization.compensation import Factor
+from edge_export.quantization.moments import SecondMoments
 from edge_runtime.bundle.manifest import ImportanceSource
 
 # Least importance: channels that the text never used must keep sensible weights too.
@@ -37,15 +40,36 @@ class ChannelSums:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Weighing:
+    """How the errors of one matrix count: by the importance [K] of its input channels, and compensated by their factored moments."""
+
+    channels: NDArray[np.float32] | None = None
+    factor: Factor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Importance:
-    """Importance of one model's input channels: by GGUF tensor name float32 [matrices, K], one matrix or one per expert; all above 0."""
+    """Importance of one model's input channels: by GGUF tensor name float32 [matrices, K], one matrix or one per expert; all above 0.
+
+    `moments` are there after a calibration, as far as the quantization asked for uses them.
+    """
 
     source: ImportanceSource
     values: dict[str, NDArray[np.float32]]
+    moments: SecondMoments | None = None
 
     def of(self, name: str) -> NDArray[np.float32] | None:
         """Importance [matrices, K] of the tensor with this checkpoint name (model.layers.0...), None if there is none."""
         return self.values.get(gguf_name(name) or "")
+
+    def factor(self, name: str, tensor: StoredTensor) -> Factor | None:
+        """The factored second moments of this tensor's inputs, by its checkpoint name; None if there are none, or its weights lie on a
+        grid already, which quantization has to keep."""
+        short = gguf_name(name)
+        if self.moments is None or short is None:
+            return None
+        found = self.moments.factor(short)
+        return None if found is None or lies_on_grid(tensor) else found
 
 
 def fitted(entries: Mapping[str, ChannelSums], checkpoint: Checkpoint, source: ImportanceSource) -> Importance:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.quantization.imatrix_file import read_imatrix, write_imatrix
 from edge_export.quantization.importance import Importance, fitted
+from edge_export.quantization.moments import SecondMoments
 
 SAVED = {"target": "target.imatrix.gguf", "drafter": "drafter.imatrix.gguf"}
 
@@ -33,12 +34,19 @@ class ImportanceSources:
 
 
 def importance_of_pair(
-    sources: ImportanceSources, models: Mapping[str, ResolvedSource], roles: Collection[str], threads: int, progress: Callable[[int], None]
+    sources: ImportanceSources,
+    models: Mapping[str, ResolvedSource],
+    roles: Mapping[str, bool],
+    *,
+    scratch: Path,
+    threads: int,
+    progress: Callable[[int], None],
 ) -> dict[str, Importance]:
-    """Returns the importance by role, of the roles in `roles` only: those whose quantization uses it.
+    """Returns the importance by role, of the roles in `roles` only: those whose quantization uses it, and whether it uses moments too.
 
-    `models` are target and drafter; `progress` gets the bytes of calibration text done. Raises ExportError if no quantization
-    uses it, or if it does not fit the model.
+    `models` are target and drafter; `scratch` is a folder for the second moments that a calibration computes, and has to stay as long
+    as the importance is used; `progress` gets the bytes of calibration text done. Raises ExportError if no quantization uses it, or if
+    it does not fit the model.
     """
     files = {"target": sources.imatrix, "drafter": sources.drafter_imatrix}
     for role in [role for role, path in files.items() if path is not None and role not in roles]:
@@ -53,8 +61,9 @@ def importance_of_pair(
             entries, source = read_imatrix(path)
             found[role] = fitted(entries, models[role].checkpoint, source)
     if sources.calibrate is not None:
-        made = _calibrated(sources, sources.calibrate, models, "drafter" in roles, threads, progress)
-        found |= {role: made[role] for role in roles}
+        moments = {role: SecondMoments(scratch / role) for role, used in roles.items() if used}
+        made = _calibrated(sources, sources.calibrate, models, roles, moments, threads=threads, progress=progress)
+        found |= {role: replace(made[role], moments=moments.get(role)) for role in roles}
     return found
 
 
@@ -62,7 +71,9 @@ def _calibrated(
     sources: ImportanceSources,
     text: Path,
     models: Mapping[str, ResolvedSource],
-    with_drafter: bool,
+    roles: Collection[str],
+    moments: Mapping[str, SecondMoments],
+    *,
     threads: int,
     progress: Callable[[int], None],
 ) -> dict[str, Importance]:
@@ -72,7 +83,7 @@ def _calibrated(
     target, drafter = models["target"], models["drafter"]
     if target.gguf is not None or target.tokenizer_folder is None:
         raise ExportError(f"calibration runs the target in transformers, and {target.origin} is a GGUF; give its checkpoint")
-    with_drafter = drafter.gguf is None and (with_drafter or sources.save is not None)
+    with_drafter = drafter.gguf is None and ("drafter" in roles or sources.save is not None)
     model = target.checkpoint
     made = calibrate(
         CalibrationRequest(
@@ -86,6 +97,7 @@ def _calibrated(
             threads=threads,
             target_weights=model.weights,
             drafter_weights=drafter.checkpoint.weights if with_drafter else None,
+            moments=moments,
         ),
         progress,
     )

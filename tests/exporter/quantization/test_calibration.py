@@ -27,6 +27,7 @@ from edge_export.quantization.calibration import CalibrationRequest, calibrate, 
 from edge_export.quantization.importance import Importance, fitted
 from edge_export.quantization.importance_sources import SAVED, ImportanceSources
 from edge_export.quantization.llama_quantize import quantize_gguf
+from edge_export.quantization.moments import SecondMoments
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import ImportanceSource
 from silent import Silent
@@ -107,6 +108,39 @@ def test_the_sums_are_those_of_the_inputs(request_for: Callable[[str], Calibrati
     assert np.allclose(second.sums, torch.einsum("te,tei->ei", taken, inner.double() ** 2).reshape(-1).numpy(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("most", [1 << 30, 1])
+def test_moments_are_those_of_the_inputs_in_one_run_or_several(
+    most: int, request_for: Callable[[str], CalibrationRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "MOMENT_BYTES", most)
+    monkeypatch.setattr(calibration, "MAX_CHANNELS", 128)
+    moments = {role: SecondMoments(tmp_path / role) for role in ("target", "drafter")}
+    request, progress = replace(request_for("26b-a4b"), moments=moments), []
+    made = calibrate(request, progress.append)
+    assert sum(progress) == len(TEXT)
+    for role, entries in (("target", made.target), ("drafter", made.drafter)):
+        kept = {path.name.removesuffix(".npy"): np.load(path) for path in (tmp_path / role).iterdir()}
+        assert {"blk.0.attn_q.weight", "blk.1.attn_output.weight", "token_embd.weight"} <= set(kept)
+        assert not [name for name in kept if "exps" in name or "attn_k" in name or "ffn_up" in name or "ffn_gate_inp" in name]
+        for name, products in kept.items():
+            assert len(products) <= 128
+            means = entries[name].sums / entries[name].counts
+            assert np.allclose(np.diag(products), means, rtol=1e-3, atol=1e-6 * means.max())
+            assert np.allclose(products, products.T, atol=1e-5 * means.max())
+            assert np.linalg.eigvalsh(products.astype(np.float64)).min() > -1e-4 * means.max()
+    assert moments["target"].factor("blk.0.attn_v.weight") is moments["target"].factor("blk.0.attn_q.weight")
+    assert moments["target"].factor("blk.0.ffn_gate_up_exps.weight") is None
+
+
+def test_moments_without_room_are_refused(
+    request_for: Callable[[str], CalibrationRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = {"target": SecondMoments(tmp_path / "target")}
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10}))
+    with pytest.raises(ExportError, match=r"calibration keeps \d+ bytes of second moments .*, 10 are free; free some space"):
+        calibrate(replace(request_for("e2b"), moments=moments))
+
+
 def test_texts_that_cannot_be_used(request_for: Callable[[str], CalibrationRequest], text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text.write_text(" \n ")
     with pytest.raises(ExportError, match=r"the calibration text .*text.txt is empty; give text of the kind"):
@@ -145,6 +179,12 @@ def test_llama_cpp_keeps_what_is_important(member_folder: Folders, tmp_path: Pat
     assert np.array_equal(matrix(tmp_path / "blind.gguf", "blk.0.ffn_up.weight"), matrix(tmp_path / "seeing.gguf", "blk.0.ffn_up.weight"))
 
 
+def blocks(path: Path, name: str) -> Any:
+    """The bytes [blocks, 18] of a matrix in q4_0."""
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
+    return np.array(tensor.data).reshape(-1, 18)
+
+
 def matrix(path: Path, name: str) -> Any:
     tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -178,11 +218,14 @@ def test_what_a_text_gave_can_be_saved_and_given_back(
     plain, calibrated, from_files = (open_bundle(tmp_path / name) for name in ("plain", "text", "file"))
     for role in ("target", "drafter"):
         assert plain.file(role).sha256 != calibrated.file(role).sha256
-        assert matrix(calibrated.path(role), "blk.0.attn_q.weight") == pytest.approx(matrix(from_files.path(role), "blk.0.attn_q.weight"))
         assert calibrated.manifest.importance[role].kind == "calibration"
         assert calibrated.manifest.importance[role].tokens == TOKENS
         assert from_files.manifest.importance[role].name == SAVED[role]
     assert plain.manifest.importance == {}
+    # Both have the scales that importance chose; only a text gives the moments by which errors are compensated.
+    one, other = (blocks(bundle.path("target"), "blk.0.attn_q.weight") for bundle in (calibrated, from_files))
+    assert np.array_equal(one[:, :2], other[:, :2])
+    assert not np.array_equal(one[:, 2:], other[:, 2:])
 
 
 def test_importance_that_nothing_would_use_is_refused(

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.safetensors import read_float_chunks
+from edge_export.checkpoint.safetensors import read_float_chunks, row_pieces
 from edge_export.onnx.graph_builder import Graph
-from edge_export.onnx.weights import WeightFile, WeightFormat, row_pieces
+from edge_export.onnx.weights import WeightFile, WeightFormat
 
 EPSILON = 1e-6
 

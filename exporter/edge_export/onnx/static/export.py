@@ -13,7 +13,7 @@ import numpy as np
 
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.safetensors import read_float_chunks
+from edge_export.checkpoint.safetensors import read_float_chunks, row_pieces
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import WeightSpec
@@ -26,7 +26,7 @@ from edge_export.onnx.static.blocks import Shape
 from edge_export.onnx.static.models import store_drafter, store_target, write_drafter_graph, write_target_graph
 from edge_export.onnx.static.weights import ChannelFormat, PlainGraph, PlainWeightFile, Range
 from edge_export.onnx.weight_formats import quantization_name
-from edge_export.onnx.weights import WeightFormat, row_pieces
+from edge_export.onnx.weights import WeightFormat
 from edge_export.output.bundle_part import BundlePart
 from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, RuntimeSettings, StaticGraphs

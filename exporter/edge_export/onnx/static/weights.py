@@ -17,8 +17,9 @@ from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import quantize_matrix, round_rows, unpacked_levels
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.weights import Matrix, Stored, ValueType, WeightFile, WeightFormat
+from edge_export.quantization.importance import Weighing
 
-_Piece = tuple[NDArray[np.float32], NDArray[np.float32] | None]
+_Piece = tuple[NDArray[np.float32], Weighing]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +124,8 @@ class PlainWeightFile(WeightFile):
         scale_view = self._mapped(scales, np.dtype(np.float32), (groups, rows))
         bytes_of = self._mapped(values, np.dtype(np.uint8), (columns, rows * bits // 8))
         at = 0
-        for piece, importance in _even_rows(pieces):
-            levels, factors = _quantized(piece, format, importance)
+        for piece, weighing in _even_rows(pieces):
+            levels, factors = _quantized(piece, format, weighing)
             scale_view[:, at : at + len(piece)] = factors.T
             packed: NDArray[np.uint8] = levels.T.astype(np.int8).view(np.uint8)
             if bits == 4:
@@ -142,12 +143,10 @@ class PlainWeightFile(WeightFile):
         return np.memmap(self.path, kind, "r+", stored.offset, shape)
 
 
-def _quantized(
-    piece: NDArray[np.float32], format: WeightFormat, importance: NDArray[np.float32] | None
-) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
+def _quantized(piece: NDArray[np.float32], format: WeightFormat, weighing: Weighing) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
     """Signed levels [n, columns] and their scales [n, groups]."""
     if format.spec is not None:
-        packed = quantize_matrix(piece, format.spec, importance)
+        packed = quantize_matrix(piece, format.spec, weighing.channels, weighing.factor)
         return unpacked_levels(packed).astype(np.int16) - (1 << (format.spec.bits - 1)), packed.scales
     levels, scales = round_rows(piece)
     return levels.astype(np.int16), scales[:, None]
@@ -167,15 +166,15 @@ def _complete_rows(chunks: Iterable[NDArray[Any]], columns: int) -> Iterator[NDA
 def _even_rows(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
     """The same rows in pieces of an even number of rows; each matrix has an even number, but its pieces may not."""
     left: _Piece | None = None
-    for piece, importance in pieces:
+    for piece, weighing in pieces:
         if left is not None:
-            if left[1] is not importance:
+            if left[1] is not weighing:
                 raise ExportError("matrices of an odd number of rows cannot be stored together in 4 bits; take int8")
             piece, left = np.concatenate([left[0], piece]), None
         even = len(piece) // 2 * 2
         if even < len(piece):
-            left = piece[even:], importance
+            left = piece[even:], weighing
         if even:
-            yield piece[:even], importance
+            yield piece[:even], weighing
     if left is not None:
         yield left
