@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edge_export.checkpoint.published.formats import rounds_activations
 from edge_export.checkpoint.sources import ResolvedSource, planned_pair
 from edge_export.errors import ExportError
 from edge_export.gguf.split_head import can_split, head_bytes
@@ -29,6 +30,12 @@ def planned_manifest(
     Weights are not needed: of a hub repository config.json is fetched, and E2B, E4B, 12B, 26B-A4B and 31B are built in.
     """
     first, second = planned_pair(target, drafter)
+    for source in (first, second):
+        if rounds_activations(source.checkpoint.config) is not None:
+            raise ExportError(
+                f"{source.origin} rounds its activations, which GGUF files cannot, and a plan is about GGUF files;"
+                " plan the -it-qat-q4_0-unquantized checkpoint, or export this one with --format onnx"
+            )
     context = context or min(DEFAULT_CONTEXT, first.checkpoint.architecture.context)
     facts = architecture(first.checkpoint, second.checkpoint, context)
     rows = facts.vocab_size * (facts.hidden_size + facts.layers * (facts.per_layer_size or 0))

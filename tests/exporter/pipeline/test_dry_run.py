@@ -19,7 +19,7 @@ from edge_export.checkpoint.checkpoint import planned_checkpoint
 from edge_export.checkpoint.published import hub
 from edge_export.checkpoint.published.sizes import SIZES, published_config
 from edge_export.cli.command import main
-from edge_export.errors import CheckpointError
+from edge_export.errors import CheckpointError, ExportError
 from edge_export.pipeline.dry_run import planned_manifest
 from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import manifest_plan
@@ -51,6 +51,15 @@ def test_other_sizes_are_unknown() -> None:
     assert published_config("3B", assistant=False) is None
     with pytest.raises(CheckpointError, match="the target 3B does not exist"):
         planned_manifest("3B", "3B")
+
+
+@pytest.mark.parametrize("place", ["target", "text"])
+def test_what_a_gguf_is_refused_for_has_no_plan(place: str, member_folder: Folders, tmp_path: Path) -> None:
+    config = json.loads((member_folder("e2b") / "config.json").read_text())
+    (config if place == "target" else config["text_config"])["quantization_config"] = {"quant_method": "gemma"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ExportError, match=r"rounds its activations, which GGUF files cannot, .*export this one with --format onnx"):
+        planned_manifest(str(tmp_path), "E2B")
 
 
 def test_a_folder_with_config_json_alone_is_planned_like_the_whole(member_folder: Folders, tmp_path: Path) -> None:
