@@ -12,6 +12,8 @@ struct NeonBase {
     static constexpr bool kSigned8 = true;
     using Ints = int32x4_t;
     using Floats = float32x4_t;
+    // One or two rows wait for memory anyway, which the processor fetches ahead by itself.
+    static constexpr bool fetches_ahead(int rows) { return rows > 2; }
     // 32 registers; a line is 4 of them wide.
     static constexpr int vectors(int rows) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
 

@@ -20,9 +20,11 @@ template <class Isa, int kBits, int kRows, int kVectors>
         for (int v = 0; v < kVectors; v++) {
             const uint8_t* line = weights[v] + g * Unit::lines * kLine;
             w[v].load(line);
-            // One or two rows wait for memory anyway, which the processor fetches ahead by itself.
-            if constexpr (kRows > 2)
-                for (int l = 0; l < Unit::lines; l++) __builtin_prefetch(line + l * kLine + kAhead, 0, 3);
+            if constexpr (Isa::fetches_ahead(kRows))
+                for (int l = 0; l < Unit::lines; l++) {
+                    __builtin_prefetch(line + l * kLine + kAhead, 0, 3);
+                    if constexpr (kRows <= kReading) __builtin_prefetch(line + l * kLine + kFarAhead, 0, 2);
+                }
         }
         for (int r = 0; r < kRows; r++) {
             typename Isa::template Inputs<kBits> x;

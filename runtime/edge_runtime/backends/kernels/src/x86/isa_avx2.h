@@ -12,6 +12,7 @@ struct Avx2Base {
     static constexpr bool kSigned8 = false;
     using Ints = __m256i;
     using Floats = __m256;
+    static constexpr bool fetches_ahead(int) { return true; }
     // 16 registers hold sums and results of few rows.
     static constexpr int vectors(int rows) { return rows <= 1 ? 4 : rows <= 2 ? 2 : 1; }
 
