@@ -11,9 +11,9 @@ import click
 from edge_devices.command_line import option_group
 from edge_export.checkpoint.published.hub import with_revision
 from edge_export.checkpoint.published.sizes import published_config
-from edge_export.checkpoint.safetensors import FLOAT_BYTES, FloatType
 from edge_export.checkpoint.shipped.reference_pair import reference_pair
 from edge_export.cli.modes import FirstWord
+from edge_export.gguf.media_encoder import ENCODER_TYPES, EncoderType
 from edge_export.onnx.request import BLOCKS, DEVICE_WEIGHTS, DEVICES, KV_KINDS, ONNX_WEIGHTS, OnnxRequest
 from edge_export.pipeline.gguf_step import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
 from edge_export.pipeline.request import TUNING_MINUTES, Tuning
@@ -24,7 +24,7 @@ from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.config.yaml_file import read_config
 
 _PATH = click.Path(path_type=Path)
-MEDIA_TYPES = tuple(FLOAT_BYTES)
+MEDIA_TYPES = ENCODER_TYPES
 
 export_options = option_group(
     click.argument("target", required=False, type=FirstWord()),
@@ -181,7 +181,7 @@ class ExportOptions:
     shipped: bool
     widened: bool
     phase_power: Path | None
-    media: FloatType | None
+    media: EncoderType | None
     onnx: dict[str, Any]
 
     def check(self, *, planning: bool) -> None:

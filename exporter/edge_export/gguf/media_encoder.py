@@ -30,6 +30,7 @@ from edge_export.checkpoint.media_architecture import (
 )
 from edge_export.checkpoint.safetensors import FLOAT_BYTES, SOURCE_TYPE, FloatType, StoredTensor, read_float_chunks
 from edge_export.errors import CheckpointError
+from edge_export.gguf.library import gguf
 from edge_export.gguf.media_names import encoder_name
 from edge_export.gguf.metadata import Entry
 from edge_export.gguf.writer import FILE_TYPES, GGML_TYPES, GgufPlan, PlannedTensor, RawTensor, header_of
@@ -37,6 +38,10 @@ from edge_runtime.bundle.manifest import MediaInputs, MediaTokens, VisionSize
 
 # Groups of `Checkpoint.left_out`.
 TOWERS = ("vision_tower:", "audio_tower:", "vision_embedder:", "embed_vision:", "embed_audio:")
+EncoderType = FloatType | Literal["q8_0"]
+ENCODER_TYPES: tuple[EncoderType, ...] = ("f32", "f16", "bf16", "q8_0")
+_Q8_0 = gguf.GGMLQuantizationType.Q8_0
+_BLOCK, _BLOCK_BYTES = gguf.GGML_QUANT_SIZES[_Q8_0]
 USE_GELU = "clip.use_gelu"
 _MAX_PROCESSOR_BYTES = 1 << 20
 _EPSILON = 1e-6
@@ -78,7 +83,7 @@ def media_inputs(media: MediaArchitecture) -> MediaInputs:
     return MediaInputs(image=image, audio=audio, bidirectional=media.bidirectional, samples_per_row=raw, vision=size)
 
 
-def plan_encoder(checkpoint: Checkpoint, weight_type: FloatType, *, use_gelu: bool = True) -> GgufPlan:
+def plan_encoder(checkpoint: Checkpoint, weight_type: EncoderType, *, use_gelu: bool = True) -> GgufPlan:
     """Plans the encoder's file. Reads no weights. Raises CheckpointError if the checkpoint has no towers that llama.cpp can run."""
     media = media_architecture(checkpoint)
     tensors = tuple(_planned(tensor, weight_type) for name, tensor in checkpoint.others.items() if encoder_name(name))
@@ -89,9 +94,10 @@ def plan_encoder(checkpoint: Checkpoint, weight_type: FloatType, *, use_gelu: bo
     return GgufPlan(header=header_of("clip", "mmproj", checkpoint, tensors, types=types, entries=entries), tensors=tensors)
 
 
-def _planned(stored: StoredTensor, weight_type: FloatType) -> PlannedTensor | RawTensor:
+def _planned(stored: StoredTensor, weight_type: EncoderType) -> PlannedTensor | RawTensor:
     name, shape = encoder_name(stored.name) or "", stored.shape or (1,)
-    kind: FloatType = weight_type
+    # Rows that are no whole blocks stay in f16 (conversion/base.py).
+    kind: FloatType = "f16" if weight_type == "q8_0" else weight_type
     if len(shape) == 1 or name.endswith(("_norm.weight", ".conv_dw.weight")) or name.startswith(_ALWAYS_FLOAT32):
         kind = "f32"
     if name == "v.patch_embd.weight":
@@ -109,7 +115,19 @@ def _planned(stored: StoredTensor, weight_type: FloatType) -> PlannedTensor | Ra
         shape = (shape[0], shape[2])
     if name.endswith(".per_dim_scale.weight"):
         return _rewritten(name, shape, "f32", stored, _softplus)
+    if weight_type == "q8_0" and kind == "f16" and shape[-1] % _BLOCK == 0:
+        return _quantized(name, shape, stored)
     return PlannedTensor(name=name, shape=shape, type=kind, source=stored)
+
+
+def _quantized(name: str, shape: tuple[int, ...], stored: StoredTensor) -> RawTensor:
+    """A matrix in q8_0, by the rounding of gguf-py, which the converter uses too."""
+
+    def pieces() -> Iterator[Any]:
+        values = np.concatenate([np.array(piece) for piece in read_float_chunks(stored, "f32")]).reshape(shape)
+        yield np.ascontiguousarray(gguf.quants.quantize(values, _Q8_0)).data.cast("B")
+
+    return RawTensor(name=name, shape=shape, type=int(_Q8_0), bytes=prod(shape) // _BLOCK * _BLOCK_BYTES, pieces=pieces)
 
 
 def _colours_first(rows: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -142,12 +160,12 @@ def _softplus(values: NDArray[np.float32]) -> NDArray[Any]:
     return np.where(wide > 20.0, wide, np.log1p(np.exp(np.minimum(wide, 20.0))))
 
 
-def _entries(checkpoint: Checkpoint, media: MediaArchitecture, weight_type: FloatType) -> list[Entry]:
+def _entries(checkpoint: Checkpoint, media: MediaArchitecture, weight_type: EncoderType) -> list[Entry]:
     """The keys in the converter's order. Those of layers are 0 where there is no tower."""
     mean, deviation = _normalization(checkpoint)
     tower = media.vision if isinstance(media.vision, VisionTower) else None
     entries: list[Entry] = [
-        ("general.file_type", "uint32", int(FILE_TYPES[weight_type])),
+        ("general.file_type", "uint32", int(gguf.LlamaFileType.MOSTLY_Q8_0 if weight_type == "q8_0" else FILE_TYPES[weight_type])),
         ("clip.has_vision_encoder", "bool", True),
         ("clip.vision.projection_dim", "uint32", media.text_size),
         ("clip.vision.image_size", "uint32", _UNUSED_IMAGE_SIZE),

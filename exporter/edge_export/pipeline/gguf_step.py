@@ -12,7 +12,7 @@ from edge_export.checkpoint.safetensors import FloatType
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.gguf.exact_q4 import ExactReport, trained_for_q4
-from edge_export.gguf.media_encoder import plan_encoder
+from edge_export.gguf.media_encoder import EncoderType, plan_encoder
 from edge_export.gguf.split_body import write_body
 from edge_export.gguf.split_head import head_bytes, output_rows, write_head
 from edge_export.gguf.writer import GgufPlan, plan_exact, plan_gguf
@@ -203,7 +203,7 @@ def _make_split(drafter: GgufModel, progress: Progress) -> list[BundlePart]:
     return [_part("drafter_body", body, drafter), _part("drafter_head", head, drafter)]
 
 
-def _make_encoder(pair: GgufPair, plan: GgufPlan, weight_type: FloatType, progress: Progress) -> BundlePart:
+def _make_encoder(pair: GgufPair, plan: GgufPlan, weight_type: EncoderType, progress: Progress) -> BundlePart:
     path = pair.target.exported.parent / f"media-encoder-{weight_type}.gguf"
     progress.step(f"Convert the media encoder to {weight_type}", plan.bytes)
     plan.write(path, progress.advance)

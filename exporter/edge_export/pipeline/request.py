@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from edge_devices.machine.facts import usable_processors
-from edge_export.checkpoint.safetensors import FloatType
+from edge_export.gguf.media_encoder import EncoderType
 from edge_export.onnx.request import OnnxRequest
 from edge_export.quantization.importance_sources import ImportanceSources
 from edge_runtime.config.schema import SpeculativeConfig
@@ -93,7 +93,7 @@ class ExportRequest:
     config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     importance: ImportanceSources = field(default_factory=ImportanceSources)
     sign: Path | None = None
-    media: FloatType | None = None
+    media: EncoderType | None = None
     tuning: Tuning | None = None
 
     @property

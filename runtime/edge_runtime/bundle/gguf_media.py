@@ -4,6 +4,7 @@ the shape that they require. Members have towers of layers (gemma4v, gemma4a), o
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ _LARGEST = 1 << 16
 _MOST_LAYERS = 128
 # ggml's numbers of f32, f16 and bf16
 _TYPES = (0, 1, 30)
+_Q8_0 = 8
+# Matrices that ggml multiplies with, which may be quantized.
+_MATRIX = re.compile(r"(?:[va]\.blk\.\d+\.(?:attn|ffn|conv_pw)\w*|mm\.(?:a\.)?input_projection|a\.pre_encode\.out)\.weight")
 _PATCH, _POOLING = 16, 3
 # Of sound at 16 kHz in one row, without an audio tower (tools/mtmd/clip.cpp).
 _SAMPLES = 640
@@ -80,9 +84,10 @@ def _check_tensors(path: Path, header: GgufHeader, expected: Shapes) -> None:
         odd = sorted(found.keys() ^ expected.keys())[0]
         raise BackendError(f"{path}: the tensor {odd[:80]!r} is {'unknown' if odd in found else 'missing'}; export the bundle again")
     for name, shape in expected.items():
-        if tuple(found[name].shape)[::-1] != shape or found[name].type not in _TYPES:
+        quantized = found[name].type == _Q8_0 and len(shape) == 2 and _MATRIX.fullmatch(name)
+        if tuple(found[name].shape)[::-1] != shape or not (quantized or found[name].type in _TYPES):
             got = f"{list(found[name].shape)[::-1]} of type {found[name].type}"
-            raise BackendError(f"{path}: {name!r} is {got}, not {list(shape)} of floats; export the bundle again")
+            raise BackendError(f"{path}: {name!r} is {got}, not {list(shape)} of floats or q8_0; export the bundle again")
 
 
 def _count(path: Path, header: GgufHeader, key: str, most: int = _LARGEST) -> int:

@@ -17,12 +17,11 @@ pytest.importorskip("torch", reason="tiny checkpoints are made with torch")
 pytest.importorskip("transformers", reason="tiny checkpoints are made with transformers")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.safetensors import FloatType
 from edge_export.errors import CheckpointError
-from edge_export.gguf.media_encoder import USE_GELU, media_architecture, plan_encoder
+from edge_export.gguf.media_encoder import ENCODER_TYPES, USE_GELU, EncoderType, media_architecture, plan_encoder
 from tiny_media import MEDIA_IDS, write_media_member
 
-WEIGHT_TYPES: list[FloatType] = ["f32", "f16", "bf16"]
+WEIGHT_TYPES = ENCODER_TYPES
 # torch's softplus is up to one unit off the nearest float32; ours is the nearest.
 ROUNDED = ".per_dim_scale.weight"
 LARGER = ["12b", "26b-a4b", "31b"]
@@ -35,7 +34,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return larger | {"both": write_media_member(root / "both"), "vision": write_media_member(root / "vision", audio=False, dtype="float32")}
 
 
-def write(folder: Path, path: Path, kind: FloatType, **options) -> Path:
+def write(folder: Path, path: Path, kind: EncoderType, **options) -> Path:
     plan, written = plan_encoder(open_checkpoint(folder), kind, **options), []
     plan.write(path, written.append)
     assert plan.bytes == sum(written) == path.stat().st_size
