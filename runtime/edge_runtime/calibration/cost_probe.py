@@ -72,7 +72,7 @@ def share_done(rounds: int, seconds: float, *, max_seconds: float, fewest: int, 
     """Returns the share of a measurement that is over after `rounds`: it ends after `max_seconds`, and not before a warm-up and `fewest`
     rounds, or after `most`.
     """
-    return max(rounds / (most + 1), min(rounds / (fewest + 1), seconds / max_seconds))
+    return max(rounds / (most + 1), min(rounds / (fewest + 1), seconds / max_seconds if max_seconds else 1.0))
 
 
 def _begin_text(target: Target, token: int, longest: int) -> None:

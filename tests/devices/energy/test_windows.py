@@ -47,6 +47,8 @@ def test_a_counter_s_scatter_counts_for_the_part_that_is_not_seen() -> None:
     assert found.watts == 5.0
     unseen = stdev([4.0, 6.0, 4.0, 6.0]) * (1 - 4 / 6)
     assert found.error_watts == pytest.approx(math.hypot(found.resolution_watts, unseen))
+    slower = measure_window(counted(powers, 2.0), 5.0, 17.0, meter(refresh=2.0))
+    assert slower.error_watts == pytest.approx(math.hypot(slower.resolution_watts, unseen)), "watts, not joules"
 
 
 @pytest.mark.parametrize(("start", "first", "late"), [(2.5, 3.6, 1.0), (2.8, 4.0, 0.4)])
@@ -66,6 +68,11 @@ def test_a_fast_counter_needs_no_lead_in(seconds: float, first: float, last: flo
     assert found.watts == pytest.approx(5.0)
     edge = 5 * 0.001 * math.sqrt(2) / math.sqrt(12)
     assert found.resolution_watts == pytest.approx(math.hypot(edge, 0.6 / math.sqrt(6)) / found.observed_s)
+
+
+def test_the_first_reading_of_all_is_no_new_value() -> None:
+    found = measure_window(counted([5.0] * 12), -3.0, 6.0, meter())
+    assert (found.updates, found.observed_s) == (6, 5.0)
 
 
 def test_a_counter_with_fewer_than_two_new_values_is_refused() -> None:

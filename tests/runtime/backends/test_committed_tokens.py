@@ -67,7 +67,7 @@ def test_hidden_rows_belong_to_the_newest_tokens(text: Text) -> None:
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_a_text_without_a_forward_has_no_hidden_row(length: int) -> None:
-    fresh = Text(8, Vocabulary())  # type: ignore[arg-type]
+    fresh = Text(8, Vocabulary(), 2)  # type: ignore[arg-type]
     fresh.append(np.array([4] * length, np.int64))
     assert fresh.hidden_row is None
     fresh.take_hidden(np.ones((1, 1), np.float32))
