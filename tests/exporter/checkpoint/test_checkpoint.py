@@ -280,3 +280,15 @@ def test_mismatched_sizes_and_tokenizers(member_folder: Folders, tmp_path: Path)
         resolve_pair(str(member_folder("12b")), str(other))
     (other / "tokenizer.json").unlink()
     resolve_pair(str(member_folder("12b")), str(other))
+
+
+@pytest.mark.parametrize("window", [16, 64])
+def test_a_drafter_of_another_window_is_refused(window: int, copy: Folders) -> None:
+    target, drafter = open_checkpoint(copy("e2b")), copy("e2b-assistant")
+    check_pair(target, open_checkpoint(drafter))
+    edit_config(drafter, text=True, sliding_window=window)
+    message = (
+        rf"is not the assistant of .*: its sliding_window is {window}, the target's is 32, and both runtimes use the target's for both;"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        check_pair(target, open_checkpoint(drafter))
