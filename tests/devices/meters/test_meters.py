@@ -345,7 +345,7 @@ def test_the_profiles_are_listed():
 
 def test_help_says_where_a_plan_is_made():
     text = " ".join(CliRunner().invoke(main, ["--help"]).output.split())
-    assert "edge-run BUNDLE --plan --profile NAME" in text
+    assert "edge-run plan BUNDLE --profile NAME" in text
 
 
 def test_meters_command_on_this_machine():

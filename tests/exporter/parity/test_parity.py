@@ -128,14 +128,14 @@ def test_a_broken_quantization_refuses_the_bundle(
 )
 def test_what_is_missing_is_the_reason_to_skip(package: str, found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0", "transformers": "5.22.2", "llama-cpp-python": "0.3.36"}
-    monkeypatch.setattr(reference, "installed", lambda name: (versions | {package: found})[name])
+    monkeypatch.setattr(reference, "installed_version", lambda name: (versions | {package: found})[name])
     assert (reference.why_not(1000) or "").startswith(reason)
-    monkeypatch.setattr(reference, "installed", lambda name: versions[name])
+    monkeypatch.setattr(reference, "installed_version", lambda name: versions[name])
     assert reference.why_not(1000) is None
 
 
 def test_a_reference_that_does_not_fit_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "installed", lambda name: "5.22.2")
+    monkeypatch.setattr(reference, "installed_version", lambda name: "5.22.2")
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: 4_000_000)
     assert reference.why_not(1_000_000) == "the float32 reference needs 4800000 bytes of memory, 4000000 are available"
     assert reference.why_not(500_000) is None

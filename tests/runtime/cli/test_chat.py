@@ -278,6 +278,8 @@ def test_the_reference_pair_at_a_terminal(exported_pair, environment):
         "3900",
         "--threads",
         "1",
+        "--draft-length",  # so that no costs are measured, which Ctrl-C would interrupt
+        "3",
     ]
     with Terminal(command, environment) as terminal:
         terminal.wait_for(r"8,498,\d+ parameters.*/help lists the commands")
