@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     root, given = tmp_path_factory.mktemp("packages"), os.environ.get("EDGE_MTP_PACKAGES")
 
+    @cache
     def package_for(platform: str) -> Path:
         if given and (Path(given) / platform).is_dir():
             return Path(given) / platform
