@@ -98,10 +98,10 @@ def tune(request: TuningRequest, say: Callable[[str], None]) -> DrafterTuning | 
         sha256=source.sha256,
         texts=len(texts),
         steps=state.steps,
-        minutes=round(state.seconds / 60, 2),
+        minutes=state.seconds / 60,
         draft_length=DRAFT_LENGTH,
-        acceptance_before=round(before.rate, 4),
-        acceptance=round(after.rate, 4),
+        acceptance_before=before.rate,
+        acceptance=after.rate,
     )
 
 

@@ -27,6 +27,7 @@ FROM_ZERO = frozenset(
         "per_layer_size",
         "rotated_pairs",
         "draft_length",
+        "acceptance_before",
         "layer",
         "owner_layers",
         "layer_owners",
