@@ -22,8 +22,8 @@ from edge_runtime.cli.run import main
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import Timing
 from edge_runtime.session.chat import Chat
-from edge_runtime.session.lossless import check_lossless
 from edge_runtime.session.open import open_sessions
+from edge_runtime.session.trials.lossless import check_lossless
 from edge_runtime.text.channels import Text
 
 SCHEMA = {

@@ -11,8 +11,8 @@ import pytest
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, STEPS
 from edge_runtime.errors import BundleError, RequestError
-from edge_runtime.session.lossless import check_lossless
 from edge_runtime.session.open import open_session
+from edge_runtime.session.trials.lossless import check_lossless
 
 PROMPT = "import os\nimport sys\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\ndef read"
 # A near-tie: two float16 paths that sum in another order may differ by this much.

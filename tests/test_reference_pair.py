@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from edge_runtime.drafting.policies import Fixed
-from edge_runtime.session.lossless import check_lossless
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
+from edge_runtime.session.trials.lossless import check_lossless
 
 PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pair"
 MAX_PAIR_BYTES = 30_000_000

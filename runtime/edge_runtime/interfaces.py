@@ -92,6 +92,11 @@ class MediaTarget(Target, Protocol):
         """
 
 
+def inside_image(tokens: NDArray[np.int32], length: int) -> bool:
+    """Whether the first `length` of these committed tokens end inside of a span of soft rows, whose ids are negative."""
+    return bool(0 < length < len(tokens) and tokens[length - 1] < 0 and tokens[length] < 0)
+
+
 class Drafter(Protocol):
     """Proposes tokens that follow `last`, the newest token, which is not in the target's cache yet."""
 

@@ -12,8 +12,8 @@ import click
 
 from edge_devices.command_line import one_sentence_errors
 from edge_runtime.drafting.policies import Fixed
-from edge_runtime.session.lossless import LosslessReport, check_lossless
 from edge_runtime.session.open import open_session
+from edge_runtime.session.trials.lossless import LosslessReport, check_lossless
 
 
 @click.command(context_settings={"show_default": True})

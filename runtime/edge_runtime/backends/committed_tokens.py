@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import Vocabulary
+from edge_runtime.interfaces import Vocabulary, inside_image
 
 _NO_ROWS = np.empty((0, 0), dtype=np.float32)
 
@@ -84,7 +84,7 @@ class CommittedText(ABC):
             raise RequestError(f"cannot roll back to {length}: the cache holds {self.length} rows")
         if 0 < length < self.rollback_floor:
             raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
-        if self.whole_rows and 0 < length < self.length and self._tokens[length - 1] < 0 and self._tokens[length] < 0:
+        if self.whole_rows and inside_image(self.tokens, length):
             raise RequestError(f"cannot roll back to {length}, inside of an image whose rows attend to later ones; go to its beginning")
 
     def append(self, ids: NDArray[np.int64]) -> None:

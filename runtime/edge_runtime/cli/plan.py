@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
-import numpy as np
 
 from edge_devices.command_line import option_group, take
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_devices.machine.profiles import profiles
 from edge_runtime.calibration.cost_probe import measure_costs
-from edge_runtime.media.image import DEFAULT_BUDGET, SIDE, Image
+from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.planning.ranges import Range, deviation
 from edge_runtime.planning.speed import SpeedPlan
 from edge_runtime.session.session import Session
+from edge_runtime.session.trials.image_timing import square, time_image
 
 MEASURE_REPEATS = 3
 PREFILL_TOKENS, DECODE_TOKENS = 256, 64
@@ -113,17 +112,10 @@ def _image_seconds(session: Session) -> tuple[float, float] | None:
     """Medians of the encode phase and of the prefill, scaled to the plan's number of rows; None without an encoder or room for an image."""
     if session.bundle.manifest.media is None or session.target.context < DEFAULT_BUDGET + DECODE_TOKENS:
         return None
-    phases = []
-    for seed in range(MEASURE_REPEATS + 1):  # the first loads the encoder
-        side = SIDE * math.isqrt(DEFAULT_BUDGET)
-        image = Image(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
-        generation = session.generate(session.media_prompt("What is this?", [image]), max_tokens=1, draft_length=0)
-        for _ in generation:
-            pass
-        stats, scale = generation.stats, DEFAULT_BUDGET / image.rows
-        phases.append((scale * stats.encode_seconds, scale * (stats.prefill_seconds - stats.encode_seconds)))
-    encode, prefill = (statistics.median(each) for each in zip(*phases[1:], strict=True))
-    return encode, prefill
+    timings = [time_image(session, square(DEFAULT_BUDGET, seed)) for seed in range(MEASURE_REPEATS + 1)]
+    later = timings[1:]  # the first loads the encoder
+    scale = DEFAULT_BUDGET / later[0].rows
+    return scale * statistics.median(t.encode_seconds for t in later), scale * statistics.median(t.prefill_seconds for t in later)
 
 
 def show_plan(plan: SpeedPlan, measured: Measured | None, *, as_json: bool) -> None:

@@ -58,10 +58,10 @@ from edge_runtime.server.options import ServeOptions, serve_options, serve_value
 from edge_runtime.session.chat import MAX_TOKENS, Chat
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions
 from edge_runtime.session.load_options import LoadOptions
-from edge_runtime.session.lossless import LosslessReport, check_lossless
 from edge_runtime.session.monitoring.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
+from edge_runtime.session.trials.lossless import LosslessReport, check_lossless
 
 PLAN_PROMPT = "def area(width, height):\n"
 

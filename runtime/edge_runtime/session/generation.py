@@ -21,7 +21,7 @@ from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.drafting.sources import Sources
 from edge_runtime.drafting.stored_memory import StoredMemory
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import Drafter, MediaTarget, Target, Vocabulary
+from edge_runtime.interfaces import Drafter, MediaTarget, Target, Vocabulary, inside_image
 from edge_runtime.media.soft_rows import MediaPrompt, pieces
 from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
 from edge_runtime.session.monitoring.monitor import RequestMonitor
@@ -388,6 +388,6 @@ def reusable_prefix(target: Target, prompt: Sequence[int]) -> int:
     same = target.tokens[:length] == np.asarray(prompt[:length], np.int64)
     kept = length if same.all() else int(same.argmin())
     if isinstance(target, MediaTarget) and target.whole_rows:
-        while 0 < kept < target.length and target.tokens[kept] < 0 and target.tokens[kept - 1] < 0:
+        while inside_image(target.tokens, kept):
             kept -= 1
     return kept if kept >= target.rollback_floor else 0

@@ -9,7 +9,7 @@ from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import Fixed, Stepped
 from edge_runtime.errors import RequestError
-from edge_runtime.session.lossless import check_lossless
+from edge_runtime.session.trials.lossless import check_lossless
 from scripted import LetterVocabulary, make_session, plain_greedy
 
 

@@ -1,0 +1,1 @@
+"""Requests that a session runs to check or to time itself."""
