@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
 
 from edge_devices.files.user_cache import cache_folder, cache_put, entry_key, read_entries
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups, stay_on
 from edge_devices.machine.facts import cpu_identity
-from edge_devices.waiting import Waiting, silent_wait
+from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.calibration.cost_probe import CACHE_NAME, cache_costs, cached_costs, measure_costs
 from edge_runtime.calibration.placement import CACHE_NAME as PLACEMENTS_NAME
 from edge_runtime.calibration.placement import Placement, PlacementFigures, PlacementProbe, PowerSource, RoundLoop, placements
@@ -22,6 +23,7 @@ from edge_runtime.interfaces import Drafter, Target
 
 # Load comes and goes, so each of the first uses measures. What was measured on a busy machine is used once and not kept.
 TIMES = 3
+F = TypeVar("F", bound="_Figures")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,40 @@ class MeasuredPair:
         return entry_key([cpu_identity(), self.rows, [*map(str, self.facts)]])
 
 
+class _Figures(Protocol):
+    """What was measured on `times` first uses."""
+
+    @property
+    def times(self) -> int:
+        """How many measurements are combined."""
+
+    def combined(self, other: Self, /) -> Self:
+        """Returns both as one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probe:
+    """Measures on each of the first TIMES uses, but on a busy machine only what is not known yet, which is not kept then."""
+
+    what: str
+    doing: str
+    notify: Callable[[str], None]
+    waiting: Waiting
+
+    def known_or_measured(self, known: F | None, measure: Callable[[Report], F], keep: Callable[[F], object]) -> F:
+        if known is not None and known.times >= TIMES:
+            return known
+        check = QuietCheck(self.what, self.notify)
+        if known is not None and check.was_busy:
+            return known
+        with self.waiting(self.doing) as report:
+            now = measure(report)
+        found = now if known is None else known.combined(now)
+        if check.passed():
+            keep(found)
+        return found
+
+
 def measured_costs(
     pair: MeasuredPair, power: PhasePower | PowerSource | None, notify: Callable[[str], None], *, waiting: Waiting = silent_wait
 ) -> Costs:
@@ -51,15 +87,12 @@ def measured_costs(
     takes longer. Measuring empties the KV cache, so call this before the prompt of a request is in it.
     """
     path = cache_folder() / CACHE_NAME
-    measured = cached_costs(path, pair.key)
-    if measured is None or measured.times < TIMES:
-        check = QuietCheck("the costs of drafts", notify)
-        if measured is None or not check.was_busy:
-            with waiting("measuring what drafts cost on this machine") as report:
-                now = measure_costs(pair.target, pair.drafter, pair.token, most_rows=pair.rows, report=report)
-            measured = now if measured is None else measured.combined(now)
-            if check.passed():
-                cache_costs(path, pair.key, measured)
+    probe = _Probe(what="the costs of drafts", doing="measuring what drafts cost on this machine", notify=notify, waiting=waiting)
+    measured = probe.known_or_measured(
+        cached_costs(path, pair.key),
+        lambda report: measure_costs(pair.target, pair.drafter, pair.token, most_rows=pair.rows, report=report),
+        lambda costs: cache_costs(path, pair.key, costs),
+    )
     curve = CostCurve(measured)
     if pair.objective != "energy" or power is None:
         return curve
@@ -85,18 +118,16 @@ def measured_threads(
         return ThreadCounts.same(1)
     path, key, tries = cache_folder() / THREADS_NAME, pair.key, candidates(groups)
     known = ThreadTimes.from_json(read_entries(path).get(key), tries)
-    if known is None or known.times < TIMES:
-        if known is None:
-            notify("First use of this bundle on this machine: finding out how many threads each phase runs fastest on.")
-        check = QuietCheck("the numbers of threads", notify)
-        if known is None or not check.was_busy:
-            with waiting("finding the fastest numbers of threads") as report:
-                now = measure_threads(pair.target, pair.drafter, use, tries, pair.token, report=report)
-            known = now if known is None else known.combined(now)
-            if check.passed():
-                cache_put(path, key, known.to_json())
-    use(known.best())
-    return known.best()
+    if known is None:
+        notify("First use of this bundle on this machine: finding out how many threads each phase runs fastest on.")
+    probe = _Probe(what="the numbers of threads", doing="finding the fastest numbers of threads", notify=notify, waiting=waiting)
+    best = probe.known_or_measured(
+        known,
+        lambda report: measure_threads(pair.target, pair.drafter, use, tries, pair.token, report=report),
+        lambda times: cache_put(path, key, times.to_json()),
+    ).best()
+    use(best)
+    return best
 
 
 def measured_placement(
