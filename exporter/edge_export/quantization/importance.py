@@ -66,10 +66,9 @@ class Importance:
         """The factored second moments of this tensor's inputs, by its checkpoint name; None if there are none, or its weights lie on a
         grid already, which quantization has to keep."""
         short = gguf_name(name)
-        if self.moments is None or short is None:
+        if self.moments is None or short is None or not self.moments.has(short) or lies_on_grid(tensor):
             return None
-        found = self.moments.factor(short)
-        return None if found is None or lies_on_grid(tensor) else found
+        return self.moments.factor(short)
 
 
 def fitted(entries: Mapping[str, ChannelSums], checkpoint: Checkpoint, source: ImportanceSource) -> Importance:

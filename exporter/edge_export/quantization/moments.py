@@ -50,12 +50,16 @@ class SecondMoments:
         """Keeps the moments [K, K] of a matrix, given by its GGUF name."""
         np.save(self._path(name), moments)
 
+    def has(self, name: str) -> bool:
+        """Whether the matrix with this GGUF name has moments."""
+        return self._path(name).is_file()
+
     def factor(self, name: str) -> Factor | None:
-        """The factored moments of the matrix with this GGUF name, None if there are none; the last ones are kept in memory."""
+        """The factored moments of a matrix that has them, by its GGUF name, None if they are all zero; the last are kept in memory."""
         path = self._path(name)
         if self._last is None or self._last[0] != path:
             damping = _TABLE_DAMPING if name == _TABLE else _DAMPING
-            self._last = path, factor_of(np.load(path, allow_pickle=False), damping) if path.is_file() else None
+            self._last = path, factor_of(np.load(path, allow_pickle=False), damping)
         return self._last[1]
 
     def _path(self, name: str) -> Path:
