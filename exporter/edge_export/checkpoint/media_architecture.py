@@ -7,7 +7,7 @@ has built in (tools/mtmd/models/gemma4*.cpp) must be in the config too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edge_export.checkpoint.tensor_shapes import Shapes
@@ -107,15 +107,18 @@ def parse_media(config: dict[str, Any], where: str, text_size: int, vocab_size: 
     text, kind = config.get("text_config"), config.get("model_type")
     if not isinstance(vision, dict) or not isinstance(text, dict) or kind not in ("gemma4", _UNIFIED):
         raise CheckpointError(f"{where} has no vision tower of a Gemma 4 member; leave --media out")
-    heard = isinstance(audio, dict)
-    return MediaArchitecture(
+    seen = MediaArchitecture(
         vision=_embedder(vision, where) if kind == _UNIFIED else _vision(vision, where),
-        audio=None if not isinstance(audio, dict) else _raw_sound(audio, where) if kind == _UNIFIED else _audio(audio, where),
+        audio=None,
         text_size=text_size,
         bidirectional=text.get("use_bidirectional_attention") == "vision",
         image_tokens=_tokens(config, "image", where, vocab_size),
-        audio_tokens=_tokens(config, "audio", where, vocab_size) if heard else None,
+        audio_tokens=None,
     )
+    if not isinstance(audio, dict):
+        return seen
+    heard = _raw_sound(audio, where) if kind == _UNIFIED else _audio(audio, where)
+    return replace(seen, audio=heard, audio_tokens=_tokens(config, "audio", where, vocab_size))
 
 
 def _embedder(config: dict[str, Any], where: str) -> VisionEmbedder:

@@ -24,7 +24,6 @@ from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.config.yaml_file import read_config
 
 _PATH = click.Path(path_type=Path)
-MEDIA_TYPES = ENCODER_TYPES
 
 export_options = option_group(
     click.argument("target", required=False, type=FirstWord()),
@@ -52,7 +51,7 @@ export_options = option_group(
         ),
         click.option(
             "--media",
-            type=click.Choice(MEDIA_TYPES),
+            type=click.Choice(ENCODER_TYPES),
             help="Add the encoder of images and sound, weights of this type; in ONNX graphs of E2B and E4B only.  [default: text only]",
         ),
         click.option(

@@ -60,16 +60,13 @@ def _wanted(width: int, *, audio: bool, unified: bool) -> dict[str, Any]:
         "clip.vision.patch_size": _PATCH,
         "clip.vision.projection_dim": width,
     }
-    if unified:
-        wanted |= {f"clip.vision.{key}": 0 for key in ("feed_forward_length", "block_count", "attention.head_count")}
-    else:
-        wanted["clip.use_gelu"] = True
     if audio:
         kind = "gemma4ua" if unified else "gemma4a"
         wanted |= {"clip.audio.projector_type": kind, "clip.audio.num_mel_bins": 128, "clip.audio.projection_dim": width}
-        if unified:
-            wanted |= {f"clip.audio.{key}": 0 for key in ("feed_forward_length", "block_count", "attention.head_count")}
-    return wanted
+    if not unified:
+        return wanted | {"clip.use_gelu": True}
+    inputs = ("vision", "audio") if audio else ("vision",)
+    return wanted | {f"clip.{one}.{key}": 0 for one in inputs for key in ("feed_forward_length", "block_count", "attention.head_count")}
 
 
 def _check_keys(path: Path, header: GgufHeader, wanted: dict[str, Any]) -> None:

@@ -47,19 +47,11 @@ def image_plan(
     needed = image_operations(media.vision, manifest.architecture.hidden_size, rows)
     encode = Range.between(needed * _FASTER / operations.high, needed * _SLOWER / operations.low)
     filled = Range(low=rows / prefill.high, middle=rows / prefill.middle, high=rows / prefill.low)
-    joules = None
-    if power is not None:
-        watts = power.forward(rows)
-        joules = Range(
-            low=watts * (encode.low + filled.low),
-            middle=watts * (encode.middle + filled.middle),
-            high=watts * (encode.high + filled.high),
-        )
     return ImagePlan(
         rows=rows,
         encode_seconds=encode,
         prefill_seconds=filled,
-        joules=joules,
+        joules=encode.plus(filled).times(power.forward(rows)) if power is not None else None,
         encoder_bytes=files[0].bytes,
         derived=f"estimated: {needed / 1e9:.3g} G operations of the encoder at {_FASTER:g} to {_SLOWER:g} times the seconds of few rows,"
         f" then the prefill of {rows} rows; joules are "

@@ -19,6 +19,10 @@ class Range:
         """Returns the range whose middle is the geometric mean."""
         return cls(low=low, middle=math.sqrt(low * high), high=high)
 
+    def plus(self, other: Range) -> Range:
+        """Returns the sum of two values that are low together and high together."""
+        return Range(low=self.low + other.low, middle=self.middle + other.middle, high=self.high + other.high)
+
     def times(self, factor: float) -> Range:
         """Returns the range in another unit."""
         return Range(low=self.low * factor, middle=self.middle * factor, high=self.high * factor)

@@ -257,9 +257,10 @@ class Benchmark:
 
     def _images(self, runner: EdgeRunner) -> Iterator[Record]:
         sizes = self._request.image_sizes
-        if sizes:
-            self._progress.begin("images", (self._request.repeats + 1) * len(sizes))
-        for repeat in range(self._request.repeats + 1 if sizes else 0):  # repeat 0 is the warm-up, which loads the encoder
+        if not sizes:
+            return
+        self._progress.begin("images", (self._request.repeats + 1) * len(sizes))
+        for repeat in range(self._request.repeats + 1):  # repeat 0 is the warm-up, which loads the encoder
             for budget in sizes if repeat % 2 == 0 else reversed(sizes):
                 cost = measure_image(runner.session, budget, repeat)
                 if repeat:
@@ -310,11 +311,11 @@ class Benchmark:
         request = self._request
         drafters = request.drafters or (self._default_drafter(),)
         edge_runners = {kind: EdgeRunner(stack.enter_context(open_session(request.bundle, self._load, drafter=kind))) for kind in drafters}
-        lengths = tuple(length for length in request.lengths if length <= self._settings.longest_draft)
-        prompts = prepare(request.prompts, next(iter(edge_runners.values())).session)
-        variants = edge_variants(drafters, _few(lengths, request.policies), request.policies)
         session = next(iter(edge_runners.values())).session
         check_sizes(session, request.image_sizes)
+        lengths = tuple(length for length in request.lengths if length <= self._settings.longest_draft)
+        prompts = prepare(request.prompts, session)
+        variants = edge_variants(drafters, _few(lengths, request.policies), request.policies)
         images = image_workloads(session, request.image_sizes)
         return images | energy_workloads(dict[str, EdgeRunner](edge_runners.items()), variants, prompts, request.tokens)
 
