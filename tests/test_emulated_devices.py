@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from bench_records import ONE_OF_EACH
 from edge_runtime.bench import cli
 from edge_runtime.bench.devices import remote_run as remote
 from edge_runtime.bench.measure.records import Records, Run, read_records
@@ -31,28 +32,7 @@ if shutil.which("qemu-aarch64-static") is None:
 
 pytestmark = pytest.mark.slow
 PAIR = Path(__file__).parent.parent / "exporter/edge_export/reference_pair"
-WHAT = (
-    "--domains",
-    "code",
-    "--lengths",
-    "2",
-    "--policies",
-    "none",
-    "--repeats",
-    "1",
-    "--max-tokens",
-    "6",
-    "--contexts",
-    "none",
-    "--warm-up",
-    "0",
-    "--threads",
-    "1",
-    "--backend",
-    "onnx",
-    "--context",
-    "256",
-)
+WHAT = (*ONE_OF_EACH, "--max-tokens", "6", "--backend", "onnx", "--context", "256")
 
 
 def bench(*arguments: str | Path) -> Result:

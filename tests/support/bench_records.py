@@ -9,6 +9,11 @@ import numpy as np
 from edge_runtime.bench.measure.records import SCHEMA, Concurrency, CostRecord, Header, KvTypeCost, Memory, ModelFile, Note, Record, Run
 from edge_runtime.bench.measure.variants import BASELINE, FIXED, LLAMA_CPP, OURS, PLAIN, Variant
 
+# Options of edge-bench for a run of seconds: one domain, one draft length, each request once; tests add their own --max-tokens.
+ONE_OF_EACH = (
+    *("--domains", "code", "--lengths", "2", "--policies", "none", "--repeats", "1", "--contexts", "none"),
+    *("--warm-up", "0", "--threads", "1"),
+)
 PEER_PLAIN = Variant(side=LLAMA_CPP, drafter="none", policy=PLAIN)
 
 

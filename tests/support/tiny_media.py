@@ -12,8 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from edge_export.gguf.media_encoder import EncoderType
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
 from edge_runtime.media.image import Image
 from edge_runtime.media.sound import Sound
+from silent import Silent
 from tiny_members import MEMBERS, write_member
 
 # The text of each media token, and its key in config.json.
@@ -98,6 +102,22 @@ def _model(member: str, text: dict[str, Any], *, audio: bool) -> Any:
         **ids,
     )
     return transformers.Gemma4ForConditionalGeneration(config)
+
+
+def export_media_pair(root: Path, *, member: str = "e2b", dtype: str = "float16", media: EncoderType = "f32", context: int = 768) -> Path:
+    """Writes a pair of this member in `root`/target and `root`/drafter, and its bundle in `root`/bundle, which it returns."""
+    request = ExportRequest(
+        target=str(write_media_member(root / "target", member=member, dtype=dtype)),
+        drafter=str(write_media_assistant(root / "drafter", member)),
+        output=root / "bundle",
+        target_quantization="f16",
+        drafter_quantization="f16",
+        context=context,
+        verify=False,
+        media=media,
+    )
+    export_pair(request, Silent())
+    return root / "bundle"
 
 
 def picture(height: int, width: int, seed: int) -> Image:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from bench_records import ONE_OF_EACH
 from device_runs import bench, hold, in_background, until_seen, when_running
 from edge_devices.transports.adb import AdbTransport
 from edge_devices.transports.base import shell
@@ -329,26 +330,7 @@ def test_a_real_benchmark_over_ssh_drafts_what_this_machine_drafts(
     host: SshHost, exported_pair: Path, probe_memory: None, tmp_path: Path
 ) -> None:
     package = stub_package(tmp_path / "package", real=True)
-    what = (
-        "--domains",
-        "code",
-        "--drafters",
-        "split",
-        "--lengths",
-        "2",
-        "--policies",
-        "none",
-        "--repeats",
-        "1",
-        "--max-tokens",
-        "8",
-        "--contexts",
-        "none",
-        "--warm-up",
-        "0",
-        "--threads",
-        "1",
-    )
+    what = (*ONE_OF_EACH, "--drafters", "split", "--max-tokens", "8")
     arguments = ("--ssh", "pi", "--ssh-config", host.config, "--package", package, "--results", tmp_path / "results", "--run", "there")
     folder = ("--device-folder", tmp_path / "device folder")
     result = bench(exported_pair, *what, *arguments, *folder)

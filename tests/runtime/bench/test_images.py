@@ -13,8 +13,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from bench_records import header
-from edge_export.pipeline.export import export_pair
-from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bench.measure.records import collect, line_of
 from edge_runtime.bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
 from edge_runtime.bench.report.figures import figures
@@ -29,8 +27,7 @@ from edge_runtime.planning.ranges import Range
 from edge_runtime.planning.speed import DeviceSpeed, manifest_plan
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from silent import Silent
-from tiny_media import write_media_assistant, write_media_member
+from tiny_media import export_media_pair
 
 DEVICE = DeviceSpeed(
     name="a board",
@@ -43,20 +40,7 @@ DEVICE = DeviceSpeed(
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("images")
-    target, drafter = write_media_member(root / "target"), write_media_assistant(root / "drafter")
-    request = ExportRequest(
-        target=str(target),
-        drafter=str(drafter),
-        output=root / "bundle",
-        target_quantization="f16",
-        drafter_quantization="f16",
-        context=768,
-        verify=False,
-        media="f16",
-    )
-    export_pair(request, Silent())
-    return root / "bundle"
+    return export_media_pair(tmp_path_factory.mktemp("images"), dtype="bfloat16", media="f16")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench_records import PEER_PLAIN, fixed
+from bench_records import ONE_OF_EACH, PEER_PLAIN, fixed
 from device_runs import bench
 from edge_runtime.bench.devices import remote_run
 from edge_runtime.bench.measure import llama_tools as module
@@ -124,26 +124,6 @@ def test_the_real_tools_on_the_reference_pair(exported_pair, probe_memory):
         assert side.run(Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT), prompts[0], 16, PLACE).drafted > 0
 
 
-WHAT = [
-    "--domains",
-    "code",
-    "--lengths",
-    "2",
-    "--policies",
-    "none",
-    "--repeats",
-    "1",
-    "--max-tokens",
-    "8",
-    "--contexts",
-    "none",
-    "--warm-up",
-    "0",
-    "--threads",
-    "1",
-]
-
-
 @pytest.mark.slow
 @pytest.mark.peer
 def test_a_phone_measures_the_tools_of_its_package(
@@ -160,7 +140,7 @@ def test_a_phone_measures_the_tools_of_its_package(
         (package / "tools" / name).write_text(f'#!/bin/sh\nexec "{Path(folder).resolve() / name}" "$@"\n')
         (package / "tools" / name).chmod(0o755)
     where = ("--adb", phone.serial, "--package", package, "--results", tmp_path / "results", "--device-folder", tmp_path / "device")
-    result = bench(exported_pair, *WHAT, "--drafters", "dense", *where, "--against", "llama.cpp=package")
+    result = bench(exported_pair, *ONE_OF_EACH, "--max-tokens", "8", "--drafters", "dense", *where, "--against", "llama.cpp=package")
     print(result.output)
     assert result.exit_code == 0, result.output
     runs = read_records(next((tmp_path / "results").rglob("runs.jsonl"))).runs

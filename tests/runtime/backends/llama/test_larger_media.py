@@ -25,7 +25,7 @@ from edge_runtime.session.generation import reusable_prefix
 from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.session import Session
 from silent import Silent
-from tiny_media import MEDIA_IDS, noise, picture, reference_rows, write_media_assistant, write_media_member
+from tiny_media import MEDIA_IDS, export_media_pair, noise, picture, reference_rows
 
 LARGER = ["12b", "26b-a4b", "31b"]
 TEXT = [2, 40, 41, 42, 300, 310, 320]
@@ -36,20 +36,8 @@ IMAGES = {"inside a window": picture(96, 144, 1), "longer than a window": pictur
 @pytest.fixture(scope="module", params=LARGER)
 def folders(request, tmp_path_factory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("larger")
-    target = write_media_member(root / "target", member=request.param, dtype="float16")
-    drafter = write_media_assistant(root / "drafter", request.param)
-    export = ExportRequest(
-        target=str(target),
-        drafter=str(drafter),
-        output=root / "bundle",
-        target_quantization="f16",
-        drafter_quantization="f16",
-        context=1024,
-        verify=False,
-        media="f32",
-    )
-    export_pair(export, Silent())
-    return {"member": request.param, "target": target, "drafter": drafter, "bundle": root / "bundle"}
+    bundle = export_media_pair(root, member=request.param, context=1024)
+    return {"member": request.param, "target": root / "target", "drafter": root / "drafter", "bundle": bundle}
 
 
 @pytest.fixture(scope="module")

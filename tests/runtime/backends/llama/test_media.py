@@ -14,16 +14,13 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from edge_export.pipeline.export import export_pair
-from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.gguf_media import check_encoder
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.media.image import Image
 from edge_runtime.media.sound import Sound
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from silent import Silent
-from tiny_media import MEDIA_IDS, noise, picture, reference_rows, write_media_assistant, write_media_member
+from tiny_media import MEDIA_IDS, export_media_pair, noise, picture, reference_rows
 
 # Of the rows' norm. ggml's GELU is a table of float16; without clip.use_gelu the distance is larger than this.
 ROWS = 5e-3
@@ -36,19 +33,7 @@ MEDIA = [picture(96, 144, 1), picture(48, 48, 2), picture(336, 432, 3), noise(16
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("media")
-    target, drafter = write_media_member(root / "target", dtype="float16"), write_media_assistant(root / "drafter")
-    request = ExportRequest(
-        target=str(target),
-        drafter=str(drafter),
-        output=root / "bundle",
-        target_quantization="f16",
-        drafter_quantization="f16",
-        context=768,
-        verify=False,
-        media="f32",
-    )
-    export_pair(request, Silent())
-    return {"target": target, "bundle": root / "bundle"}
+    return {"bundle": export_media_pair(root), "target": root / "target"}
 
 
 @pytest.fixture(scope="module")
