@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"], "max_con
 _OTHER = "Other options"
 # Attribute of a parameter: the panel of the help that lists it.
 _PANEL = "edge_panel"
+# Where the help of an option names another one that it belongs to.
+_NAMED = re.compile(r"^With --([a-z-]+): | unless --([a-z-]+)\b")
 
 
 def option_group(*options: Callable[[Any], Any], panel: str = "") -> Callable[[Decorated], Decorated]:
@@ -95,7 +98,7 @@ class CommandWithModes(PanelCommand):
             assert self.callback is not None
             return self.callback(**{**self.make_context(name, [], resilient_parsing=True).params, **given, **fixed})
 
-        params = [copy.copy(own[one]) if isinstance(one, str) else one for one in takes]
+        params = [_without(own[one], own.keys() - takes) if isinstance(one, str) else one for one in takes]
         self.modes[name] = PanelCommand(name, callback=call, params=params, help=summary, epilog=epilog, context_settings=dict(CONTEXT))
 
     def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any) -> click.Context:
@@ -135,6 +138,15 @@ class CommandWithModes(PanelCommand):
     def completed_modes(self, incomplete: str) -> list[str]:
         """Returns the sub-commands that begin with a text, for the shell's completion of the first word."""
         return [name for name in self.modes if name.startswith(incomplete)]
+
+
+def _without(parameter: click.Parameter, left_out: Set[str]) -> click.Parameter:
+    """Returns a copy for a sub-command, whose help does not name options that the sub-command leaves out: it stands for them."""
+    copied = copy.copy(parameter)
+    if isinstance(copied, click.Option) and copied.help:
+        text = _NAMED.sub(lambda found: "" if (found[1] or found[2]).replace("-", "_") in left_out else found[0], copied.help)
+        copied.help = text[0].upper() + text[1:]
+    return copied
 
 
 def _show_all(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
