@@ -34,7 +34,7 @@ import click
 ROOT = Path(__file__).parents[2]
 _RUNTIME, _DEVICES = "tests/runtime", "tests/devices"
 # Without the tests that take seconds each.
-_QUICK_BUNDLE = ("-k", "not every_flipped_bit and not any_json")
+_QUICK_BUNDLE = ("-k", "not every_flipped_bit and not any_json and not any_flipped_bit and not any_changed_byte")
 # Each module, and the tests that are its own.
 MODULES: dict[str, tuple[str, Sequence[str]]] = {
     "acceptance": (
@@ -56,7 +56,10 @@ MODULES: dict[str, tuple[str, Sequence[str]]] = {
     "intervals": ("edge_devices.energy.intervals", (f"{_DEVICES}/energy/test_intervals.py",)),
     "integrity": ("edge_runtime.bundle.integrity", (f"{_RUNTIME}/bundle/test_integrity.py",)),
     "signature": ("edge_runtime.bundle.signature", (f"{_RUNTIME}/bundle/test_signature.py",)),
-    "path_checks": ("edge_runtime.bundle.bundle", (f"{_RUNTIME}/bundle/test_bundle.py", *_QUICK_BUNDLE)),
+    "path_checks": (
+        "edge_runtime.bundle.bundle",
+        (f"{_RUNTIME}/bundle/test_bundle.py", f"{_RUNTIME}/bundle/test_integrity.py", *_QUICK_BUNDLE),
+    ),
     "manifest_checks": ("edge_runtime.bundle.manifest_checks", (f"{_RUNTIME}/bundle/test_bundle.py", *_QUICK_BUNDLE)),
     "transports": ("edge_devices.transports.base", (f"{_DEVICES}/transports/test_exit_codes.py",)),
     "cost_model": (

@@ -12,6 +12,8 @@ from typing import Any
 from edge_devices.errors import MeasurementError
 
 CONFIDENCE = 0.95
+# Below it, t is beyond a million for any probability that a figure is given with.
+LEAST_FREEDOM = 1e-3
 MIN_TO_DETREND = 5  # with fewer values a slope would use too many of the degrees of freedom
 
 
@@ -105,8 +107,8 @@ def combined(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)
 def t_quantile(freedom: float, probability: float = (1 + CONFIDENCE) / 2) -> float:
-    """Returns Student's t for a probability above 0.5, by bisection of its distribution function."""
-    if freedom <= 0:
+    """Returns Student's t for a probability above 0.5, by bisection of its distribution function; infinity beyond a million."""
+    if freedom < LEAST_FREEDOM:
         return math.inf
     freedom = min(freedom, 1e7)  # from there on Student's distribution is the normal one
     low, high = 0.0, 1.0
@@ -126,9 +128,9 @@ def _t_below(t: float, freedom: float) -> float:
 
 
 def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """I_x(a, b), by its continued fraction (Abramowitz and Stegun 26.5.8), on the side where that converges fast."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
+    """I_x(a, b) for x above 0, by its continued fraction (Abramowitz and Stegun 26.5.8), on the side where that converges fast."""
+    if x >= 1:
+        return 1.0
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
     if x > (a + 1) / (a + b + 2):
         return 1 - front * _fraction(1 - x, b, a) / b

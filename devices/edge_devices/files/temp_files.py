@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 try:
@@ -26,14 +26,23 @@ def temporary_of(path: Path, kind: str = PARTIAL) -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Locks a temporary file or folder while it is written, also across a rename; the lock ends with the process.
+def locked(path: Path, before_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Locks a file or folder while it is written, also across a rename; the lock ends with the process.
 
-    Where the system or the file system has no such locks, only the process number in the name protects it.
+    `before_wait` is called if another has the lock. Where the system or the file system has no such locks, only the process number in
+    the name of a temporary file protects it.
     """
-    descriptor = None
-    with contextlib.suppress(OSError):
-        descriptor = _lock(path, wait=True)
+    descriptor, taken = None, False
+    try:
+        descriptor = _lock(path, wait=False)
+    except BlockingIOError:
+        taken = True
+    except OSError:
+        pass
+    if taken:
+        before_wait()
+        with contextlib.suppress(OSError):
+            descriptor = _lock(path, wait=True)
     try:
         yield
     finally:

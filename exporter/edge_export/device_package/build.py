@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from edge_devices.files.temp_files import locked
 from edge_devices.files.user_cache import cache_folder
 from edge_export.device_package.debian import add_python
 from edge_export.device_package.elf import check_pages
@@ -44,11 +46,22 @@ class PackageRequest:
     force: bool = False
 
 
-def make_package(request: PackageRequest, step: Callable[[str], None]) -> Inventory:
-    """Builds the folder and returns its inventory; `step` gets a title for each step. Raises ExportError; then no file is left."""
-    platform = PLATFORMS[request.platform]
+def make_package(request: PackageRequest, step: Callable[[str], None], say: Callable[[str], None] = lambda _: None) -> Inventory:
+    """Builds the folder and returns its inventory; `step` gets a title for each step. Raises ExportError; then no file is left.
+
+    apt's lists, downloads and compiled files are kept in one folder, where one package is built at a time: `say` gets a line where
+    another process builds one.
+    """
     check_output(request.output, request.force, PACKAGE)
     cache = cache_folder() / "packages"
+    with contextlib.suppress(OSError):  # whoever writes there will say why
+        cache.mkdir(parents=True, exist_ok=True)
+    with locked(cache, lambda: say(f"Another package is being built with {cache}; waiting for its end.")):
+        return _build(request, cache, step)
+
+
+def _build(request: PackageRequest, cache: Path, step: Callable[[str], None]) -> Inventory:
+    platform = PLATFORMS[request.platform]
     with partial_folder(request.output, request.force, PACKAGE) as folder, tempfile.TemporaryDirectory(prefix="edge-package-") as name:
         scratch = Path(name)
         toolchain = open_toolchain(cache) if "llama" in request.backends or request.tools else None

@@ -67,7 +67,7 @@ def run_package(request: PackageRequest, as_json: bool) -> None:
     """Builds the package and prints its sizes. Raises ExportError."""
     console = Console(stderr=True)
     with console.status("preparing") as status:
-        inventory = make_package(request, lambda text: status.update(text))
+        inventory = make_package(request, status.update, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
     if as_json:
         click.echo(json.dumps({"package": str(request.output), **asdict(inventory)}))
         return

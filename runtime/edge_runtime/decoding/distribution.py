@@ -41,8 +41,8 @@ class Distribution:
     def draw(self, uniform: float) -> int:
         """Returns the token at `uniform`, a number in [0, 1), in the cumulative distribution."""
         sums = np.cumsum(self.probabilities)
-        index = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
-        return int(self.tokens[min(index, len(self.tokens) - 1)])  # rounding may reach the end
+        # A number below 1 is at most 1 - 2^-53, so that the product rounds to less than the last sum.
+        return int(self.tokens[int(np.searchsorted(sums, uniform * sums[-1], side="right"))])
 
     def less(self, other: Distribution) -> Distribution:
         """Returns max(self - other, 0), normalised: the distribution after `other` was rejected (arXiv 2211.17192, 2.3).

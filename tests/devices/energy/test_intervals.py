@@ -83,6 +83,8 @@ def test_student_t_at_its_ends() -> None:
     assert t_quantile(-1) == math.inf
     assert t_quantile(0.01) == math.inf, "beyond a million"
     assert t_quantile(1, 0.999999) == pytest.approx(318309.886, rel=1e-6)
+    assert t_quantile(5e-324) == t_quantile(1e-300) == math.inf
+    assert t_quantile(3, math.nextafter(0.5, 1)) == pytest.approx(0.0, abs=1e-7), "t² is lost beside 3"
     assert t_quantile(0.5) == pytest.approx(t_quantile(0.5000001), rel=1e-4)
 
 
@@ -152,3 +154,4 @@ def test_no_errors_add_up_to_none() -> None:
     assert combined([(0.0, 2), (0.0, 7)]) == (0.0, 7)
     assert combined([(0.0, 2), (3.0, math.inf)]) == (3.0, math.inf)
     assert combined([(1.0, 4), (0.0, 2)]) == (1.0, pytest.approx(4))
+    assert combined([(0.0, 0.0), (1.0, 4)]) == (1.0, pytest.approx(4)), "a known part may have no degrees of freedom"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from edge_devices.files.hashing import sha256_of
+from edge_devices.files.temp_files import locked
 from edge_export.cli.command import main
 from edge_export.device_package import build as making
 from edge_export.device_package import debian, llama_build, wheels
@@ -307,6 +309,35 @@ def test_failure_leaves_no_folder_and_an_old_package_stays(tmp_path: Path, monke
         making.make_package(request, lambda _: None)
     assert (old / "bin/edge-python").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} <= {"package", "cache"}
+
+
+def test_one_package_at_a_time_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, said, began = tmp_path / "cache/packages", list[str](), list[bool]()
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(cache.parent))
+    cache.mkdir(parents=True)
+
+    def fetch(*_: object) -> None:
+        began.append(True)
+        with pytest.raises(InterruptedError), locked(cache, refuse):
+            pytest.fail("two at a time")
+        raise PackageError("far enough")
+
+    def refuse() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(making, "add_python", fetch)
+    with contextlib.ExitStack() as other:
+        other.enter_context(locked(cache))
+
+        def say(line: str) -> None:
+            assert began == []
+            said.append(line)
+            other.close()  # the other one's end
+
+        request = making.PackageRequest(platform="linux-arm64", output=tmp_path / "package", backends=("onnx",))
+        with pytest.raises(PackageError, match="far enough"):
+            making.make_package(request, lambda _: None, say)
+    assert said == [f"Another package is being built with {cache}; waiting for its end."]
 
 
 @pytest.mark.parametrize("listed", [{}, {"platform": ["linux-arm64"], "backends": []}, {"name": "web", "files": ["index.js"]}])

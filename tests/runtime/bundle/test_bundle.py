@@ -18,6 +18,7 @@ from edge_devices.files.typed_json import from_json
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.integrity import CHECK_MODES
 from edge_runtime.bundle.manifest import (
+    MAX_MANIFEST_BYTES,
     Architecture,
     BundleFile,
     CacheLayout,
@@ -180,8 +181,39 @@ def test_numbers_at_their_limits_are_read(tmp_path, key, value):
 def test_missing_folder_and_missing_role(tmp_path):
     with pytest.raises(BundleError, match="not a bundle"):
         open_bundle(tmp_path / "none")
+    bundle = open_bundle(write(tmp_path / "b"))
     with pytest.raises(BundleError, match="no gguf drafter"):
-        open_bundle(write(tmp_path / "b")).file("drafter", "gguf")
+        bundle.file("drafter", "gguf")
+    assert [bundle.has("target"), bundle.has("target", "gguf"), bundle.has("target", "onnx"), bundle.has("drafter")] == [1, 1, 0, 0]
+
+
+def many(folder: Path, paths: list[str]) -> Path:
+    """A bundle of equal files, each with a role of its own."""
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(CONTENT)
+    return write(folder, changed("files", [FILE | {"path": path, "role": f"part {number}"} for number, path in enumerate(paths)]))
+
+
+def test_as_many_files_and_as_long_paths_as_are_allowed(tmp_path):
+    bundle = open_bundle(many(tmp_path / "files", [f"file-{number}" for number in range(64)]))
+    assert (bundle.has("part 0"), bundle.has("part 63"), bundle.has("part 64")) == (True, True, False)
+    longest = f"{'a' * 99}/{'b' * 100}"
+    assert open_bundle(many(tmp_path / "long", [longest])).path("part 0").read_bytes() == CONTENT
+    with pytest.raises(BundleError, match="outside the bundle"):
+        open_bundle(many(tmp_path / "longer", [f"{longest}b"]))
+
+
+def test_a_manifest_that_is_too_large_is_refused(tmp_path):
+    with pytest.raises(BundleError, match=f"more than {MAX_MANIFEST_BYTES} bytes"):
+        open_bundle(write(tmp_path / "b", " " * (MAX_MANIFEST_BYTES + 1)))
+
+
+@pytest.mark.parametrize(("name", "other"), [("end_tokens", "suppress_tokens"), ("suppress_tokens", "end_tokens")])
+def test_generation_defaults_name_tokens_of_the_vocabulary_only(tmp_path, name, other):
+    assert open_bundle(write(tmp_path / "b", changed("generation", {name: [1, 4095], other: [2]})))
+    with pytest.raises(BundleError, match="beyond the vocabulary of 4096"):
+        open_bundle(write(tmp_path / "b", changed("generation", {name: [1, 4096], other: [2]})))
 
 
 @pytest.mark.parametrize("name", ["target.gguf", "manifest.json"])

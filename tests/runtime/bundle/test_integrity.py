@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from edge_runtime.bundle import integrity
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.integrity import CHECK_MODES, SAMPLE_BYTES, SAMPLES, is_intact, samples_of
+from edge_runtime.bundle.integrity import CHECK_MODES, SAMPLE_BYTES, SAMPLES, is_intact, read_part, samples_of
 from edge_runtime.bundle.manifest_checks import with_hash
 from edge_runtime.errors import BundleError
 
@@ -176,6 +176,47 @@ def test_the_samples_see_a_disk_that_changes_bytes(tmp_path: Path, monkeypatch: 
     for place in (0, LARGE - 1, LARGE // 2 // SAMPLE_BYTES * SAMPLE_BYTES):
         flip(path, place)
     assert not is_intact(path, sha256, "fast")
+
+
+def test_samples_are_spread_evenly_from_the_first_byte_to_the_last(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(hashlib.shake_128(b"").digest(LARGE))
+    whole, found = samples_of(path), set[str]()
+    for number in range(SAMPLES):
+        place = number * (LARGE - 1) // (SAMPLES - 1)
+        flip(path, place)
+        found.add(samples_of(path))
+        flip(path, place)
+    assert len(found - {whole}) == SAMPLES
+
+
+def test_as_many_samples_are_taken_as_the_documentation_says() -> None:
+    text = (Path(__file__).parents[3] / "docs/security.md").read_text()
+    assert f"{SAMPLES} hashed samples of {SAMPLE_BYTES >> 10} kB" in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize("changed_s", [-100, 100])
+def test_a_file_that_just_changed_is_hashed_again_whatever_its_other_times_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed_s: int
+) -> None:
+    path = make_bundle(tmp_path / "bundle") / "target.gguf"
+    if changed_s > 0:
+        age(tmp_path, monkeypatch)
+    now = time.time_ns() + changed_s * 10**9
+    os.utime(path, ns=(now, now))
+    seen = hashed(monkeypatch)
+    sha256 = integrity.sha256_of(path)
+    assert [is_intact(path, sha256, "fast"), is_intact(path, sha256, "fast")] == [True, True]
+    assert len(seen) == 3
+
+
+def test_parts_that_are_too_large_or_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "part").write_bytes(bytes(11))
+    assert read_part(tmp_path / "part", 11, "table") == bytes(11)
+    with pytest.raises(BundleError, match="part has more than 10 bytes, more than any table"):
+        read_part(tmp_path / "part", 10, "table")
+    with pytest.raises(BundleError, match=r"none cannot be read \(No such file"):
+        read_part(tmp_path / "none", 10, "table")
 
 
 @pytest.mark.parametrize("memory", ["", "[]", "{}", '{"key": 5}', "\0"])

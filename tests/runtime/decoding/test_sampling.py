@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edge_runtime.decoding.distribution import Distribution
@@ -193,6 +193,36 @@ def test_draw_follows_the_cumulative_distribution(weights, uniform):
     drawn = Distribution.proportional(tokens, np.array(weights, dtype=np.float64)).draw(uniform) // 3
     assert sum(weights[:drawn]) <= uniform * total * (1 + 1e-12)
     assert uniform * total * (1 - 1e-12) <= sum(weights[: drawn + 1])
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 13, 19, 1000])
+def test_the_largest_number_below_one_draws_the_last_token(count):
+    even = Distribution.proportional(np.arange(count), np.full(count, 0.1))
+    assert even.draw(math.nextafter(1, 0)) == count - 1  # though the probabilities of 13 sum to less than 1, of 7 to more
+
+
+def test_a_certain_token_has_all_probability():
+    sure = Distribution.certain(1)
+    assert (sure.tokens.tolist(), sure.probabilities.tolist(), sure.draw(0.0)) == ([1], [1.0], 1)
+    assert sure.excess(Distribution.certain(1)).tolist() == [0.0]
+    assert sure.excess(Distribution.certain(9)).tolist() == [1.0]
+
+
+supports = st.lists(st.integers(0, SIZE - 1), min_size=1, unique=True).map(sorted)
+
+
+def on(tokens: list[int]) -> Distribution:
+    return Distribution.proportional(np.array(tokens), np.array(tokens) % 5 + 1.0)
+
+
+@given(own=supports, other=supports, share=st.floats(0, 1))
+@example(own=[0, 3, 7, 9], other=[3, 4], share=1.0)  # a token, or the number of tokens, looks like that of a whole vocabulary
+@example(own=[0, 2, 5], other=[2, 3], share=1.0)
+@example(own=[2, 5], other=[5, 9], share=1.0)
+@settings(max_examples=200, deadline=None)
+def test_what_is_left_of_a_distribution_is_that_of_dense_rows(own, other, share):
+    left = on(own).excess(on(other), share)
+    np.testing.assert_allclose(left, np.maximum(share * dense(on(own)) - dense(on(other)), 0)[own], atol=1e-15)
 
 
 def test_equal_distributions_leave_the_distribution_itself():
