@@ -25,6 +25,7 @@ from edge_runtime.backends.onnx.target import OrtTarget, pair_of
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 
 PREFILL, CONTEXT = 512, 1024
+KERNELS = " with row kernels"
 ROWS = tuple(range(1, 14))
 AnyTarget = LlamaTarget | OrtTarget
 
@@ -33,7 +34,7 @@ def open_sides(bundle: Bundle, threads: int) -> dict[str, AnyTarget]:
     """The target on each backend of the bundle, first on stock kernels."""
     sides: dict[str, AnyTarget] = {}
     for kernels in (False, True):
-        suffix = " with row kernels" if kernels else ""
+        suffix = KERNELS if kernels else ""
         if bundle.has("target", "onnx"):
             if not kernels:
                 os.environ[VARIABLE] = "none"
@@ -45,6 +46,11 @@ def open_sides(bundle: Bundle, threads: int) -> dict[str, AnyTarget]:
             ggml.switch(kernels)
             sides[f"llama.cpp{suffix}"] = LlamaTarget(bundle.path("target", "gguf"), options)
     return sides
+
+
+def switch_attention(side: str) -> None:
+    """llama.cpp's attention, of all models in the process, goes with the side that runs."""
+    ggml.switch(side.endswith(KERNELS))
 
 
 def milliseconds(target: AnyTarget, tokens: list[int], depth: int, *, prefill: bool = False) -> float:
@@ -76,22 +82,26 @@ def main(folder: Path, threads: int, depth: int, repeats: int, prefills: int) ->
         raise click.ClickException("the row kernels do not run here; edge-run doctor says why")
     sides = open_sides(open_bundle(folder), threads)
     tokens = np.random.default_rng(1).integers(50, 4000, depth + PREFILL).tolist()
-    for target in sides.values():
+    for name, target in sides.items():
+        switch_attention(name)
         target.prefill(tokens[:depth])
         milliseconds(target, tokens[depth : depth + ROWS[-1]], depth)
     found: dict[tuple[str, int], list[float]] = {}
     for number in range(repeats):
         for rows in ROWS if number % 2 else reversed(ROWS):
             for name, target in sides.items():
+                switch_attention(name)
                 found.setdefault((name, rows), []).append(milliseconds(target, tokens[depth : depth + rows], depth))
     for _ in range(prefills):
         for name, target in sides.items():
+            switch_attention(name)
             found.setdefault((name, PREFILL), []).append(milliseconds(target, tokens[depth:], depth, prefill=True))
     print("| rows |" + "".join(f" {name}, ms (times one row) |" for name in sides) + f"\n|--:{'|--:' * len(sides)}|")
     for rows in (*ROWS, PREFILL):
         medians = {name: float(np.median(found[name, rows])) for name in sides}
         print(f"| {rows} |" + "".join(f" {medians[name]:.1f} ({medians[name] / np.median(found[name, 1]):.2f}) |" for name in sides))
     for name, target in sides.items():
+        switch_attention(name)
         print(f"{name}: {equal_rows(target, tokens[: depth + ROWS[-1]], depth)} of {ROWS[-1]} rows equal the same row alone")
         target.close()
 

@@ -24,6 +24,8 @@ SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize=function,vptr", "-fsanitize
 WRONG = (0, -1, 3, -(1 << 62), (1 << 63) - 1, 1 << 31, 1 << 40)
 # Types of GGUF files (enum ggml_type): inputs and bytes of a block.
 _GGUF_BLOCKS = {2: (32, 18), 8: (32, 34), 12: (256, 144), 14: (256, 210)}
+# Rows of keys and values, by number of their type: values and bytes of a block.
+_CELL_BLOCKS = ((1, 2), (32, 34), (32, 18))
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _kept: list[mmap.mmap] = []
 
@@ -145,6 +147,30 @@ class Fuzzer:
         if first is not None and not np.allclose(first, _attention(queries, keys, heads, window), rtol=1e-3, atol=1e-4):
             raise AssertionError(f"attention of {[past, fresh, heads, dim, origin, window]} is wrong")
 
+    def attentions_over_cells(self) -> None:
+        """One attention over cells of random bytes, and again with other numbers of queries at a time."""
+        random = self._random
+        kind = int(random.integers(len(_CELL_BLOCKS)))
+        each, size = _CELL_BLOCKS[kind]
+        rows, heads, cells = int(random.integers(1, 7)), int(random.integers(1, 5)), int(random.integers(1, 200))
+        dims = [int(blocks) * each for blocks in random.integers(1, 100 if each == 1 else 5, 2)]
+        queries = filled(_floats(random, (rows * heads, dims[0])))
+        stored = [filled(random.integers(0, 256, (cells, dim // each * size)).astype(np.uint8)) for dim in dims]
+        mask = filled(np.where(random.random((rows, cells)) < random.random(), -np.inf, 0).astype(np.float16))
+        sizes = [kind, cells, rows, heads, *dims]
+        if wrong := random.random() < 0.2:
+            sizes[int(random.integers(1, 6))] = int(random.choice((0, -1, -(1 << 62), (1 << 63) - 1)))
+        first = None
+        for name in self.variants:
+            for at_once in (16, int(random.integers(1, 17))):
+                out = guarded((rows * heads, dims[1]), np.float32)
+                words = [*map(pointer, (queries, *stored, mask)), *map(ctypes.c_int64, (*sizes, at_once)), pointer(out)]
+                if bool(self._library.edge_rows_attend_cells(name.encode(), *words)) != wrong:
+                    raise AssertionError(f"{name}: attention over cells of {sizes} was not {'refused' if wrong else 'computed'}")
+                first = out if first is None else first
+                if not np.array_equal(out, first, equal_nan=True):
+                    raise AssertionError(f"{name} differs from {self.variants[0]} at attention over cells of {sizes}")
+
 
 def _floats(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
     values = random.standard_normal(shape).astype(np.float32)
@@ -184,8 +210,11 @@ def main(inputs: int, seed: int) -> None:
             fuzzer.products()
             fuzzer.gguf_products()
             fuzzer.attentions()
+            fuzzer.attentions_over_cells()
             _kept.clear()
-    click.echo(f"{inputs} products, {inputs} of GGUF weights and {inputs} attentions on {', '.join(fuzzer.variants)}: no failure")
+    click.echo(
+        f"{inputs} each of products, of GGUF weights, of attentions and of those over cells on {', '.join(fuzzer.variants)}: no failure"
+    )
 
 
 if __name__ == "__main__":

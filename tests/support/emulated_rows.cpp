@@ -9,6 +9,8 @@ int edge_rows_multiply(const char*, int64_t, int64_t, int, int, const void*, con
 int edge_rows_multiply_gguf(const char*, int, int64_t, int64_t, size_t, const void*, const void*, int64_t, void*);
 int edge_rows_attend(const char*, const void*, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                      int64_t, void*);
+int edge_rows_attend_cells(const char*, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                           void*);
 
 // What the kernels want of a C library. Memory is given back after each call.
 static uint8_t memory[64 << 20];
@@ -82,6 +84,8 @@ int run(const Call& call, void* const (&a)[kArrays]) {
         return edge_rows_multiply(call.variant, n[0], n[1], static_cast<int>(n[2]), static_cast<int>(n[3]), a[0], a[1], a[2], n[4], out);
     if (!strcmp(call.function, "multiply_gguf"))
         return edge_rows_multiply_gguf(call.variant, static_cast<int>(n[0]), n[1], n[2], static_cast<size_t>(n[3]), a[0], a[1], n[4], out);
+    if (!strcmp(call.function, "attend_cells"))
+        return edge_rows_attend_cells(call.variant, a[0], a[1], a[2], a[3], n[0], n[1], n[2], n[3], n[4], n[5], n[6], out);
     return edge_rows_attend(call.variant, a[0], a[1], a[2], a[3], a[4], n[0], n[1], n[2], n[3], n[4], n[5], n[6], out);
 }
 

@@ -18,6 +18,8 @@ Array = NDArray[Any]
 Q4_0, Q8_0, Q4_K, Q6_K = 2, 8, 12, 14
 GGUF_BLOCKS = {Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q6_K: (256, 210)}
 _HALVES = {Q4_0: slice(0, 2), Q8_0: slice(0, 2), Q4_K: slice(0, 4), Q6_K: slice(208, 210)}
+# Rows of keys and values by number of their type, float16, 8 bits, 4 bits: values and bytes of a block.
+CELL_BLOCKS = {0: (1, 2), 1: (32, 34), 2: (32, 18)}
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Call:
                 words = [*sizes[:2], *map(ctypes.c_int, self.sizes[2:4]), *arrays[:3], sizes[4], arrays[3]]
             case "multiply_gguf":
                 words = [ctypes.c_int(self.sizes[0]), *sizes[1:4], *arrays[:2], sizes[4], arrays[2]]
-            case _:
-                words = [*arrays[:5], *sizes, arrays[5]]
+            case _:  # all arrays, all sizes, the result
+                words = [*arrays[:-1], *sizes, arrays[-1]]
         if getattr(load_library(), f"edge_rows_{self.function}")(variant.encode(), *words):
             raise ValueError(f"{self.function} of {self.sizes} was refused")
         return out
@@ -80,3 +82,41 @@ def attention(queries: Array, cached: Sequence[Array], fresh: Sequence[Array], h
     """Queries [rows * heads, dim] to cached keys and values [past, dim] and to fresh ones [rows, dim] of one K/V head."""
     sizes = len(cached[0]), len(fresh[0]), heads, queries.shape[1], origin, window, 16
     return Call("attend", sizes, (queries, *cached, *fresh), queries.shape)
+
+
+def cell_attention(kind: int, queries: Array, keys: Array, values: Array, mask: Array, *, at_once: int = 16) -> Call:
+    """Queries [rows * heads, dim] to keys and values [cells, bytes of a row] that float16 masks [rows, cells] admit.
+
+    `kind` is the number of a type of rows in `CELL_BLOCKS`.
+    """
+    each, size = CELL_BLOCKS[kind]
+    dims = [array.shape[1] // size * each for array in (keys, values)]
+    rows, cells = mask.shape
+    sizes = kind, cells, rows, len(queries) // rows, *dims, at_once
+    return Call("attend_cells", sizes, (queries, keys, values, mask), (len(queries), dims[1]))
+
+
+def cell_rows(kind: int, values: Array) -> NDArray[np.uint8]:
+    """Values [rows, dim] as rows of a memory of that type, rounded as llama.cpp does."""
+    if kind == 0:
+        return values.astype(np.float16).view(np.uint8)
+    blocks = values.reshape(len(values), -1, 32)
+    most = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[..., None], axis=2)
+    scale = (np.abs(most) / 127 if kind == 1 else most / -8).astype(np.float16)
+    levels = np.divide(blocks, scale, out=np.zeros_like(blocks), where=scale != 0).astype(np.float32)
+    if kind == 1:
+        packed = np.rint(levels).clip(-127, 127).astype(np.int8).view(np.uint8)
+    else:
+        nibbles = np.rint(levels + 8).clip(0, 15).astype(np.uint8)
+        packed = nibbles[..., :16] | nibbles[..., 16:] << 4
+    return np.concatenate([scale.view(np.uint8), packed], axis=2).reshape(len(values), -1)
+
+
+def cell_values(kind: int, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """What rows of a memory stand for."""
+    if kind == 0:
+        return rows.view(np.float16).astype(np.float32)
+    blocks = rows.reshape(len(rows), -1, CELL_BLOCKS[kind][1])
+    scale, packed = blocks[..., :2].copy().view(np.float16).astype(np.float32), blocks[..., 2:]
+    levels = packed.view(np.int8) if kind == 1 else np.concatenate([packed & 15, packed >> 4], axis=2).astype(np.int8) - 8
+    return (levels * scale).reshape(len(rows), -1)

@@ -6,7 +6,6 @@ import hashlib
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,8 +38,6 @@ def serve(
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.http.connections import run_server, server_config
 
-    if options.deterministic and options.sessions > 1:
-        load = replace(load, separate_caches=True)
     with _open_socket(options) as listener, open_sessions(folder, options.sessions, load) as sessions:
         first = sessions.sessions[0]
         for session in sessions.sessions:

@@ -56,8 +56,6 @@ class LoadOptions:
         memory: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
         memory_size: The most bytes of that file, or a text such as "2MB"; the oldest texts make room.
         remember: Text files to add to it.
-        separate_caches: Whether each of several sessions has K/V memory of its own. With the row kernels a session's rows then have the
-            same bits whatever the others run; rounds of unequal drafts take more than one forward (llama.cpp).
         image_rows: The largest budget of an image, in soft rows, where an image must fit one batch: 12B and larger. Above 512 it takes more
             memory (llama.cpp).
     """
@@ -81,7 +79,6 @@ class LoadOptions:
     memory: Path | None = None
     memory_size: str | int = MEMORY_SIZE
     remember: Sequence[Path] = ()
-    separate_caches: bool = False
     image_rows: int = DEFAULT_BUDGET
 
 
@@ -107,7 +104,6 @@ class LoadKeywords(TypedDict, total=False):
     memory: Path | None
     memory_size: str | int
     remember: Sequence[Path]
-    separate_caches: bool
     image_rows: int
 
 

@@ -177,7 +177,7 @@ class _PairLoader:
         if count > 1 and self.settings.policy == "profit":
             costs()  # measuring empties the cache, so it is done before any request runs
         acceptance_cache = self._acceptance_cache("llama", kind, self.bundle.manifest.parity)
-        fingerprint = self._fingerprint(count, options.separate_caches, *facts)
+        fingerprint = self._fingerprint(count, *facts)
         encoder = self._encoder("gguf", lambda: batch.open_encoder(self.bundle.path(MEDIA_ENCODER, "gguf")))
         sessions = [
             Session(
@@ -235,7 +235,6 @@ class _PairLoader:
             max_candidates=settings.max_candidates,
             sequences=count,
             kv_type=kv_type,
-            separate_caches=self.options.separate_caches,
             batch=self._batch_rows(),
             bidirectional=self._bidirectional,
         )

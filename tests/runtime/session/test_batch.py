@@ -196,12 +196,12 @@ def test_long_texts_beside_each_other_slide_their_windows(several: Sessions) -> 
 
 
 @pytest.mark.skipif(not library.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
-def test_separate_caches_make_rows_exact(exported_pair: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_are_exact_where_the_kernels_run(exported_pair: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from edge_export.pipeline.export import export_pair
     from edge_export.pipeline.request import ExportRequest
 
     request = ExportRequest(target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=tmp_path / "b", context=512, verify=False)
     export_pair(request, Silent())
     for bundle, exact in ((tmp_path / "b", True), (exported_pair, False)):  # float16 is not multiplied by the kernels
-        with open_sessions(bundle, 3, threads=2, separate_caches=True) as sessions:
+        with open_sessions(bundle, 3, threads=2) as sessions:
             assert sessions.rows_are_exact() is exact

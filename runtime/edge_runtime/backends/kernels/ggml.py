@@ -24,7 +24,6 @@ FUNCTIONS = (
     "ggml_barrier",
     "ggml_threadpool_chunk_set",
     "ggml_threadpool_chunk_add",
-    "ggml_compute_forward_flash_attn_ext",
 )
 # C++'s operator new: the list belongs to a vector, which may free it.
 _NEW = "_Znwm"
@@ -50,20 +49,13 @@ def register(llama: Any) -> str | None:
 
 
 def switch(enabled: bool) -> None:
-    """Whether models that are loaded from now on get the kernels; registering switches them on."""
-    kernels = _kernels()
-    if kernels is not None:
-        kernels.edge_ggml_switch(int(enabled))
+    """Whether models that are loaded from now on get the kernels, and attention of all models; registering switches them on.
 
-
-def attend_row_by_row(rows: int) -> None:
-    """While the kernels are on, attention of up to `rows` rows is computed row by row: a row's sums then do not depend on its batch.
-
-    Calls only raise the number, which is 1 at first; llama.cpp computes larger batches in tiles.
+    Models that were loaded with the kernels do not run while they are off.
     """
     kernels = _kernels()
     if kernels is not None:
-        kernels.edge_ggml_attend_row_by_row(ctypes.c_int64(rows))
+        kernels.edge_ggml_switch(int(enabled))
 
 
 def _kernels() -> Any:

@@ -42,7 +42,7 @@ class LlamaOptions:
     `context` and `batch` are in tokens; `sequences` texts of `context` tokens each share the opened context; `use_extra_bufts` lets
     llama.cpp repack weights for the CPU; `draft` keeps the target's hidden rows, which only a drafter needs; `max_draft_length` limits a
     draft, and a verify to one row more; `max_candidates` limits the tokens that the split drafter's head computes, None keeps the number
-    in the head file; `kv_type` is the type of the K/V rows; `separate_caches` gives each sequence K/V memory of its own;
+    in the head file; `kv_type` is the type of the K/V rows;
     `bidirectional` says that the rows of an image attend to each other in both directions, so that `batch` must hold them all.
     """
 
@@ -55,7 +55,6 @@ class LlamaOptions:
     sequences: int = 1
     max_candidates: int | None = None
     kv_type: KvType = DEFAULT_KV_TYPE
-    separate_caches: bool = False
     bidirectional: bool = False
 
     def __post_init__(self) -> None:
@@ -168,8 +167,8 @@ def context_params(library: LlamaLibrary, options: LlamaOptions, max_rows: int) 
     params.n_ctx = -(-options.context // _CONTEXT_STEP) * _CONTEXT_STEP * options.sequences
     params.n_seq_max = options.sequences
     # One memory for all: only then are different numbers of rows of several sequences one forward (src/llama-kv-cache-iswa.cpp,
-    # init_batch). With one for each, attention adds up the same cells in the same order as for a sequence alone.
-    params.kv_unified = options.sequences > 1 and not options.separate_caches
+    # init_batch).
+    params.kv_unified = options.sequences > 1
     params.n_batch = params.n_ubatch = options.batch
     # The default, n_batch, would reserve a logits row of the whole vocabulary for each row of a prefill.
     params.n_outputs_max = max_rows

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.committed_tokens import CommittedText
-from edge_runtime.backends.kernels.ggml import attend_row_by_row
 from edge_runtime.backends.llama.context import (
     Batch,
     LlamaModel,
@@ -66,7 +65,6 @@ class LlamaTargetContext(LlamaModel):
             raise RequestError(f"context {options.context} is beyond the {trained} tokens of {path.name}; ask for at most that")
         self.max_rows = options.max_draft_length + 1
         params = context_params(self._library, options, self.max_rows * options.sequences)
-        attend_row_by_row(self.max_rows * options.sequences)
         self._pointer = open_context(self._library, self._model, params, path)
         if options.draft:
             # Masked: hidden rows exist for flagged rows only, in their order, so that the last layer may leave out

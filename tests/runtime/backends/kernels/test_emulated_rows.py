@@ -12,7 +12,17 @@ import pytest
 
 from edge_runtime.backends.kernels import library
 from emulated import QEMU
-from row_calls import GGUF_BLOCKS, Call, attention, gguf_multiplication, gguf_weights, multiplication
+from row_calls import (
+    CELL_BLOCKS,
+    GGUF_BLOCKS,
+    Call,
+    attention,
+    cell_attention,
+    cell_rows,
+    gguf_multiplication,
+    gguf_weights,
+    multiplication,
+)
 
 pytest.importorskip("ziglang", reason="needs edge-mtp[export], which has the compiler")
 if shutil.which(QEMU) is None:
@@ -32,7 +42,7 @@ BATCHES = (1, 2, 3, 5, 8, 11, 12, 13, 29)
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped kernels, without what engines see of them, and a program around them."""
     folder = tmp_path_factory.mktemp("arm")
-    objects = compile_objects(TARGET, folder, without=("onnxruntime/", "ggml/multiply", "ggml/register", "ggml/floats"))
+    objects = compile_objects(TARGET, folder, without=("onnxruntime/", "ggml/attention", "ggml/multiply", "ggml/register", "ggml/floats"))
     flags = [
         "-target",
         TARGET,
@@ -76,8 +86,17 @@ def attentions() -> Iterator[Call]:
         yield attention(queries, (cached, cached[::-1]), (fresh, fresh[::-1]), heads, origin, window)
 
 
+def attentions_over_cells() -> Iterator[Call]:
+    random = np.random.default_rng(3)
+    for kind in CELL_BLOCKS:
+        for rows, heads, cells, dim in [(1, 1, 1, 32), (1, 4, 70, 64), (3, 5, 33, 96), (4, 4, 300, 128)]:
+            queries, keys, values = (random.standard_normal((count, dim)).astype(np.float32) for count in (rows * heads, cells, cells))
+            mask = np.where(random.random((rows, cells)) < 0.3, -np.inf, 0).astype(np.float16)
+            yield cell_attention(kind, queries, cell_rows(kind, keys), cell_rows(kind, values), mask)
+
+
 @pytest.mark.parametrize(("cpu", "variant"), [("cortex-a76", "dotprod"), ("max", "dotprod"), ("max", "i8mm")])
-@pytest.mark.parametrize("calls", [products, attentions])
+@pytest.mark.parametrize("calls", [products, attentions, attentions_over_cells])
 def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, variant: str, calls: type[Iterator[Call]]) -> None:
     made = list(calls())
     words = b"".join(call.written(variant) for call in made)

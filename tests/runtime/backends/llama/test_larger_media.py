@@ -191,7 +191,7 @@ def test_other_sequences_stay_causal(folders, session):
         generation = session.generate(prompt, max_tokens=12, draft_length=0)
         list(generation)
         alone.append(generation.tokens)
-    with open_sessions(folders["bundle"], 2, drafter="dense", threads=1, separate_caches=True) as sessions:
+    with open_sessions(folders["bundle"], 2, drafter="dense", threads=1) as sessions:
         one, other = sessions.sessions
         text = other.generate(TEXT * 6, max_tokens=12, draft_length=0)
         steps = iter(text)

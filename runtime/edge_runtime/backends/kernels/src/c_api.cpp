@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cells.h"
 #include "ggml/weights.h"
 #include "pack.h"
 #include "variants.h"
@@ -48,6 +49,33 @@ EDGE_EXPORT int edge_rows_attend(const char* name, const float* queries, const f
         for (int64_t r = 0; r < count; r++) a.result(states + r * a.state(), out + (query + r) * dim);
     }
     free(states);
+    return 0;
+}
+
+// out [rows x heads, value_dim]: attention over cells by the variant of this name, in one thread, `at_once` queries at a time. Keys and values
+// are [cells] rows of that type: 0 float16, 1 and 2 blocks of 8 and 4 bits. mask [rows, cells] is float16. Scores are not scaled.
+// Returns 0, or 1 for a name or a shape that cannot be, or without memory.
+EDGE_EXPORT int edge_rows_attend_cells(const char* name, const float* queries, const char* keys, const char* values, const uint16_t* mask, int64_t type,
+                                       int64_t cells, int64_t rows, int64_t heads, int64_t key_dim, int64_t value_dim, int64_t at_once, float* out) {
+    const Variant* variant = named(name);
+    const auto fits = [](int64_t size) { return size >= 1 && size <= int64_t{1} << 31; };
+    if (!variant || type < 0 || type > 2 || !fits(cells) || !fits(rows) || !fits(heads) || at_once < 1 || at_once > kMostQueries) return 1;
+    const CellType kind = static_cast<CellType>(type);
+    const int64_t block = values_of_block(kind);
+    if (!fits(key_dim) || !fits(value_dim) || key_dim % block || value_dim % block) return 1;
+    void* memory = aligned_alloc(kLine, CellMemory(cells, key_dim, value_dim, nullptr).bytes);
+    if (!memory) return 1;
+    const auto row_bytes = [&](int64_t dim) { return static_cast<size_t>(dim / block) * bytes_of_block(kind); };
+    CellAttention a = {{kind, keys, row_bytes(key_dim), key_dim}, {kind, values, row_bytes(value_dim), value_dim}, cells, 1, 0, {}, {}, {}};
+    for (int64_t query = 0; query < rows * heads; query++) {
+        a.query[a.queries] = queries + query * key_dim;
+        a.mask[a.queries] = mask + query / heads * cells;
+        a.out[a.queries++] = out + query * value_dim;
+        if (a.queries < at_once && query + 1 < rows * heads) continue;
+        variant->attend_cells(a, memory);
+        a.queries = 0;
+    }
+    free(memory);
     return 0;
 }
 

@@ -122,11 +122,14 @@ struct Attend {
     }
 };
 
+struct CellAttention;  // cells.h
+
 struct Variant {
     const char* name;
     MultiplyTiles multiply;
     RoundRow round;
     Attend attend;
+    void (*attend_cells)(const CellAttention&, void* memory);
 };
 
 }  // namespace edge

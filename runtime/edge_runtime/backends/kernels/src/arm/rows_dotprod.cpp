@@ -1,6 +1,6 @@
 // NEON with dot products (Cortex-A55, A75, A76 and later): levels of up to 6 bits are multiplied as they are, those of 8 bits made signed.
 #include "arm/isa_neon.h"
-#include "per_isa/attend.h"
+#include "per_isa/attend_cells.h"
 #include "per_isa/round_row.h"
 #include "variants.h"
 
@@ -50,6 +50,6 @@ struct Dotprod : NeonBase {
 
 }  // namespace
 
-const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row<Dotprod>, {attend_span, merge_spans}};
+const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row<Dotprod>, {attend_span, merge_spans}, attend_cells};
 
 }  // namespace edge

@@ -1,7 +1,7 @@
 // NEON with matrix products (i8mm: Cortex-A510, A710, X2, Neoverse N2 and later, Apple M2 and later): two rows by two outputs by eight inputs
 // to an instruction. A single row goes through the dot products.
 #include "arm/isa_neon.h"
-#include "per_isa/attend.h"
+#include "per_isa/attend_cells.h"
 #include "per_isa/round_row.h"
 #include "variants.h"
 
@@ -159,6 +159,6 @@ void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, i
 
 }  // namespace
 
-const Variant kI8mm = {"i8mm", multiply_i8mm, round_row<NeonBase>, {attend_span, merge_spans}};
+const Variant kI8mm = {"i8mm", multiply_i8mm, round_row<NeonBase>, {attend_span, merge_spans}, attend_cells};
 
 }  // namespace edge

@@ -7,7 +7,7 @@
 namespace edge::ggml {
 
 // enum ggml_type
-constexpr int kF32 = 0, kQ4_0 = 2, kQ8_0 = 8, kQ4_K = 12, kQ6_K = 14, kBf16 = 30;
+constexpr int kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ8_0 = 8, kQ4_K = 12, kQ6_K = 14, kBf16 = 30;
 // enum ggml_op
 constexpr int kMulMat = 29, kFlashAttention = 74;
 // enum ggml_status
@@ -78,7 +78,7 @@ struct Work {
     size_t size;
     void* memory;
     Threadpool* pool;
-    bool reference;  // attention row by row, without tiles and without dividing the cache among threads
+    bool reference;
 };
 
 // Classes of ggml/src/ggml-cpu/traits.h. Both have a virtual destructor, which takes two entries of the table; nobody calls it.
@@ -114,7 +114,6 @@ struct Functions {
     void (*barrier)(Threadpool*);
     void (*set_chunk)(Threadpool*, int value);
     int (*add_chunk)(Threadpool*, int value);
-    void (*flash_attention)(const Work*, Tensor*);
 };
 
 }  // namespace edge::ggml

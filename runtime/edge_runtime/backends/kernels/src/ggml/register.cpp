@@ -1,10 +1,11 @@
-// An extra buffer type of ggml's CPU backend: weights that it packs when they are loaded, and multiplications with them. The list that it
-// is added to is what the backend asks first about every operation.
+// An extra buffer type of ggml's CPU backend: weights that it packs when they are loaded, multiplications with them, and
+// attention. The list that it is added to is what the backend asks first about every operation.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
+#include "attention.h"
 #include "multiply.h"
 #include "weights.h"
 
@@ -16,7 +17,6 @@ constexpr size_t kHugePage = size_t{1} << 21;
 Functions functions;
 const Variant* variant = nullptr;
 bool enabled = false;
-int64_t exact_rows = 1;
 
 void release(Buffer* buffer) { free(buffer->context); }
 void* base(Buffer* buffer) { return buffer->context; }
@@ -75,13 +75,16 @@ struct Multiplication final : Operation {
     }
 };
 
-// One row over a long cache would be divided among the threads, with other sums than the same row in a batch.
 struct Attention final : Operation {
-    bool work_size(int, const Tensor*, size_t&) override { return false; }
+    bool work_size(int threads, const Tensor* op, size_t& size) override {
+        size = attention_memory(*op, threads);
+        return true;
+    }
     bool compute(Work* work, Tensor* op) override {
-        Work own = *work;
-        own.reference = true;
-        functions.flash_attention(&own, op);
+        if (!attend(functions, *variant, *work, *op)) {
+            fprintf(stderr, "edge-mtp: no work memory for %s\n", op->name);
+            abort();
+        }
         return true;
     }
 };
@@ -97,7 +100,7 @@ struct Weights final : ExtraBufferType {
     }
     Operation* operation(const Tensor* op) override {
         if (op->op == kMulMat) return is_ours(op->src[0]) ? &multiplication : nullptr;
-        if (op->op == kFlashAttention && enabled && op->src[0]->ne[1] <= exact_rows) return &attention;
+        if (op->op == kFlashAttention) return enabled && attends(*op) ? &attention : nullptr;
         return nullptr;
     }
 };
@@ -110,7 +113,7 @@ bool is_ours(const Tensor* tensor) { return tensor->buffer && tensor->buffer->ty
 const char* unexpected() {
     if (strcmp(functions.op_name(kMulMat), "MUL_MAT") != 0 || strcmp(functions.op_name(kFlashAttention), "FLASH_ATTN_EXT") != 0)
         return "its operations have other numbers";
-    if (strcmp(functions.type_name(kQ4_0), "q4_0") != 0 || strcmp(functions.type_name(kQ8_0), "q8_0") != 0 ||
+    if (strcmp(functions.type_name(kF16), "f16") != 0 || strcmp(functions.type_name(kQ4_0), "q4_0") != 0 || strcmp(functions.type_name(kQ8_0), "q8_0") != 0 ||
         strcmp(functions.type_name(kQ4_K), "q4_K") != 0 || strcmp(functions.type_name(kQ6_K), "q6_K") != 0 || strcmp(functions.type_name(kBf16), "bf16") != 0)
         return "its types have other numbers";
     const BufferTypes* types = functions.extra_buffer_types();
@@ -149,11 +152,6 @@ EDGE_EXPORT const char* edge_ggml_register(const Functions* given, void* (*make)
 
 // Whether models that are loaded from now on use it.
 EDGE_EXPORT void edge_ggml_switch(int on) { enabled = on && variant; }
-
-// Attention of up to so many rows is computed row by row.
-EDGE_EXPORT void edge_ggml_attend_row_by_row(int64_t rows) {
-    if (rows > exact_rows) exact_rows = rows;
-}
 
 // The bytes that weights of such a type and shape are packed into; 0 where they stay as they are.
 EDGE_EXPORT size_t edge_ggml_packed_bytes(const Tensor* tensor) { return packs(*tensor) ? packed_bytes(*tensor) : 0; }

@@ -136,6 +136,7 @@ template <class Work>
 void rows_at_once(int64_t count, Work work) {
     int64_t r = 0;
     for (; r + kQueriesAtOnce <= count; r += kQueriesAtOnce) work.template operator()<kQueriesAtOnce>(r);
+    for (; r + 2 <= count; r += 2) work.template operator()<2>(r);
     for (; r < count; r++) work.template operator()<1>(r);
 }
 

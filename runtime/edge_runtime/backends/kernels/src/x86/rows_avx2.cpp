@@ -1,7 +1,7 @@
 // AVX2 without VNNI. Pairs of products are added in 16 bits: levels of at most 15 times 127 leave room for four of them, of 63 for two; 8-bit
 // levels are made signed, and their magnitudes take the products' signs from the activations, so that no sum leaves 16 bits either.
 #include "x86/isa_avx2.h"
-#include "per_isa/attend.h"
+#include "per_isa/attend_cells.h"
 #include "per_isa/round_row.h"
 #include "variants.h"
 
@@ -32,6 +32,6 @@ struct Avx2 : Avx2Base {
 
 }  // namespace
 
-const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row<Avx2>, {attend_span, merge_spans}};
+const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row<Avx2>, {attend_span, merge_spans}, attend_cells};
 
 }  // namespace edge

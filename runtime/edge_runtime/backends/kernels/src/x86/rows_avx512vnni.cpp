@@ -1,7 +1,7 @@
 // AVX-512 with VNNI: 16 outputs to a register, four multiplications to a lane.
 #include <immintrin.h>
 
-#include "per_isa/attend.h"
+#include "per_isa/attend_cells.h"
 #include "per_isa/round_row.h"
 #include "per_isa/multiply.h"
 #include "variants.h"
@@ -66,6 +66,6 @@ struct Avx512Vnni {
 
 }  // namespace
 
-const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row<Avx512Vnni>, {attend_span, merge_spans}};
+const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row<Avx512Vnni>, {attend_span, merge_spans}, attend_cells};
 
 }  // namespace edge

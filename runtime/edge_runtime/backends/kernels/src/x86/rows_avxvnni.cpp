@@ -1,6 +1,6 @@
 // AVX-VNNI: client processors without AVX-512.
 #include "x86/isa_avx2.h"
-#include "per_isa/attend.h"
+#include "per_isa/attend_cells.h"
 #include "per_isa/round_row.h"
 #include "variants.h"
 
@@ -17,6 +17,6 @@ struct AvxVnni : Avx2Base {
 
 }  // namespace
 
-const Variant kAvxVnni = {"avxvnni", multiply<AvxVnni>, round_row<AvxVnni>, {attend_span, merge_spans}};
+const Variant kAvxVnni = {"avxvnni", multiply<AvxVnni>, round_row<AvxVnni>, {attend_span, merge_spans}, attend_cells};
 
 }  // namespace edge

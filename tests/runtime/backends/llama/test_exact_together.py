@@ -1,0 +1,100 @@
+"""Several sequences in one memory of llama.cpp: rows and answers have the bits they have alone, wherever cells lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from silent import Silent
+
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.llama.target import LlamaTarget
+from edge_runtime.bundle.kv_types import KvType
+from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.session.generation import Generation
+from edge_runtime.session.open import open_session, open_sessions
+from edge_runtime.session.session import Session
+
+PAIR = Path(__file__).parents[4] / "exporter" / "edge_export" / "reference_pair"
+pytestmark = pytest.mark.skipif(library().row_kernels is None, reason=f"stock kernels run: {library().stock_reason}")
+PROMPTS = [
+    "class Stack:\n    def push(",
+    "def add(a, b):\n    return",
+    "import os\n\nfor name in os.",
+    "# The quick brown",
+    "def area(r):",
+    "x = [",
+]
+# More than the sliding layers keep of one sequence: their cells are written anew.
+LONG = 900
+
+
+@pytest.fixture(scope="module", params=["q4_0", "q8_0"])
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest
+
+    output = tmp_path_factory.mktemp("exact") / "bundle"
+    pair = {"target": str(PAIR / "target"), "drafter": str(PAIR / "drafter")}
+    export_pair(ExportRequest(**pair, output=output, target_quantization=request.param, context=1024, verify=False), Silent())
+    return output
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
+def test_rows_of_interleaved_sequences_have_the_bits_of_each_alone(bundle: Path, kv_type: KvType) -> None:
+    random = np.random.default_rng(4)
+    path = next(bundle.glob("target-*.gguf"))
+    texts = random.integers(50, 4000, (3, LONG)).tolist()
+    with LlamaTarget(path, LlamaOptions(context=1024, threads=2, draft=False, sequences=3, kv_type=kv_type)) as target:
+        sequences = target.shared.sequences
+        for one, text, first in zip(sequences, texts, (700, 30, 300), strict=True):
+            one.prefill(text[:first])
+        while any(one.length < LONG for one in sequences):
+            running = [one for one in sequences if one.length < LONG and random.random() < 0.7]
+            batches = [(one, texts[one.number][one.length :][: int(random.integers(1, 9))]) for one in running]
+            if not batches:
+                continue
+            rows = target.shared.verify_all(batches)
+            last = {one.number: logits[-1].copy() for (one, _), logits in zip(batches, rows, strict=True) if one.length == LONG}
+            for one in running:
+                if one.number in last:
+                    texts[one.number].append(last[one.number])
+                elif random.random() < 0.5:
+                    one.rollback(one.length - min(one.length, int(random.integers(0, 2))))
+    for text in texts:
+        *tokens, found = text
+        for pieces in (LONG - 1, 77):  # behind every prefill
+            with LlamaTarget(path, LlamaOptions(context=1024, threads=1, draft=False, kv_type=kv_type)) as target:
+                for first in range(0, LONG - 1, pieces):
+                    target.prefill(tokens[: LONG - 1][first : first + pieces])
+                assert np.array_equal(target.verify(tokens[-1:])[0], found), pieces
+
+
+@pytest.mark.parametrize("draft_length", [0, 4, None])
+def test_four_clients_get_the_answers_of_each_request_alone(bundle: Path, probe_memory: Path, draft_length: int | None) -> None:
+    drawn = [SamplingParams(temperature=0.0), *(SamplingParams(temperature=0.9, seed=seed) for seed in (1, 2))]
+
+    def started(session: Session, number: int) -> Generation:
+        prompt, sampling = PROMPTS[number % len(PROMPTS)], drawn[number // len(PROMPTS)]
+        # Prefixes in a session's cache are used: rows behind them have the same bits.
+        return session.generate(
+            prompt, max_tokens=30 + number, sampling=sampling, draft_length=draft_length, acceptance="match", reuse_prefix=True
+        )
+
+    count = len(PROMPTS) * len(drawn)
+    wanted = []
+    with open_session(bundle, backend="llama", context=512, threads=2) as alone:
+        for number in range(count):
+            generation = started(alone, number)
+            generation.text()
+            wanted.append(generation.tokens)
+    with open_sessions(bundle, 4, backend="llama", context=512, threads=2) as sessions:
+        together = [started(sessions.sessions[number % 4], number) for number in range(count)]
+        list(sessions.run(together))
+    assert [one.tokens for one in together] == wanted
