@@ -162,6 +162,22 @@ def test_nonsense_is_refused_with_its_value(options, words):
         SamplingParams(**options)
 
 
+@pytest.mark.parametrize("penalty", [1e6, -1e6])
+def test_penalties_at_their_limits_are_taken(penalty):
+    wanted = SamplingParams(
+        frequency_penalty=penalty, presence_penalty=penalty, repetition_penalty=1 / abs(penalty), logit_bias={2: penalty}
+    )
+    row = np.array([1.0, 3.0, 2.0], dtype=np.float32)
+    assert Sampler(wanted).likeliest(row, [1]) == (2 if penalty > 0 else 1)
+    assert SamplingParams(repetition_penalty=1e6).penalises
+
+
+def test_penalties_look_back_64_tokens_by_default():
+    row = np.array([1.0, 1.5, 0.0], dtype=np.float32)
+    sampler = Sampler(SamplingParams(presence_penalty=1.0))
+    assert [sampler.likeliest(row, [1] + [2] * others) for others in (0, 63, 64)] == [0, 0, 1]
+
+
 @given(st.floats(allow_nan=True), st.integers(-5, 5), st.floats(), st.floats())
 @settings(deadline=None)
 def test_what_passes_the_door_can_be_drawn_from(temperature, top_k, top_p, min_p):
@@ -239,3 +255,15 @@ def test_top_k_of_a_large_vocabulary_is_that_of_a_sort(k):
         row[random.integers(0, row.size, 100)] = -np.inf
         found = Sampler(SamplingParams(top_k=k))(row).tokens
         assert found.tolist() == sorted(np.argsort(-row, kind="stable")[:k].tolist())
+
+
+@pytest.mark.parametrize("k", range(1, 13))
+def test_top_k_of_about_as_many_blocks_as_tokens_is_that_of_a_sort(k):
+    for seed in range(5):
+        row = np.random.default_rng([k, seed]).permutation(12 * 256).astype(np.float32)
+        assert Sampler(SamplingParams(top_k=k))(row).tokens.tolist() == sorted(np.argsort(-row)[:k].tolist())
+
+
+def test_a_ban_is_a_text_in_json():
+    written = SamplingParams(top_k=3, logit_bias={7: -math.inf, 2: 1.5}).to_json()
+    assert (written["top_k"], written["logit_bias"]) == (3, {"7": "-inf", "2": 1.5})

@@ -242,6 +242,96 @@ def test_an_input_that_the_runtime_does_not_give_is_refused(tmp_path: Path) -> N
         peak.check_graph_memory(path, {})
 
 
+def branch(then: list[Any], otherwise: list[Any], *outputs: str) -> Any:
+    """An If whose branches give y0 through these nodes; `outputs` are those of the branches."""
+    graphs = [
+        helper.make_graph(nodes, name, [], [helper.make_empty_tensor_value_info(output)])
+        for nodes, name, output in zip((then, otherwise), "te", outputs, strict=True)
+    ]
+    return helper.make_node("If", ["yes"], ["z"], then_branch=graphs[0], else_branch=graphs[1])
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_larger_branch_counts_beside_what_is_held(tmp_path: Path, swapped: bool) -> None:
+    small, big = [helper.make_node("Identity", ["x"], ["s"])], chain("Concat", 2, axis=0)
+    big[0] = helper.make_node("Concat", ["x", "x"], ["y1"], axis=0)
+    chosen = branch(big, small, "y2", "s") if swapped else branch(small, big, "s", "y2")
+    nodes = [
+        helper.make_node("Add", ["x", "x"], ["held"]),
+        chosen,
+        helper.make_node("Add", ["z", "z"], ["a"]),
+        helper.make_node("Add", ["held", "x"], ["y"]),
+    ]
+    path = saved(tmp_path, nodes, {"x": (None,)}, {"yes": np.array(True)}, ["y"])
+    # held, and in the branch y1 and y2: 400 + 800 + 1600; after it held, z and a: 400 + 1600 + 1600.
+    assert peak.check_graph_memory(path, {"x": (100,)}) == 3600
+    assert peak.check_graph_memory(path, {"x": (100,)}, {"x": (200,)}, {"x": (10,)}) == 7200
+
+
+def test_a_loop_holds_its_start_and_all_that_it_collects(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Add", ["x", "x"], ["y0"]),
+        loop(helper.make_node("Add", ["v0", "v0"], ["v1"]), helper.make_node("Add", ["v1", "v1"], ["v2"]), outputs=["v1", "v2"]),
+    ]
+    nodes[1].output.append("all")
+    path = saved(tmp_path, nodes, {"x": (None,)}, {}, ["end", "all"])
+    # Inside, values may be int64: y0 in floats (twice: as it is and as the start), v1 and v2 wide. After it: y0, the end and 12 of v2.
+    inside, after = 2 * 400 + 2 * 800, 400 + 800 + 12 * 800
+    assert peak.check_graph_memory(path, {"x": (100,)}) == max(inside, after) + 8  # draft_length
+
+
+@pytest.mark.parametrize(("outputs", "said"), [(["v0", "v1"], "grows with each iteration"), (["v0"], None)])
+def test_each_value_that_a_loop_carries_keeps_its_size(tmp_path: Path, outputs: list[str], said: str | None) -> None:
+    repeated = loop(helper.make_node("Concat", ["v0", "v0"], ["v1"], axis=0), outputs=outputs)
+    repeated.input.append("y0")  # a second carried value; the loop may give fewer than it is given
+    nodes = [helper.make_node("Add", ["x", "x"], ["y0"]), repeated]
+    path = saved(tmp_path, nodes, {"x": (None,)}, {}, [])
+    if said is None:
+        assert peak.check_graph_memory(path, {"x": (100,)}) > 0
+    else:
+        with pytest.raises(BundleError, match=said):
+            peak.check_graph_memory(path, {"x": (100,)})
+
+
+def test_inputs_of_the_runtime_cost_nothing_and_others_their_size(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Add", ["x", "own"], ["y"]), helper.make_node("Add", ["input_ids", "input_ids"], ["z"])]
+    path = saved(tmp_path, nodes, {"x": (None,), "own": (50,), "input_ids": (None,)}, {}, ["y", "z"])
+    # own 200, y 200, z in int64 80.
+    assert peak.check_graph_memory(path, {"x": (50,), "input_ids": (10,)}) == 480
+
+
+def test_a_graph_that_takes_all_there_is_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path, [helper.make_node("Add", ["x", "x"], ["y"])], {"x": (None,)}, {}, ["y"])
+    monkeypatch.setattr(peak, "available_memory_bytes", lambda: 400)
+    assert peak.check_graph_memory(path, {"x": (100,)}) == 400
+    with pytest.raises(BackendError, match="404 B or more for its values, 400 B of memory"):
+        peak.check_graph_memory(path, {"x": (101,)})
+
+
+@pytest.mark.parametrize(("size", "fits"), [(2 << 30, True), ((2 << 30) + 1, False)])
+def test_where_the_system_does_not_say_there_are_8_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, fits: bool) -> None:
+    path = saved(tmp_path, [helper.make_node("Add", ["x", "x"], ["y"])], {"x": (None,)}, {}, ["y"])
+    monkeypatch.setattr(peak, "available_memory_bytes", lambda: None)
+    if fits:
+        assert peak.check_graph_memory(path, {"x": (size,)}) == 4 * size
+    else:
+        with pytest.raises(BackendError, match=r"8\.59 GB of memory are available"):
+            peak.check_graph_memory(path, {"x": (size,)})
+
+
+def test_inputs_that_are_left_out_at_the_end_are_none(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Slice", ["x", "from", "to", "", ""], ["y"])]
+    path = saved(tmp_path, nodes, {"x": (None,)}, {"from": i64(0), "to": i64(5)}, ["y"])
+    assert peak.check_graph_memory(path, {"x": (100,)}) <= 400
+
+
+def test_an_output_of_a_branch_that_nothing_gives_is_refused(tmp_path: Path) -> None:
+    empty = branch([helper.make_node("Identity", ["x"], ["s"])], [], "s", "none")
+    path = saved(tmp_path, [empty], {"x": (None,)}, {"yes": np.array(True)}, [])
+    with pytest.raises(BundleError, match="the output 'none' is given by no node"):
+        peak.check_graph_memory(path, {"x": (100,)})
+
+
 def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(onnx_pair("int4"))
     files = pair_of(bundle, drafter=True)
