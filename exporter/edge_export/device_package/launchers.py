@@ -33,7 +33,7 @@ if [ -z "$TMPDIR" ] || [ ! -w "$TMPDIR" ]; then export TMPDIR="$here/tmp"; mkdir
 _COMMANDS = ("edge-run", "edge-bench", "edge-devices")
 _COMMAND = """\
 #!SHELL
-HEREexec "SHELL" "$here/bin/edge-python" -c 'from edge_devices.entry_points import FUNCTION; FUNCTION()' "$@"
+HEREexec "SHELL" "$here/bin/edge-python" -P -c 'from edge_devices.entry_points import FUNCTION; FUNCTION()' "$@"
 """
 
 

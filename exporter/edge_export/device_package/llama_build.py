@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from edge_devices.child_python import module_command
 from edge_devices.files.hashing import sha256_of
 from edge_devices.machine.facts import usable_processors
 from edge_export.device_package.inventory import Component, keep_licence
@@ -167,9 +167,7 @@ def _sources(home: Path) -> Path:
         return sources
     run(
         [
-            sys.executable,
-            "-m",
-            "pip",
+            *module_command("pip"),
             "--disable-pip-version-check",
             "--quiet",
             "download",

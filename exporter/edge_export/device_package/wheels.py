@@ -5,7 +5,6 @@ from __future__ import annotations
 import email
 import re
 import shutil
-import sys
 import zipfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, files, requires
@@ -13,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
 
+from edge_devices.child_python import module_command
 from edge_devices.files.hashing import sha256_of
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import PYTHON, SITE, Platform
@@ -47,9 +47,7 @@ def add_wheels(folder: Path, platform: Platform, backends: tuple[str, ...], scra
     tags = [word for tag in platform.wheel_tags for word in ("--platform", tag)]
     run(
         [
-            sys.executable,
-            "-m",
-            "pip",
+            *module_command("pip"),
             "--disable-pip-version-check",
             "--quiet",
             "download",

@@ -19,6 +19,7 @@ from typing import IO, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.child_python import module_command
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.errors import ExportError
 from edge_export.quantization.importance import Importance
@@ -67,15 +68,8 @@ def quantize_gguf(
     check_quantization(quantization)
     if quantization not in _FILE_TYPES:
         raise ExportError(f"{quantization} is not made by quantizing; write the GGUF with this weight type instead")
-    command = [
-        sys.executable,
-        "-m",
-        "edge_export.quantization.llama_quantize",
-        str(source),
-        str(destination),
-        str(_FILE_TYPES[quantization]),
-        str(threads),
-    ]
+    numbers = str(_FILE_TYPES[quantization]), str(threads)
+    command = [*module_command("edge_export.quantization.llama_quantize", str(source), str(destination), *numbers)]
     # The child has this process's import path, as the packages may not be installed; an abort must not start a debugger.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GGML_NO_BACKTRACE": "1"}
     if not destination.parent.is_dir():

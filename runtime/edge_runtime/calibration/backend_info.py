@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import click
 
+from edge_devices.child_python import module_command
 from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.calibration.child_process import ask_child
 from edge_runtime.errors import BackendError, EdgeRuntimeError
 
-CHILD_COMMAND = (sys.executable, "-m", "edge_runtime.calibration.backend_info")
+CHILD_COMMAND = module_command("edge_runtime.calibration.backend_info")
 TIMEOUT_SECONDS = 60.0
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from edge_devices.child_python import module_command
 from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_put, entry_key, read_entries
 from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_devices.machine.load import LoadWatch
@@ -26,7 +26,7 @@ from edge_runtime.errors import BackendError, EdgeRuntimeError
 
 CACHE_NAME = "probe.json"
 TIMEOUT_SECONDS = 120.0
-CHILD_COMMAND = (sys.executable, "-m", "edge_runtime.calibration.crash_probe")
+CHILD_COMMAND = module_command("edge_runtime.calibration.crash_probe")
 _ROWS = 8
 _CONTEXT = 256
 # What -DGGML_NATIVE=ON enables on such a machine, without AMX.

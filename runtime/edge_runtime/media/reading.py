@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from edge_devices.child_python import module_command
 from edge_devices.files.limited_read import read_at_most
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.media.formats import MAX_FILE_BYTES, kind_of
@@ -18,7 +19,7 @@ from edge_runtime.media.image import DEFAULT_BUDGET, SIDE, Image, check_budget
 from edge_runtime.media.sound import MAX_SAMPLES, Sound
 
 TIMEOUT_SECONDS = 60
-_COMMAND = (sys.executable, "-m", "edge_runtime.media.decoder_process")
+_COMMAND = module_command("edge_runtime.media.decoder_process")
 # The libraries' thread pools would use the child's address space up.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_devices.child_python import module_command
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import DeviceState
 from edge_devices.remote.incidents import JobHistory, StateSample, find_incidents, read_job_history
@@ -173,7 +174,7 @@ def test_a_watch_runs_a_command_and_outlives_its_end(tmp_path: Path) -> None:
 
 
 def test_ending_the_watch_ends_the_command(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "edge_devices.remote.job_monitor", str(tmp_path / "watch"), "--", "sleep", "60"]
+    words = [*module_command("edge_devices.remote.job_monitor"), str(tmp_path / "watch"), "--", "sleep", "60"]
     with subprocess.Popen(words, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) as process:
         while not (tmp_path / "watch").exists() or "begin" not in (tmp_path / "watch").read_text():
             time.sleep(0.05)

@@ -112,7 +112,7 @@ def run_compiler(arguments: Sequence[str], scratch: Path) -> None:
     """Runs zig's C++ compiler, whose own caches lie in `scratch`. Raises RuntimeError with its words if it fails."""
     environment = os.environ | {"ZIG_LOCAL_CACHE_DIR": f"{scratch}/local", "ZIG_GLOBAL_CACHE_DIR": f"{scratch}/global"}
     result = subprocess.run(
-        [sys.executable, "-m", "ziglang", "c++", *arguments], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-P", "-m", "ziglang", "c++", *arguments], capture_output=True, text=True, env=environment, check=False
     )
     if result.returncode:
         raise RuntimeError(f"the kernels do not compile: {result.stderr.strip()[-2000:]}")

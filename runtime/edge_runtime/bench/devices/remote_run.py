@@ -137,6 +137,7 @@ def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[
         f"{CACHE_VARIABLE}={folder}/cache",
         f"TMPDIR={folder}",
         python,
+        "-P",
         "-m",
         "edge_devices.remote.job_monitor",
         "--every",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import cast
 
 import click
 
+from edge_devices.child_python import module_command
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_runtime.backends.selection import BackendKind
@@ -27,17 +27,8 @@ DRAFT_LENGTH = 3
 
 def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, context: int, threads: int) -> Memory:
     """Opens the bundle in a child process. Raises BackendError if that fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "edge_runtime.bench.measure.memory",
-        str(bundle),
-        backend,
-        drafter,
-        str(sequences),
-        str(context),
-        str(threads),
-    ]
+    sizes = map(str, (sequences, context, threads))
+    command = module_command("edge_runtime.bench.measure.memory", str(bundle), backend, drafter, *sizes)
     try:
         child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
