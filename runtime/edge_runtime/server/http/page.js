@@ -4,7 +4,9 @@ const $ = (id) => document.getElementById(id);
 const PAINT_MS = 60, STORED_SETTINGS = ["system", "temperature", "drafts", "marks"];
 let talk = [];  // {role, content, media, thoughts, calls, figures, drafted, error}
 let running = null, editing = null;
-let attached = [];  // {name, part}: files of the next message, each with its part of the request
+let attached = [];  // {name, bytes, part}: files of the next message, each with its part of the request
+// Of all media that a request sends; base64 makes a third more of them, and a request has at most 16 MiB.
+const MEDIA_BYTES = 12e6;
 const SOUNDS = { "audio/wav": "wav", "audio/x-wav": "wav", "audio/mpeg": "mp3", "audio/flac": "flac", "audio/x-flac": "flac" };
 const IMAGES = ["image/jpeg", "image/png", "image/webp"];
 
@@ -170,6 +172,7 @@ function send() {
   endEdit();
   talk.push({ role: "user", content: text, media: attached });
   attached = [];
+  refuse("");
   showAttached();
   ask();
   $("talk").scrollTop = $("talk").scrollHeight;
@@ -177,9 +180,15 @@ function send() {
 
 // Images and sound become parts of the request: data: URLs and base64.
 async function attach(files) {
+  refuse("");
   for (const file of files) {
     if (!IMAGES.includes(file.type) && !SOUNDS[file.type]) {
-      $("status").textContent = `${file.name} is neither an image (jpeg, png, webp) nor a sound (wav, mp3, flac).`;
+      refuse(`${file.name} is neither an image (jpeg, png, webp) nor a sound (wav, mp3, flac); choose another file.`);
+      continue;
+    }
+    const used = [...talk.flatMap(({ media }) => media ?? []), ...attached].reduce((sum, { bytes }) => sum + bytes, 0);
+    if (used + file.size > MEDIA_BYTES) {
+      refuse(`With ${file.name} the chat has more than ${MEDIA_BYTES / 1e6} MB of images and sound; choose a smaller file, or start a new chat.`);
       continue;
     }
     const url = await new Promise((done) => {
@@ -190,9 +199,15 @@ async function attach(files) {
     const part = SOUNDS[file.type]
       ? { type: "input_audio", input_audio: { data: url.slice(url.indexOf(",") + 1), format: SOUNDS[file.type] } }
       : { type: "image_url", image_url: { url } };
-    attached.push({ name: file.name, part });
+    attached.push({ name: file.name, bytes: file.size, part });
   }
   showAttached();
+}
+
+// For all to see, and for screen readers.
+function refuse(sentence) {
+  $("refused").textContent = $("status").textContent = sentence;
+  $("refused").hidden = !sentence;
 }
 
 function showAttached() {
