@@ -102,7 +102,14 @@ def parity_sentence(parity: dict[str, Any]) -> str:
         f"Parity with {parity['reference']}: unquantized logits within {plain['max_abs_difference']:.3g}, "
         f"{final['quantization']} mean KL {final['mean_kl']:.3g} and greedy agreement {final['greedy_agreement']:.0%}, "
         f"drafts agree {drafts['unquantized_agreement']:.0%} ({drafts['quantized_agreement']:.0%} quantized)."
+        + media_sentence(parity.get("media"))
     )
+
+
+def media_sentence(figures: dict[str, Any] | None) -> str:
+    """One sentence about the encoders' soft rows, with a space before it; nothing without encoders."""
+    kinds = [f"{figures[f'{kind}_rows']:.2g} of {kind}s" for kind in ("image", "sound") if f"{kind}_rows" in figures] if figures else []
+    return f" Soft rows ({figures['quantization']}) differ by {' and '.join(kinds)}, as shares of their norm." if figures else ""
 
 
 def show(bundle: Bundle, console: Console, as_json: bool) -> None:

@@ -13,13 +13,14 @@ from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.published.formats import rounds_activations
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, TOKENIZER_NAME
+from edge_export.gguf.media_encoder import media_architecture, media_inputs
 from edge_export.onnx.graph_builder import OPSET
 from edge_export.onnx.graphs.attention import reads_rows
 from edge_export.onnx.graphs.drafter import write_drafter
 from edge_export.onnx.graphs.kv import KvFormat, fit_scales, store_kv
 from edge_export.onnx.graphs.target import TargetFormats, write_target
 from edge_export.onnx.media.export import write_encoders
-from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, measure_onnx_parity, measure_rows, onnx_why_not
+from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, encoder_parity, measure_onnx_parity, measure_rows, onnx_why_not
 from edge_export.onnx.request import OnnxFiles, OnnxRequest, check_onnx_sources
 from edge_export.onnx.weight_formats import head_format, quantization_name, table_format, weight_format
 from edge_export.onnx.weights import WeightFile
@@ -132,7 +133,7 @@ def compare(
             plain = write_onnx(
                 target, drafter, plain_request, layout=files.layout, importance={}, folder=Path(scratch), progress=lambda _: None
             )
-        return measure_onnx_parity(
+        figures = measure_onnx_parity(
             OnnxParityRequest(
                 **vars(reference),
                 plain=plain.paths,
@@ -147,6 +148,10 @@ def compare(
                 rounded=rounded is not None,
             )
         )
+    if request.media is None:
+        return figures
+    inputs = media_inputs(media_architecture(target.checkpoint))
+    return figures | {"media": encoder_parity(reference, files.paths, request.media, inputs, model.hidden_size)}
 
 
 def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int) -> ReferenceRequest:

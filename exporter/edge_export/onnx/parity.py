@@ -5,6 +5,7 @@ Here the reference's assistant runs unchanged: with its sparse head, if it has o
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 from edge_devices.machine.facts import installed_version
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
-from edge_export.onnx.request import KvKind, OnnxWeights
+from edge_export.onnx.request import KvKind, MediaWeights, OnnxWeights
 from edge_export.parity.divergence import Divergence, divergence
 from edge_export.parity.drafter_confidence import ROOM
+from edge_export.parity.media import MediaParityRequest, Rows, measure_media_parity
 from edge_export.parity.reference import (
     DRAFT_LENGTH,
     MIN_CONTEXT,
@@ -33,8 +35,9 @@ from edge_export.parity.reference import (
     reference_rows,
     why_not,
 )
-from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
+from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER, CacheLayout, MediaInputs, OnnxGraphs, StaticGraphs
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.media.soft_rows import Media
 
 _RANGE = "range."
 # Both compute in float32 and differ only in the order of summation. On the reference pair the logits are within 1e-4.
@@ -43,6 +46,8 @@ LIMITS = Limits(max_abs_difference=0.01, mean_kl=1e-4, greedy_agreement=0.99, dr
 ROUNDED_LIMITS = Limits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9)
 # Mean KL of quantized graphs in nats, as parity.gguf.QUANTIZED_KL_LIMITS.
 QUANTIZED_KL_LIMITS: dict[OnnxWeights, float] = {"f32": LIMITS.mean_kl, "f16": 0.02, "int8": 0.1, "int4": 1.0}
+# Of the encoders' soft rows, as shares of their norm. float16 weights are multiplied in float32; float16 holds bfloat16's but tiny ones.
+ENCODER_LIMITS: dict[MediaWeights, float] = {"f32": 1e-3, "f16": 1e-3, "int8": 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,30 @@ def measure_onnx_parity(request: OnnxParityRequest) -> dict[str, Any]:
     figures = _judged(request, len(tokens), divergence(logits, plain.logits), divergence(logits, final.logits), agreements)
     figures["drafts"]["confidence"] = final.confidence
     return figures
+
+
+def encoder_parity(
+    reference: ReferenceRequest, files: Mapping[str, Path], weights: MediaWeights, inputs: MediaInputs, hidden_size: int
+) -> dict[str, Any]:
+    """Returns the figures of the encoders' graphs. Raises ParityError."""
+
+    def encode(media: Sequence[Media]) -> list[Rows]:
+        from edge_runtime.backends.onnx.library import SessionOptions
+        from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
+
+        opened = OrtMediaEncoder(files[VISION_ENCODER], files.get(AUDIO_ENCODER), SessionOptions(threads=reference.threads), hidden_size)
+        return [opened.encode(one) for one in media]
+
+    return measure_media_parity(
+        MediaParityRequest(
+            target_folder=reference.target_folder,
+            threads=reference.threads,
+            inputs=inputs,
+            quantization=weights,
+            encode=encode,
+            most=ENCODER_LIMITS[weights],
+        )
+    )
 
 
 def _judged(request: OnnxParityRequest, length: int, plain: Divergence, final: Divergence, agreements: list[float]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ With the comparison of ONNX graphs, the only module of the exporter that may ope
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from edge_devices.machine.facts import installed_version
 from edge_export.errors import ParityError
 from edge_export.parity.divergence import Divergence, divergence
 from edge_export.parity.drafter_confidence import ROOM
+from edge_export.parity.media import MediaParityRequest, Rows, measure_media_parity
 from edge_export.parity.reference import (
     DRAFT_LENGTH,
     MIN_CONTEXT,
@@ -29,7 +30,9 @@ from edge_export.parity.reference import (
     reference_rows,
     why_not,
 )
+from edge_runtime.bundle.manifest import MediaInputs
 from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.media.soft_rows import Media
 
 # llama.cpp multiplies with activations rounded to the weights' type and keeps K/V in float16, transformers does not. Logits are capped
 # at +-30; a wrong tensor moves them by whole units and KL by tenths of a nat, rounding by less than the limits below.
@@ -41,6 +44,9 @@ UNQUANTIZED_LIMITS = {
 # Mean KL of the quantized file: several times what such files of real models show (0.01 at q8_0, 0.1 at 4 bits), since a small model
 # loses more; a broken file has whole nats. Greedy agreement is recorded, not judged: near-ties on unusual text flip easily.
 QUANTIZED_KL_LIMITS = {"f16": 0.02, "bf16": 0.05, "q8_0": 0.1, "q6_k": 0.2, "q5_k_m": 0.4, "q4_k_m": 0.7, "q4_0": 1.0}
+# Of an encoder's soft rows, as shares of their norm: twice what tiny random members show, whose weights amplify rounding more than
+# trained ones do. Products with bf16 and q8_0 weights round their activations to these types.
+ENCODER_LIMITS = {"f32": 5e-3, "f16": 5e-3, "bf16": 0.04, "q8_0": 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,30 @@ def measure_parity(request: ParityRequest, notify: Callable[[str], None] = lambd
     figures = _judged(request, len(tokens), divergence(logits, plain.logits), divergence(logits, final.logits), agreements, plain.contexts)
     figures["drafts"]["confidence"] = final.confidence
     return figures
+
+
+def encoder_parity(request: ParityRequest, encoder: Path, quantization: str, inputs: MediaInputs) -> dict[str, Any]:
+    """Returns the figures of an encoder's file, which runs beside the exported target. Raises ParityError."""
+
+    def encode(media: Sequence[Media]) -> list[Rows]:
+        from edge_runtime.backends.llama.context import LlamaOptions
+        from edge_runtime.backends.llama.target import LlamaTarget
+
+        options = LlamaOptions(context=MIN_CONTEXT, threads=request.threads, use_extra_bufts=False, draft=False)
+        with LlamaTarget(request.exported_target, options) as target:
+            opened = target.shared.open_encoder(encoder)
+            return [opened.encode(one) for one in media]
+
+    return measure_media_parity(
+        MediaParityRequest(
+            target_folder=request.target_folder,
+            threads=request.threads,
+            inputs=inputs,
+            quantization=quantization,
+            encode=encode,
+            most=ENCODER_LIMITS[quantization],
+        )
+    )
 
 
 def _judged(

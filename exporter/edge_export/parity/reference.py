@@ -1,6 +1,6 @@
 """The reference that an export is compared with: transformers in float32, run on the checkpoint itself.
 
-With quantization/calibration.py the only module that imports torch and transformers.
+With media.py and quantization/calibration.py the only module that imports torch and transformers.
 """
 
 from __future__ import annotations

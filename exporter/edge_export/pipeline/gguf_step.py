@@ -12,12 +12,12 @@ from edge_export.checkpoint.safetensors import FloatType
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.gguf.exact_q4 import ExactReport, trained_for_q4
-from edge_export.gguf.media_encoder import EncoderType, plan_encoder
+from edge_export.gguf.media_encoder import EncoderType, media_architecture, media_inputs, plan_encoder
 from edge_export.gguf.split_body import write_body
 from edge_export.gguf.split_head import head_bytes, output_rows, write_head
 from edge_export.gguf.writer import GgufPlan, plan_exact, plan_gguf
 from edge_export.output.bundle_part import BundlePart
-from edge_export.parity.gguf import ParityRequest, measure_parity
+from edge_export.parity.gguf import ParityRequest, encoder_parity, measure_parity
 from edge_export.pipeline.bundle_files import copy_file
 from edge_export.pipeline.request import ExportRequest, Progress
 from edge_export.quantization.compensated_gguf import compensate_gguf
@@ -156,9 +156,11 @@ def make_gguf(
     parts = [_part(model.role, model.exported, model) for model in pair.models]
     if pair.split:
         parts += _make_split(pair.drafter, progress)
+    encoder = None
     if pair.encoder is not None and request.media is not None:
-        parts.append(_make_encoder(pair, pair.encoder, request.media, progress))
-    parity = _parity(pair, request, progress)
+        encoder = _make_encoder(pair, pair.encoder, request.media, progress)
+        parts.append(encoder)
+    parity = _parity(pair, encoder, request, progress)
     for model in pair.models:
         if not model.direct:
             model.unquantized.unlink(missing_ok=True)
@@ -210,7 +212,7 @@ def _make_encoder(pair: GgufPair, plan: GgufPlan, weight_type: EncoderType, prog
     return BundlePart(role=MEDIA_ENCODER, path=path, format="gguf", quantization=weight_type)
 
 
-def _parity(pair: GgufPair, request: ExportRequest, progress: Progress) -> dict[str, Any]:
+def _parity(pair: GgufPair, encoder: BundlePart | None, request: ExportRequest, progress: Progress) -> dict[str, Any]:
     if not request.verify:
         return {"skipped": "it was switched off with --no-verify"}
     target, drafter = pair.models
@@ -219,23 +221,25 @@ def _parity(pair: GgufPair, request: ExportRequest, progress: Progress) -> dict[
         existing = " and ".join(model.role for model in pair.models if model.plan is None)
         return {"skipped": f"the {existing} came as GGUF, without a checkpoint to compare with"}
     progress.step("Compare with the reference", None)
-    return measure_parity(
-        ParityRequest(
-            target_folder=target.source.path,
-            drafter_folder=drafter.source.path,
-            tokenizer_folder=tokenizer_folder,
-            unquantized_target=target.unquantized,
-            unquantized_drafter=drafter.unquantized,
-            exported_target=target.exported,
-            exported_drafter=drafter.exported,
-            weight_types=(target.weight_type, drafter.weight_type),
-            quantizations=(target.quantization, drafter.quantization),
-            parameters=target.source.checkpoint.parameters + drafter.source.checkpoint.parameters,
-            window=target.source.checkpoint.architecture.window,
-            context=target.source.checkpoint.architecture.context,
-            threads=request.thread_count,
-            target_weights=target.source.checkpoint.weights,
-            drafter_weights=drafter.source.checkpoint.weights,
-        ),
-        progress.say,
+    compared = ParityRequest(
+        target_folder=target.source.path,
+        drafter_folder=drafter.source.path,
+        tokenizer_folder=tokenizer_folder,
+        unquantized_target=target.unquantized,
+        unquantized_drafter=drafter.unquantized,
+        exported_target=target.exported,
+        exported_drafter=drafter.exported,
+        weight_types=(target.weight_type, drafter.weight_type),
+        quantizations=(target.quantization, drafter.quantization),
+        parameters=target.source.checkpoint.parameters + drafter.source.checkpoint.parameters,
+        window=target.source.checkpoint.architecture.window,
+        context=target.source.checkpoint.architecture.context,
+        threads=request.thread_count,
+        target_weights=target.source.checkpoint.weights,
+        drafter_weights=drafter.source.checkpoint.weights,
     )
+    figures = measure_parity(compared, progress.say)
+    if encoder is None or "skipped" in figures:
+        return figures
+    inputs = media_inputs(media_architecture(target.source.checkpoint))
+    return figures | {"media": encoder_parity(compared, encoder.path, encoder.quantization or "", inputs)}
