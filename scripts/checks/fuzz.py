@@ -17,7 +17,9 @@ from pathlib import Path
 
 import click
 
+from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from fuzzing.campaign import Report, make_input, run_campaign
+from fuzzing.model_readers import opened_bundle
 from fuzzing.readers import Reader
 from fuzzing.registry import all_readers
 
@@ -26,7 +28,8 @@ def chosen(names: tuple[str, ...], bundle: Path | None) -> list[Reader]:
     """Returns the readers of these names; "all" returns all that can be opened. Raises UsageError for an unknown name."""
     readers = all_readers()
     if names == ("all",):
-        return [reader for reader in readers.values() if bundle or not reader.needs_bundle]
+        encoder = bundle is not None and opened_bundle(bundle).has(MEDIA_ENCODER, "gguf")
+        return [reader for reader in readers.values() if (bundle or not reader.needs_bundle) and (encoder or not reader.needs_encoder)]
     for name in names:
         if name not in readers:
             raise click.UsageError(f"there is no reader {name!r}; choose from {', '.join(readers)}, or all")

@@ -21,26 +21,34 @@ from fuzzing.campaign import HANG_SECONDS, run_campaign
 from fuzzing.mutation import input_of
 from fuzzing.readers import Reader, corpus
 from fuzzing.registry import all_readers
+from pictures import export_pictures
 
 NEEDS = {
     "head-file": "llama_cpp",
     "gguf-model": "llama_cpp",
     "gguf-drafter": "llama_cpp",
     "gguf-body": "llama_cpp",
+    "gguf-encoder": "llama_cpp",
     "kv-state": "llama_cpp",
     "prompt": "llama_cpp",
     "onnx-model": "onnxruntime",
     "tokenizer-library": "tokenizers",
 }
-FEW = {"gguf-model": 60, "gguf-drafter": 60, "gguf-body": 60, "onnx-model": 150, "config": 150}
+FEW = {"gguf-model": 60, "gguf-drafter": 60, "gguf-body": 60, "gguf-encoder": 150, "onnx-model": 150, "config": 150}
 READERS = all_readers()
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    pytest.importorskip("onnx")
+    return export_pictures(tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted(READERS))
 def test_hostile_inputs_are_read_or_refused(name: str, request: pytest.FixtureRequest) -> None:
     pytest.importorskip(NEEDS.get(name, "json"))
     reader = READERS[name]
-    bundle = request.getfixturevalue("exported_pair") if reader.needs_bundle else None
+    bundle = request.getfixturevalue("pictures" if reader.needs_encoder else "exported_pair") if reader.needs_bundle else None
     if name == "prompt":
         pytest.importorskip("tokenizers")
     report = run_campaign(reader, FEW.get(name, 400), 2, bundle)

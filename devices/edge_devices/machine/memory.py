@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,14 @@ def mem_available(meminfo: str) -> int | None:
         if name == "MemAvailable" and words and words[0].isdecimal() and words[0].isascii():
             return int(words[0]) * 1024
     return None
+
+
+def return_freed_memory() -> None:
+    """Gives memory that was freed back to the system, where the C library keeps it (glibc's malloc_trim(3))."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def byte_text(count: int) -> str:

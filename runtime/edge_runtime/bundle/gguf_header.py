@@ -94,11 +94,15 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufHeader:
-    """Keys and tensors of one file. Values are int, float, bool, str, a list of numbers, or a LongArray."""
+    """Keys and tensors of one file. Values are int, float, bool, str, a list of numbers, or a LongArray.
+
+    `types` are GGUF's numbers of the values' types; of an array also that of its elements.
+    """
 
     path: Path
     keys: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
+    types: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def architecture(self) -> str:
@@ -160,6 +164,7 @@ class _Reader:
         self._path = path
         self._file = file
         self._size = path.stat().st_size
+        self._element = _STRING  # of the array that was read last
 
     def header(self) -> GgufHeader:
         """Reads everything before the tensor data."""
@@ -174,9 +179,12 @@ class _Reader:
         if tensor_count > _MAX_TENSORS or key_count > _MAX_KEYS:
             raise self._corrupt(f"it claims {tensor_count} tensors and {key_count} keys")
         keys: dict[str, Any] = {}
+        types: dict[str, tuple[int, ...]] = {}
         for _ in range(key_count):
             name = self._string(_MAX_NAME_BYTES)
-            keys[name] = self._value(self._number("I"), vocabulary=name == VOCABULARY_KEY)
+            kind = self._number("I")
+            keys[name] = self._value(kind, vocabulary=name == VOCABULARY_KEY)
+            types[name] = (kind, self._element) if kind == _ARRAY else (kind,)
         alignment = keys.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 8 or alignment % 8:
             raise self._corrupt(f"its alignment is {alignment!r}")
@@ -189,7 +197,7 @@ class _Reader:
                 raise GgufError(f"{self._path} is truncated: {_shown(info.name)} ends at byte {end} of {self._size}; fetch the file again")
         if len({info.name for info in tensors}) != len(tensors):
             raise self._corrupt("a tensor name occurs twice")
-        return GgufHeader(path=self._path, keys=keys, tensors=tensors)
+        return GgufHeader(path=self._path, keys=keys, tensors=tensors, types=types)
 
     def _tensor(self, alignment: int) -> TensorInfo:
         """Reads one tensor info; its offset is relative to the beginning of the tensor data."""
@@ -219,6 +227,7 @@ class _Reader:
 
     def _array(self, texts: _Texts | None) -> Any:
         kind, length = self._number("I"), self._number("Q")
+        self._element = kind
         if kind != _STRING and kind not in _SCALARS:
             raise self._corrupt(f"an array holds the unknown type {kind}")
         width = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])

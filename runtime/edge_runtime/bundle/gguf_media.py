@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_runtime.bundle.gguf_header import GgufHeader, read_gguf_header
+from edge_runtime.bundle.gguf_header import GgufError, GgufHeader, read_gguf_header
 from edge_runtime.errors import BackendError
 
 _LARGEST = 1 << 16
@@ -19,18 +19,32 @@ _TYPES = (0, 1, 30)
 _Q8_0 = 8
 # Matrices that ggml multiplies with, which may be quantized.
 _MATRIX = re.compile(r"(?:[va]\.blk\.\d+\.(?:attn|ffn|conv_pw)\w*|mm\.(?:a\.)?input_projection|a\.pre_encode\.out)\.weight")
-_PATCH, _POOLING = 16, 3
+_PATCH, _POOLING, _COLOURS = 16, 3, 3
 # Of sound at 16 kHz in one row, without an audio tower (tools/mtmd/clip.cpp).
 _SAMPLES = 640
 _BOUNDS = ("input_max", "input_min", "output_max", "output_min")
 Shapes = dict[str, tuple[int, ...]]
+# GGUF's types of all keys that an encoder has and libmtmd reads; it ends the process at another type.
+_U32, _F32, _BOOL, _STRING, _FLOATS = (4,), (6,), (7,), (8,), (9, 6)
+_SIZES = ("projection_dim", "embedding_length", "feed_forward_length", "block_count", "attention.head_count")
+_EPSILON = "attention.layer_norm_epsilon"
+_KEY_TYPES: dict[str, tuple[int, ...]] = (
+    dict.fromkeys(("general.architecture", "general.name", "general.description"), _STRING)
+    | dict.fromkeys(("clip.has_vision_encoder", "clip.has_audio_encoder", "clip.use_gelu"), _BOOL)
+    | {f"clip.{tower}.{key}": _U32 for tower in ("vision", "audio") for key in _SIZES}
+    | {f"clip.{tower}.projector_type": _STRING for tower in ("vision", "audio")}
+    | {f"clip.{tower}.{_EPSILON}": _F32 for tower in ("vision", "audio")}
+    | {"clip.vision.image_size": _U32, "clip.vision.patch_size": _U32, "clip.audio.num_mel_bins": _U32}
+    | dict.fromkeys(("clip.vision.image_mean", "clip.vision.image_std"), _FLOATS)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderFacts:
-    """`has_audio`: it takes sound too. `longest`: the most pixels on a side of an image."""
+    """`has_audio`: it takes sound too, `mel_frames`: through an audio tower. `longest`: the most pixels on a side of an image."""
 
     has_audio: bool
+    mel_frames: bool
     longest: int
 
 
@@ -39,7 +53,10 @@ def check_encoder(path: Path, width: int) -> EncoderFacts:
 
     Raises BackendError for a file that is damaged, of another kind, or of another target.
     """
-    header = read_gguf_header(path)
+    try:
+        header = read_gguf_header(path)
+    except GgufError as error:
+        raise BackendError(str(error)) from error
     audio = header.keys.get("clip.has_audio_encoder") is True
     unified = header.keys.get("clip.vision.projector_type") == "gemma4uv"
     _check_keys(path, header, _wanted(width, audio=audio, unified=unified))
@@ -49,7 +66,9 @@ def check_encoder(path: Path, width: int) -> EncoderFacts:
         expected = _vision_shapes(path, header, width) | (_audio_shapes(path, header, width) if audio else {})
     _check_tensors(path, header, expected)
     side = _PATCH * (_POOLING if unified else 1)
-    return EncoderFacts(has_audio=audio, longest=side * _dimension(path, header, "v.position_embd.weight", 1))
+    return EncoderFacts(
+        has_audio=audio, mel_frames=audio and not unified, longest=side * _dimension(path, header, "v.position_embd.weight", 1)
+    )
 
 
 def _wanted(width: int, *, audio: bool, unified: bool) -> dict[str, Any]:
@@ -70,6 +89,15 @@ def _wanted(width: int, *, audio: bool, unified: bool) -> dict[str, Any]:
 
 
 def _check_keys(path: Path, header: GgufHeader, wanted: dict[str, Any]) -> None:
+    for key, types in header.types.items():
+        if types != _KEY_TYPES.get(key, None if key.startswith("clip.") else types):
+            raise BackendError(f"{path}: the key {key[:80]!r} is none of an encoder, or of another type; export the bundle again")
+        value = header.keys[key]
+        odd = key.endswith(_EPSILON) and not 0 <= value < 1
+        if key in _KEY_TYPES and types == _FLOATS:
+            odd = not isinstance(value, list) or len(value) != _COLOURS
+        if odd:
+            raise BackendError(f"{path}: {key} is {str(value)[:40]}, which no encoder has; export the bundle again")
     for key, value in wanted.items():
         if header.keys.get(key) != value:
             raise BackendError(f"{path}: {key} is {str(header.keys.get(key))[:40]!r}, not {value!r}; export the bundle again")

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.machine.memory import return_freed_memory
 from edge_runtime.bundle.manifest import MediaInputs, MediaTokens
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import Image
@@ -36,11 +37,25 @@ class Encoder(Protocol):
         """Frees the model. Can be called twice."""
 
 
-class LazyEncoder:
-    """An encoder that is loaded at first use, and the rows of the newest media. `sha256` is that of the encoder's file."""
+class Room(Protocol):
+    """The memory that an encoder may take."""
 
-    def __init__(self, load: Callable[[], Encoder], sha256: str) -> None:
+    def admit(self, media: Media) -> None:
+        """Counts media that are to be encoded. Raises RequestError if there is no memory for them."""
+
+    def forget(self) -> None:
+        """The encoder was freed."""
+
+
+class LazyEncoder:
+    """An encoder that is loaded at first use, and the rows of the newest media. `sha256` is that of the encoder's file.
+
+    `memory` is asked before an encoder is loaded or runs.
+    """
+
+    def __init__(self, load: Callable[[], Encoder], sha256: str, memory: Room | None = None) -> None:
         self._load = load
+        self._memory = memory
         self._sha256 = sha256
         self._encoder: Encoder | None = None
         self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
@@ -60,6 +75,8 @@ class LazyEncoder:
         """
         digest = digest or self.digest(media)
         if digest not in self._kept:
+            if self._memory is not None:
+                self._memory.admit(media)
             if self._encoder is None:
                 self._encoder = self._load()
             rows = self._encoder.encode(media)
@@ -77,6 +94,9 @@ class LazyEncoder:
         if self._encoder is not None:
             self._encoder.close()
             self._encoder = None
+            return_freed_memory()
+        if self._memory is not None:
+            self._memory.forget()
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from edge_runtime.bundle.manifest import MEDIA_ENCODER, Manifest, VisionSize
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.media.image import DEFAULT_BUDGET, PATCH, POOLING, SIDE
+from edge_runtime.planning.encoder_memory import encoder_activation_bytes, encoder_weight_bytes
 from edge_runtime.planning.ranges import Range
 
 # Of the speed of few rows with quantized weights: a batch of rows computes each in this share of the time at best (as a prefill), and float
@@ -22,7 +23,7 @@ _FASTER, _SLOWER = 0.4, 4.0
 class ImagePlan:
     """An image of `rows` soft rows: seconds of the encode phase and of the prefill, joules of both (None: the watts are not known).
 
-    `encoder_bytes` are those of the encoder's file, which is loaded at the first image.
+    `encoder_bytes` are those of the loaded encoder and of its activations, which are taken at the first image.
     """
 
     rows: int
@@ -41,8 +42,7 @@ def image_plan(
     `operations` are those per second of a forward of few rows, `prefill` is in rows per second.
     """
     media = manifest.media
-    files = [file for file in manifest.files if file.role == MEDIA_ENCODER]
-    if media is None or media.vision is None or not files:
+    if media is None or media.vision is None or not any(file.role == MEDIA_ENCODER for file in manifest.files):
         return None
     needed = image_operations(media.vision, manifest.architecture.hidden_size, rows)
     encode = Range.between(needed * _FASTER / operations.high, needed * _SLOWER / operations.low)
@@ -52,7 +52,7 @@ def image_plan(
         encode_seconds=encode,
         prefill_seconds=filled,
         joules=encode.plus(filled).times(power.forward(rows)) if power is not None else None,
-        encoder_bytes=files[0].bytes,
+        encoder_bytes=encoder_weight_bytes(manifest, "llama") + encoder_activation_bytes(manifest, "image", rows),
         derived=f"estimated: {needed / 1e9:.3g} G operations of the encoder at {_FASTER:g} to {_SLOWER:g} times the seconds of few rows,"
         f" then the prefill of {rows} rows; joules are "
         + ("these seconds x the watts of a verify" if power else "not known without watts"),

@@ -31,7 +31,8 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target, Vocabulary
 from edge_runtime.media.image import check_budget
 from edge_runtime.media.soft_rows import Encoder, LazyEncoder
-from edge_runtime.planning.memory import MemoryRequest, check_memory_without_copies, memory_bytes
+from edge_runtime.planning.encoder_memory import EncoderMemory
+from edge_runtime.planning.memory import MemoryRequest, check_memory_without_copies, memory_bytes, memory_plan
 from edge_runtime.session.batch import Sessions, SingleSequence
 from edge_runtime.session.load_options import LoadKeywords, LoadOptions, with_keywords
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
@@ -152,7 +153,9 @@ class _PairLoader:
             kernels=row_kernels() if target.row_kernels else None,
             costs=lambda: measured_costs(pair, options.power, options.notify, waiting=options.waiting),
             acceptance_cache=self._acceptance_cache("onnx", kind, exported),
-            encoder=self._encoder("onnx", lambda: media_encoder(self.bundle, ort_options)),
+            encoder=self._encoder(
+                "onnx", lambda: media_encoder(self.bundle, ort_options), EncoderMemory(self.bundle.manifest, "onnx", available_memory_bytes)
+            ),
             fingerprint=self._fingerprint(library_version(), *facts),
         )
         return Sessions([Session(parts)], SingleSequence(target, drafter))
@@ -165,7 +168,7 @@ class _PairLoader:
         if options.execution_provider is not None or options.keep_packed:
             raise RequestError("execution providers and packed weights are onnxruntime's; ask for them with the onnx backend")
         kv_type = check_kv_type(self.bundle.manifest.cache_layout, options.kv_type or self.settings.kv_type)
-        repack = self._check_memory(kv_type, count)
+        repack, planned = self._check_memory(kv_type, count)
         batch, kind, use_extra_bufts, quantizations = self._open_llama(kv_type, count, repack=repack)
         facts = (kv_type, kind, use_extra_bufts, library().row_kernels, library_version(), system_info(), *quantizations)
         pair = self._measured_pair(batch.targets[0], batch.drafters[0], batch.vocabulary.bos, *facts)
@@ -178,7 +181,8 @@ class _PairLoader:
             costs()  # measuring empties the cache, so it is done before any request runs
         acceptance_cache = self._acceptance_cache("llama", kind, self.bundle.manifest.parity)
         fingerprint = self._fingerprint(count, *facts)
-        encoder = self._encoder("gguf", lambda: batch.open_encoder(self.bundle.path(MEDIA_ENCODER, "gguf")))
+        room = EncoderMemory(self.bundle.manifest, "llama", available_memory_bytes, self._memory_limit, planned)
+        encoder = self._encoder("gguf", lambda: batch.open_encoder(self.bundle.path(MEDIA_ENCODER, "gguf")), room)
         sessions = [
             Session(
                 self._parts(
@@ -299,12 +303,12 @@ class _PairLoader:
                 self._memory.remember_file(Path(path))
         return self._memory
 
-    def _encoder(self, format: str, load: Callable[[], Encoder]) -> LazyEncoder | None:
+    def _encoder(self, format: str, load: Callable[[], Encoder], room: EncoderMemory) -> LazyEncoder | None:
         roles = (MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER)
         files = [file for file in self.bundle.manifest.files if file.format.startswith(format) and file.role.removesuffix("_data") in roles]
         if self.bundle.manifest.media is None or not files or (self._bidirectional and format == "onnx"):
             return None
-        return LazyEncoder(load, " ".join(file.sha256 for file in files))
+        return LazyEncoder(load, " ".join(file.sha256 for file in files), room)
 
     def _measured_pair(self, target: Target, drafter: Drafter | None, bos: int, *facts: object) -> MeasuredPair:
         return MeasuredPair(
@@ -333,14 +337,21 @@ class _PairLoader:
                 " file of calibrated watts; give --phase-power FILE, or use the objective time"
             )
 
-    def _check_memory(self, kv_type: KvType, count: int) -> bool:
-        """Returns whether there is room for repacked copies of weights. Raises RequestError if the bundle would not fit without either.
+    @property
+    def _memory_limit(self) -> int | None:
+        limit = self.options.memory_limit
+        return self.settings.memory_limit if limit is None else memory_bytes(limit)
+
+    def _check_memory(self, kv_type: KvType, count: int) -> tuple[bool, int]:
+        """Returns whether there is room for repacked copies of weights, and the bytes of the plan.
+
+        Raises RequestError if the bundle would not fit without copies either.
 
         Repacked weights are counted, because the probe that decides on repacking runs later.
         """
         from edge_runtime.backends.llama.open import drafters_opened
 
-        settings, limit = self.settings, self.options.memory_limit
+        settings, most = self.settings, self._memory_limit
         request = MemoryRequest(
             context=settings.context,
             kv_type=kv_type,
@@ -350,10 +361,10 @@ class _PairLoader:
             drafters=drafters_opened(self.bundle, self.drafter),
             repack=True,
         )
-        most = settings.memory_limit if limit is None else memory_bytes(limit)
-        return check_memory_without_copies(
+        repack = check_memory_without_copies(
             self.bundle.manifest, request, most, available_memory_bytes() if most is None else None, self.options.notify
         )
+        return repack, memory_plan(self.bundle.manifest, replace(request, repack=repack)).total
 
     def _check_onnx(self) -> None:
         """Raises RequestError for options that ONNX graphs do not have: their K/V type and their head's candidates are fixed at export."""

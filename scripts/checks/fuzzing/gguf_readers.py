@@ -7,6 +7,10 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
+from edge_runtime.bundle.manifest import MEDIA_ENCODER
+from edge_runtime.media.image import Image
 from fuzzing.model_readers import TEXTS, opened_bundle
 from fuzzing.readers import Read, Reader, data_start
 
@@ -131,7 +135,29 @@ def _body(folder: Path, bundle: Path | None) -> Read:
     return read
 
 
+def _encoder_file(bundle: Path) -> Path:
+    return opened_bundle(bundle).path(MEDIA_ENCODER, "gguf")
+
+
+def _encoder(folder: Path, bundle: Path | None) -> Read:
+    """The encoder of images on a sound target, opened and used for an image."""
+    from edge_runtime.backends.llama.context import LlamaOptions
+    from edge_runtime.backends.llama.target import LlamaTarget
+
+    assert bundle is not None
+    put = _file_with_header(folder, _encoder_file(bundle))
+    image = Image(np.random.default_rng(1).integers(0, 256, (96, 144, 3), dtype=np.uint8))
+    shared = LlamaTarget(_target_file(bundle), LlamaOptions(context=64, threads=1, batch=64, use_extra_bufts=False)).shared
+
+    def read(data: bytes) -> None:
+        shared.open_encoder(put(data)).encode(image)
+        shared.close_encoder()
+
+    return read
+
+
 READERS = (
+    Reader(name="gguf-encoder", make=_encoder, needs_bundle=True, needs_encoder=True, header_of=_encoder_file, focus=gguf_places),
     Reader(name="gguf-model", make=_model, needs_bundle=True, header_of=_target_file, focus=gguf_places),
     Reader(name="gguf-drafter", make=_drafter, needs_bundle=True, header_of=_drafter_file, focus=gguf_places),
     Reader(name="gguf-body", make=_body, needs_bundle=True, header_of=_body_file, focus=gguf_places),

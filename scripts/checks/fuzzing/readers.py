@@ -33,7 +33,8 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """One reader. `make` returns its read function; it gets an empty folder and, if `needs_bundle`, the folder of an exported bundle.
+    """One reader. `make` returns its read function; it gets an empty folder and, if `needs_bundle`, the folder of an exported bundle, which
+    has an encoder of images if `needs_encoder`.
 
     `memory_factor`: bytes it may allocate per byte of input, plus a fixed slack. `guarded`: it may open no file outside its folder and run
     no code; jinja2, which compiles templates to Python, is not guarded. `header_of`: the GGUF file whose header is the only valid input.
@@ -44,6 +45,7 @@ class Reader:
     structured: bool = False
     memory_factor: float = 2.0
     needs_bundle: bool = False
+    needs_encoder: bool = False
     guarded: bool = True
     corpus: str | None = None
     seeds: Callable[[Path], Sequence[bytes]] | None = None

@@ -102,7 +102,7 @@ def test_a_wrong_activation_fails_the_comparison(pair, text_is_not_compared, tmp
     from edge_runtime.bundle.gguf_media import EncoderFacts
 
     monkeypatch.setattr(gguf_step, "plan_encoder", partial(gguf_step.plan_encoder, use_gelu=False))
-    monkeypatch.setattr(media_encoder, "check_encoder", lambda *_: EncoderFacts(has_audio=True, longest=2048))
+    monkeypatch.setattr(media_encoder, "check_encoder", lambda *_: EncoderFacts(has_audio=True, mel_frames=True, longest=2048))
     with pytest.raises(ParityError, match=r"distance of image rows of the f16 encoder is .*--no-verify"):
         export_pair(replace(request(pair, tmp_path / "bundle"), verify=True), Silent())
     assert not (tmp_path / "bundle").exists()

@@ -134,7 +134,7 @@ def declare(library: Any, signatures: Mapping[str, tuple[Any, list[Any]]]) -> An
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name, None)
         if function is None:
-            raise BackendError(f"this build of llama.cpp has no {name}, which the split drafter needs; choose the dense drafter")
+            raise BackendError(f"this build of llama.cpp has no {name}, which the split drafter and sound need; run: {INSTALL}")
         function.restype, function.argtypes = result, arguments
     return library
 

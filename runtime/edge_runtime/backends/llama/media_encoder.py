@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.llama.context import floats
-from edge_runtime.backends.llama.library import LlamaLibrary, media_library
+from edge_runtime.backends.llama.library import LlamaLibrary, declare, media_library
 from edge_runtime.bundle.gguf_media import check_encoder
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.media.image import Image
@@ -18,6 +18,13 @@ from edge_runtime.media.sound import Sound
 
 # enum llama_flash_attn_type. libmtmd's "auto" would choose by a warm-up image.
 _FLASH_ON = 1
+# The first node of the audio tower's graph, a view of its input (tools/mtmd/models/gemma4a.cpp).
+_SOUND_INPUT = b"inp_raw (transposed)"
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_get_name": (ctypes.c_char_p, [ctypes.c_void_p]),
+    "ggml_nbytes": (ctypes.c_size_t, [ctypes.c_void_p]),
+    "ggml_backend_tensor_set": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]),
+}
 
 
 class LlamaMediaEncoder:
@@ -28,6 +35,8 @@ class LlamaMediaEncoder:
         self._pointer: Any = None
         self._library = library
         self._api = media_library(library)
+        self._ggml = declare(library.ggml, _SIGNATURES)
+        self._mels: NDArray[np.float32] | None = None
         self._width = width
         self.facts = check_encoder(path, width)
         params = self._api.mtmd_context_params_default()
@@ -37,6 +46,8 @@ class LlamaMediaEncoder:
         params.flash_attn_type = _FLASH_ON
         # Images come in their final size. With the default, fewer than 70 rows would be scaled up.
         params.image_min_tokens, params.image_max_tokens = 1, 1120
+        self._callback = type(params.cb_eval)(self._give_mels)
+        params.cb_eval = self._callback
         library.log.clear()
         self._pointer = self._api.mtmd_init_from_file(str(path).encode(), model, params)
         if not self._pointer:
@@ -54,9 +65,15 @@ class LlamaMediaEncoder:
         api = self._api
         self._library.log.clear()
         bitmap, chunks = self._bitmap(media), api.mtmd_input_chunks_init()
+        if isinstance(media, Sound) and self.facts.mel_frames:
+            self._mels = np.ascontiguousarray(media.mel_frames().T)
         try:
-            return self._encoded(bitmap, chunks)
+            rows = self._encoded(bitmap, chunks)
+            if self._mels is not None:
+                raise BackendError("this build of llama.cpp takes sound in another form; install the version that the package asks for")
+            return rows
         finally:
+            self._mels = None
             api.mtmd_input_chunks_free(chunks)
             api.mtmd_bitmap_free(bitmap)
 
@@ -65,6 +82,17 @@ class LlamaMediaEncoder:
         if self._pointer is not None:
             self._api.mtmd_free(self._pointer)
             self._pointer = None
+
+    def _give_mels(self, node: int, ask: bool, _: int) -> bool:
+        """Is asked before each node is computed; puts our log-mel frames [mels, frames] in place of the tower's input.
+
+        libmtmd takes the logarithm of max(mel, 0.001), Gemma 4 of mel + 0.001, which a quiet sound's rows feel (a tenth of their norm).
+        """
+        ggml, mels = self._ggml, self._mels
+        if ask and mels is not None and ggml.ggml_get_name(node) == _SOUND_INPUT and ggml.ggml_nbytes(node) == mels.nbytes:
+            ggml.ggml_backend_tensor_set(node, mels.ctypes.data, 0, mels.nbytes)
+            self._mels = None
+        return False
 
     def _bitmap(self, media: Image | Sound) -> Any:
         if isinstance(media, Image):
