@@ -268,6 +268,18 @@ def test_the_larger_branch_counts_beside_what_is_held(tmp_path: Path, swapped: b
     assert peak.check_graph_memory(path, {"x": (100,)}, {"x": (200,)}, {"x": (10,)}) == 7200
 
 
+def test_what_a_branch_needs_meanwhile_counts_beside_what_is_held(tmp_path: Path) -> None:
+    inside = [helper.make_node("Concat", ["x", "x"], ["y1"], axis=0), helper.make_node("Concat", ["y1", "y1"], ["y2"], axis=0)]
+    nodes = [
+        helper.make_node("Add", ["x", "x"], ["held"]),
+        branch([*inside, helper.make_node("Identity", ["x"], ["s"])], [helper.make_node("Identity", ["x"], ["t"])], "s", "t"),
+        helper.make_node("Add", ["held", "z"], ["y"]),
+    ]
+    path = saved(tmp_path, nodes, {"x": (None,)}, {"yes": np.array(True)}, ["y"])
+    assert peak.check_graph_memory(path, {"x": (100,)}) == 400 + 800 + 1600
+    assert peak.check_graph_memory(path, {"x": (0,)}) == 0, "a cache without rows"
+
+
 def test_a_loop_holds_its_start_and_all_that_it_collects(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Add", ["x", "x"], ["y0"]),
