@@ -59,9 +59,9 @@ def switch(enabled: bool) -> None:
 
 
 def _kernels() -> Any:
-    """The library; None where there is none, or one of an earlier build, without ggml."""
+    """The library; None where there is none, or one of an earlier build, which would take other functions."""
     kernels = load_library()
-    return kernels if hasattr(kernels, "edge_ggml_register") else None
+    return kernels if hasattr(kernels, "edge_rows_attend_cells") else None
 
 
 def _address(library: Any, name: str) -> int | None:

@@ -47,7 +47,7 @@ inline int64_t whole(int64_t count, int64_t step) { return (count + step - 1) / 
 
 // What the kernel needs beside: memory for one thread, from a line on.
 struct CellMemory {
-    float *queries, *keys, *values, *scores, *tile;
+    float *queries, *rows, *scores, *tile;  // rows: some keys, then some values
     double* shares;
     uint64_t* sums;
     int32_t *list, *bad;
@@ -61,8 +61,7 @@ struct CellMemory {
         };
         const int64_t keys_wide = whole(key_dim, kTile), values_wide = whole(value_dim, kTile);
         take(queries, kMostQueries * keys_wide);
-        take(keys, kCellsAtOnce * keys_wide);
-        take(values, kCellsAtOnce * values_wide);
+        take(rows, kCellsAtOnce * (keys_wide > values_wide ? keys_wide : values_wide));
         take(scores, kMostQueries * whole(cells, kTile));
         take(tile, kMostQueries * kSpan);
         take(shares, kMostQueries * kCellsAtOnce);

@@ -100,11 +100,11 @@ void score_cells(const CellAttention& a, const CellMemory& m, int64_t count, int
     }
     for (int64_t first = 0; first < count; first += kCellsAtOnce) {
         const int64_t some = count - first < kCellsAtOnce ? count - first : kCellsAtOnce;
-        for (int64_t j = 0; j < some; j++) load_row(a.keys, m.list[first + j], m.keys + j * dim);
+        for (int64_t j = 0; j < some; j++) load_row(a.keys, m.list[first + j], m.rows + j * dim);
         for (int64_t j = 0; j < some; j += kKeysAtOnce) {
             const int64_t few = some - j < kKeysAtOnce ? some - j : kKeysAtOnce;
             rows_at_once(a.queries, [&]<int kQueries>(int64_t r) {
-                score_keys<kQueries>(m.queries + r * dim, m.keys + j * dim, few, dim, m.tile + r * kSpan + j);
+                score_keys<kQueries>(m.queries + r * dim, m.rows + j * dim, few, dim, m.tile + r * kSpan + j);
             });
         }
         float masks[kCellsAtOnce];
@@ -169,7 +169,7 @@ int64_t gather_all(const CellAttention& a, const CellMemory& m, int64_t count, i
     for (int64_t first = 0; first < count; first += kCellsAtOnce) {
         const int64_t some = count - first < kCellsAtOnce ? count - first : kCellsAtOnce;
         for (int64_t j = 0; j < some; j++) {
-            float* row = m.values + j * dim;
+            float* row = m.rows + j * dim;
             load_row(a.values, m.list[first + j], row);
             if (!is_bad(row, dim)) continue;
             m.bad[bad++] = m.list[first + j];
@@ -181,7 +181,7 @@ int64_t gather_all(const CellAttention& a, const CellMemory& m, int64_t count, i
                 __builtin_memcpy(m.shares + r * kCellsAtOnce + j, &shares, sizeof shares);
             }
         rows_at_once(a.queries, [&]<int kQueries>(int64_t r) {
-            gather_cells<kQueries>(m.shares + r * kCellsAtOnce, m.values, some, dim, m.sums + r * dim);
+            gather_cells<kQueries>(m.shares + r * kCellsAtOnce, m.rows, some, dim, m.sums + r * dim);
         });
     }
     return bad;
