@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import queue
 import signal
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from chat_words import SpeakingTarget, chat_session
 from edge_devices.energy.live import SharedWatch
@@ -99,6 +102,19 @@ def scripted_server(*replies: Any, key: str | None = None, origins: Sequence[str
             worker.close()
             server.should_exit = True
             thread.join()
+
+
+def send(server: Scripted, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
+    """Sends a request, with a body as bytes or as JSON; returns status, headers and the parsed response."""
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    try:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        text = response.read()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, json.loads(text) if text else None
+    finally:
+        connection.close()
 
 
 class Child:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from edge_runtime.drafting.sources import Guess
+from edge_runtime.interfaces import Vocabulary
 
 NAME = "memory"
 # Matches of fewer tokens say too little. Lower bounds of the bins of longer ones, and the prior of each bin.
@@ -20,6 +21,8 @@ _BOUNDS = (2, 3, 4, 6, 9, 14, 22, 40)
 MEMORY_PRIORS = {f"{NAME} {bound}": chance for bound, chance in zip(_BOUNDS, (0.25, 0.35, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95), strict=True)}
 # Of a longer prompt only the end is remembered: a token takes about 600 bytes.
 MOST_TOKENS = 32768
+# Characters of a prediction for each token of the context: texts have 3 to 6 of them per token, and no answer repeats what is beyond.
+PREDICTED_CHARACTERS = 16
 # What no text contains; matches and copies end there.
 BORDER = -1
 # The end of the prompt that is put before a predicted answer, so that the answer is guessed to follow it.
@@ -134,6 +137,12 @@ class TextMemory:
         while ends and copy and len(copy) < most:
             copy += copy
         return Guess(NAME, tuple(copy[:most]), tuple(evidence(length + place) for place in range(len(copy[:most]))))
+
+
+def predicted_tokens(text: str, vocabulary: Vocabulary, context: int) -> list[int]:
+    """Returns the tokens of a text that the output is expected to be, as many as it can have; the rest is not tokenized."""
+    room = min(context, MOST_TOKENS)
+    return vocabulary.encode(text[: PREDICTED_CHARACTERS * room], add_bos=False)[:room] if text else []
 
 
 def within_text(tokens: list[int]) -> list[int]:

@@ -27,7 +27,7 @@ from edge_runtime.drafting.profit_policy import Profit, expected_rate
 from edge_runtime.drafting.safety_net import Guarded, SafetyNet
 from edge_runtime.drafting.sources import Source, SourceOdds, Sources
 from edge_runtime.drafting.stored_memory import STORED_PRIORS, StoredMemory
-from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory
+from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory, predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import MediaTarget
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
@@ -102,7 +102,7 @@ class Session:
         constraint: ConstraintSource | None = None,
         logprobs: int | None = None,
         compiled: Constraint | None = None,
-        prediction: str = "",
+        prediction: str | Sequence[int] = "",
     ) -> Generation:
         """Starts a request, greedy by default. `prompt` is text, token ids, or a `media_prompt`.
 
@@ -110,7 +110,7 @@ class Session:
         `acceptance` is "block", "rejection" or "match": all keep the target's distribution. `chunk_size` None takes the settings' value.
         With a `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with drafts as without. Other options:
         `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
-        `prediction` is a text that the output is expected to repeat, whole or in parts; it changes the speed alone.
+        `prediction` is a text, or its tokens, that the output is expected to repeat, whole or in parts; it changes the speed alone.
         Raises RequestError if the prompt does not fit or an option is out of range or of the wrong type, or the session is closed,
         BackendError if a constraint's library is missing.
         """
@@ -218,7 +218,7 @@ class Session:
             if self._parts.encoder is not None:
                 self._parts.encoder.close()
 
-    def _sources(self, prompt: Sequence[int], constraint: Constraint | None, prediction: str) -> Sources | None:
+    def _sources(self, prompt: Sequence[int], constraint: Constraint | None, prediction: str | Sequence[int]) -> Sources | None:
         """Returns what drafts beside the drafter: memories; without a drafter of its own, what a constraint forces.
 
         A drafter whose drafts are masked writes forced text as well (docs/drafting.md), and prompt lookup copies as the memory does.
@@ -226,12 +226,17 @@ class Session:
         found: list[Source] = []
         drafts = self.drafter is not None and self.drafter_kind != "lookup"
         if drafts or prediction:
-            found.append(TextMemory(prompt, self.vocabulary.encode(prediction, add_bos=False) if prediction else ()))
+            found.append(TextMemory(prompt, self._predicted_ids(prediction)))
         if self._parts.memory is not None:
             found.append(self._parts.memory.source(prompt))
         if constraint is not None and not drafts:
             found.append(GrammarSource(constraint))
         return Sources(found, self._odds) if found else None
+
+    def _predicted_ids(self, prediction: str | Sequence[int]) -> list[int]:
+        if isinstance(prediction, str):
+            return predicted_tokens(prediction, self.vocabulary, self.target.context)
+        return _checked_ids(prediction, self.bundle.manifest.architecture.vocab_size)
 
     def profit(self, *, assisted: bool = False) -> Profit | None:
         """Returns the session's `profit` policy, which learns from request to request.

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
 pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
 
-from chat_server import Scripted, scripted_server
+from chat_server import Scripted, scripted_server, send
 from chat_words import chat_session
 from edge_runtime.server.engine.prompts import Prompts
 from edge_runtime.server.errors import ApiError
@@ -26,18 +26,6 @@ from edge_runtime.text.chat_template import ChatTemplate
 
 ALLOWED = "https://chat.example"
 HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
-
-
-def send(server: Scripted, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
-    try:
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
-        response = connection.getresponse()
-        text = response.read()
-        return response.status, {name.lower(): value for name, value in response.getheaders()}, json.loads(text) if text else None
-    finally:
-        connection.close()
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ class ActiveRequest:
             logprobs=request.logprobs,
             compiled=job.constraint,
             draft_length=request.draft_length,
-            prediction=request.prediction,
+            prediction=job.prediction,
         )
         self._parser: OutputParser
         if isinstance(request.prompt, Conversation):

@@ -65,12 +65,13 @@ StreamEvent = Started | Output | Finished | Failed
 
 
 class Job:
-    """A request in the worker's queue. The worker calls `deliver` and sets `prompt` and the compiled `constraint`."""
+    """A request in the worker's queue. The worker calls `deliver` and sets `prompt`, `prediction` and the compiled `constraint`."""
 
     def __init__(self, request: CompletionRequest, deliver: Callable[[StreamEvent], None]) -> None:
         self.request = request
         self.deliver = deliver
         self.prompt: list[int] | MediaPrompt = []
+        self.prediction: list[int] = []
         self.constraint: Constraint | None = None
         self.passed_over = 0
         self.cancelled = False

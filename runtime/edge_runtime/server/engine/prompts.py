@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from edge_runtime.drafting.text_memory import predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.media.messages import MEDIA, without_media
 from edge_runtime.media.soft_rows import MediaPrompt
@@ -60,6 +61,10 @@ class Prompts:
         if len(ids) >= self._context:
             raise self._too_long(f"{len(ids)}")
         return ids
+
+    def predicted(self, text: str) -> list[int]:
+        """Returns the tokens of a prediction, as many as the context could hold."""
+        return predicted_tokens(text, self._vocabulary, self._context)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, control tokens included. Raises RequestError for ids that are not in the vocabulary."""

@@ -156,10 +156,11 @@ class Worker:
                 job = self._inbox.get_nowait()
 
     def _admit(self, job: Job) -> None:
-        """Encodes the prompt and queues the job, in the thread for prompts."""
+        """Encodes the prompt and the prediction and queues the job, in the thread for prompts."""
         try:
             if not (self._stopping or job.cancelled):
                 job.prompt = self._prompts.with_media(job.request.prompt)
+                job.prediction = self._prompts.predicted(job.request.prediction)
         except Exception as error:  # noqa: BLE001 - a chat template is a program of the bundle and may raise anything
             self._fail(job, error)
         else:
