@@ -83,7 +83,8 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        text = self._worker.decode(read_detokenize(await _body(request)))
+        decoding = self._worker.decode(read_detokenize(await _body(request), self._model.context))
+        text = await unless_disconnected(request.receive, asyncio.wrap_future(decoding))
         return Json200({"content": text, "prompt": text})
 
     async def models(self, _request: Request) -> Response:

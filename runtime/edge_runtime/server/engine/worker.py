@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError, RequestError
@@ -22,6 +23,7 @@ from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation
 from edge_runtime.text.chat_template import ChatTemplate
 
+Result = TypeVar("Result")
 RETRY_SECONDS = 2
 # Constraints that are compiled at the same time, each in a process of its own.
 COMPILERS = 2
@@ -89,19 +91,16 @@ class Worker:
         return running, max(0, self._submitted - running)
 
     def encode(self, prompt: Prompt) -> Future[list[int]]:
-        """Returns the token ids of a prompt, from the thread for prompts; cancelled before its turn, nothing is computed.
+        """Returns the token ids of a prompt, as `decode` the text of ids."""
+        return self._beside(functools.partial(self._prompts.encode, prompt))
 
-        Raises ApiError (503) if the queue is full or the server is shutting down.
+    def decode(self, tokens: Sequence[int]) -> Future[str]:
+        """Returns the text of tokens, control tokens included, from the thread for prompts; cancelled before its turn, nothing is computed.
+
+        The result raises RequestError for ids that are not in the vocabulary. Raises ApiError (503) if the queue is full or the server is
+        shutting down.
         """
-        with self._lock:
-            self._accept(1)
-            found = self._encoder.submit(self._prompts.encode, prompt)
-        found.add_done_callback(lambda _: self._finished())
-        return found
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, control tokens included. Raises RequestError for ids that are not in the vocabulary."""
-        return self._prompts.decode(tokens)
+        return self._beside(functools.partial(self._prompts.decode, tokens))
 
     def submit(self, requests: Sequence[CompletionRequest], deliver: Callable[[int, StreamEvent], None]) -> list[Job]:
         """Accepts requests, all or none; `deliver` gets the place of each among them with its events.
@@ -114,6 +113,14 @@ class Worker:
             for job in jobs:
                 self._encoder.submit(self._admit, job)
         return jobs
+
+    def _beside(self, work: Callable[[], Result]) -> Future[Result]:
+        """Queues work in the thread for prompts, counted as a request."""
+        with self._lock:
+            self._accept(1)
+            found = self._encoder.submit(work)
+        found.add_done_callback(lambda _: self._finished())
+        return found
 
     def _accept(self, requests: int) -> None:
         """Counts requests in. Raises ApiError as `submit` does; the caller holds the lock."""

@@ -9,8 +9,6 @@ from edge_runtime.server.requests.completions import Prompt
 from edge_runtime.server.requests.fields import Fields
 from edge_runtime.server.requests.messages import Conversation, read_messages, read_tools
 
-MAX_TOKENS = 1 << 20
-
 
 def read_tokenize(body: dict[str, Any]) -> Prompt:
     """Reads a text (`content` or `prompt`), or `messages` to which the chat template is applied. Raises ApiError."""
@@ -24,11 +22,11 @@ def read_tokenize(body: dict[str, Any]) -> Prompt:
     return text
 
 
-def read_detokenize(body: dict[str, Any]) -> list[int]:
-    """Reads the token ids. Raises ApiError."""
+def read_detokenize(body: dict[str, Any], most: int) -> list[int]:
+    """Reads at most `most` token ids. Raises ApiError."""
     fields = Fields(body)
     fields.only({"model", "tokens"})
-    tokens = fields.items("tokens", MAX_TOKENS)
+    tokens = fields.items("tokens", most)
     if not all(type(token) is int for token in tokens):
         raise fields.wrong("tokens", "must be a list of token ids")
     return list(tokens)
