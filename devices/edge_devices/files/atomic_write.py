@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from edge_devices.errors import EdgeError
-from edge_devices.files.temp_files import clear_stale, temporary_of
+from edge_devices.files.temp_files import clear_stale, locked, unforeseen_temporary_of
 
 # Conversations and cached rows are their owner's alone.
 _PRIVATE = 0o600
@@ -23,11 +23,11 @@ def atomic_write(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) ->
     A symbolic link is kept: the file it leads to is written. Stale temporary files of earlier processes are removed first.
     """
     path = destination_of(path)
-    temporary = temporary_of(path)
+    temporary = unforeseen_temporary_of(path)
     clear_stale(path)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), mode)
-        with os.fdopen(descriptor, "wb") as file:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
+        with os.fdopen(descriptor, "wb") as file, locked(temporary):
             for part in parts:
                 file.write(part)
             file.flush()

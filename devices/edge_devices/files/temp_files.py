@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,11 @@ _STALE_SECONDS = 3600.0
 def temporary_of(path: Path, kind: str = PARTIAL) -> Path:
     """Returns the temporary name beside `path` that this process writes to."""
     return path.parent / f".{path.name}.{kind}-{os.getpid()}"
+
+
+def unforeseen_temporary_of(path: Path) -> Path:
+    """Returns another such name at each call, which nobody can have planted a link at, and which two threads do not share."""
+    return path.parent / f"{temporary_of(path).name}-{secrets.token_hex(8)}"
 
 
 @contextlib.contextmanager
@@ -52,7 +58,7 @@ def locked(path: Path, before_wait: Callable[[], None] = lambda: None) -> Iterat
 
 def stale_of(path: Path, kind: str = PARTIAL) -> Iterator[Path]:
     """Yields the stale temporary files of `path`: unlocked, and of a process that has ended, or old."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.{kind}-(\d+)")
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.{kind}-(\d+)(?:-[0-9a-f]+)?")
     with contextlib.suppress(OSError):
         for found in sorted(path.parent.iterdir()):
             match = pattern.fullmatch(found.name)

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from edge_devices.errors import EdgeError
 from edge_devices.files.atomic_write import atomic_write
 
 CACHE_VARIABLE = "EDGE_MTP_CACHE"
@@ -16,9 +17,14 @@ MAX_ENTRIES = 200
 
 
 def cache_folder() -> Path:
-    """Returns $EDGE_MTP_CACHE, or ~/.cache/edge-mtp."""
+    """Returns $EDGE_MTP_CACHE, or ~/.cache/edge-mtp. Raises EdgeError for a user without a home folder, as in some containers."""
     folder = os.environ.get(CACHE_VARIABLE)
-    return Path(folder) if folder else Path.home() / ".cache" / "edge-mtp"
+    if folder:
+        return Path(folder)
+    try:
+        return Path.home() / ".cache" / "edge-mtp"
+    except RuntimeError:
+        raise EdgeError(f"this user has no home folder to keep measurements in; set {CACHE_VARIABLE} to a folder") from None
 
 
 def entry_key(facts: object) -> str:

@@ -139,6 +139,7 @@ class _PairLoader:
             threads=self.threads,
             provider=options.execution_provider,
             keep_packed=options.keep_packed,
+            check=options.check,
         )
         target, drafter, kind = open_onnx(self.bundle, ort_options, self.drafter, options.notify)
         facts = (ort_options, kind, row_kernels())

@@ -15,7 +15,7 @@ import pytest
 
 from edge_devices.errors import EdgeError
 from edge_devices.files.atomic_write import atomic_write, write_text
-from edge_devices.files.temp_files import locked, stale_of, temporary_of
+from edge_devices.files.temp_files import locked, stale_of, temporary_of, unforeseen_temporary_of
 from edge_devices.files.user_cache import cache_put, read_entries
 from edge_runtime.bench.measure.record_file import RecordFile
 
@@ -163,6 +163,32 @@ def test_a_link_is_written_through(tmp_path: Path, write: Writer, dangling: bool
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "folder/file").read_bytes() == b"new\n"
     assert [found.name for found in (tmp_path / "folder").iterdir()] == ["file"]
+
+
+def test_a_planted_link_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write to the folder could plant one, if the name were foreseen."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "00")
+    (tmp_path / f".file.partial-{os.getpid()}-00").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        atomic_write(tmp_path / "file", [b"new"])
+    assert victim.read_bytes() == b"precious"
+    monkeypatch.undo()
+    assert unforeseen_temporary_of(tmp_path / "file") != unforeseen_temporary_of(tmp_path / "file")
+
+
+def test_two_writes_at_once_of_one_process_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def outer() -> Iterator[bytes]:
+        yield b"outer"
+        atomic_write(path, [b"inner"])
+        assert path.read_bytes() == b"inner"
+
+    atomic_write(path, outer())
+    assert path.read_bytes() == b"outer"
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("write", [as_bytes, as_text])

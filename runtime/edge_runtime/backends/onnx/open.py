@@ -63,7 +63,8 @@ def open_pair(
     packing = None
     if options.keep_packed and files.identity is not None:
         # One folder for each bundle: graphs of different ones have the same names.
-        packing = PackingPlace(folder=cache_folder() / "packed" / files.identity[:16], weights=files.identity, notify=notify)
+        folder = cache_folder() / "packed" / files.identity[:16]
+        packing = PackingPlace(folder=folder, weights=files.identity, check=options.check, notify=notify)
     check_version(static=files.static is not None)
     provider, device = provider_and_device(options.provider)
     session = SessionOptions(threads=options.threads, provider=provider, device=device, packing=packing)

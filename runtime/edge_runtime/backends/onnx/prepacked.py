@@ -11,12 +11,14 @@ import platform
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from edge_devices.files.hashing import sha256_of
 from edge_devices.files.temp_files import clear_stale, temporary_of
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.facts import cpu_identity
+from edge_runtime.bundle.integrity import CheckMode, is_intact
 from edge_runtime.errors import BackendError
 
 RECORD_NAME = "record.json"
@@ -31,41 +33,57 @@ _LINE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRecord:
-    """What a packed graph is valid for: the weights, the CPU and the onnxruntime version. Not `usable`: it cannot be packed."""
+    """What a packed graph is valid for: the weights, the CPU and the onnxruntime version. Not `usable`: it cannot be packed.
+
+    `files`: the sha256 of each file, by name.
+    """
 
     weights: str
     onnxruntime: str
     system: str
     cpu: list[str]
     usable: bool = True
+    files: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingPlace:
-    """Where packed graphs are kept. `weights` identifies the pair's files (a hash); `notify` gets a sentence when something is packed."""
+    """Where packed graphs are kept. `weights` identifies the pair's files (a hash); `notify` gets a sentence when something is packed.
+
+    `check` is how the pair's files were checked against that hash, and how packed ones are against their own.
+    """
 
     folder: Path
     weights: str
+    check: CheckMode
     notify: Callable[[str], None]
 
 
 def packed_graph(path: Path, data_bytes: int, place: PackingPlace, version: str, save: Callable[[Path, str], bool]) -> Path:
     """Returns the packed form of the graph at `path`, made by `save(path, name of its data file)` if there is none that fits this machine.
 
-    One that was packed on another CPU, by another onnxruntime or of other weights is not used but replaced. Where it cannot be kept, or
-    `save` says that it would not be read right, `notify` hears why and `path` itself is returned. `data_bytes` is the most its weights
-    can have.
+    One that was packed on another CPU, by another onnxruntime or of other weights, or that has changed since, is not used but replaced.
+    Where it cannot be kept, or `save` says that it would not be read right, `notify` hears why and `path` itself is returned. So it is
+    where nothing is packed and the pair's files were not checked: other weights would be kept under the hash. `data_bytes` is the most
+    its weights can have.
     """
     home = place.folder / path.stem
     record = PackedRecord(weights=place.weights, onnxruntime=version, system=platform.machine(), cpu=cpu_identity())
     found = _read(home / RECORD_NAME)
-    if found == asdict(record) and (home / path.name).is_file():
+    hashes = {} if found is None else found.pop("files", {})
+    known = asdict(record)
+    del known["files"]
+    if found == known and _are_intact(home, {path.name, _data_name(path)}, hashes, place.check):
         return home / path.name
-    if found == asdict(replace(record, usable=False)):
+    if found == known | {"usable": False}:
+        return path
+    if place.check == "none":
+        place.notify(f"The weights of {path.name} are not kept packed, as they were not checked; leave --check none out.")
         return path
     if found is not None:
-        differing = ", ".join(key for key, value in asdict(record).items() if found.get(key) != value)
-        place.notify(f"The packed weights in {home} are not for this machine or bundle ({differing}); they are packed anew.")
+        differing = ", ".join(key for key, value in known.items() if found.get(key) != value)
+        reason = f"not for this machine or bundle ({differing})" if differing else "damaged"
+        place.notify(f"The packed weights in {home} are {reason}; they are packed anew.")
     try:
         return _pack(path, home, data_bytes, record, place, save)
     except (OSError, BackendError) as error:
@@ -84,11 +102,12 @@ def _pack(path: Path, home: Path, data_bytes: int, record: PackedRecord, place: 
     try:
         partial = scratch / path.stem
         partial.mkdir(parents=True)
-        if not save(partial / path.name, f"{path.stem}.packed"):
+        if not save(partial / path.name, _data_name(path)):
             place.notify(f"onnxruntime would misread the packed weights of {path.name} from a file; they are packed anew each time.")
             record = replace(record, usable=False)
             for file in partial.iterdir():
                 file.unlink()
+        record = replace(record, files={file.name: sha256_of(file) for file in partial.iterdir()})
         (partial / RECORD_NAME).write_text(json.dumps(asdict(record)), encoding="utf-8")
         if home.exists():
             home.rename(scratch / "replaced")
@@ -96,6 +115,20 @@ def _pack(path: Path, home: Path, data_bytes: int, record: PackedRecord, place: 
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return home / path.name if record.usable else path
+
+
+def _data_name(path: Path) -> str:
+    return f"{path.stem}.packed"
+
+
+def _are_intact(home: Path, names: set[str], hashes: object, check: CheckMode) -> bool:
+    """Whether these files are in the folder with their recorded hashes."""
+    if not isinstance(hashes, dict) or hashes.keys() != names:
+        return False
+    try:
+        return all(is_intact(home / name, str(hashes[name]), check) for name in names)
+    except OSError:
+        return False
 
 
 def well_placed(graph: bytes) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +17,7 @@ from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValu
 from edge_runtime.backends.onnx.library import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
 from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.errors import BundleError, RequestError
@@ -30,13 +31,15 @@ PREFILL_ROWS, PREFILL_SCORES = 256, 1 << 18
 class OrtOptions:
     """How a pair is opened. `context` is in tokens.
 
-    `keep_packed` keeps the weights on disk in the format of this CPU's stock kernels, about twice their size (`prepacked`).
+    `keep_packed` keeps the weights on disk in the format of this CPU's stock kernels, about twice their size (`prepacked`); `check` is how
+    the bundle was checked, and how they are.
     """
 
     context: int
     threads: int
     provider: str | None = None
     keep_packed: bool = False
+    check: CheckMode = field(default="fast", repr=False)  # measured costs do not depend on it
 
 
 @dataclass(frozen=True, kw_only=True)

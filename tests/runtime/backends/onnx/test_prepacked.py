@@ -91,6 +91,35 @@ def test_a_damaged_record_is_as_good_as_none(text: str, onnx_pair: Bundles, cach
     assert any("packed anew" in sentence for sentence in said)
 
 
+@pytest.mark.parametrize("change", [lambda data: bytes(256) + data[256:], lambda data: data[:-1], None])
+def test_packed_weights_that_have_changed_are_packed_anew(change: Callable[[bytes], bytes] | None, onnx_pair: Bundles, cache: Path) -> None:
+    wanted = tokens_of(onnx_pair("int4"), [])
+    packed = next(cache.glob("*/*/target-int4-mixed.packed"))
+    if change is None:
+        packed.unlink()
+    else:
+        packed.write_bytes(change(packed.read_bytes()))
+    said: list[str] = []
+    assert tokens_of(onnx_pair("int4"), said) == wanted
+    assert sum("are damaged; they are packed anew" in sentence for sentence in said) == 1
+    again: list[str] = []
+    assert tokens_of(onnx_pair("int4"), again) == wanted
+    assert again == []
+
+
+def test_weights_that_nobody_checked_are_not_kept(onnx_pair: Bundles, cache: Path) -> None:
+    """Another bundle may claim its hashes: what it brought would run in its place, which was checked."""
+    said: list[str] = []
+    with open_session(onnx_pair("int4"), threads=1, keep_packed=True, check="none", notify=said.append):
+        assert sum("not kept packed, as they were not checked" in sentence for sentence in said) == 3
+    assert not cache.exists()
+    wanted = tokens_of(onnx_pair("int4"), [])
+    with open_session(onnx_pair("int4"), threads=1, keep_packed=True, check="none") as session:
+        generation = session.generate(PROMPT, max_tokens=40, draft_length=3)
+        generation.text()
+        assert generation.tokens == wanted
+
+
 def test_without_room_it_goes_on_unpacked_and_says_so(onnx_pair: Bundles, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
@@ -121,7 +150,7 @@ def test_sizes_that_a_graph_must_hold_itself_do_not_keep_it_from_being_packed(tm
     graph.output(graph.op("Sum", *parts, name="sum"), "f32", (1, 1, 32))
     graph.save(tmp_path / "one.onnx")
     said: list[str] = []
-    place = ort_prepacked.PackingPlace(folder=tmp_path / "packed", weights="these", notify=said.append)
+    place = ort_prepacked.PackingPlace(folder=tmp_path / "packed", weights="these", check="full", notify=said.append)
     value, _ = scalar(np.float32, 1, 1, 64)
     value[...] = 1
     sums = []
