@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from edge_runtime.errors import RequestError
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError, to_api_error
-from edge_runtime.server.http.body import parse_json, read_body
+from edge_runtime.server.http.body import MEDIA_BODY, TEXT_BODY, BodyLimit, parse_json, read_body
 from edge_runtime.server.http.page import page
 from edge_runtime.server.model_card import ModelCard
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion
@@ -52,7 +52,7 @@ class Api:
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions."""
         return await self._respond(
-            request, read_completion, lambda _, read: CompletionFormat(self._model.name, read, self._model.fingerprint)
+            request, read_completion, lambda _, read: CompletionFormat(self._model.name, read, self._model.fingerprint), TEXT_BODY
         )
 
     async def responses(self, request: Request) -> Response:
@@ -69,7 +69,7 @@ class Api:
 
     async def ollama_show(self, request: Request) -> Response:
         """POST /api/show."""
-        body = await _body(request)
+        body = await _body(request, TEXT_BODY)
         name = body.get("model") or body.get("name")
         if not self._model.is_called(name):
             raise self._no_such_model()
@@ -83,7 +83,7 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        decoding = self._worker.decode(read_detokenize(await _body(request), self._model.context))
+        decoding = self._worker.decode(read_detokenize(await _body(request, TEXT_BODY), self._model.context))
         text = await unless_disconnected(request.receive, asyncio.wrap_future(decoding))
         return Json200({"content": text, "prompt": text})
 
@@ -126,17 +126,27 @@ class Api:
         return HTMLResponse(text, headers=headers)
 
     async def _respond(
-        self, request: Request, read: Callable[[Json], ApiRequest], make_format: Callable[[Json, ApiRequest], ResponseFormat]
+        self,
+        request: Request,
+        read: Callable[[Json], ApiRequest],
+        make_format: Callable[[Json, ApiRequest], ResponseFormat],
+        limit: BodyLimit = MEDIA_BODY,
     ) -> Response:
-        body = await _body(request)
-        api_request = read(body)
-        return await self._answer(request, api_request, make_format(body, api_request))
+        def both(body: Json) -> tuple[ApiRequest, ResponseFormat]:
+            api_request = read(body)
+            return api_request, make_format(body, api_request)
+
+        # The body has no name here: it would be kept until the answer ends.
+        return await self._answer(request, *both(await _body(request, limit)))
 
     async def _ollama(self, request: Request, read: Callable[[Json], ApiRequest], *, chat: bool) -> Response:
-        body, form = await _body(request), OllamaFormat(self._model.name, chat=chat)
-        if only_loads(body, chat=chat):
-            return Json200(form.loaded())
-        return await self._answer(request, read(body), form)
+        form = OllamaFormat(self._model.name, chat=chat)
+
+        def unless_it_only_loads(body: Json) -> ApiRequest | None:
+            return None if only_loads(body, chat=chat) else read(body)
+
+        api_request = unless_it_only_loads(await _body(request))
+        return Json200(form.loaded()) if api_request is None else await self._answer(request, api_request, form)
 
     async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat) -> Response:
         pending = PendingResponse(self._worker, api_request, form)
@@ -236,5 +246,5 @@ def make_app(api: Api) -> Starlette:
     )
 
 
-async def _body(request: Request) -> Json:
-    return parse_json(await read_body(request.stream(), request.headers.get("content-length")))
+async def _body(request: Request, limit: BodyLimit = MEDIA_BODY) -> Json:
+    return parse_json(await read_body(request.stream(), request.headers.get("content-length"), limit), limit)

@@ -20,7 +20,8 @@ openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
 from chat_server import Scripted, scripted_server
 from edge_runtime.errors import BackendError
-from edge_runtime.server.http.body import MAX_BODY_BYTES, MAX_DEPTH
+from edge_runtime.server.http.body import MEDIA_BODY, TEXT_BODY
+from edge_runtime.server.json_text import MAX_DEPTH
 from edge_runtime.server.requests.messages import MAX_MESSAGES
 
 CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
@@ -234,9 +235,10 @@ def test_bodies_that_are_no_requests(hello, body, says):
 
 
 def test_sizes_are_limited(hello):
-    status, _, body = send(hello, "POST", "/v1/completions", b" " * (MAX_BODY_BYTES + 1))
-    assert (status, json.loads(body)["error"]["type"]) == (413, "invalid_request_error")
-    chunked = iter([b" " * 65536] * (MAX_BODY_BYTES // 65536 + 1))  # no length is announced
+    for path, limit in (("/v1/completions", TEXT_BODY), ("/v1/chat/completions", MEDIA_BODY)):
+        status, _, body = send(hello, "POST", path, b" " * (limit.size + 1))
+        assert (status, json.loads(body)["error"]["type"]) == (413, "invalid_request_error")
+    chunked = iter([b" " * 65536] * (TEXT_BODY.size // 65536 + 1))  # no length is announced
     connection = http.client.HTTPConnection(urlsplit(hello.url).netloc, timeout=30)
     connection.request("POST", "/v1/completions", chunked, encode_chunked=True, headers={"Transfer-Encoding": "chunked"})
     assert connection.getresponse().status == 413

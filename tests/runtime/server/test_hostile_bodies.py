@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import json
 import threading
 import time
+import weakref
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +16,11 @@ pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
 pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
 
 from chat_server import scripted_server, send
+from edge_runtime.server import app
+from edge_runtime.server.errors import ApiError
+from edge_runtime.server.http.body import MEDIA_BODY, TEXT_BODY, parse_json
+from edge_runtime.server.json_text import MAX_VALUES
+from edge_runtime.server.requests.completions import read_chat, read_completion
 from edge_runtime.session.session import Session
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -89,3 +96,74 @@ def test_ids_of_a_client_that_left_are_not_decoded() -> None:
         first.join()
         assert send(server, "POST", "/detokenize", {"tokens": [3]})[0] == 200
         assert decoded == [[3]]
+
+
+class Kept(dict[str, Any]):
+    """A body that a weak reference can watch."""
+
+
+@pytest.mark.parametrize(("path", "content"), [("/v1/chat/completions", HI), ("/v1/responses", {"input": "hi"}), ("/api/chat", HI)])
+def test_a_body_is_dropped_before_the_answer_begins(monkeypatch: pytest.MonkeyPatch, path: str, content: dict[str, Any]) -> None:
+    bodies: list[weakref.ref[Kept]] = []
+
+    def watched(data: bytes, *limits: Any) -> Kept:
+        body = Kept(parse_json(data, *limits))
+        bodies.append(weakref.ref(body))
+        return body
+
+    monkeypatch.setattr(app, "parse_json", watched)
+    with scripted_server("Hello.") as server:
+        alive: list[bool] = []
+        server.together.before_forward = lambda: alive.extend(body() is not None for body in bodies)
+        content = {name: value for name, value in content.items() if name != "temperature" or path != "/api/chat"}
+        assert send(server, "POST", path, content | {"stream": False})[0] == 200
+        assert alive
+        assert not any(alive)
+
+
+@pytest.mark.parametrize("filler", ["[]", "{}", "1", '"a"', '{"a":[[1]]}', '"\\"[,"', '[",,",[]]'])
+def test_bodies_of_very_many_values_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch, filler: str) -> None:
+    body = '{"metadata":[' + ",".join([filler] * (MAX_VALUES + 1)) + "]}"
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    for encoding in ("utf-8", "utf-16"):
+        with pytest.raises(ApiError, match=f"the body has more than {MAX_VALUES} JSON values; send fewer"):
+            parse_json(body.encode(encoding))
+
+
+def test_a_false_string_in_another_encoding_hides_no_values() -> None:
+    """The character U+0122 has the byte of a quotation mark."""
+    body = '{"a":"\u0122","b":[' + "[]," * MAX_VALUES + "[]]}"
+    with pytest.raises(ApiError, match="JSON values"):
+        parse_json(body.encode("utf-16-le"))
+
+
+def test_the_arguments_of_all_calls_together_are_limited() -> None:
+    many = json.dumps({"a": [0] * (MAX_VALUES // 4)})
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": many}}
+    assert read_chat({"messages": [{"role": "assistant", "tool_calls": [call] * 3}]})
+    with pytest.raises(ApiError, match=r"messages\[0\].tool_calls\[3\].function.arguments has more than \d+ JSON values"):
+        read_chat({"messages": [{"role": "assistant", "tool_calls": [call] * 4}]})
+
+
+def test_the_largest_legal_requests_are_read() -> None:
+    text = 'lists [1, 2], {braces}, "quotes" and \\ ' * 50
+    parts = [{"type": "text", "text": text}] * 2
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"path": "a", "text": text, "lines": [1, 2]})}}
+    turns = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call] * 2},
+        {"role": "tool", "tool_call_id": "1", "content": parts},
+    ]
+    field = {"type": "string", "description": text[:80], "enum": ["a", "b", "c"]}
+    schema = {"type": "object", "properties": {f"field_{i}": field for i in range(40)}, "required": [f"field_{i}" for i in range(40)]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    data = json.dumps({"messages": (turns * 683)[:2048], "tools": [tool] * 128}).encode()
+    assert len(data) < MEDIA_BODY.size
+    assert len(read_chat(parse_json(data)).choices) == 1
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
+    read_chat(parse_json(json.dumps({"messages": [{"role": "user", "content": [picture] * 16}]}).encode()))
+    ids = json.dumps({"prompt": [[262_143] * 16_000] * 32}).encode()
+    assert len(read_completion(parse_json(ids, TEXT_BODY)).choices) == 32
+    one = json.dumps({"prompt": [262_143] * 262_143}).encode()
+    assert len(read_completion(parse_json(one, TEXT_BODY)).choices) == 1
+    read_completion(parse_json(json.dumps({"prompt": text * 1000}).encode(), TEXT_BODY))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from edge_runtime.media.messages import MEDIA
 from edge_runtime.server.errors import invalid
+from edge_runtime.server.json_text import MAX_VALUES, count_values, parse_object
 from edge_runtime.server.requests.fields import Fields, fields_of
 from edge_runtime.server.requests.media import MAX_MEDIA, SentMedia, read_part
 from edge_runtime.text.chat_template import Message
@@ -29,9 +29,24 @@ class Conversation:
     thinking: bool = False
 
 
+class _Calls:
+    """The calls of the messages so far: their functions by their ids, and how many JSON values the arguments of others may have."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self._values = MAX_VALUES
+
+    def arguments(self, function: Fields) -> dict[str, Any]:
+        """Returns the arguments of one more call. Raises ApiError."""
+        place, text = function.place("arguments"), function.text("arguments") or "{}"
+        found = parse_object(text, place, place, values=self._values)
+        self._values -= count_values(text)
+        return found
+
+
 def read_messages(body: Fields) -> tuple[Message, ...]:
     """Returns the messages of a request; tool messages get the name of the function that was called. Raises ApiError."""
-    names: dict[str, str] = {}
+    earlier = _Calls()
     found = []
     total = 0
     for i, item in enumerate(body.items("messages", MAX_MESSAGES)):
@@ -48,9 +63,9 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
             if (total := total + len(media)) > MAX_MEDIA:
                 raise invalid(f"the request has more than {MAX_MEDIA} images and sounds; send fewer", "messages")
         if role == "assistant":
-            message |= _assistant_fields(fields, names)
+            message |= _assistant_fields(fields, earlier)
         elif role == "tool":
-            message |= _result_of(fields, names)
+            message |= _result_of(fields, earlier.names)
         found.append(message)
     if not found:
         raise invalid("messages is empty; send at least one message", "messages")
@@ -96,8 +111,8 @@ def _content(fields: Fields) -> tuple[str | list[dict[str, str]], tuple[SentMedi
     return (parts, tuple(media)) if media else ("".join(part["text"] for part in parts), ())
 
 
-def _assistant_fields(fields: Fields, names: dict[str, str]) -> Message:
-    """Returns the tool calls and thoughts of an assistant message; adds each call's function to `names` under its id."""
+def _assistant_fields(fields: Fields, earlier: _Calls) -> Message:
+    """Returns the tool calls and thoughts of an assistant message, whose calls are then `earlier` ones."""
     besides: Message = {}
     if thoughts := fields.text("reasoning_content"):
         besides["reasoning_content"] = thoughts
@@ -108,21 +123,11 @@ def _assistant_fields(fields: Fields, names: dict[str, str]) -> Message:
         name, number = function.text("name") or "", call.text("id") or ""
         if not name:
             raise function.wrong("name", "is missing; name the function that was called")
-        names[number] = name
-        calls.append({"id": number, "type": "function", "function": {"name": name, "arguments": _arguments(function)}})
+        earlier.names[number] = name
+        calls.append({"id": number, "type": "function", "function": {"name": name, "arguments": earlier.arguments(function)}})
     if calls:
         besides["tool_calls"] = calls
     return besides
-
-
-def _arguments(function: Fields) -> dict[str, Any]:
-    try:
-        arguments = json.loads(function.text("arguments") or "{}")
-    except (ValueError, RecursionError) as error:
-        raise function.wrong("arguments", f"is not JSON ({error})") from error
-    if not isinstance(arguments, dict):
-        raise function.wrong("arguments", "is not the JSON text of an object")
-    return arguments
 
 
 def _result_of(fields: Fields, names: Mapping[str, str]) -> Message:
