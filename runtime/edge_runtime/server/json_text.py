@@ -1,8 +1,9 @@
-"""Parses the JSON of clients: objects only, with limits on their values and depth."""
+"""Parses the JSON of clients: objects only, with limits on their values and depth, and numbers that JSON can state again."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ def parse_object(text: str, what: str, param: str | None = None, *, values: int 
     """Parses a JSON object; `what` names it in errors. Raises ApiError if it is none, or beyond a limit."""
     _check_values(text, what, param, values)
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError as error:
         raise _too_deep(what, param) from error
     except ValueError as error:
@@ -66,3 +67,10 @@ def _too_deep(what: str, param: str | None) -> ApiError:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number[:20]} is beyond the range of a 64-bit float")
+    return value

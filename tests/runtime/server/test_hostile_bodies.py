@@ -167,3 +167,16 @@ def test_the_largest_legal_requests_are_read() -> None:
     one = json.dumps({"prompt": [262_143] * 262_143}).encode()
     assert len(read_completion(parse_json(one, TEXT_BODY)).choices) == 1
     read_completion(parse_json(json.dumps({"prompt": text * 1000}).encode(), TEXT_BODY))
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_cannot_state_again_are_refused(number: str) -> None:
+    with pytest.raises(ApiError, match=f"the body is not JSON \\({number} is "):
+        parse_json(f'{{"input": "hi", "metadata": {{"a": {number}}}}}'.encode())
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f'{{"a": {number}}}'}}
+    with pytest.raises(ApiError, match=f"function.arguments is not JSON \\({number} is "):
+        read_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+
+
+def test_numbers_in_range_are_read() -> None:
+    assert parse_json(b'{"a": [1e308, -1E-400, 0.5, -0.0, 12345678901234567890]}') == {"a": [1e308, 0.0, 0.5, 0.0, 12345678901234567890]}

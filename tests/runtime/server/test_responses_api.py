@@ -14,6 +14,7 @@ openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 from chat_server import Scripted, scripted_server
 
 CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
+IMAGE: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}]
 
 
@@ -79,6 +80,10 @@ def test_json_is_demanded_as_text_format() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "fetches nothing"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "earlier message"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "schema is missing"),
+        *(
+            ({"instructions": "x", "input": [{"role": role, "content": [IMAGE]}]}, "content has images; only a user's")
+            for role in ("assistant", "system", "developer")
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(fields: Any, says: str) -> None:

@@ -122,6 +122,8 @@ def _text_or_parts(item: Fields) -> str | list[Json]:
     content = item.get("content")
     if not isinstance(content, list) or not any(isinstance(part, dict) and part.get("type") == "input_image" for part in content):
         return _text(item, "content")
+    if item.text("role") != "user":
+        raise item.wrong("content", "has images; only a user's message may have them")
     parts: list[Json] = []
     for i, part in enumerate(item.items("content", MAX_PARTS)):
         fields = fields_of(part, item.place(f"content[{i}]"))
