@@ -45,13 +45,10 @@ class StoredMemory:
         self._path, self._vocabulary, self._limit, self._notify = path, vocabulary, limit, notify
         self._automaton = SuffixAutomaton()
         self._lock = threading.Lock()
-        try:
-            self._texts: list[str] = read_memory(path)
-            self.usable = True
-        except RequestError as error:
-            self._texts, self.usable = [], False
-            notify(f"{error}; it is not used and not changed")
-        self._relearn()
+        self.usable = True
+        self._texts: list[str] = []
+        self._stamp: tuple[int, ...] | None = ()  # of no file
+        self._refresh()
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -59,16 +56,16 @@ class StoredMemory:
     def remember(self, text: str) -> None:
         """Adds a text, unless it is there already; the oldest texts make room."""
         with self._lock:
+            self._refresh()
             if not self.usable or not text.strip() or text in self._texts or len(text.encode("utf-8", "replace")) > self._limit // 2:
                 return
             self._texts.append(text)
             if sum(map(_bytes, self._texts)) > self._limit:
                 self._texts = _newest(self._texts, self._limit // 2)  # so that not each text drops some
-            self._learn(text)
-            if len(self._automaton.tokens) > 2 * MOST_TOKENS:
-                self._relearn()
+            self._learn_more([text])
             try:
                 write_memory(self._path, self._texts)
+                self._stamp = _stamp(self._path)
             except OSError as error:
                 self.usable = False
                 self._notify(f"the memory {self._path} cannot be written ({error.strerror or error}); nothing more is remembered")
@@ -85,7 +82,32 @@ class StoredMemory:
 
     def source(self, prompt: Sequence[int]) -> StoredSource:
         """Returns the source of a request."""
-        return StoredSource(self._automaton, self._lock, prompt)
+        with self._lock:
+            self._refresh()
+            automaton = self._automaton
+        return StoredSource(automaton, self._lock, prompt)
+
+    def _refresh(self) -> None:
+        """Takes over what became of the file since: it was forgotten, or another process wrote. The caller holds the lock."""
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp, before = stamp, self._texts
+        try:
+            self._texts = read_memory(self._path)
+        except RequestError as error:
+            self._texts, self.usable = [], False
+            self._notify(f"{error}; it is not used and not changed")
+        if before and self._texts[: len(before)] == before:
+            self._learn_more(self._texts[len(before) :])
+        else:
+            self._relearn()
+
+    def _learn_more(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            self._learn(text)
+        if len(self._automaton.tokens) > 2 * MOST_TOKENS:
+            self._relearn()
 
     def _learn(self, text: str) -> None:
         for token in (*self._vocabulary.encode(text, add_bos=False), BORDER):
@@ -171,6 +193,15 @@ def forget(path: Path) -> int:
     except OSError as error:
         raise RequestError(f"the memory {path} cannot be removed ({error.strerror or error})") from error
     return len(texts)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Returns what changes with each version of a file; None if there is none."""
+    try:
+        state = path.lstat()
+    except (OSError, ValueError):
+        return None
+    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_mode
 
 
 def _newest(texts: Sequence[str], limit: int) -> list[str]:

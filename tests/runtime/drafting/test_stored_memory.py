@@ -120,6 +120,43 @@ def test_links_and_files_that_others_may_read_are_not_used(tmp_path):
     assert guessed(memory, "secret") == ""
 
 
+def test_what_is_forgotten_is_neither_drafted_nor_written_again(tmp_path):
+    path = tmp_path / "memory"
+    memory, said = memory_at(path)
+    memory.remember("secret words")
+    assert guessed(memory, "secret") == " word"
+    assert forget(path) == 1
+    assert guessed(memory, "secret") == ""
+    memory.remember("other words")
+    assert read_memory(path) == ["other words"]
+    assert forget(path) == 1
+    memory.remember("third text")
+    assert (read_memory(path), said) == (["third text"], [])
+
+
+def test_two_that_use_one_file_take_over_each_others_texts(tmp_path):
+    path = tmp_path / "memory"
+    one, two = memory_at(path)[0], memory_at(path)[0]
+    one.remember("the first text")
+    two.remember("a second one")
+    assert guessed(one, "a sec") == "ond o"
+    one.remember("number three")
+    assert guessed(two, "the fir") == "st te"
+    assert read_memory(path) == ["the first text", "a second one", "number three"]
+
+
+@posix
+def test_a_file_that_becomes_another_is_left_alone_then(tmp_path):
+    path = tmp_path / "memory"
+    memory, said = memory_at(path)
+    memory.remember("secret words")
+    path.write_bytes(b"something else\n")
+    assert guessed(memory, "secret") == ""
+    memory.remember("other words")
+    assert path.read_bytes() == b"something else\n"
+    assert len(said) == 1
+
+
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path):
     memory, said = memory_at(tmp_path / "missing" / "memory")
     memory.remember("one")
