@@ -1,4 +1,4 @@
-"""adb's sync service: files to and from the fake phone, versions 1 and 2 of stat and list, as the client asks."""
+"""adb's sync service: files to the fake phone, versions 1 and 2 of stat and list, as the client asks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from fake_adbd import Faults, Stream
     from fake_phone import FakePhone
 
-BLOCK = 1 << 16
 NO_SUCH_FILE = 2
 
 
@@ -32,8 +31,6 @@ class SyncService:
                 self._stream.write(_status(kind, self._phone.path(name)))
             elif kind in (b"LIST", b"LIS2"):
                 self._list(self._phone.path(name), 2 if kind == b"LIS2" else 1)
-            elif kind == b"RECV":
-                self._send(self._phone.path(name))
             elif kind == b"SEND":
                 self._take(name)
             else:
@@ -46,16 +43,6 @@ class SyncService:
             self._stream.write(entry + struct.pack("<I", len(name)) + name)
         size = 72 if version == 2 else 16
         self._stream.write(b"DONE" + bytes(size))
-
-    def _send(self, path: Path) -> None:
-        try:
-            with path.open("rb") as file:
-                while block := file.read(BLOCK):
-                    self._stream.write(struct.pack("<4sI", b"DATA", len(block)) + block)
-        except OSError as error:
-            self._fail(f"open failed: {error.strerror}")
-            return
-        self._stream.write(struct.pack("<4sI", b"DONE", 0))
 
     def _take(self, request: str) -> None:
         name, _, mode = request.rpartition(",")

@@ -24,13 +24,6 @@ class LocalTransport:
 
     def put(self, source: Path, target: str) -> None:
         """Copies a file."""
-        self._copy(source, Path(target))
-
-    def get(self, source: str, target: Path) -> None:
-        """Copies a file."""
-        self._copy(Path(source), target)
-
-    def _copy(self, source: Path, target: Path) -> None:
         try:
             shutil.copyfile(source, target)
         except OSError as error:

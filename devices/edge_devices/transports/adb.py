@@ -95,14 +95,7 @@ class AdbTransport:
 
     def put(self, source: Path, target: str) -> None:
         """Pushes a file."""
-        self._copy("push", str(source), target)
-
-    def get(self, source: str, target: Path) -> None:
-        """Pulls a file."""
-        self._copy("pull", source, str(target))
-
-    def _copy(self, verb: str, source: str, target: str) -> None:
-        done = run_command([*self._adb, verb, source, target], seconds=3600)
+        done = run_command([*self._adb, "push", str(source), target], seconds=3600)
         if done.code != 0:
             raise self._failure(done)
 
@@ -115,6 +108,8 @@ class AdbTransport:
         return self._has_exit_codes
 
     def _failure(self, done: CommandResult) -> TransportError:
+        if done.cut:
+            return TransportError(f"{self.name}: {last_line(done)}; restart the device, or leave it out")
         output = f"{done.text}\n{done.errors}"
         if "unauthorized" in output:
             return LinkError(f"{self.name} {UNAUTHORIZED}")

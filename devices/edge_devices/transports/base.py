@@ -1,4 +1,4 @@
-"""The interface to another machine: run, put, get. File transfer (`file_sync.py`) and detached jobs (`jobs.py`) are built on it.
+"""The interface to another machine: run and put. File transfer (`file_sync.py`) and detached jobs (`jobs.py`) are built on it.
 
 A command is a list of arguments, as `subprocess` takes it; quoting is the transport's business, so any path or prompt arrives as it is.
 """
@@ -30,9 +30,6 @@ class Transport(Protocol):
 
     def put(self, source: Path, target: str) -> None:
         """Copies one file to the device and replaces `target`, whose folder must exist. A broken link may leave a part of it."""
-
-    def get(self, source: str, target: Path) -> None:
-        """Copies one file from the device. A broken link may leave a part of it."""
 
 
 def shell(transport: Transport, script: str, *arguments: str, seconds: float = COMMAND_SECONDS) -> str:
@@ -80,10 +77,10 @@ class FramedCommand:
         return CommandResult(code=number, output=body, errors=errors + collected.decode("utf-8", "replace"))
 
     def result(self, done: CommandResult, failure: Callable[[CommandResult], TransportError]) -> CommandResult:
-        """Returns the command's result, or `done` if it timed out. Raises the error that `failure` makes of a broken link."""
+        """Returns the command's result, or `done` if it timed out. Raises the error that `failure` makes of a broken link or a flood."""
         if done.code == 124:
             return done
-        result = self.parse(done.output, done.errors)
+        result = None if done.cut else self.parse(done.output, done.errors)
         if result is None:
             raise failure(done)
         return result

@@ -1,6 +1,6 @@
 """Folders to and from a device: only files that differ are sent, all are verified by sha256, and interrupted transfers resume.
 
-The device needs sh, find, sha256sum, tar, cat, mv, rm, mkdir, chmod and wc: toybox and coreutils both have them.
+The device needs sh, find, sha256sum, tar, cat, head, tail, mv, rm, mkdir, chmod and wc: toybox and coreutils both have them.
 Small files travel together in a tar; large ones in chunks that are appended to FILE.partial, so a broken link costs one chunk.
 """
 
@@ -25,6 +25,7 @@ from edge_devices.transports.base import Transport, last_line, parse_integer, sh
 
 CHUNK_BYTES = 32 << 20
 LARGE_BYTES = 4 << 20
+MAX_PULL_BYTES = 1 << 30  # the longest, the energy log, has 100 bytes a reading: this is 12 days of ten a second
 HASHING_SECONDS = 3600.0
 ATTEMPTS, PAUSE_SECONDS = 3, 2.0
 PARTIAL, INCOMING = ".partial", ".incoming"
@@ -33,6 +34,7 @@ HASH = 'sha256sum < "$1" | cut -c1-64'
 # -o: without it, a tar run by root would set the owner that the archive names. A missing archive was unpacked by an earlier attempt.
 UNPACK = 'cd "$1" && { test ! -e "$2" || { tar -xof "$2" && rm -f "$2"; }; }'
 APPEND = 'test "$(sha256sum < "$1" | cut -c1-64)" = "$3" || exit 9; cat "$1" >> "$2" && rm "$1"'
+SLICE = 'tail -c "+$2" < "$1" | head -c "$3"'
 LISTING = 'cd "$1" 2>/dev/null || exit 0; find . -type f -exec sha256sum {} +'
 
 Progress = Callable[[int, int], None]
@@ -97,12 +99,17 @@ def push_file(transport: Transport, source: Path, target: str, progress: Callabl
 
 
 def pull_file(transport: Transport, source: str, target: Path) -> None:
-    """Fetches a file atomically, verified by sha256. Raises TransportError if it does not exist or arrives damaged."""
+    """Fetches a file atomically, verified by sha256. Raises TransportError if it does not exist, is too large or arrives damaged."""
     partial = target.with_name(target.name + PARTIAL)
     try:
         for _ in range(ATTEMPTS):
+            size = parse_integer(shell(transport, 'wc -c < "$1"', source).strip())
+            if size is None or size > MAX_PULL_BYTES:
+                raise TransportError(
+                    f"{transport.name}: {source} is larger than {byte_text(MAX_PULL_BYTES)} or has no size; it is left there"
+                )
             wanted = shell(transport, HASH, source, seconds=HASHING_SECONDS).strip()
-            transport.get(source, partial)
+            _pull_slices(transport, source, partial, size)
             if sha256_of(partial) == wanted:
                 partial.replace(target)
                 return
@@ -231,6 +238,15 @@ def _resume_at(transport: Transport, file: LocalFile, partial: str) -> int:
             shell(transport, 'rm -f "$1"', partial)
             return 0
     return present
+
+
+def _pull_slices(transport: Transport, source: str, target: Path, size: int) -> None:
+    """Writes the first `size` bytes of the device's file, never more. What is missing or wrong shows in the hash."""
+    with target.open("wb") as file:
+        for start in range(0, size, CHUNK_BYTES):
+            length = min(CHUNK_BYTES, size - start)
+            done = transport.run(["sh", "-c", SLICE, "sh", source, str(start + 1), str(length)], seconds=HASHING_SECONDS)
+            file.write(done.output[:length])
 
 
 def _retry(attempt: Callable[[], object]) -> None:

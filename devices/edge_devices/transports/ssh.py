@@ -51,24 +51,20 @@ class SshTransport:
 
     def put(self, source: Path, target: str) -> None:
         """Copies a file to the host."""
-        self._batch(f"put {sftp_word(str(source))} {sftp_word(target)}")
-
-    def get(self, source: str, target: Path) -> None:
-        """Copies a file from the host."""
-        self._batch(f"get {sftp_word(source)} {sftp_word(str(target))}")
-
-    def close(self) -> None:
-        """Closes the shared connection."""
-        self._end_master()
-
-    def _batch(self, line: str) -> None:
-        done = run_command(["sftp", "-q", *self._options, "-b", "-", "--", self._host], answer=f"{line}\n".encode(), seconds=3600)
+        line = f"put {sftp_word(str(source))} {sftp_word(target)}\n"
+        done = run_command(["sftp", "-q", *self._options, "-b", "-", "--", self._host], answer=line.encode(), seconds=3600)
         if done.code == SSH_FAILED and "Couldn't" not in done.errors:
             raise self._failure(done)
         if done.code != 0:
             raise TransportError(f"{self.name}: {last_line(done)}; check that there is free space and that the folder is writable")
 
+    def close(self) -> None:
+        """Closes the shared connection."""
+        self._end_master()
+
     def _failure(self, done: CommandResult) -> TransportError:
+        if done.cut:
+            return TransportError(f"{self.name}: {last_line(done)}; restart the host, or leave it out")
         errors = done.errors
         if "Host key verification failed" in errors or "REMOTE HOST IDENTIFICATION HAS CHANGED" in errors:
             changed = "has changed: find out why before you remove the old one" if "CHANGED" in errors else "is not known"

@@ -74,9 +74,6 @@ class _Answers:
     def put(self, source: Path, target: str) -> None:
         """Accepts every file."""
 
-    def get(self, source: str, target: Path) -> None:
-        """Succeeds for every file."""
-
 
 def _adb(_: Path, __: Path | None) -> Read:
     def read(data: bytes) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+
+import pytest
 
 from edge_devices.machine.state import disturbances, read_state, refusals
-from edge_devices.machine.system import run_command
+from edge_devices.machine.system import CommandResult, run_command
 from recordings import recorded
 
 
@@ -13,6 +16,21 @@ def test_commands_never_raise():
     assert run_command(["no-such-command-at-all"]).code == 127
     assert run_command(["sleep", "5"], seconds=0.05).code == 124
     assert run_command(["cat"], b"given").text == "given"
+
+
+@pytest.mark.parametrize("descriptor", [1, 2])
+def test_a_command_that_floods_an_output_is_ended(descriptor: int, tmp_path: Path) -> None:
+    script = f'head -c 3000000 /dev/zero >&{descriptor}; echo on > "$1"'
+    done = run_command(["sh", "-c", script, "sh", str(tmp_path / "went")], most=1000)
+    assert (done.code, done.cut, len(done.output)) == (125, True, 1000 if descriptor == 1 else 0)
+    assert not (tmp_path / "went").exists()
+    assert run_command(["head", "-c", "1000", "/dev/zero"], most=1000) == CommandResult(code=0, output=bytes(1000))
+
+
+def test_both_outputs_are_read_at_once_and_an_answer_may_be_left_unread() -> None:
+    done = run_command(["sh", "-c", "head -c 300000 /dev/zero >&2; head -c 300000 /dev/zero; exit 3"], bytes(1_000_000))
+    assert (done.code, len(done.output), len(done.errors)) == (3, 300_000, 4096)
+    assert run_command(["cat"], bytes(1_000_000)).output == bytes(1_000_000)
 
 
 def test_state_of_a_throttled_board():

@@ -37,9 +37,6 @@ class OneAnswer:
     def put(self, source: Path, target: str) -> None:
         raise AssertionError
 
-    def get(self, source: str, target: Path) -> None:
-        raise AssertionError
-
 
 @pytest.mark.parametrize(("text", "number"), [("0", 0), ("137", 137), ("9" * 18, 10**18 - 1), ("007", 7)])
 def test_digits_are_a_number(text: str, number: int) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import shlex
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edge_devices.errors import TransportError
+from edge_devices.errors import LinkError, TransportError
+from edge_devices.machine.system import CommandResult
 from edge_devices.transports import file_sync as tree
 from edge_devices.transports.adb import AdbTransport
 from edge_devices.transports.base import Transport, frame_command, prepare_folder, shell
@@ -134,6 +136,7 @@ def test_large_files_go_in_chunks_and_resume(transport: Transport, tmp_path: Pat
     resumed: list[int] = []
     tree.push_file(transport, source, target, resumed.append)
     assert (sent, resumed) == ([1 << 20, 2 << 20], [3 << 20, source.stat().st_size])
+    monkeypatch.setattr(tree, "CHUNK_BYTES", 1_000_000)
     back = tmp_path / "back"
     tree.pull_file(transport, target, back)
     assert back.read_bytes() == source.read_bytes()
@@ -153,6 +156,46 @@ def test_what_is_not_there_cannot_be_fetched(transport: Transport, tmp_path: Pat
     with pytest.raises(TransportError):
         tree.pull_file(transport, f"{prepare_folder(transport)}/nothing", tmp_path / "nothing")
     assert not list(tmp_path.glob("nothing*"))
+
+
+def test_a_file_that_is_too_large_stays_on_the_device(transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = f"{prepare_folder(transport)}/log"
+    shell(transport, 'head -c 3001 /dev/zero > "$1"', source)
+    monkeypatch.setattr(tree, "MAX_PULL_BYTES", 3000)
+    with pytest.raises(TransportError, match=r"log is larger than .* it is left there"):
+        tree.pull_file(transport, source, tmp_path / "log")
+    assert not list(tmp_path.glob("log*"))
+
+
+def test_a_device_that_sends_more_than_the_file_has_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    class Liar(LocalTransport):
+        def run(self, arguments: Sequence[str], *, seconds: float = 60.0) -> CommandResult:
+            done = super().run(arguments, seconds=seconds)
+            return replace(done, output=bytes(5_000_000)) if tree.SLICE in arguments else done
+
+    def measured(path: Path) -> str:
+        written.append(path.stat().st_size)
+        return ""
+
+    device = Liar(tmp_path / "device")
+    source = Path(prepare_folder(device)) / "log"
+    source.write_bytes(bytes(1000))
+    monkeypatch.setattr(tree, "sha256_of", measured)
+    with pytest.raises(TransportError, match="arrived damaged"):
+        tree.pull_file(device, str(source), tmp_path / "log")
+    assert written == [1000] * tree.ATTEMPTS
+
+
+def test_a_flood_is_no_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken link is waited for; a device that floods would be asked again and again."""
+    (tmp_path / "adb").write_text("#!/bin/sh\nhead -c 3000000 /dev/zero\n")
+    (tmp_path / "adb").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(TransportError, match="adb:x: the answer is longer than 1048576 bytes") as caught:
+        AdbTransport("x").run(["true"])
+    assert not isinstance(caught.value, LinkError)
 
 
 def wait(look: Callable[[], bool]) -> None:
