@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
@@ -368,9 +369,9 @@ def exclusions(log: RunLog, run: Run, window: WindowEnergy) -> list[str]:
         found.append(
             f"took {run.seconds:.3g} s where {run.expected_s:.3g} s were expected: something else ran, or the process was suspended"
         )
-    failed = [reason for time_s, reason in log.faults if run.start_s <= time_s <= run.end_s]
-    if failed:
-        found.append(f"the meter failed: {failed[0]}")
+    first = bisect_left(log.faults, run.start_s, key=lambda fault: fault[0])  # faults are in the order of their times
+    if first < len(log.faults) and log.faults[first][0] <= run.end_s:
+        found.append(f"the meter failed: {log.faults[first][1]}")
     if log.facts.kind is Kind.SAMPLER:
         found += _sampler_objections(log, window)
     return found

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +29,9 @@ from edge_devices.meters.trace import Trace
 SCHEMA = 1
 MAX_LINE_CHARS = 1 << 20
 MAX_LINES = 50_000_000  # half a day at 1 kHz
+MAX_PHASES = 16  # of a run; encode, prefill, draft, plain and verify are five
+# Of a log: two idle windows and a few warnings are usual, and 5000 runs of at least 12 s, with their rests, take a day.
+MOST = {"run": 5000, "idle": 1000, "load": 1000, "warning": 1000, "others": 1000}
 PARTIAL = ".partial"
 LISTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "faults": lambda fault: {"kind": "fault", "t": fault[0], "reason": fault[1]},
@@ -139,18 +144,25 @@ def write_log(path: Path, log: RunLog, raw: list[str] | None = None) -> None:
         file.keep(log, raw or ())
 
 
-def read_log(path: Path) -> RunLog:
-    """Reads what `write_log` wrote; raises MeasurementError, with the line's number, for anything else."""
+def read_log(path: Path, most_lines: int = MAX_LINES) -> RunLog:
+    """Reads what `write_log` wrote; raises MeasurementError, with the line's number, for anything else.
+
+    Windows do not overlap, as in every measurement, so that their figures cost no more than the readings have lines.
+    """
     log: RunLog | None = None
+    counts: Counter[str] = Counter()
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(lines_at_most(file, MAX_LINE_CHARS, MAX_LINES), start=1):
+            for number, line in enumerate(lines_at_most(file, MAX_LINE_CHARS, most_lines), start=1):
                 if log is not None and _is_cut(line):
                     log.warnings.append("the log's last line is incomplete and was left out: its writer was stopped")
                     break
                 try:
                     record = json.loads(line)
-                    log = _take(log, record.pop("kind"), record)
+                    log = _take(log, kind := record.pop("kind"), record)
+                    counts[kind] += 1
+                    if counts[kind] > MOST.get(kind, most_lines):
+                        raise ValueError(f"more than {MOST[kind]} lines of the kind {kind!r}")
                 except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                     raise MeasurementError(
                         f"{path}: line {number} is not a line of a run log ({error!r}); use the file that the run wrote"
@@ -159,6 +171,12 @@ def read_log(path: Path) -> RunLog:
         raise MeasurementError(f"{path} cannot be read: {error}") from error
     if log is None or not log.characteristics.refresh_s > 0:
         raise MeasurementError(f"{path} holds no measurement; use the file that the run wrote")
+    windows = sorted([(run.start_s, run.end_s) for run in log.runs] + log.idles)
+    for (_, end_s), (start_s, _) in pairwise(windows):
+        if not start_s >= end_s:  # nor are they NaN, which would hide others from the order
+            raise MeasurementError(
+                f"{path}: a window begins at {start_s} s, before another ends at {end_s} s; use the file that the run wrote"
+            )
     return log
 
 
@@ -187,7 +205,10 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
     elif kind == "characteristics":
         log.characteristics = Characteristics(**{k: float(v) for k, v in record.items()})
     elif kind == "fault":
-        log.faults.append((float(record["t"]), str(record["reason"])))
+        time_s = float(record["t"])
+        if log.faults and not time_s >= log.faults[-1][0]:
+            raise ValueError(f"a fault at {time_s} s after one at {log.faults[-1][0]} s")
+        log.faults.append((time_s, str(record["reason"])))
     elif kind in ("idle", "load"):
         (log.idles if kind == "idle" else log.loads).append((float(record["start"]), float(record["end"])))
     elif kind == "run":
@@ -204,6 +225,8 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
 
 def _run(record: dict[str, Any]) -> Run:
     record["before"], record["after"] = DeviceState.from_json(record["before"]), DeviceState.from_json(record["after"])
+    if len(record["phases"]) > MAX_PHASES:
+        raise ValueError(f"a run of {len(record['phases'])} phases; {MAX_PHASES} are the most")
     record["phases"] = {str(k): float(v) for k, v in record["phases"].items()}
     record |= {k: int(record[k]) for k in ("repeat", "emitted_tokens", "prompt_tokens", "requests")}
     record |= {k: float(record[k]) for k in ("start_s", "end_s")}

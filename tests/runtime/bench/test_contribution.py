@@ -25,6 +25,7 @@ from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import LogFile, RunLog, read_log
 from edge_devices.machine.load import MachineLoad
 from edge_runtime.bench import cli
+from edge_runtime.bench.contribution import pool
 from edge_runtime.bench.contribution.guide import steps
 from edge_runtime.bench.devices import remote_run
 from edge_runtime.bench.devices.package import DevicePackage
@@ -176,7 +177,7 @@ def test_what_a_record_says_does_not_move_the_terminal(contribute, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-def test_a_signed_record(contribute, tmp_path):
+def test_a_signed_record(contribute, tmp_path, monkeypatch):
     pytest.importorskip("cryptography", reason="needs edge-mtp[sign]")
     key, public = tmp_path / "key.pem", tmp_path / "public.pem"
     subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True, capture_output=True)
@@ -184,6 +185,7 @@ def test_a_signed_record(contribute, tmp_path):
     assert contribute(tmp_path / "a.json", "--sign", key).exit_code == 0
     assert "yes" in bench("--pool", tmp_path / "a.json", "--verify-key", public).stdout
     changed(tmp_path / "a.json", created_at="later")
+    monkeypatch.setattr(pool, "check_record", lambda *_: pytest.fail("strangers' readings were computed with"))
     assert "is not a signature of a.json" in bench("--pool", tmp_path / "a.json", "--verify-key", public).stdout
     (tmp_path / "a.json.sig").unlink()
     assert "is not signed" in bench("--pool", tmp_path / "a.json", "--verify-key", public).stdout

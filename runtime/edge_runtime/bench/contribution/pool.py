@@ -46,9 +46,9 @@ def pool_records(places: Sequence[Path], public_key: Path | None = None) -> Pool
             if file not in places and not file.is_file():  # a pipe, which nobody may ever write to
                 raise RequestError(f"{file} is no file")
             data = read_record(file)
-            checked = check_record(file, data)
-            if public_key is not None:
+            if public_key is not None:  # before strangers' readings are computed with
                 check_file_signature(file, data, public_key)
+            checked = check_record(file, data)
         except EdgeError as error:
             refused.append(str(error))
             continue

@@ -30,7 +30,8 @@ from edge_runtime.bundle.manifest import MANIFEST_NAME, Manifest
 from edge_runtime.errors import RequestError
 
 KIND, SCHEMA = "edge-mtp energy record", 1
-MAX_BYTES, MAX_LOG_BYTES = 64 << 20, 256 << 20
+# Three hours of ten readings a second, with a kilobyte of raw text each, as the longest have; usual are 27 minutes.
+MAX_BYTES, MAX_LOG_BYTES, MAX_LOG_LINES = 64 << 20, 128 << 20, 120_000
 TOLERANCE = 1e-6  # relative; the same arithmetic on another machine may round differently
 
 
@@ -152,7 +153,7 @@ def check_record(path: Path, data: bytes) -> CheckedRecord:
         log_path = Path(folder) / "energy.jsonl"
         log_path.write_bytes(inflated)
         try:
-            log = read_log(log_path)
+            log = read_log(log_path, MAX_LOG_LINES)
             report = _figures(log)
         except DeviceError as error:
             raise RequestError(f"{path}: its log yields no figures ({str(error).replace(str(log_path), 'the log')})") from error
