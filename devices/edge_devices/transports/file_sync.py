@@ -12,7 +12,7 @@ import re
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +65,18 @@ class Pushed:
     removed: int
 
 
-def push_tree(transport: Transport, folder: Path, target: str, progress: Progress = lambda _done, _total: None) -> Pushed:
-    """Makes `target` on the device equal to `folder`; calls `progress(done, total)` with bytes. A broken link is retried 3 times."""
-    files = local_files(folder)
+def push_tree(
+    transport: Transport,
+    folder: Path,
+    target: str,
+    progress: Progress = lambda _done, _total: None,
+    names: Sequence[str] | None = None,
+) -> Pushed:
+    """Makes `target` on the device equal to `folder`, or to the files `names` in it; calls `progress(done, total)` with bytes.
+
+    A broken link is retried 3 times. Raises TransportError for a symbolic link, which could lead to any file of this machine.
+    """
+    files = local_files(folder, names)
     shell(transport, 'mkdir -p "$1"', target)
     present = device_files(transport, target)
     changed = [file for file in files if present.get(file.path) != file.sha256]
@@ -118,13 +127,18 @@ def pull_file(transport: Transport, source: str, target: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def local_files(folder: Path) -> list[LocalFile]:
-    """Returns the files below a folder with their hashes, sorted. Raises TransportError for names that a listing cannot represent."""
+def local_files(folder: Path, names: Sequence[str] | None = None) -> list[LocalFile]:
+    """Returns the files below a folder, or those of `names`, with their hashes, sorted.
+
+    Raises TransportError for symbolic links, and for names that a listing cannot represent.
+    """
     if not folder.is_dir():
         raise TransportError(f"{folder} is not a folder; give a folder to send")
     found = []
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(folder.rglob("*") if names is None else [folder / name for name in names]):
         name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            raise TransportError(f"{path} is a symbolic link, and what it leads to is not sent; remove it, or put the file in its place")
         if path.is_dir() or path.name.endswith(PARTIAL):
             continue
         if re.search(r"[\x00-\x1f\\]", name):

@@ -19,6 +19,7 @@ from edge_runtime.bench.measure.records import read_records
 from fake_adbd import FakeAdbd
 from phones import Desk
 from ssh_host import SshHost
+from stub_bundle import stub_bundle
 from stub_package import stub_package
 
 
@@ -35,12 +36,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is deployed need not be a bundle: the device's edge-bench would refuse it, and that one is played."""
-    folder = tmp_path_factory.mktemp("bundles") / "my bundle"
-    folder.mkdir()
-    (folder / "manifest.json").write_text("{}")
-    (folder / "target.gguf").write_bytes(bytes(100_000))
-    return folder
+    return stub_bundle(tmp_path_factory.mktemp("bundles") / "my bundle")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import phones
 from bench_records import whole_benchmark
 from edge_runtime.bench import cli
 from edge_runtime.bench.measure.records import Run
+from stub_bundle import stub_bundle
 from stub_package import ROOT, stub_package
 
 distributed = pytest.importorskip("distributed", reason="needs edge-mtp[fleet]")
@@ -72,10 +73,7 @@ def scheduler(desks: list[phones.Desk], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    folder = tmp_path / "pair"
-    folder.mkdir()
-    (folder / "manifest.json").write_text("{}")
-    return folder
+    return stub_bundle(tmp_path / "pair")
 
 
 def bench(*arguments: str | Path) -> Result:

@@ -146,6 +146,7 @@ def remote_request(bundle: Path | None, values: dict[str, Any], further: Sequenc
     return RemoteRequest(
         bundle=bundle,
         package=package,
+        check=values["check"],
         options=(*forwarded(click.get_current_context()), *further),
         name=values["run_name"] or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
         energy=bool(values["energy"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import time
@@ -24,6 +25,11 @@ from edge_devices.transports.file_sync import pull_file, push_file, push_tree
 from edge_devices.transports.jobs import JobState, JobStatus, poll_job, remove, start_job, stop_job
 from edge_runtime.bench.devices.package import DevicePackage
 from edge_runtime.bench.devices.results import ENERGY, LOG, RUNS, WATCH, DeviceResult, complete_result, note_device
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.integrity import CheckMode
+from edge_runtime.bundle.manifest import MANIFEST_NAME
+from edge_runtime.bundle.signature import SIGNATURE_NAME
+from edge_runtime.config.yaml_file import CONFIG_NAME
 from edge_runtime.errors import RequestError
 
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -35,7 +41,7 @@ Log = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True)
 class RemoteRequest:
     """What to run on a device. `options`: edge-bench's own; a Path among them is a local file, which is sent too.
-    `against_package`: also measure the package's llama.cpp tools.
+    `check`: of the bundle, before it is sent; `against_package`: also measure the package's llama.cpp tools.
 
     `patience_s`: seconds a device may be out of reach before RequestError; the run on it continues. None: no limit.
     """
@@ -43,6 +49,7 @@ class RemoteRequest:
     bundle: Path
     package: DevicePackage
     name: str
+    check: CheckMode = "fast"
     options: tuple[str | Path, ...] = ()
     energy: bool = False
     meter: str | None = None
@@ -63,20 +70,22 @@ def device_label(name: str) -> str:
 
 
 def deploy(transport: Transport, request: RemoteRequest, log: Log) -> tuple[str, DeviceSnapshot, list[str]]:
-    """Checks the device and copies package and bundle there; returns its folder, its snapshot and the warnings. Raises EdgeError."""
+    """Checks bundle and device and copies package and bundle there; returns its folder, its snapshot and the warnings. Raises EdgeError."""
+    names = _bundle_files(request)
     folder = prepare_folder(transport)
     snapshot = take_snapshot(transport)
     battery = request.energy and _at_battery(snapshot, request.meter)
     refusals = preflight_refusals(snapshot, platform=request.package.platform, at_battery=battery, waits_for_unplugging=request.unplugged)
     if refusals:
         raise RequestError(f"{transport.name}: " + "; ".join(refusals))
-    weights = sum(path.stat().st_size for path in request.bundle.rglob("*") if path.is_file())
+    weights = sum((request.bundle / name).stat().st_size for name in names)
     warnings = preflight_warnings(snapshot, model_bytes=weights, at_battery=battery)
     for text in warnings:
         log(f"note: {text}")
-    for what, source in (("package", request.package.folder), (f"bundles/{request.bundle.resolve().name}", request.bundle)):
+    bundle = f"bundles/{request.bundle.resolve().name}"
+    for what, source, listed in (("package", request.package.folder, None), (bundle, request.bundle, names)):
         report = _percent(log, what)
-        pushed = push_tree(transport, source, posixpath.join(folder, what), report)
+        pushed = push_tree(transport, source, posixpath.join(folder, what), report, listed)
         log(f"{what}: {pushed.sent} files, {byte_text(pushed.bytes)} sent; {pushed.unchanged} unchanged")
     return folder, snapshot, warnings
 
@@ -108,6 +117,13 @@ def end_run(transport: Transport, name: str) -> None:
 def clean(transport: Transport) -> None:
     """Removes everything edge-bench put on the device: package, bundles, runs."""
     remove(transport, transport.folder)
+
+
+def _bundle_files(request: RemoteRequest) -> list[str]:
+    """Checks the bundle and returns the names of its files; its folder may hold others, which are nobody's business."""
+    listed = [entry.path for entry in open_bundle(request.bundle, check=request.check).manifest.files]
+    own = [name for name in (MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME) if os.path.lexists(request.bundle / name)]
+    return list(dict.fromkeys(own + listed))
 
 
 def _started(request: RemoteRequest) -> str:
