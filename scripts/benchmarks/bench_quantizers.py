@@ -189,7 +189,8 @@ def quantized(weights: Weights, spec_of: Callable[[str, int], WeightSpec], impor
     made, stored = {}, 0
     for name, values in weights.items():
         given = importance.values.get(name) if importance else None
-        factor = importance.moments.factor(name) if importance and importance.moments else None
+        moments = importance.moments if importance else None
+        factor = moments.factor(name) if moments and moments.has(name) else None
         packed = quantize_matrix(values, spec_of(name, values.shape[1]), None if given is None else given[0], factor)
         made[name] = dequantize(packed)
         stored += packed.packed.nbytes + packed.scales.nbytes + (0 if packed.zero_points is None else packed.zero_points.nbytes)

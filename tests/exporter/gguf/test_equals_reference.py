@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from converter import convert
 from tiny_members import MEMBERS
 
 gguf = pytest.importorskip("gguf")
@@ -25,35 +23,13 @@ from edge_export.gguf.writer import plan_gguf
 WEIGHT_TYPES: list[FloatType] = ["f32", "f16", "bf16"]
 # Keys or tensors that may differ, with the reason. Empty: nothing differs.
 DIFFERENCES: dict[str, str] = {}
-# One process converts all: starting it costs more than the tiny conversions.
-CONVERT_ALL = """
-import runpy, sys
-script, names, source, out = sys.argv[1], sys.argv[2].split(","), sys.argv[3], sys.argv[4]
-for name in names:
-    for kind in ("f32", "f16", "bf16"):
-        sys.argv = [script, f"{source}/{name}", "--outfile", f"{out}/{name}-{kind}.gguf", "--outtype", kind]
-        runpy.run_path(script, run_name="__main__")
-"""
 
 
 @pytest.fixture(scope="module")
 def reference(member_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the GGUF files llama.cpp's converter makes of all members, in all weight types."""
-    sources = os.environ.get("EDGE_MTP_LLAMA_CPP")
-    if not sources or not (Path(sources) / "convert_hf_to_gguf.py").is_file():
-        pytest.skip("EDGE_MTP_LLAMA_CPP does not name a folder with llama.cpp's convert_hf_to_gguf.py")
-    folders = [member_folder(name) for name in MEMBERS]
     out = tmp_path_factory.mktemp("reference")
-    script = str(Path(sources) / "convert_hf_to_gguf.py")
-    done = subprocess.run(
-        [sys.executable, "-c", CONVERT_ALL, script, ",".join(MEMBERS), str(folders[0].parent), str(out)],
-        env=os.environ | {"PYTHONPATH": f"{sources}{os.pathsep}{sources}/gguf-py"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    convert([(member_folder(name), out / f"{name}-{kind}.gguf", kind) for name in MEMBERS for kind in WEIGHT_TYPES])
     return out
 
 
