@@ -196,7 +196,7 @@ def test_a_run_waits_for_the_cable_to_be_pulled(daemon: FakeAdbd, package: Path,
     # The ten seconds that a gauge takes to settle are one here.
     python.write_text(
         python.read_text().replace(
-            '"$@"', '-c "import sys, edge_devices.remote.job_monitor as j; j.SETTLING_SECONDS = 1; sys.exit(j.main(sys.argv[3:]))" "$@"'
+            '"$@"', '-c "import sys, edge_devices.remote.job_monitor as j; j.SETTLING_SECONDS = 1; sys.exit(j.main(sys.argv[4:]))" "$@"'
         )
     )
     files = json.loads((settle / "package.json").read_text())
@@ -204,8 +204,7 @@ def test_a_run_waits_for_the_cable_to_be_pulled(daemon: FakeAdbd, package: Path,
     (settle / "package.json").write_text(json.dumps(files))
 
     def unplug() -> None:
-        while not (job / "watch.jsonl").exists() or (job / "watch.jsonl").read_text().count("look") < 2:
-            time.sleep(0.05)
+        until_seen(daemon, "look", times=2)
         assert not (job / "arguments").exists()
         daemon.phone.battery(usb=False)
 
