@@ -222,7 +222,7 @@ cli.main()
         terminal.type("goes on\n")
         terminal.wait_for("three[^>]*tok/s[^>]*> ")
         terminal.type(f"/save {tmp_path / 'talk.json'}\n")
-        terminal.wait_for("6 messages saved")
+        terminal.wait_for("6 messages saved[^>]*> ")  # a cooked terminal would take what is typed before
         terminal.type(CTRL_D)
         assert terminal.exit_code() == 0
     told = [one["content"] for one in json.loads((tmp_path / "talk.json").read_text())["messages"] if one["role"] == "user"]
