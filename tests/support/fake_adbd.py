@@ -178,7 +178,7 @@ class Link:
 
     def _serve(self, stream: Stream, kind: str, argument: str) -> None:
         phone = self._daemon.phone
-        with suppress(Gone, OSError, ValueError):
+        with suppress(Gone, OSError):
             if kind == "sync":
                 SyncService(stream, phone, self._daemon.faults).serve()
             else:

@@ -175,9 +175,7 @@ class FakePhone:
         for process in self._processes:
             process.kill()
             process.wait()
-            for stream in (process.stdin, process.stdout, process.stderr):
-                if stream and not stream.closed:
-                    stream.close()
+            _close(process)
         self._processes.clear()
 
     def close(self) -> None:
@@ -230,6 +228,14 @@ class Running:
         finally:
             os.close(self._status)
             self._pipe.unlink(missing_ok=True)
+            _close(self.process)  # a phone of many commands would come to descriptors that select cannot take
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream and not stream.closed:
+            with suppress(BrokenPipeError):
+                stream.close()
 
 
 def _forward(descriptor: int, write: Callable[[bytes], None]) -> None:
