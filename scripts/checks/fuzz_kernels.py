@@ -171,6 +171,22 @@ class Fuzzer:
                 if not np.array_equal(out, first, equal_nan=True):
                     raise AssertionError(f"{name} differs from {self.variants[0]} at attention over cells of {sizes}")
 
+    def single_values(self) -> None:
+        """GELU gates and tanh of some values, also such as are no numbers."""
+        random = self._random
+        count = int(random.integers(1, 100))
+        gates, values = (filled(random.integers(0, 1 << 32, count, np.uint32).view(np.float32)) for _ in range(2))
+        for function, arrays in (("gate", (gates, values)), ("tanh", (gates,))):
+            first = None
+            for name in self.variants:
+                out = guarded((count,), np.float32)
+                call = getattr(self._library, f"edge_rows_{function}")
+                if call(name.encode(), *map(pointer, arrays), ctypes.c_int64(count), pointer(out)):
+                    raise AssertionError(f"{name}: {function} of {count} was refused")
+                first = out if first is None else first
+                if not np.array_equal(out, first, equal_nan=True):
+                    raise AssertionError(f"{name} differs from {self.variants[0]} at {function} of {count}")
+
 
 def _floats(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
     values = random.standard_normal(shape).astype(np.float32)
@@ -211,10 +227,10 @@ def main(inputs: int, seed: int) -> None:
             fuzzer.gguf_products()
             fuzzer.attentions()
             fuzzer.attentions_over_cells()
+            fuzzer.single_values()
             _kept.clear()
-    click.echo(
-        f"{inputs} each of products, of GGUF weights, of attentions and of those over cells on {', '.join(fuzzer.variants)}: no failure"
-    )
+    kinds = "products, of GGUF weights, of attentions, of those over cells and of single values"
+    click.echo(f"{inputs} each of {kinds} on {', '.join(fuzzer.variants)}: no failure")
 
 
 if __name__ == "__main__":

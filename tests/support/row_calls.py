@@ -96,6 +96,16 @@ def cell_attention(kind: int, queries: Array, keys: Array, values: Array, mask: 
     return Call("attend_cells", sizes, (queries, keys, values, mask), (len(queries), dims[1]))
 
 
+def gate(gates: Array, values: Array) -> Call:
+    """gelu(gates) * values, [count] each."""
+    return Call("gate", (len(gates),), (gates, values), gates.shape)
+
+
+def tanh_of(values: Array) -> Call:
+    """tanh(values), [count]."""
+    return Call("tanh", (len(values),), (values,), values.shape)
+
+
 def cell_rows(kind: int, values: Array) -> NDArray[np.uint8]:
     """Values [rows, dim] as rows of a memory of that type, rounded as llama.cpp does."""
     if kind == 0:

@@ -17,6 +17,8 @@ FUNCTIONS = (
     "ggml_nbytes",
     "ggml_backend_buft_is_host",
     "ggml_op_name",
+    "ggml_unary_op_name",
+    "ggml_glu_op_name",
     "ggml_type_name",
     "ggml_backend_cpu_reg",
     "ggml_backend_reg_dev_get",
@@ -61,7 +63,7 @@ def switch(enabled: bool) -> None:
 def _kernels() -> Any:
     """The library; None where there is none, or one of an earlier build, which would take other functions."""
     kernels = load_library()
-    return kernels if hasattr(kernels, "edge_rows_attend_cells") else None
+    return kernels if hasattr(kernels, "edge_rows_gate") else None
 
 
 def _address(library: Any, name: str) -> int | None:

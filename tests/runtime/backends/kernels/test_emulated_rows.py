@@ -1,4 +1,4 @@
-"""The kernels for ARM, run by qemu, have the bits of this machine's: products of all kinds and attention."""
+"""The kernels for ARM, run by qemu, have the bits of this machine's: products of all kinds, attention, gates and tanh."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from row_calls import (
     attention,
     cell_attention,
     cell_rows,
+    gate,
     gguf_multiplication,
     gguf_weights,
     multiplication,
+    tanh_of,
 )
 
 pytest.importorskip("ziglang", reason="needs edge-mtp[export], which has the compiler")
@@ -42,7 +44,9 @@ BATCHES = (1, 2, 3, 5, 8, 11, 12, 13, 29)
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped kernels, without what engines see of them, and a program around them."""
     folder = tmp_path_factory.mktemp("arm")
-    objects = compile_objects(TARGET, folder, without=("onnxruntime/", "ggml/attention", "ggml/multiply", "ggml/register", "ggml/floats"))
+    objects = compile_objects(
+        TARGET, folder, without=("onnxruntime/", "ggml/attention", "ggml/elementwise", "ggml/multiply", "ggml/register", "ggml/floats")
+    )
     flags = [
         "-target",
         TARGET,
@@ -95,8 +99,14 @@ def attentions_over_cells() -> Iterator[Call]:
             yield cell_attention(kind, queries, cell_rows(kind, keys), cell_rows(kind, values), mask)
 
 
+def single_values() -> Iterator[Call]:
+    values = np.linspace(-12, 12, 3001).astype(np.float32)
+    yield gate(values, values[::-1])
+    yield tanh_of(values)
+
+
 @pytest.mark.parametrize(("cpu", "variant"), [("cortex-a76", "dotprod"), ("max", "dotprod"), ("max", "i8mm")])
-@pytest.mark.parametrize("calls", [products, attentions, attentions_over_cells])
+@pytest.mark.parametrize("calls", [products, attentions, attentions_over_cells, single_values])
 def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, variant: str, calls: type[Iterator[Call]]) -> None:
     made = list(calls())
     words = b"".join(call.written(variant) for call in made)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
-pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from onnx import TensorProto, helper
 
 from edge_runtime.backends.kernels import library
 from edge_runtime.backends.onnx import library as ort_library
-from edge_runtime.backends.onnx.row_kernels import DOMAIN, OPERATOR, with_row_kernels
+from edge_runtime.backends.onnx.row_kernels.gates import GATED
+from edge_runtime.backends.onnx.row_kernels.messages import DOMAIN
+from edge_runtime.backends.onnx.row_kernels.products import PRODUCT
+from edge_runtime.backends.onnx.row_kernels.rewrite import with_row_kernels
 from edge_runtime.session.open import open_session
 
 Bundles = Callable[[str], Path]
@@ -39,7 +43,7 @@ def test_products_in_the_graph_and_in_its_loops_are_replaced() -> None:
     found = onnx.load_from_string(changed)
     inner = found.graph.node[1].attribute[0].g.node[0]
     for node in (found.graph.node[0], inner):
-        assert (node.op_type, node.domain, list(node.input)) == (OPERATOR, DOMAIN, ["x", "b", "s"])
+        assert (node.op_type, node.domain, list(node.input)) == (PRODUCT, DOMAIN, ["x", "b", "s"])
         assert {one.name: one.i for one in node.attribute} == {"K": 64, "N": 8, "bits": 4, "block_size": 32}
     assert found.graph.node[2] == helper.make_node("Add", ["x", "x"], ["w"])
     assert {(one.domain, one.version) for one in found.opset_import} == {("", 21), ("com.microsoft", 1), (DOMAIN, 1)}
@@ -53,6 +57,83 @@ def test_products_in_the_graph_and_in_its_loops_are_replaced() -> None:
 def test_what_the_kernels_do_not_take_stays(node: onnx.NodeProto) -> None:
     before = model(node)
     assert with_row_kernels(before) == (before, 0)
+
+
+def gated(sizes: tuple[int, ...] = (64, 64), *, n: int = 128, approximate: str = "tanh", swapped: bool = False) -> onnx.GraphProto:
+    """y = gelu(gates) * values, from a product with both; `sizes` are those of the split."""
+    random = np.random.default_rng(1)
+    levels, scales = random.integers(0, 256, (n, 2, 16)).astype(np.uint8), random.standard_normal((n, 2)).astype(np.float32) / 100
+    nodes = [
+        helper.make_node(
+            "MatMulNBits", ["x", "b", "s"], ["both"], domain="com.microsoft", K=64, N=n, bits=4, block_size=32, accuracy_level=4
+        ),
+        helper.make_node("Split", ["both", "sizes"], ["gates", "values"], axis=-1),
+        helper.make_node("Gelu", ["gates"], ["gelu"], approximate=approximate),
+        helper.make_node("Mul", ["values", "gelu"] if swapped else ["gelu", "values"], ["y"]),
+    ]
+    weights = [onnx.numpy_helper.from_array(one, name) for one, name in ((levels, "b"), (scales, "s"), (np.array(sizes), "sizes"))]
+    rows, result = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in (("x", ["r", 64]), ("y", None)))
+    return helper.make_graph(nodes, "g", [rows], [result], weights)
+
+
+def encoded(graph: onnx.GraphProto) -> bytes:
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString())
+
+
+def operators(model: bytes) -> list[str]:
+    return [node.op_type for node in onnx.load_from_string(with_row_kernels(model)[0]).graph.node]
+
+
+def test_a_gated_product_becomes_one_operator() -> None:
+    assert operators(encoded(gated())) == [GATED]
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [gated((32, 96)), gated((48, 48), n=96), gated(approximate="none"), gated(swapped=True)],
+    ids=["parts of other sizes", "outputs that do not fill a thread's share", "another GELU", "another order"],
+)
+def test_other_gates_stay(graph: onnx.GraphProto) -> None:
+    assert operators(encoded(graph)) == [PRODUCT, "Split", "Gelu", "Mul"]
+
+
+def test_what_others_read_of_a_gate_stays() -> None:
+    graph = gated()
+    graph.output.append(helper.make_tensor_value_info("values", TensorProto.FLOAT, None))
+    assert operators(encoded(graph)) == [PRODUCT, "Split", GATED]
+
+
+def test_a_gate_in_a_branch_reads_the_sizes_and_is_read_outside() -> None:
+    outer, inner = gated(), gated()
+    sizes = [one for one in outer.initializer if one.name == "sizes"]
+    for field in (inner.initializer, inner.input, outer.node):
+        del field[:]
+    inner.initializer.extend([one for one in outer.initializer if one.name != "sizes"])
+    del outer.initializer[:], outer.output[:]
+    outer.initializer.extend(sizes)
+    outer.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    outer.node.append(helper.make_node("If", ["on"], ["z"], then_branch=inner, else_branch=inner))
+    changed = onnx.load_from_string(with_row_kernels(encoded(outer))[0])
+    assert [[node.op_type for node in branch.g.node] for branch in changed.graph.node[0].attribute] == [[GATED]] * 2
+
+
+@built
+def test_gates_have_stock_numbers_and_a_rows_bits_in_every_batch_and_on_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = encoded(gated())
+    rows = np.random.default_rng(2).standard_normal((300, 64)).astype(np.float32)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    stock = ort.InferenceSession(model, options).run(None, {"x": rows})[0]
+    options.register_custom_ops_library(str(library.library_path()))
+    first = None
+    for variant in library.usable_variants():
+        monkeypatch.setenv(library.VARIABLE, variant)
+        ours = ort.InferenceSession(with_row_kernels(model)[0], options)
+        found = {count: ours.run(None, {"x": rows[:count]})[0] for count in (0, 1, 5, 8, 13, 16, 17, 300)}
+        np.testing.assert_allclose(found[300], stock, atol=1e-4)
+        first = found[300] if first is None else first
+        assert all(np.array_equal(some, first[:count]) for count, some in found.items())
 
 
 @built

@@ -79,13 +79,29 @@ EDGE_EXPORT int edge_rows_attend_cells(const char* name, const float* queries, c
     return 0;
 }
 
+// out [count] = gelu(gates) * values, by the variant of this name. Returns 0, or 1 for a name or a count that cannot be.
+EDGE_EXPORT int edge_rows_gate(const char* name, const float* gates, const float* values, int64_t count, float* out) {
+    const Variant* variant = named(name);
+    if (!variant || count < 1) return 1;
+    variant->gate(gates, values, out, count);
+    return 0;
+}
+
+// out [count] = tanh(values), the same way.
+EDGE_EXPORT int edge_rows_tanh(const char* name, const float* values, int64_t count, float* out) {
+    const Variant* variant = named(name);
+    if (!variant || count < 1) return 1;
+    variant->tanh(values, out, count);
+    return 0;
+}
+
 // out [rows, outputs], in one thread. Returns 0, or 1 without memory.
 static int multiply_packed(const Variant& variant, const PackedMatrix& m, const float* values, int64_t rows, float* out) {
     void* memory = aligned_alloc(kLine, (RoundedRows::bytes(m, rows) + kLine - 1) / kLine * kLine);
     if (!memory) return 1;
     const RoundedRows rounded(m, rows, memory);
     for (int64_t row = 0; row < rows; row++) variant.round(values + row * m.inputs, m, 0, m.blocks(), row, rounded);
-    variant.multiply(m, rounded, 0, m.tiles(), out);
+    variant.multiply(m, rounded, 0, m.tiles(), {m, out});
     free(memory);
     return 0;
 }

@@ -28,12 +28,12 @@ namespace edge {
 constexpr int64_t kTile = 16;
 constexpr int64_t kLine = 64;
 constexpr int64_t kTilesAtOnce = 4;  // the most that a kernel takes; matrices are filled up to whole groups with tiles of zeros
+constexpr int64_t kOctet = 8;  // inputs of a row that lie together once they are rounded: an octet
 constexpr int64_t kSuper = 256;  // inputs of a super-block
 constexpr int64_t kStarts = 16, kSums = 8;  // parts of a super-block of 6 and of 4 bits
 constexpr int64_t kMinimums = kSums * kTile, kFactors = 2 * kMinimums;  // where they begin behind a super-block's scales
 constexpr int kMaxRows = 12;  // rows that a kernel keeps in registers
 constexpr int64_t kAhead = 2048, kFarAhead = 8192;  // bytes that weights are fetched ahead of their use, into the nearest cache and the next
-constexpr int kReading = 5;  // up to so many rows wait for memory more than for arithmetic
 
 struct PackedMatrix {
     int64_t outputs, inputs;
@@ -52,10 +52,9 @@ struct PackedMatrix {
     size_t bytes() const { return level_bytes() + static_cast<size_t>(tiles() * blocks() * scale_bytes()); }
 };
 
-// Rounded rows: levels [blocks, rows, block], scales [blocks, rows], and what a sum of products starts from: minus the zero point times the sum
-// of levels, [blocks, rows], in super-blocks for each 16 inputs, [blocks, rows, kStarts]. Super-blocks have minus the sum of each 32 levels as
-// well, [blocks, rows, kSums]. All rows of a block lie together: rows that are 4096 bytes apart would fall on the same lines of the nearest
-// cache.
+// Rounded rows: levels [blocks, block / kOctet, rows, kOctet], scales [blocks, rows], and what a sum of products starts from: minus the zero point
+// times the sum of levels, [blocks, rows], in super-blocks for each 16 inputs, [blocks, rows, kStarts]. Super-blocks have minus the sum of each
+// 32 levels as well, [blocks, rows, kSums]. What is multiplied with the same weights lies side by side, at distances that a program knows.
 struct RoundedRows {
     int8_t* levels;
     float* scales;
@@ -69,6 +68,9 @@ struct RoundedRows {
         starts = reinterpret_cast<int32_t*>(scales + m.blocks() * rows);
         sums = reinterpret_cast<float*>(starts + m.blocks() * rows * (m.super() ? kStarts : 1));
     }
+    // Levels of the first octet of a block, from row `row` on, and the bytes to its next octet.
+    int8_t* octets(const PackedMatrix& m, int64_t block, int64_t row) const { return levels + block * m.block * rows + row * kOctet; }
+    int64_t pitch() const { return rows * kOctet; }
     static size_t level_bytes(const PackedMatrix& m, int64_t rows) { return (static_cast<size_t>(rows * m.inputs) + kLine - 1) / kLine * kLine; }
     // Bytes of that memory.
     static size_t bytes(const PackedMatrix& m, int64_t rows) {
@@ -76,8 +78,20 @@ struct RoundedRows {
     }
 };
 
-// Multiplies all rows with the tiles [first, last) into out [rows, outputs].
-using MultiplyTiles = void (*)(const PackedMatrix&, const RoundedRows&, int64_t first, int64_t last, float* out);
+// Where products go: row r of tile `first` at to + r * stride, the following tiles behind it. `outputs` of the matrix end a row.
+struct Products {
+    float* to;
+    int64_t stride, first;
+
+    // All outputs of a matrix.
+    Products(const PackedMatrix& m, float* out) : to(out), stride(m.outputs), first(0) {}
+    // Some tiles.
+    Products(float* out, int64_t row_values, int64_t first_tile) : to(out), stride(row_values), first(first_tile) {}
+    float* at(int64_t row, int64_t output) const { return to + row * stride + (output - first * kTile); }
+};
+
+// Multiplies all rows with the tiles [first, last).
+using MultiplyTiles = void (*)(const PackedMatrix&, const RoundedRows&, int64_t first, int64_t last, const Products& out);
 // Rounds the blocks [first, last) of row number `row`, which begins at `values`.
 using RoundRow = void (*)(const float* values, const PackedMatrix&, int64_t first, int64_t last, int64_t row, const RoundedRows& to);
 
@@ -130,6 +144,9 @@ struct Variant {
     RoundRow round;
     Attend attend;
     void (*attend_cells)(const CellAttention&, void* memory);
+    // out = gelu(gates) * values, and out = tanh(values), of `count` values each.
+    void (*gate)(const float* gates, const float* values, float* out, int64_t count);
+    void (*tanh)(const float* values, float* out, int64_t count);
 };
 
 }  // namespace edge

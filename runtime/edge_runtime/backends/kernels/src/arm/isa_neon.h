@@ -9,7 +9,7 @@ namespace {
 
 struct NeonBase {
     static constexpr int width = 4, kRows = 12, kManyRows = 8;
-    static constexpr bool kSigned8 = true;
+    static constexpr bool kSigned8 = true, kByPart = false;
     using Ints = int32x4_t;
     using Floats = float32x4_t;
     // One or two rows wait for memory anyway, which the processor fetches ahead by itself.

@@ -1,6 +1,7 @@
 // NEON with dot products (Cortex-A55, A75, A76 and later): levels of up to 6 bits are multiplied as they are, those of 8 bits made signed.
 #include "arm/isa_neon.h"
 #include "per_isa/attend_cells.h"
+#include "per_isa/gate.h"
 #include "per_isa/round_row.h"
 #include "variants.h"
 
@@ -18,6 +19,7 @@ struct Dotprod : NeonBase {
                 for (int p = 0; p < 4; p++) part[p] = vreinterpretq_s8_u8(six.part[p]);
             } else if constexpr (kBits == 8) {
                 part[0] = vreinterpretq_s8_u8(veorq_u8(raw, vdupq_n_u8(0x80)));
+                part[1] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line + kLine), vdupq_n_u8(0x80)));
             } else if constexpr (kBits == 4) {
                 part[0] = vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15)));
                 part[1] = vreinterpretq_s8_u8(vshrq_n_u8(raw, 4));
@@ -33,16 +35,11 @@ struct Dotprod : NeonBase {
     template <int kBits>
     struct Inputs {
         int8x16_t all;
-        void load(const int8_t* x) {
-            if constexpr (kBits == 2 || kBits == 6) all = vld1q_s8(x);
-            else if constexpr (kBits == 4) all = vcombine_s8(vld1_s8(x), vdup_n_s8(0));
-            else all = vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const int32_t*>(x)));
-        }
+        void load(const int8_t* x, int64_t pitch) { all = vcombine_s8(vld1_s8(x), Group<kBits>::octets == 2 ? vld1_s8(x + pitch) : vdup_n_s8(0)); }
     };
     template <int kBits>
     static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
-        sum = vdotq_laneq_s32(sum, w.part[0], x.all, 0);
-        if constexpr (kBits < 8) sum = vdotq_laneq_s32(sum, w.part[1], x.all, 1);
+        sum = vdotq_laneq_s32(vdotq_laneq_s32(sum, w.part[0], x.all, 0), w.part[1], x.all, 1);
         if constexpr (kBits == 2 || kBits == 6) sum = vdotq_laneq_s32(vdotq_laneq_s32(sum, w.part[2], x.all, 2), w.part[3], x.all, 3);
         return sum;
     }
@@ -50,6 +47,6 @@ struct Dotprod : NeonBase {
 
 }  // namespace
 
-const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row<Dotprod>, {attend_span, merge_spans}, attend_cells};
+const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row<Dotprod>, {attend_span, merge_spans}, attend_cells, gate, tanh_of};
 
 }  // namespace edge

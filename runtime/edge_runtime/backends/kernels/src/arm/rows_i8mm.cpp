@@ -2,6 +2,7 @@
 // to an instruction. A single row goes through the dot products.
 #include "arm/isa_neon.h"
 #include "per_isa/attend_cells.h"
+#include "per_isa/gate.h"
 #include "per_isa/round_row.h"
 #include "variants.h"
 
@@ -18,7 +19,7 @@ struct Eight {
           high(vreinterpretq_s8_s32(vzip2q_s32(vreinterpretq_s32_s8(first), vreinterpretq_s32_s8(second)))) {}
 };
 
-// Calls `use` with the index of the first input and an Eight, for all inputs of a group that begins at `line`.
+// Calls `use` with the index of the octet and an Eight, for all inputs of a group that begins at `line`.
 template <int kBits, class Use>
 [[gnu::always_inline]] inline void each_eight(const uint8_t* line, Use use) {
     if constexpr (kBits == 8) {
@@ -26,23 +27,17 @@ template <int kBits, class Use>
         use(0, Eight(vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line), sign)), vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line + kLine), sign))));
     } else if constexpr (kBits == 6) {
         const SixBits six(line);
-        for (int h = 0; h < 2; h++) use(8 * h, Eight(vreinterpretq_s8_u8(six.part[2 * h]), vreinterpretq_s8_u8(six.part[2 * h + 1])));
+        for (int h = 0; h < 2; h++) use(h, Eight(vreinterpretq_s8_u8(six.part[2 * h]), vreinterpretq_s8_u8(six.part[2 * h + 1])));
     } else {
         const uint8x16_t raw = vld1q_u8(line), mask = vdupq_n_u8((1 << kBits) - 1);
         for (int h = 0; h < 4 / kBits; h++) {
             const int8x16_t shift = vdupq_n_s8(static_cast<int8_t>(-2 * h * kBits)), next = vdupq_n_s8(static_cast<int8_t>(-(2 * h + 1) * kBits));
-            use(8 * h, Eight(vreinterpretq_s8_u8(vandq_u8(vshlq_u8(raw, shift), mask)), vreinterpretq_s8_u8(vandq_u8(vshlq_u8(raw, next), mask))));
+            use(h, Eight(vreinterpretq_s8_u8(vandq_u8(vshlq_u8(raw, shift), mask)), vreinterpretq_s8_u8(vandq_u8(vshlq_u8(raw, next), mask))));
         }
     }
 }
 
-// Lines and inputs of what each_eight takes at once.
-template <int kBits>
-struct Step {
-    static constexpr int lines = kBits == 8 ? 2 : Group<kBits>::lines, inputs = kBits == 8 ? 8 : Group<kBits>::inputs;
-};
-
-// Sums of pairs of rows with four outputs; an odd last row is computed twice.
+// Sums of pairs of rows with four outputs; an odd last row has a pair that nobody reads.
 template <int kRowPairs>
 struct Pairs {
     int64_t at[2 * kRowPairs];
@@ -59,14 +54,14 @@ struct Pairs {
     void begin() {
         for (int p = 0; p < kRowPairs; p++) sum[p][0] = sum[p][1] = vdupq_n_s32(0);
     }
-    // Row r is at levels + r * stride. Returns where the weights end.
+    // Row r begins at levels + r * kOctet, its octets are `pitch` bytes apart; behind an odd last row its pair takes what comes, for nobody.
+    // Returns where the weights end.
     template <int kBits>
-    [[gnu::always_inline]] const uint8_t* add(const uint8_t* weights, int64_t inputs, const int8_t* levels, int64_t stride) {
-        for (int64_t i = 0; i < inputs; i += Step<kBits>::inputs, weights += Step<kBits>::lines * kLine)
-            each_eight<kBits>(weights, [&](int first, const Eight& w) {
+    [[gnu::always_inline]] const uint8_t* add(const uint8_t* weights, int64_t inputs, const int8_t* levels, int64_t pitch) {
+        for (int64_t i = 0; i < inputs; i += Group<kBits>::inputs, weights += Group<kBits>::lines * kLine, levels += Group<kBits>::octets * pitch)
+            each_eight<kBits>(weights, [&](int octet, const Eight& w) {
                 for (int p = 0; p < kRowPairs; p++) {
-                    const int8_t* x = levels + i + first;
-                    const int8x16_t pair = vcombine_s8(vld1_s8(x + at[2 * p] * stride), vld1_s8(x + at[2 * p + 1] * stride));
+                    const int8x16_t pair = vld1q_s8(levels + octet * pitch + p * 2 * kOctet);
                     sum[p][0] = vmmlaq_s32(sum[p][0], pair, w.low);
                     sum[p][1] = vmmlaq_s32(sum[p][1], pair, w.high);
                 }
@@ -81,7 +76,7 @@ struct Pairs {
 };
 
 template <int kBits, bool kSupers, int kRowPairs>
-void multiply_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t rows, int64_t vector, float* out) {
+void multiply_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t rows, int64_t vector, const Products& out) {
     constexpr int kRows = 2 * kRowPairs;
     constexpr int64_t kParts = kBits == 4 ? kSums : kStarts, kInputs = kSuper / kParts;
     const int64_t blocks = m.blocks();
@@ -91,10 +86,10 @@ void multiply_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, in
     for (int64_t b = 0, entry = row; b < blocks; b++, entry += a.rows) {
         const uint8_t* scales = at.scales[0];
         const int64_t lane = at.lane[0];
-        const int8_t* levels = a.levels + entry * m.block;
+        const int8_t* levels = a.octets(m, b, row);
         if constexpr (!kSupers) {
             pairs.begin(a.starts + entry, 1);
-            weights = pairs.template add<kBits>(weights, m.block, levels, m.block);
+            weights = pairs.template add<kBits>(weights, m.block, levels, a.pitch());
             const float32x4_t scale = m.half_scales ? NeonBase::load_half(scales + lane * 2) : NeonBase::load_float(scales + lane * 4);
             for (int r = 0; r < kRows; r++) {
                 const float32x4_t factor = vmulq_f32(scale, vdupq_n_f32(a.scales[entry + pairs.at[r]]));
@@ -108,7 +103,7 @@ void multiply_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, in
             for (int64_t part = 0; part < kParts; part++) {
                 if constexpr (kBits == 4) pairs.begin();
                 else pairs.begin(a.starts + entry * kStarts + part, kStarts);
-                weights = pairs.template add<kBits>(weights, kInputs, levels + part * kInputs, kSuper);
+                weights = pairs.template add<kBits>(weights, kInputs, levels + part * kInputs / kOctet * a.pitch(), a.pitch());
                 const uint8_t* bytes = scales + part * kTile + lane;
                 const float32x4_t scale = vmulq_f32(factor, NeonBase::load_bytes(bytes));
                 for (int r = 0; r < kRows; r++) total[r] = vfmaq_f32(total[r], pairs.row(r), scale);
@@ -123,11 +118,11 @@ void multiply_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, in
         at.scales[0] += m.scale_bytes();
     }
     const int64_t output = vector * 4, left = m.outputs - output;
-    for (int64_t r = 0; left > 0 && r < rows; r++) NeonBase::store(out + (row + r) * m.outputs + output, at.result[r][0], left < 4 ? left : 4);
+    for (int64_t r = 0; left > 0 && r < rows; r++) NeonBase::store(out.at(row + r, output), at.result[r][0], left < 4 ? left : 4);
 }
 
 template <int kBits, bool kSupers, int kRowPairs = kPairs>
-void multiply_some_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t rows, int64_t first, int64_t last, float* out) {
+void multiply_some_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t rows, int64_t first, int64_t last, const Products& out) {
     if ((rows + 1) / 2 == kRowPairs) {
         for (int64_t v = first; v < last; v++) multiply_pairs<kBits, kSupers, kRowPairs>(m, a, row, rows, v, out);
         return;
@@ -136,7 +131,7 @@ void multiply_some_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t ro
 }
 
 template <int kBits, bool kSupers = false>
-void multiply_groups(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, float* out) {
+void multiply_groups(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
     constexpr int64_t kParts = kTile / NeonBase::width;
     const int64_t groups = (a.rows + 2 * kPairs - 1) / (2 * kPairs);
     for (int64_t tile = first; tile < last; tile++)
@@ -147,7 +142,7 @@ void multiply_groups(const PackedMatrix& m, const RoundedRows& a, int64_t first,
         }
 }
 
-void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, float* out) {
+void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
     if (a.rows == 1) return kDotprod.multiply(m, a, first, last, out);
     if (m.super()) return m.bits == 4 ? multiply_groups<4, true>(m, a, first, last, out) : multiply_groups<6, true>(m, a, first, last, out);
     switch (m.bits) {
@@ -159,6 +154,6 @@ void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, i
 
 }  // namespace
 
-const Variant kI8mm = {"i8mm", multiply_i8mm, round_row<NeonBase>, {attend_span, merge_spans}, attend_cells};
+const Variant kI8mm = {"i8mm", multiply_i8mm, round_row<NeonBase>, {attend_span, merge_spans}, attend_cells, gate, tanh_of};
 
 }  // namespace edge

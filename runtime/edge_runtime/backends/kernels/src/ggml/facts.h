@@ -9,7 +9,9 @@ namespace edge::ggml {
 // enum ggml_type
 constexpr int kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ8_0 = 8, kQ4_K = 12, kQ6_K = 14, kBf16 = 30;
 // enum ggml_op
-constexpr int kMulMat = 29, kFlashAttention = 74;
+constexpr int kMulMat = 29, kFlashAttention = 74, kUnary = 91, kGlu = 100;
+// enum ggml_unary_op and ggml_glu_op, each the operation's first parameter; a GLU's second one says whether its halves are swapped
+constexpr int kTanh = 4, kGeglu = 1;
 // enum ggml_status
 constexpr int kSuccess = 0;
 
@@ -107,6 +109,8 @@ struct Functions {
     size_t (*tensor_bytes)(const Tensor*);
     bool (*buffer_type_is_host)(BufferType*);
     const char* (*op_name)(int op);
+    const char* (*unary_name)(int op);
+    const char* (*glu_name)(int op);
     const char* (*type_name)(int type);
     void* (*cpu_registry)();
     Device* (*registry_device)(void* registry, size_t index);

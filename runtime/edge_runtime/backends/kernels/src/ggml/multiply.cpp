@@ -69,7 +69,7 @@ bool multiply(const Functions& ggml, const Variant& variant, const Work& work, c
     const int64_t tiles = m.tiles(), share = tiles / (work.threads * kShares), step = share < kChunk ? kChunk : share / kChunk * kChunk;
     for (Pieces pieces(ggml, work, (tiles + step - 1) / step); pieces.left(); pieces.next()) {
         const int64_t first = pieces.current * step, last = first + step < tiles ? first + step : tiles;
-        variant.multiply(m, rows, first, last, static_cast<float*>(op.data));
+        variant.multiply(m, rows, first, last, {m, static_cast<float*>(op.data)});
     }
     return true;
 }

@@ -1,11 +1,12 @@
-// An extra buffer type of ggml's CPU backend: weights that it packs when they are loaded, multiplications with them, and
-// attention. The list that it is added to is what the backend asks first about every operation.
+// An extra buffer type of ggml's CPU backend: weights that it packs when they are loaded, multiplications with them,
+// attention, and functions of single values. The list that it is added to is what the backend asks first about every operation.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
 #include "attention.h"
+#include "elementwise.h"
 #include "multiply.h"
 #include "weights.h"
 
@@ -89,8 +90,20 @@ struct Attention final : Operation {
     }
 };
 
+struct Elementwise final : Operation {
+    bool work_size(int, const Tensor*, size_t& size) override {
+        size = 0;
+        return true;
+    }
+    bool compute(Work* work, Tensor* op) override {
+        compute_elementwise(*variant, *work, *op);
+        return true;
+    }
+};
+
 Multiplication multiplication;
 Attention attention;
+Elementwise elementwise;
 
 struct Weights final : ExtraBufferType {
     bool supports(Device*, const Tensor* op) override {
@@ -101,7 +114,7 @@ struct Weights final : ExtraBufferType {
     Operation* operation(const Tensor* op) override {
         if (op->op == kMulMat) return is_ours(op->src[0]) ? &multiplication : nullptr;
         if (op->op == kFlashAttention) return enabled && attends(*op) ? &attention : nullptr;
-        return nullptr;
+        return enabled && is_elementwise(*op) ? &elementwise : nullptr;
     }
 };
 
@@ -111,7 +124,9 @@ BufferType buffer_type = {{type_name, allocate, alignment, nullptr, tensor_size,
 bool is_ours(const Tensor* tensor) { return tensor->buffer && tensor->buffer->type == &buffer_type; }
 
 const char* unexpected() {
-    if (strcmp(functions.op_name(kMulMat), "MUL_MAT") != 0 || strcmp(functions.op_name(kFlashAttention), "FLASH_ATTN_EXT") != 0)
+    if (strcmp(functions.op_name(kMulMat), "MUL_MAT") != 0 || strcmp(functions.op_name(kFlashAttention), "FLASH_ATTN_EXT") != 0 ||
+        strcmp(functions.op_name(kUnary), "UNARY") != 0 || strcmp(functions.unary_name(kTanh), "TANH") != 0 ||
+        strcmp(functions.op_name(kGlu), "GLU") != 0 || strcmp(functions.glu_name(kGeglu), "GEGLU") != 0)
         return "its operations have other numbers";
     if (strcmp(functions.type_name(kF16), "f16") != 0 || strcmp(functions.type_name(kQ4_0), "q4_0") != 0 || strcmp(functions.type_name(kQ8_0), "q8_0") != 0 ||
         strcmp(functions.type_name(kQ4_K), "q4_K") != 0 || strcmp(functions.type_name(kQ6_K), "q6_K") != 0 || strcmp(functions.type_name(kBf16), "bf16") != 0)

@@ -4,32 +4,43 @@
 
 namespace edge {
 
-// What is unpacked at once: lines, the registers of bytes that they become, and the inputs in them.
+// What is unpacked at once: lines, the registers of bytes that they become, each with four inputs, and the octets of inputs in them.
 template <int kBits>
 struct Group {
-    static constexpr int lines = kBits == 6 ? 3 : 1, parts = kBits == 6 ? 4 : 8 / kBits, inputs = 4 * parts;
+    static constexpr int lines = kBits == 6 ? 3 : kBits == 8 ? 2 : 1, parts = kBits == 6 || kBits == 2 ? 4 : 2, octets = parts / 2;
+    static constexpr int inputs = octets * kOctet;
 };
 
-// Weights from line `line` of a tile, which begins at `weights`, by `count` groups of rounded inputs, row r at levels + r * stride.
+// Weights from line `line` of a tile, which begins at `weights`, by `count` groups of rounded inputs: row r begins at levels + r * kOctet, and its
+// octets are `pitch` bytes apart.
 template <class Isa, int kBits, int kRows, int kVectors>
-[[gnu::always_inline]] inline void add_products(const uint8_t* const (&weights)[kVectors], int64_t count, const int8_t* levels, int64_t stride,
+[[gnu::always_inline]] inline void add_products(const uint8_t* const (&weights)[kVectors], int64_t count, const int8_t* levels, int64_t pitch,
                                                 typename Isa::Ints (&sum)[kRows][kVectors]) {
-    using Unit = Group<kBits>;
-    for (int64_t g = 0; g < count; g++) {
+    using Each = Group<kBits>;
+    for (int64_t g = 0; g < count; g++, levels += Each::octets * pitch) {
         typename Isa::template Weights<kBits> w[kVectors];
         for (int v = 0; v < kVectors; v++) {
-            const uint8_t* line = weights[v] + g * Unit::lines * kLine;
+            const uint8_t* line = weights[v] + g * Each::lines * kLine;
             w[v].load(line);
             if constexpr (Isa::fetches_ahead(kRows))
-                for (int l = 0; l < Unit::lines; l++) {
+                for (int l = 0; l < Each::lines; l++) {
                     __builtin_prefetch(line + l * kLine + kAhead, 0, 3);
-                    if constexpr (kRows <= kReading) __builtin_prefetch(line + l * kLine + kFarAhead, 0, 2);
+                    __builtin_prefetch(line + l * kLine + kFarAhead, 0, 2);
                 }
         }
-        for (int r = 0; r < kRows; r++) {
-            typename Isa::template Inputs<kBits> x;
-            x.load(levels + r * stride + g * Unit::inputs);
-            for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::dot(sum[r][v], w[v], x);
+        if constexpr (Isa::kByPart) {
+            // All rows before the next part: a sum waits for its last product meanwhile.
+            for (int p = 0; p < Each::parts; p++)
+                for (int r = 0; r < kRows; r++) {
+                    const typename Isa::Ints x = Isa::four(levels + p / 2 * pitch + r * kOctet + p % 2 * 4);
+                    for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::dot(sum[r][v], w[v].part[p], x);
+                }
+        } else {
+            for (int r = 0; r < kRows; r++) {
+                typename Isa::template Inputs<kBits> x;
+                x.load(levels + r * kOctet, pitch);
+                for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::dot(sum[r][v], w[v], x);
+            }
         }
     }
 }
@@ -52,17 +63,17 @@ struct Vectors {
             for (int r = 0; r < kRows; r++) result[r][v] = Isa::zero();
         }
     }
-    void store(const PackedMatrix& m, int64_t row, int64_t vector, float* out) const {
+    void store(const PackedMatrix& m, int64_t row, int64_t vector, const Products& out) const {
         for (int r = 0; r < kRows; r++)
             for (int v = 0; v < kVectors; v++) {
                 const int64_t at = (vector + v) * Isa::width, left = m.outputs - at;
-                if (left > 0) Isa::store(out + (row + r) * m.outputs + at, result[r][v], left < Isa::width ? left : Isa::width);
+                if (left > 0) Isa::store(out.at(row + r, at), result[r][v], left < Isa::width ? left : Isa::width);
             }
     }
 };
 
 template <class Isa, int kBits, int kRows, int kVectors>
-[[gnu::always_inline]] inline void multiply_blocks(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, float* out) {
+[[gnu::always_inline]] inline void multiply_blocks(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, const Products& out) {
     const int64_t blocks = m.blocks(), groups = m.block / Group<kBits>::inputs, scale_bytes = m.scale_bytes();
     const bool half = m.half_scales;
     Vectors<Isa, kRows, kVectors> at(m, vector);
@@ -70,7 +81,7 @@ template <class Isa, int kBits, int kRows, int kVectors>
         typename Isa::Ints sum[kRows][kVectors];
         for (int r = 0; r < kRows; r++)
             for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::set(a.starts[entry + r]);
-        add_products<Isa, kBits, kRows, kVectors>(at.weights, groups, a.levels + entry * m.block, m.block, sum);
+        add_products<Isa, kBits, kRows, kVectors>(at.weights, groups, a.octets(m, b, row), a.pitch(), sum);
         for (int v = 0; v < kVectors; v++) {
             const uint8_t* scales = at.scales[v] + at.lane[v] * (half ? 2 : 4);
             const typename Isa::Floats scale = half ? Isa::load_half(scales) : Isa::load_float(scales);
@@ -84,7 +95,7 @@ template <class Isa, int kBits, int kRows, int kVectors>
 }
 
 template <class Isa, int kBits, int kRows, int kVectors>
-[[gnu::always_inline]] inline void multiply_supers(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, float* out) {
+[[gnu::always_inline]] inline void multiply_supers(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, const Products& out) {
     constexpr int64_t kParts = kBits == 4 ? kSums : kStarts, kInputs = kSuper / kParts, kGroups = kInputs / Group<kBits>::inputs;
     const int64_t blocks = m.blocks(), scale_bytes = m.scale_bytes();
     Vectors<Isa, kRows, kVectors> at(m, vector);
@@ -99,7 +110,7 @@ template <class Isa, int kBits, int kRows, int kVectors>
             typename Isa::Ints sum[kRows][kVectors];
             for (int r = 0; r < kRows; r++)
                 for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::set(kBits == 4 ? 0 : a.starts[(entry + r) * kStarts + part]);
-            add_products<Isa, kBits, kRows, kVectors>(at.weights, kGroups, a.levels + entry * kSuper + part * kInputs, kSuper, sum);
+            add_products<Isa, kBits, kRows, kVectors>(at.weights, kGroups, a.octets(m, b, row) + part * kInputs / kOctet * a.pitch(), a.pitch(), sum);
             for (int v = 0; v < kVectors; v++) {
                 const uint8_t* scales = at.scales[v] + part * kTile + at.lane[v];
                 const typename Isa::Floats scale = Isa::mul(factor[v], Isa::load_bytes(scales));
@@ -121,7 +132,7 @@ template <class Isa, int kBits, int kRows, int kVectors>
 
 // As many vectors at once as registers hold beside the sums of these rows; whole tiles come in groups of so many.
 template <class Isa, int kBits, bool kSupers, int kRows>
-void multiply_rows(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t first, int64_t last, float* out) {
+void multiply_rows(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t first, int64_t last, const Products& out) {
     constexpr int kVectors = Isa::vectors(kRows);
     for (int64_t v = first; v < last; v += kVectors)
         if constexpr (kSupers) multiply_supers<Isa, kBits, kRows, kVectors>(m, a, row, v, out);
@@ -129,13 +140,13 @@ void multiply_rows(const PackedMatrix& m, const RoundedRows& a, int64_t row, int
 }
 
 template <class Isa, int kBits, bool kSupers, int kRows = kMaxRows>
-void multiply_some(int64_t rows, const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t first, int64_t last, float* out) {
+void multiply_some(int64_t rows, const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t first, int64_t last, const Products& out) {
     if (rows == kRows) return multiply_rows<Isa, kBits, kSupers, kRows>(m, a, row, first, last, out);
     if constexpr (kRows > 1) multiply_some<Isa, kBits, kSupers, kRows - 1>(rows, m, a, row, first, last, out);
 }
 
 template <class Isa, int kBits, bool kSupers = false>
-void multiply_all(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, float* out) {
+void multiply_all(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
     constexpr int64_t kParts = kTile / Isa::width;
     if (a.rows <= Isa::kRows) return multiply_some<Isa, kBits, kSupers>(a.rows, m, a, 0, first * kParts, last * kParts, out);
     // Rows in groups of nearly the same size, over few tiles at a time, which then stay in the nearest cache.
@@ -154,7 +165,7 @@ void multiply_all(const PackedMatrix& m, const RoundedRows& a, int64_t first, in
 }
 
 template <class Isa>
-void multiply(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, float* out) {
+void multiply(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
     if (m.super()) return m.bits == 4 ? multiply_all<Isa, 4, true>(m, a, first, last, out) : multiply_all<Isa, 6, true>(m, a, first, last, out);
     switch (m.bits) {
         case 2: return multiply_all<Isa, 2>(m, a, first, last, out);

@@ -1,39 +1,34 @@
 // Rounds one row's blocks to int8. Each file that includes it compiles it for its own instruction set; the numbers are the same.
 #pragma once
-#include <math.h>
-
 #include "layout.h"
+#include "per_isa/floats16.h"
 
 namespace edge {
 namespace {
 
-// Magnitudes compare like their bits, and NaN is above all of them: its scale makes the row's results NaN.
+using Counts16 = uint32_t __attribute__((ext_vector_type(16)));
+using Levels16 = int8_t __attribute__((ext_vector_type(16)));
+
+// Of a multiple of 16 values. Magnitudes compare like their bits, and NaN is above all of them: its scale makes the row's results NaN.
 float greatest_of(const float* values, int64_t count) {
-    uint32_t greatest = 0;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits;
-        __builtin_memcpy(&bits, &values[i], 4);
-        bits &= 0x7fffffffu;
-        greatest = bits > greatest ? bits : greatest;
-    }
-    float most;
-    __builtin_memcpy(&most, &greatest, 4);
-    return most;
+    Counts16 greatest = 0;
+    for (int64_t i = 0; i < count; i += kLanes)
+        greatest = __builtin_elementwise_max(greatest, __builtin_bit_cast(Counts16, load16(values + i)) & 0x7fffffffu);
+    return __builtin_bit_cast(float, __builtin_reduce_max(greatest));
 }
 
-// Returns the sum of levels.
-int32_t round_values(const float* values, int64_t count, float inverse, int8_t* levels) {
-    int32_t sum = 0;
-    for (int64_t i = 0; i < count; i++) {
+// A multiple of 16 values; their octets go `pitch` bytes apart. Returns the sum of levels.
+int32_t round_values(const float* values, int64_t count, float inverse, int8_t* octets, int64_t pitch) {
+    Ints16 sum = 0;
+    for (int64_t i = 0; i < count; i += kLanes, octets += 2 * pitch) {
         // Adding 1.5 * 2^23 rounds to the nearest even integer, which then stands in the low bits.
-        const float shifted = values[i] * inverse + 12582912.0f;
-        int32_t bits;
-        __builtin_memcpy(&bits, &shifted, 4);
-        const int32_t level = static_cast<int8_t>(bits & 0xff);
-        levels[i] = static_cast<int8_t>(level);
-        sum += level;
+        const Floats16 shifted = load16(values + i) * inverse + 12582912.0f;
+        const Levels16 levels = __builtin_convertvector(__builtin_bit_cast(Ints16, shifted), Levels16);
+        sum += __builtin_convertvector(levels, Ints16);
+        __builtin_memcpy(octets, &levels, kOctet);
+        __builtin_memcpy(octets + pitch, reinterpret_cast<const char*>(&levels) + kOctet, kOctet);
     }
-    return sum;
+    return __builtin_reduce_add(sum);
 }
 
 // `Isa` says which zero point its 8-bit levels have.
@@ -43,9 +38,10 @@ void round_row(const float* values, const PackedMatrix& m, int64_t first, int64_
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * to.rows + row;
         const float most = greatest_of(values + b * m.block, m.block), inverse = most > 0 ? 127.0f / most : 0.0f;
+        int8_t* octets = to.octets(m, b, row);
         to.scales[at] = most / 127.0f;
         if (!m.super()) {
-            to.starts[at] = -zero * round_values(values + b * m.block, m.block, inverse, to.levels + at * m.block);
+            to.starts[at] = -zero * round_values(values + b * m.block, m.block, inverse, octets, to.pitch());
             continue;
         }
         for (int64_t part = 0; part < kSums; part++) {
@@ -53,7 +49,7 @@ void round_row(const float* values, const PackedMatrix& m, int64_t first, int64_
             int32_t sums[2];
             for (int64_t half = 0; half < 2; half++) {
                 const int64_t from = i + half * kSuper / kStarts;
-                sums[half] = round_values(values + b * kSuper + from, kSuper / kStarts, inverse, to.levels + at * kSuper + from);
+                sums[half] = round_values(values + b * kSuper + from, kSuper / kStarts, inverse, octets + from / kOctet * to.pitch(), to.pitch());
                 to.starts[at * kStarts + 2 * part + half] = -zero * sums[half];
             }
             to.sums[at * kSums + part] = static_cast<float>(-sums[0] - sums[1]);

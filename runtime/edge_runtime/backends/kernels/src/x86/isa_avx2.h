@@ -22,7 +22,7 @@ struct Avx2Base {
         void load(const uint8_t* line) {
             const Ints raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line));
             const Ints mask = _mm256_set1_epi8(static_cast<char>(kBits == 6 ? 15 : (1 << kBits) - 1));
-            if constexpr (kBits == 8) part[0] = raw;
+            if constexpr (kBits == 8) part[0] = raw, part[1] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + kLine));
             else if constexpr (kBits == 6) load_six(line, raw, mask);
             else
                 for (int p = 0; p < 8 / kBits; p++) part[p] = _mm256_and_si256(_mm256_srli_epi16(raw, p * kBits), mask);
@@ -36,17 +36,11 @@ struct Avx2Base {
             part[3] = _mm256_and_si256(_mm256_srli_epi16(next, 4), mask) | _mm256_and_si256(_mm256_srli_epi16(high, 2), two);
         }
     };
-    template <int kBits>
-    struct Inputs {
-        Ints part[Group<kBits>::parts];
-        void load(const int8_t* x) {
-            for (int p = 0; p < Group<kBits>::parts; p++) {
-                int32_t four;
-                __builtin_memcpy(&four, x + 4 * p, 4);
-                part[p] = _mm256_set1_epi32(four);
-            }
-        }
-    };
+    static Ints four(const int8_t* x) {
+        int32_t inputs;
+        __builtin_memcpy(&inputs, x, 4);
+        return _mm256_set1_epi32(inputs);
+    }
     static Floats zero() { return _mm256_setzero_ps(); }
     static Ints set(int32_t value) { return _mm256_set1_epi32(value); }
     static Floats splat(float value) { return _mm256_set1_ps(value); }

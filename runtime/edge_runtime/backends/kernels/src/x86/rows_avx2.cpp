@@ -2,6 +2,7 @@
 // levels are made signed, and their magnitudes take the products' signs from the activations, so that no sum leaves 16 bits either.
 #include "x86/isa_avx2.h"
 #include "per_isa/attend_cells.h"
+#include "per_isa/gate.h"
 #include "per_isa/round_row.h"
 #include "variants.h"
 
@@ -9,29 +10,42 @@ namespace edge {
 namespace {
 
 struct Avx2 : Avx2Base {
-    static constexpr bool kSigned8 = true;
+    static constexpr bool kSigned8 = true, kByPart = false;
 
+    template <int kBits>
+    struct Inputs {
+        Ints part[Group<kBits>::parts];
+        void load(const int8_t* x, int64_t pitch) {
+            for (int p = 0; p < Group<kBits>::parts; p++) part[p] = four(x + p / 2 * pitch + p % 2 * 4);
+        }
+    };
     template <int kBits>
     static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
         const Ints ones = _mm256_set1_epi16(1);
         Ints pairs;
         if constexpr (kBits == 8) {
-            const Ints level = _mm256_xor_si256(w.part[0], _mm256_set1_epi8(static_cast<char>(0x80)));
-            pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(level), _mm256_sign_epi8(x.part[0], level));
+            const Ints first = products_of_signed(w.part[0], x.part[0]), second = products_of_signed(w.part[1], x.part[1]);
+            return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(first, ones), _mm256_madd_epi16(second, ones)));
         } else if constexpr (kBits == 6) {
             pairs = _mm256_add_epi16(_mm256_maddubs_epi16(w.part[0], x.part[0]), _mm256_maddubs_epi16(w.part[1], x.part[1]));
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
             pairs = _mm256_add_epi16(_mm256_maddubs_epi16(w.part[2], x.part[2]), _mm256_maddubs_epi16(w.part[3], x.part[3]));
         } else {
             pairs = _mm256_maddubs_epi16(w.part[0], x.part[0]);
-            for (int p = 1; p < 8 / kBits; p++) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w.part[p], x.part[p]));
+            for (int p = 1; p < Group<kBits>::parts; p++) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w.part[p], x.part[p]));
         }
         return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+    }
+
+private:
+    static Ints products_of_signed(Ints weights, Ints inputs) {
+        const Ints level = _mm256_xor_si256(weights, _mm256_set1_epi8(static_cast<char>(0x80)));
+        return _mm256_maddubs_epi16(_mm256_abs_epi8(level), _mm256_sign_epi8(inputs, level));
     }
 };
 
 }  // namespace
 
-const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row<Avx2>, {attend_span, merge_spans}, attend_cells};
+const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row<Avx2>, {attend_span, merge_spans}, attend_cells, gate, tanh_of};
 
 }  // namespace edge

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "per_isa/attend_cells.h"
+#include "per_isa/gate.h"
 #include "per_isa/round_row.h"
 #include "per_isa/multiply.h"
 #include "variants.h"
@@ -11,13 +12,13 @@ namespace {
 
 struct Avx512Vnni {
     static constexpr int width = 16, kRows = 12, kManyRows = 6;
-    static constexpr bool kSigned8 = false;
+    static constexpr bool kSigned8 = false, kByPart = true;
     using Ints = __m512i;
     using Floats = __m512;
     static constexpr bool fetches_ahead(int) { return true; }
-    // For a row or two one tile at a time: one stream of memory, which the processor fetches ahead by itself too. For some more rows two tiles,
-    // so that dot products of twice as many sums wait for each other less.
-    static constexpr int vectors(int rows) { return rows > 2 && rows <= kReading ? 2 : 1; }
+    // For a row or two one tile at a time: one stream of memory, which the processor fetches ahead by itself too. For 3 to 5 rows two tiles,
+    // so that dot products of twice as many sums wait for each other less; more rows have enough sums.
+    static constexpr int vectors(int rows) { return rows > 2 && rows <= 5 ? 2 : 1; }
 
     // A group's inputs of 16 outputs, as registers of bytes.
     template <int kBits>
@@ -25,7 +26,7 @@ struct Avx512Vnni {
         Ints part[Group<kBits>::parts];
         void load(const uint8_t* line) {
             const Ints raw = _mm512_loadu_si512(line), mask = _mm512_set1_epi8(static_cast<char>(kBits == 6 ? 15 : (1 << kBits) - 1));
-            if constexpr (kBits == 8) part[0] = raw;
+            if constexpr (kBits == 8) part[0] = raw, part[1] = _mm512_loadu_si512(line + kLine);
             else if constexpr (kBits == 6) load_six(line, raw, mask);
             else
                 for (int p = 0; p < 8 / kBits; p++) part[p] = _mm512_and_si512(_mm512_srli_epi16(raw, p * kBits), mask);
@@ -38,18 +39,12 @@ struct Avx512Vnni {
             part[3] = _mm512_and_si512(_mm512_srli_epi16(next, 4), mask) | _mm512_and_si512(_mm512_srli_epi16(high, 2), two);
         }
     };
-    template <int kBits>
-    struct Inputs {
-        Ints part[Group<kBits>::parts];
-        void load(const int8_t* x) {
-            for (int p = 0; p < Group<kBits>::parts; p++) part[p] = _mm512_set1_epi32(reinterpret_cast<const int32_t*>(x)[p]);
-        }
-    };
-    template <int kBits>
-    static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
-        for (int p = 0; p < Group<kBits>::parts; p++) sum = _mm512_dpbusd_epi32(sum, w.part[p], x.part[p]);
-        return sum;
+    static Ints four(const int8_t* x) {
+        int32_t inputs;
+        __builtin_memcpy(&inputs, x, 4);
+        return _mm512_set1_epi32(inputs);
     }
+    static Ints dot(Ints sum, Ints weights, Ints inputs) { return _mm512_dpbusd_epi32(sum, weights, inputs); }
     static Floats zero() { return _mm512_setzero_ps(); }
     static Ints set(int32_t value) { return _mm512_set1_epi32(value); }
     static Floats splat(float value) { return _mm512_set1_ps(value); }
@@ -66,6 +61,6 @@ struct Avx512Vnni {
 
 }  // namespace
 
-const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row<Avx512Vnni>, {attend_span, merge_spans}, attend_cells};
+const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row<Avx512Vnni>, {attend_span, merge_spans}, attend_cells, gate, tanh_of};
 
 }  // namespace edge

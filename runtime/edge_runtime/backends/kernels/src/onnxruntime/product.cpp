@@ -1,0 +1,127 @@
+#include "onnxruntime/product.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "onnxruntime/memory.h"
+#include "pack.h"
+
+namespace edge::ort {
+namespace {
+
+constexpr int64_t kPiece = 1 << 14;  // activations that a thread rounds at a time
+
+Status* failed(Table api, const char* message) { return create_status(api, kFail, message); }
+
+Status* constant_of(Table api, const KernelInfo* info, size_t index, size_t wanted, const void** out) {
+    int constant = 0;
+    const Value* value = nullptr;
+    EDGE_TRY(constant_input(api, info, index, &constant, &value));
+    if (!constant || !value) return failed(api, "weights and scales must be constants");
+    ShapeInfo* shape = nullptr;
+    EDGE_TRY(shape_of(api, value, &shape));
+    size_t count = 0;
+    Status* status = element_count(api, shape, &count);
+    release_shape(api, shape);
+    if (status) return status;
+    if (count != wanted) return failed(api, "weights or scales have another size than K, N, bits and block_size say");
+    void* data = nullptr;
+    EDGE_TRY(tensor_data(api, const_cast<Value*>(value), &data));
+    *out = data;
+    return nullptr;
+}
+
+// The packed form replaces these bytes. They stay readable: the embedding, which is the head too, is looked up in them.
+void give_back(const void* data, size_t bytes) {
+#if defined(__linux__) && defined(MADV_PAGEOUT)
+    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) & ~(page - 1);
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(page - 1);
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_PAGEOUT);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+// Rounds some blocks of all rows.
+struct Rounding {
+    const Product& product;
+    int64_t pieces;
+};
+
+void round_piece(void* data, size_t piece) {
+    const Rounding& job = *static_cast<Rounding*>(data);
+    const PackedMatrix& m = job.product.weights.matrix;
+    const int64_t at = static_cast<int64_t>(piece), first = m.blocks() * at / job.pieces, last = m.blocks() * (at + 1) / job.pieces;
+    for (int64_t row = 0; row < job.product.rows.rows; row++)
+        job.product.weights.variant->round(job.product.values + row * m.inputs, m, first, last, row, job.product.rows);
+}
+
+Status* round_all(const Product& product, KernelContext* context) {
+    const int64_t most = product.weights.matrix.blocks(), wanted = product.rows.rows * product.weights.matrix.inputs / kPiece;
+    Rounding job = {product, wanted < 1 ? 1 : wanted < most ? wanted : most};
+    if (job.pieces > 1) return parallel_for(product.weights.api, context, round_piece, static_cast<size_t>(job.pieces), 0, &job);
+    round_piece(&job, 0);
+    return nullptr;
+}
+
+}  // namespace
+
+Status* create_weights(Table api, const KernelInfo* info, void** kernel) {
+    int64_t inputs, outputs, bits, block;
+    EDGE_TRY(attribute(api, info, "K", &inputs));
+    EDGE_TRY(attribute(api, info, "N", &outputs));
+    EDGE_TRY(attribute(api, info, "bits", &bits));
+    EDGE_TRY(attribute(api, info, "block_size", &block));
+    if (!fits(outputs, inputs, bits, block)) return failed(api, "no kernel takes K, N, bits or block_size");
+    const size_t bytes = static_cast<size_t>(outputs * (inputs * bits / 8));
+    const void *levels, *scales;
+    EDGE_TRY(constant_of(api, info, 1, bytes, &levels));
+    EDGE_TRY(constant_of(api, info, 2, static_cast<size_t>(outputs * (inputs / block)), &scales));
+    Weights* weights = static_cast<Weights*>(malloc(sizeof(Weights)));
+    if (!weights) return failed(api, "out of memory");
+    *weights = {api, chosen_variant(), {}};
+    if (!weights->variant || !pack(weights->matrix, outputs, inputs, static_cast<int>(bits), static_cast<int>(block), static_cast<const uint8_t*>(levels), static_cast<const float*>(scales))) {
+        free(weights);
+        return failed(api, "out of memory, or no kernel for this processor");
+    }
+    give_back(levels, bytes);
+    *kernel = weights;
+    return nullptr;
+}
+
+void destroy_weights(void* data) {
+    Weights* weights = static_cast<Weights*>(data);
+    release(weights->matrix);
+    free(weights);
+}
+
+Status* multiply_input(const Weights& weights, KernelContext* context, int64_t outputs, int64_t chunks, MultiplyChunk multiply) {
+    const Table api = weights.api;
+    const PackedMatrix& m = weights.matrix;
+    Shape shape;
+    const float* from = nullptr;
+    EDGE_TRY(read_input(api, context, 0, shape, &from));
+    if (shape.rank < 1) return failed(api, "the input is a scalar");
+    int64_t& last = shape.sizes[shape.rank - 1];
+    if (last != m.inputs) return failed(api, "the input's last dimension is not K");
+    int64_t rows = 1;
+    for (size_t i = 0; i + 1 < shape.rank; i++) rows *= shape.sizes[i];
+    last = outputs;
+    Value* result = nullptr;
+    EDGE_TRY(output(api, context, 0, shape.sizes, shape.rank, &result));
+    if (rows == 0) return nullptr;
+    void* to = nullptr;
+    EDGE_TRY(tensor_data(api, result, &to));
+    char* memory = scratch(RoundedRows::bytes(m, rows));
+    if (!memory) return failed(api, "out of memory");
+    Product product = {weights, {m, rows, memory}, from, static_cast<float*>(to), outputs};
+    Status* status = round_all(product, context);
+    if (!status) status = parallel_for(api, context, multiply, static_cast<size_t>(chunks), 0, &product);
+    give_back_scratch(memory);
+    if (!status && product.failed) return failed(api, "out of memory");
+    return status;
+}
+
+}  // namespace edge::ort

@@ -1,0 +1,55 @@
+// Functions of single values between products. Each file that includes it compiles it for its own instruction set; the numbers are the same.
+#pragma once
+#include "per_isa/floats16.h"
+
+namespace edge {
+namespace {
+
+// 1 / x for 1 <= x <= 2: three of Newton's steps, much cheaper than a division.
+Floats16 inverse16(Floats16 x) {
+    Floats16 y = __builtin_elementwise_fma(x, Floats16(-8.0f / 17), Floats16(24.0f / 17));  // wrong by a 17th at most
+    for (int step = 0; step < 3; step++) y = __builtin_elementwise_fma(y, __builtin_elementwise_fma(-x, y, Floats16(1)), y);
+    return y;
+}
+
+// tanh(x). Polynomial for small x: Cephes, tanhf.
+Floats16 tanh16(Floats16 x) {
+    const Floats16 size = __builtin_elementwise_abs(x), square = x * x, power = exp16(size * -2.0f);
+    Floats16 sum = Floats16(-5.70498872745e-3f);
+    constexpr float kFactors[] = {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f};
+    for (const float factor : kFactors) sum = __builtin_elementwise_fma(sum, square, Floats16(factor));
+    const Floats16 small = __builtin_elementwise_fma(sum * square, x, x), large = (1.0f - power) * inverse16(1.0f + power);
+    return size < Floats16(0.625f) ? small : x < Floats16(0) ? -large : large;
+}
+
+// x / 2 * (1 + tanh(u)), u = sqrt(2 / pi) * (x + 0.044715 x^3): GELU as Gemma has it (arXiv 1606.08415). It is x / (1 + e^-2u), which keeps its
+// digits where tanh(u) is nearly -1.
+Floats16 gelu16(Floats16 x) {
+    const Floats16 cubic = __builtin_elementwise_fma(x * x, x * 0.044715f, x), twice = cubic * 1.59576912f;
+    const Floats16 size = __builtin_elementwise_abs(twice), power = size > Floats16(87.0f) ? Floats16(0) : exp16(-size);
+    return x * ((twice < Floats16(0) ? power : Floats16(1)) * inverse16(1.0f + power));
+}
+
+// Calls `part` with the place and the number of up to 16 values at a time.
+template <class Part>
+void each_lanes(int64_t count, Part part) {
+    int64_t at = 0;
+    for (; at + kLanes <= count; at += kLanes) part(at, kLanes);
+    if (at < count) part(at, count - at);
+}
+
+Floats16 load_some(const float* from, int64_t count) { return count == kLanes ? load16(from) : load16(from, count); }
+
+// out = gelu(gates) * values; `out` may be one of them.
+void gate(const float* gates, const float* values, float* out, int64_t count) {
+    each_lanes(count, [&](int64_t at, int64_t some) {
+        store16(out + at, gelu16(load_some(gates + at, some)) * load_some(values + at, some), some);
+    });
+}
+
+void tanh_of(const float* values, float* out, int64_t count) {
+    each_lanes(count, [&](int64_t at, int64_t some) { store16(out + at, tanh16(load_some(values + at, some)), some); });
+}
+
+}  // namespace
+}  // namespace edge
