@@ -25,6 +25,11 @@ void* aligned_alloc(size_t alignment, size_t size) {
     used = at + size;
     return memory + at;
 }
+int posix_memalign(void** memory_of, size_t alignment, size_t size) {
+    *memory_of = aligned_alloc(alignment, size);
+    return *memory_of ? 0 : 12;
+}
+int madvise(void*, size_t, int) { return 0; }
 void* malloc(size_t size) { return aligned_alloc(64, size); }
 void free(void*) {}
 void* memset(void* to, int value, size_t size) {

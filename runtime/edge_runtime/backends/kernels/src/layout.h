@@ -33,7 +33,8 @@ constexpr int64_t kSuper = 256;  // inputs of a super-block
 constexpr int64_t kStarts = 16, kSums = 8;  // parts of a super-block of 6 and of 4 bits
 constexpr int64_t kMinimums = kSums * kTile, kFactors = 2 * kMinimums;  // where they begin behind a super-block's scales
 constexpr int kMaxRows = 12;  // rows that a kernel keeps in registers
-constexpr int64_t kAhead = 2048, kFarAhead = 8192;  // bytes that weights are fetched ahead of their use, into the nearest cache and the next
+// Bytes that weights are fetched ahead of their use, into the nearest cache and the next, and scales into the nearest.
+constexpr int64_t kAhead = 2048, kFarAhead = 8192, kAheadScales = 512;
 
 struct PackedMatrix {
     int64_t outputs, inputs;

@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 namespace edge {
 namespace {
@@ -38,13 +39,23 @@ bool fits(int64_t outputs, int64_t inputs, int64_t bits, int64_t block) {
            outputs < kMost && inputs > 0 && inputs < kMost && inputs % block == 0 && outputs <= kMostLevels / inputs;
 }
 
+void* memory_for_weights(size_t size) {
+    constexpr size_t kLargePage = size_t{1} << 21;
+    void* memory = nullptr;
+    if (posix_memalign(&memory, size < kLargePage ? kLine : kLargePage, size)) return nullptr;
+#if defined(__linux__)
+    if (size >= kLargePage) madvise(memory, size / kLargePage * kLargePage, MADV_HUGEPAGE);
+#endif
+    return memory;
+}
+
 bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales) {
     if (!fits(outputs, inputs, bits, block)) return false;
     m = {outputs, inputs, bits, block, true, nullptr, nullptr};
     const int64_t blocks = m.blocks(), count = outputs * blocks;
     for (int64_t i = 0; i < count && m.half_scales; i++) m.half_scales = is_half(scales[i]);
     const size_t level_bytes = m.level_bytes();
-    uint8_t* memory = static_cast<uint8_t*>(aligned_alloc(kLine, (m.bytes() + kLine - 1) / kLine * kLine));
+    uint8_t* memory = static_cast<uint8_t*>(memory_for_weights(m.bytes()));
     if (!memory) return false;
     const int64_t row_bytes = inputs * bits / 8, lines = row_bytes / 4;
     for (int64_t tile = 0; tile < m.tiles(); tile++) {

@@ -8,6 +8,9 @@ namespace edge {
 // Returns false where there is no memory for it, or for a shape that no kernel takes.
 bool pack(PackedMatrix& out, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales);
 void release(PackedMatrix& matrix);
+// Memory for weights, to be freed by `free`; null where there is none. It begins at a line, and large pieces at a large page: weights are
+// read from end to end, so that fewer addresses have to be translated.
+void* memory_for_weights(size_t size);
 // Whether kernels take such a matrix.
 bool fits(int64_t outputs, int64_t inputs, int64_t bits, int64_t block);
 

@@ -3,17 +3,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "attention.h"
 #include "elementwise.h"
 #include "multiply.h"
+#include "pack.h"
 #include "weights.h"
 
 namespace edge::ggml {
 namespace {
-
-constexpr size_t kHugePage = size_t{1} << 21;
 
 Functions functions;
 const Variant* variant = nullptr;
@@ -38,13 +36,9 @@ const char* type_name(BufferType*) { return "EDGE_MTP"; }
 size_t alignment(BufferType*) { return kAlignment; }
 
 Buffer* allocate(BufferType* type, size_t size) {
-    const size_t step = size < kHugePage ? kAlignment : kHugePage, whole = (size / step + 1) * step;
-    if (whole < size) return nullptr;
-    void* memory = aligned_alloc(step, whole);
+    if (size > SIZE_MAX - kAlignment) return nullptr;
+    void* memory = memory_for_weights(size + kAlignment);
     if (!memory) return nullptr;
-#if defined(__linux__)
-    madvise(memory, whole, MADV_HUGEPAGE);  // weights are read from end to end: fewer translations of addresses
-#endif
     BufferCalls calls = {};
     calls.release = release;
     calls.base = base;

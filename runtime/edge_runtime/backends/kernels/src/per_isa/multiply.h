@@ -89,6 +89,7 @@ template <class Isa, int kBits, int kRows, int kVectors>
                 at.result[r][v] = Isa::fma(Isa::convert(sum[r][v]), Isa::mul(scale, Isa::splat(a.scales[entry + r])), at.result[r][v]);
             at.weights[v] += groups * Group<kBits>::lines * kLine;
             at.scales[v] += scale_bytes;
+            __builtin_prefetch(at.scales[v] + kAheadScales, 0, 3);
         }
     }
     at.store(m, row, vector, out);
