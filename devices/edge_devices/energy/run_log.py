@@ -186,7 +186,7 @@ def _is_cut(line: str) -> bool:
         return False
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return True
     return False
 

@@ -107,6 +107,13 @@ def test_a_log_that_cannot_be_written_leaves_nothing(log, tmp_path):
         write_log(tmp_path / "file" / "run.jsonl", log)
 
 
+def test_a_cut_last_line_of_deep_lists_is_left_out_too(log, tmp_path):
+    write_log(path := tmp_path / "run.jsonl", log)
+    with path.open("a", encoding="utf-8") as cut:
+        cut.write("[" * 100_000)
+    assert "incomplete" in read_log(path).warnings[-1]
+
+
 def test_a_killed_measurement_leaves_its_windows(log, tmp_path):
     file = LogFile(tmp_path / "run.jsonl")
     short = replace(log, runs=log.runs[:3], idles=log.idles[:1])

@@ -18,6 +18,7 @@ from edge_export.errors import ParityError
 from edge_export.gguf.writer import GgufPlan
 from edge_export.parity import reference
 from edge_export.parity.divergence import agrees, divergence
+from edge_export.parity.gguf import unquantized_limits
 from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
@@ -141,6 +142,12 @@ def test_a_reference_that_does_not_fit_is_not_started(monkeypatch: pytest.Monkey
     assert reference.why_not(500_000) is None
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: None)
     assert reference.why_not(1 << 60) is None
+
+
+def test_experts_may_move_single_rows_but_not_the_mean() -> None:
+    dense, mixed = (unquantized_limits("f16", experts) for experts in (0, 128))
+    assert mixed.max_abs_difference > dense.max_abs_difference
+    assert dataclasses.replace(mixed, max_abs_difference=dense.max_abs_difference) == dense
 
 
 def test_divergence_figures() -> None:

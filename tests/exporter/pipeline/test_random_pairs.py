@@ -25,6 +25,8 @@ from edge_export.pipeline.request import ExportRequest
 from random_pairs import write_random_pair
 
 FIRST, END = (int(part) for part in os.environ.get("EDGE_MTP_RANDOM_PAIRS", "0:5").split(":"))
+# Rounding to f16 chooses another expert in one row of this pair: logits move by 1.4, mean KL is 0.002.
+NEARLY_TIED = 1223
 SCRIPT = Path(os.environ.get("EDGE_MTP_LLAMA_CPP") or "/nowhere") / "convert_hf_to_gguf.py"
 CONVERT = """
 import runpy, sys, traceback
@@ -41,7 +43,7 @@ CONVERTER_FAULTS = ("Gemma4UnifiedForCausalLM is not supported", "'expert_interm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(FIRST, END))
+@pytest.mark.parametrize("seed", [*range(FIRST, END), NEARLY_TIED])
 def test_a_random_pair_equals_both_oracles(seed: int, tmp_path: Path) -> None:
     _, *folders = write_random_pair(seed, tmp_path)
     request = ExportRequest(
