@@ -31,8 +31,12 @@ def product(*extra: str, k: int = 64, block: int = 32, bits: int = 4) -> onnx.No
 
 def model(*nodes: onnx.NodeProto) -> bytes:
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 64])
+    return encoded(helper.make_graph(list(nodes), "g", [value], []))
+
+
+def encoded(graph: onnx.GraphProto) -> bytes:
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    return bytes(helper.make_model(helper.make_graph(list(nodes), "g", [value], []), opset_imports=opsets).SerializeToString())
+    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString())
 
 
 def test_products_in_the_graph_and_in_its_loops_are_replaced() -> None:
@@ -74,11 +78,6 @@ def gated(sizes: tuple[int, ...] = (64, 64), *, n: int = 128, approximate: str =
     weights = [onnx.numpy_helper.from_array(one, name) for one, name in ((levels, "b"), (scales, "s"), (np.array(sizes), "sizes"))]
     rows, result = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in (("x", ["r", 64]), ("y", None)))
     return helper.make_graph(nodes, "g", [rows], [result], weights)
-
-
-def encoded(graph: onnx.GraphProto) -> bytes:
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString())
 
 
 def operators(model: bytes) -> list[str]:

@@ -100,7 +100,7 @@ static int multiply_packed(const Variant& variant, const PackedMatrix& m, const 
     void* memory = aligned_alloc(kLine, (RoundedRows::bytes(m, rows) + kLine - 1) / kLine * kLine);
     if (!memory) return 1;
     const RoundedRows rounded(m, rows, memory);
-    for (int64_t row = 0; row < rows; row++) variant.round(values + row * m.inputs, m, 0, m.blocks(), row, rounded);
+    variant.round_rows(m, 0, m.blocks(), rounded, [&](int64_t row) { return values + row * m.inputs; });
     variant.multiply(m, rounded, 0, m.tiles(), {m, out});
     free(memory);
     return 0;

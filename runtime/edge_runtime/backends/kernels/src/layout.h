@@ -148,6 +148,15 @@ struct Variant {
     // out = gelu(gates) * values, and out = tanh(values), of `count` values each.
     void (*gate)(const float* gates, const float* values, float* out, int64_t count);
     void (*tanh)(const float* values, float* out, int64_t count);
+
+    // Rounds the blocks [first, last) of all rows; row r begins at row_at(r). All rows of some blocks come before the next blocks: their octets
+    // lie side by side.
+    template <class RowAt>
+    void round_rows(const PackedMatrix& m, int64_t first, int64_t last, const RoundedRows& to, RowAt row_at) const {
+        constexpr int64_t kSome = 4;
+        for (int64_t block = first; block < last; block += kSome)
+            for (int64_t row = 0; row < to.rows; row++) round(row_at(row), m, block, block + kSome < last ? block + kSome : last, row, to);
+    }
 };
 
 }  // namespace edge

@@ -62,11 +62,6 @@ class Node:
         """The attributes that are numbers."""
         return dict(map(number_of, self.attributes))
 
-    @property
-    def nested(self) -> bool:
-        """Whether it holds a graph."""
-        return any(number == SUBGRAPH for attribute in self.attributes for number, _ in fields_of(attribute))
-
     def encoded(self) -> bytes:
         """The node as a message, in the project's own domain."""
         parts = [(INPUT, self.inputs), (OUTPUT, self.outputs), (ATTRIBUTE, self.attributes)]

@@ -3,7 +3,7 @@
 namespace edge::ggml {
 namespace {
 
-constexpr int64_t kLanes = 16;
+constexpr int64_t kValues = kLine / sizeof(float);  // no two threads write to one line
 
 struct Row {
     int64_t second, third, fourth;
@@ -46,8 +46,8 @@ void compute_row(const Variant& variant, const Tensor& op, const Row& row, int64
 bool is_elementwise(const Tensor& op) { return is_gate(op) || is_tanh(op); }
 
 void compute_elementwise(const Variant& variant, const Work& work, const Tensor& op) {
-    const int64_t lanes = (op.ne[0] + kLanes - 1) / kLanes, end = lanes * (work.thread + 1) / work.threads * kLanes;
-    const int64_t first = lanes * work.thread / work.threads * kLanes, last = end < op.ne[0] ? end : op.ne[0];
+    const int64_t lines = (op.ne[0] + kValues - 1) / kValues, end = lines * (work.thread + 1) / work.threads * kValues;
+    const int64_t first = lines * work.thread / work.threads * kValues, last = end < op.ne[0] ? end : op.ne[0];
     if (first >= last) return;
     for (int64_t fourth = 0; fourth < op.ne[3]; fourth++)
         for (int64_t third = 0; third < op.ne[2]; third++)

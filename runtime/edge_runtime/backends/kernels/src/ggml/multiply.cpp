@@ -7,7 +7,6 @@ namespace {
 
 constexpr int64_t kChunk = 4;  // tiles of a piece of work, at least
 constexpr int64_t kShares = 16;  // pieces for each thread, so that a slow one gets fewer
-constexpr int64_t kBlocks = 4;  // that are rounded together
 constexpr int64_t kMostRows = int64_t{1} << 20;
 
 int64_t rows_of(const Tensor& op) { return op.src[1]->ne[1]; }
@@ -24,11 +23,9 @@ struct Pieces {
 
 void round_part(const Variant& variant, const Work& work, const Tensor& values, const PackedMatrix& m, const RoundedRows& to) {
     const int64_t first = m.blocks() * work.thread / work.threads, last = m.blocks() * (work.thread + 1) / work.threads;
-    // All rows of some blocks before the next: their octets lie side by side.
-    for (int64_t block = first; block < last; block += kBlocks)
-        for (int64_t row = 0; row < to.rows; row++)
-            variant.round(reinterpret_cast<const float*>(static_cast<const char*>(values.data) + row * values.nb[1]), m, block,
-                          block + kBlocks < last ? block + kBlocks : last, row, to);
+    variant.round_rows(m, first, last, to, [&](int64_t row) {
+        return reinterpret_cast<const float*>(static_cast<const char*>(values.data) + static_cast<size_t>(row) * values.nb[1]);
+    });
 }
 
 void multiply_floats(const Functions& ggml, const Work& work, const Tensor& op) {

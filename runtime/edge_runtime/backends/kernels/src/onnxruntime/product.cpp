@@ -11,7 +11,6 @@ namespace edge::ort {
 namespace {
 
 constexpr int64_t kPiece = 1 << 14;  // activations that a thread rounds at a time
-constexpr int64_t kBlocks = 4;
 
 Status* failed(Table api, const char* message) { return create_status(api, kFail, message); }
 
@@ -55,11 +54,7 @@ void round_piece(void* data, size_t piece) {
     const Rounding& job = *static_cast<Rounding*>(data);
     const PackedMatrix& m = job.product.weights.matrix;
     const int64_t at = static_cast<int64_t>(piece), first = m.blocks() * at / job.pieces, last = m.blocks() * (at + 1) / job.pieces;
-    // All rows of some blocks before the next: their octets lie side by side.
-    for (int64_t block = first; block < last; block += kBlocks)
-        for (int64_t row = 0; row < job.product.rows.rows; row++)
-            job.product.weights.variant->round(job.product.values + row * m.inputs, m, block, block + kBlocks < last ? block + kBlocks : last, row,
-                                               job.product.rows);
+    job.product.weights.variant->round_rows(m, first, last, job.product.rows, [&](int64_t row) { return job.product.values + row * m.inputs; });
 }
 
 Status* round_all(const Product& product, KernelContext* context) {
