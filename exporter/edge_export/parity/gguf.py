@@ -41,8 +41,8 @@ UNQUANTIZED_LIMITS = {
     "f16": Limits(max_abs_difference=0.5, mean_kl=0.005, greedy_agreement=0.95, draft_agreement=0.95),
     "bf16": Limits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9),
 }
-# With experts, rounding may choose another one where two are nearly tied, and a row's logits then move by whole units: up to 2.1 in 48
-# random pairs at f16, whose mean KL was below 0.003. Mean KL and agreement judge those exports.
+# With experts, rounding may choose another one where two are nearly tied, and a row's logits then move by whole units: up to 2.1 in 52
+# random pairs at f16; in three of them that were looked into, mean KL was at most 0.0022. Mean KL and agreement judge those exports.
 EXPERTS_FACTOR = 8
 # Mean KL of the quantized file: several times what such files of real models show (0.01 at q8_0, 0.1 at 4 bits), since a small model
 # loses more; a broken file has whole nats. Greedy agreement is recorded, not judged: near-ties on unusual text flip easily.
