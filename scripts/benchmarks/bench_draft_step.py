@@ -28,7 +28,7 @@ from rich.table import Table
 
 from edge_devices.command_line import one_sentence_errors
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.llama.loader import library
 from edge_runtime.backends.llama.mapped_gguf import map_gguf
 from edge_runtime.backends.llama.open import has_split, open_model_drafter
 from edge_runtime.backends.llama.sparse_head import SparseHead, read_head

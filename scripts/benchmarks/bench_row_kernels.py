@@ -16,9 +16,9 @@ import click
 import numpy as np
 
 from edge_runtime.backends.kernels import ggml
-from edge_runtime.backends.kernels.library import VARIABLE, variant
+from edge_runtime.backends.kernels.loader import VARIABLE, variant
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.llama.loader import library
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.backends.onnx.open import OrtOptions, open_pair
 from edge_runtime.backends.onnx.target import OrtTarget, pair_of

@@ -15,8 +15,8 @@ import click
 
 # The module with FIRST_VERSION and END_VERSION, how many numbers of a version they have, and files with the version itself.
 PINS = {
-    "llama-cpp-python": ("runtime/edge_runtime/backends/llama/library.py", 3, ("exporter/edge_export/device_package/llama_build.py",)),
-    "onnxruntime": ("runtime/edge_runtime/backends/onnx/library.py", 2, ()),
+    "llama-cpp-python": ("runtime/edge_runtime/backends/llama/loader.py", 3, ("exporter/edge_export/device_package/llama_build.py",)),
+    "onnxruntime": ("runtime/edge_runtime/backends/onnx/loader.py", 2, ()),
 }
 
 

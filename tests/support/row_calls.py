@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.library import load_library
+from edge_runtime.backends.kernels.loader import load_library
 
 Array = NDArray[Any]
 # Types of GGUF files (enum ggml_type): inputs and bytes of a block, and where its float16 numbers lie.

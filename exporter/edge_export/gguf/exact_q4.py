@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.published.grid import BLOCK, find_grid, lies_on_grid
 from edge_export.checkpoint.safetensors import StoredTensor, read_float_chunks
-from edge_export.gguf.library import gguf
+from edge_export.gguf.loader import gguf
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
 
 _Q4_0, _Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0

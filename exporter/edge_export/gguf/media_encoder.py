@@ -30,7 +30,7 @@ from edge_export.checkpoint.media_architecture import (
 )
 from edge_export.checkpoint.safetensors import FLOAT_BYTES, SOURCE_TYPE, FloatType, StoredTensor, read_float_chunks
 from edge_export.errors import CheckpointError
-from edge_export.gguf.library import gguf
+from edge_export.gguf.loader import gguf
 from edge_export.gguf.media_names import encoder_name
 from edge_export.gguf.metadata import Entry
 from edge_export.gguf.writer import FILE_TYPES, GGML_TYPES, GgufPlan, PlannedTensor, RawTensor, header_of

@@ -97,7 +97,7 @@ def encoder_parity(
     """Returns the figures of the encoders' graphs. Raises ParityError."""
 
     def encode(media: Sequence[Media]) -> list[Rows]:
-        from edge_runtime.backends.onnx.library import SessionOptions
+        from edge_runtime.backends.onnx.loader import SessionOptions
         from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 
         opened = OrtMediaEncoder(files[VISION_ENCODER], files.get(AUDIO_ENCODER), SessionOptions(threads=reference.threads), hidden_size)

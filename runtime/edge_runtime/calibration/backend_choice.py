@@ -8,7 +8,7 @@ from typing import get_args
 
 from edge_devices.files.user_cache import cache_folder, cache_put, entry_key, read_entries
 from edge_devices.machine.facts import cpu_identity, installed_version
-from edge_runtime.backends.kernels.library import variant
+from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.selection import BackendKind
 from edge_runtime.calibration.quiet import QuietCheck
 from edge_runtime.errors import EdgeRuntimeError

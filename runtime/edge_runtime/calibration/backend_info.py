@@ -36,7 +36,7 @@ def ask_backend(
 
 
 def _llama() -> dict[str, Any]:
-    from edge_runtime.backends.llama.library import library, library_version, system_info
+    from edge_runtime.backends.llama.loader import library, library_version, system_info
     from edge_runtime.calibration.crash_probe import cached_probes
 
     return {
@@ -49,8 +49,8 @@ def _llama() -> dict[str, Any]:
 
 
 def _onnx() -> dict[str, Any]:
-    from edge_runtime.backends.kernels.library import variant
-    from edge_runtime.backends.onnx.library import check_version, execution_providers, library_version
+    from edge_runtime.backends.kernels.loader import variant
+    from edge_runtime.backends.onnx.loader import check_version, execution_providers, library_version
 
     check_version(static=True)
     try:

@@ -20,7 +20,7 @@ from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_pu
 from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_devices.machine.load import LoadWatch
 from edge_devices.waiting import Waiting, silent_wait
-from edge_runtime.backends.llama.library import library, library_version, system_info
+from edge_runtime.backends.llama.loader import library, library_version, system_info
 from edge_runtime.calibration.child_process import ask_child
 from edge_runtime.errors import BackendError, EdgeRuntimeError
 

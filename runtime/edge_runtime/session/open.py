@@ -12,7 +12,7 @@ from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_devices.machine.memory import available_memory_bytes
-from edge_runtime.backends.kernels.library import variant as row_kernels
+from edge_runtime.backends.kernels.loader import variant as row_kernels
 from edge_runtime.backends.selection import BackendKind, usable_backends
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.kv_types import KvType, check_kv_type
@@ -128,7 +128,7 @@ class _PairLoader:
 
     def load_onnx(self) -> Sessions:
         """Loads the bundle's graphs for one request at a time."""
-        from edge_runtime.backends.onnx.library import library_version
+        from edge_runtime.backends.onnx.loader import library_version
         from edge_runtime.backends.onnx.open import OrtOptions, media_encoder, open_onnx
 
         self._check_onnx()
@@ -163,7 +163,7 @@ class _PairLoader:
 
     def load_llama(self, count: int) -> Sessions:
         """Loads the bundle's GGUF files in one context with `count` sequences."""
-        from edge_runtime.backends.llama.library import library, library_version, system_info
+        from edge_runtime.backends.llama.loader import library, library_version, system_info
 
         options = self.options
         if options.execution_provider is not None or options.keep_packed:

@@ -27,7 +27,7 @@ def opened_bundle(bundle: Path | None) -> Bundle:
 
 
 def _mapped_head(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.llama.library import library
+    from edge_runtime.backends.llama.loader import library
     from edge_runtime.backends.llama.sparse_head import read_head
 
     path = folder / "head.gguf"
@@ -40,7 +40,7 @@ def _mapped_head(folder: Path, _: Path | None) -> Read:
 
 
 def _onnx_model(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.onnx.library import Graph, SessionOptions
+    from edge_runtime.backends.onnx.loader import Graph, SessionOptions
     from edge_runtime.bundle.onnx_graph import check_onnx
     from fuzzing.stand_ins import make_weights
 

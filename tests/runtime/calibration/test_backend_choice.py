@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edge_devices.files.user_cache import CACHE_VARIABLE, cache_put
-from edge_runtime.backends.kernels.library import VARIABLE
+from edge_runtime.backends.kernels.loader import VARIABLE
 from edge_runtime.backends.selection import BackendKind
 from edge_runtime.calibration.backend_choice import CACHE_NAME, BackendRates, cached_choices, measured_rates
 from edge_runtime.drafting.acceptance_model import PositionModel

@@ -37,7 +37,7 @@ import json, re, sys
 from pathlib import Path
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.open import open_pair
-from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.llama.loader import library
 target, drafter, kv_type, context, sequences = sys.argv[1:]
 log, sizes = library().log, {}
 add = log.add

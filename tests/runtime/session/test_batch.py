@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_runtime.backends.kernels import library
+from edge_runtime.backends.kernels import loader as library
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import RequestError
 from edge_runtime.session.batch import Sessions

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from edge_runtime.backends.kernels.library import VARIABLE, load_library, variant
+from edge_runtime.backends.kernels.loader import VARIABLE, load_library, variant
 
 # In the order of struct Functions in src/ggml/facts.h.
 FUNCTIONS = (

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.llama.library import LlamaLibrary, library
+from edge_runtime.backends.llama.loader import LlamaLibrary, library
 from edge_runtime.bundle.gguf_gemma4 import check_model
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH

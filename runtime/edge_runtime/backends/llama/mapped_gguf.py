@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.llama.library import LlamaLibrary, declare
+from edge_runtime.backends.llama.loader import LlamaLibrary, declare
 from edge_runtime.bundle.gguf_gemma4 import check_gguf
 from edge_runtime.errors import BackendError
 

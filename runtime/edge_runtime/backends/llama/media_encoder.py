@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.llama.context import floats
-from edge_runtime.backends.llama.library import LlamaLibrary, declare, media_library
+from edge_runtime.backends.llama.loader import LlamaLibrary, declare, media_library
 from edge_runtime.bundle.gguf_media import check_encoder
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.media.image import Image

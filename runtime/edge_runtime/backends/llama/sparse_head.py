@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.llama.ggml_graph import GgmlContext
-from edge_runtime.backends.llama.library import LlamaLibrary
+from edge_runtime.backends.llama.loader import LlamaLibrary
 from edge_runtime.backends.llama.mapped_gguf import MappedTensor, map_gguf
 from edge_runtime.errors import BackendError
 

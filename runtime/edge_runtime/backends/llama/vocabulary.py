@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_runtime.backends.llama.library import LlamaLibrary
+from edge_runtime.backends.llama.loader import LlamaLibrary
 from edge_runtime.errors import RequestError
 
 # llama_tokenize counts in int32 and a token is never longer than its text, so no longer text can be asked for.

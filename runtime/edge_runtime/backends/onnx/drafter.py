@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS
-from edge_runtime.backends.onnx.library import Call, Graph, SessionOptions, scalar
+from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, scalar
 from edge_runtime.backends.onnx.target import OrtTarget, shared_inputs
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, ShouldContinue

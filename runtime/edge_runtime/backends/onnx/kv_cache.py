@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.onnx.library import Call, scalar, value_over
+from edge_runtime.backends.onnx.loader import Call, scalar, value_over
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, Rotation
 from edge_runtime.errors import BundleError
 

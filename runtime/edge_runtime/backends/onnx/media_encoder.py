@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.onnx.library import Graph, SessionOptions, value_over
+from edge_runtime.backends.onnx.loader import Graph, SessionOptions, value_over
 from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.media.image import PATCH, POOLING, Image

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from edge_devices.files.user_cache import cache_folder
 from edge_runtime.backends.onnx.drafter import OrtDrafter
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
-from edge_runtime.backends.onnx.library import SessionOptions, check_version, provider_and_device
+from edge_runtime.backends.onnx.loader import SessionOptions, check_version, provider_and_device
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 from edge_runtime.backends.onnx.prepacked import PackingPlace
 from edge_runtime.backends.onnx.static_drafter import StaticOrtDrafter

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.onnx.kv_cache import FULL, SLIDING, check_buffers
-from edge_runtime.backends.onnx.library import value_over
+from edge_runtime.backends.onnx.loader import value_over
 from edge_runtime.bundle.manifest import CacheLayout
 from edge_runtime.errors import BundleError
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.onnx.drafter import GraphDrafter
-from edge_runtime.backends.onnx.library import Call, Graph, value_over
+from edge_runtime.backends.onnx.loader import Call, Graph, value_over
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget, small_arrays
 from edge_runtime.backends.onnx.target import check_inputs
 from edge_runtime.interfaces import DraftSampler, ShouldContinue

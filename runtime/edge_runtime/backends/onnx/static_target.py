@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, rotation_angles
-from edge_runtime.backends.onnx.library import Call, Graph, SessionOptions, value_over
+from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.static_cache import StaticRows
 from edge_runtime.backends.onnx.target import OrtOptions, OrtTarget, PairFiles, check_inputs
 from edge_runtime.bundle.manifest import Rotation

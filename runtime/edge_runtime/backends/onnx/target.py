@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.backends.committed_tokens import CommittedText
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations
-from edge_runtime.backends.onnx.library import Call, Graph, SessionOptions, value_over
+from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.integrity import CheckMode

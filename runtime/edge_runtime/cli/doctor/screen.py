@@ -13,7 +13,7 @@ from edge_devices.command_line import CONTEXT, PanelCommand, one_sentence_errors
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
 from edge_devices.meters.base import State
-from edge_runtime.backends.kernels.library import VARIABLE
+from edge_runtime.backends.kernels.loader import VARIABLE
 from edge_runtime.calibration.crash_probe import workaround
 from edge_runtime.cli.doctor.diagnosis import Diagnosis, diagnose
 from edge_runtime.errors import OUT_OF_MEMORY

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels import library
+from edge_runtime.backends.kernels import loader as library
 from row_calls import CELL_BLOCKS, Array, Call, cell_attention, cell_rows, cell_values
 
 VARIANTS = library.usable_variants()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_runtime.backends.kernels import library
+from edge_runtime.backends.kernels import loader as library
 from emulated import QEMU
 from row_calls import (
     CELL_BLOCKS,

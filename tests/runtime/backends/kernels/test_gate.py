@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels import library
+from edge_runtime.backends.kernels import loader as library
 from row_calls import gate, tanh_of
 
 VARIANTS = library.usable_variants()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels import library
+from edge_runtime.backends.kernels import loader as library
 from row_calls import GGUF_BLOCKS, Q4_K, Q6_K, gguf_multiplication, gguf_weights, multiplication
 
 KERNELS = library.load_library()

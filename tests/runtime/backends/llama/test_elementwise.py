@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.kernels import ggml
-from edge_runtime.backends.kernels.library import usable_variants
-from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.kernels.loader import usable_variants
+from edge_runtime.backends.llama.loader import library
 from row_calls import gate, tanh_of
 
 pytestmark = pytest.mark.skipif(library().row_kernels is None, reason=f"stock kernels run: {library().stock_reason}")

@@ -12,7 +12,7 @@ from silent import Silent
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.llama.loader import library
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.decoding.sampling import SamplingParams

@@ -12,7 +12,7 @@ pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_runtime.backends.llama.ggml_graph import GgmlContext
-from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.llama.loader import library
 from edge_runtime.backends.llama.mapped_gguf import MappedTensor, map_gguf
 from edge_runtime.errors import BackendError
 

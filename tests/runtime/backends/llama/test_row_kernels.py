@@ -16,9 +16,9 @@ from silent import Silent
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.kernels import ggml
-from edge_runtime.backends.kernels.library import load_library
+from edge_runtime.backends.kernels.loader import load_library
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.llama.loader import library
 from edge_runtime.backends.llama.target import LlamaTarget
 from row_calls import GGUF_BLOCKS, Q4_0, Q4_K, Q6_K, Q8_0
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_runtime.backends.llama.library import library
+from edge_runtime.backends.llama.loader import library
 from edge_runtime.backends.llama.mapped_gguf import map_gguf
 from edge_runtime.backends.llama.sparse_head import SparseHead, read_head
 from edge_runtime.errors import BackendError

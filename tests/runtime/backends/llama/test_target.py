@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_runtime.backends.llama import library as llama_library
+from edge_runtime.backends.llama import loader as llama_library
 from edge_runtime.backends.llama.context import LlamaOptions, load_model
 from edge_runtime.backends.llama.drafter import LlamaDrafter
 from edge_runtime.backends.llama.open import open_pair

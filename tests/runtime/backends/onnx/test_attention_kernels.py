@@ -15,7 +15,7 @@ ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from onnx import TensorProto, helper
 
-from edge_runtime.backends.kernels import library
+from edge_runtime.backends.kernels import loader as library
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
 from edge_runtime.backends.onnx.row_kernels.attention import READER, STOCK_ATTENTION, WRITER
 from edge_runtime.backends.onnx.row_kernels.messages import DOMAIN

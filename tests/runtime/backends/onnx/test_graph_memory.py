@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 from onnx import TensorProto, helper, numpy_helper
 
 from edge_devices.files.protobuf_wire import bytes_field
-from edge_runtime.backends.onnx.library import library
+from edge_runtime.backends.onnx.loader import library
 from edge_runtime.backends.onnx.open import check_pair_memory, open_onnx
 from edge_runtime.backends.onnx.target import OrtOptions, pair_of
 from edge_runtime.backends.onnx_memory import peak
@@ -350,7 +350,7 @@ def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeyp
     needed = {context: check_pair_memory(files, context) for context in (64, 512, 1024)}
     assert 1_000_000 < needed[64] < needed[1024] < 100_000_000
     monkeypatch.setattr(peak, "available_memory_bytes", lambda: needed[64])
-    monkeypatch.setattr("edge_runtime.backends.onnx.library._open", lambda *_: pytest.fail("onnxruntime was given a graph"))
+    monkeypatch.setattr("edge_runtime.backends.onnx.loader._open", lambda *_: pytest.fail("onnxruntime was given a graph"))
     with pytest.raises(BackendError, match="ask for a shorter context"):
         open_onnx(bundle, OrtOptions(context=1024, threads=1), None)
 

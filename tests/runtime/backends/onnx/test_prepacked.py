@@ -15,9 +15,9 @@ pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.weights import WeightFile, WeightFormat
-from edge_runtime.backends.onnx import library as ort_library
+from edge_runtime.backends.onnx import loader as ort_library
 from edge_runtime.backends.onnx import prepacked as ort_prepacked
-from edge_runtime.backends.onnx.library import scalar
+from edge_runtime.backends.onnx.loader import scalar
 from edge_runtime.session.open import open_session
 
 Bundles = Callable[..., Path]

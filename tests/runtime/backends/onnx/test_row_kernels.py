@@ -13,8 +13,8 @@ ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from onnx import TensorProto, helper
 
-from edge_runtime.backends.kernels import library
-from edge_runtime.backends.onnx import library as ort_library
+from edge_runtime.backends.kernels import loader as library
+from edge_runtime.backends.onnx import loader as ort_library
 from edge_runtime.backends.onnx.row_kernels.gates import GATED
 from edge_runtime.backends.onnx.row_kernels.messages import DOMAIN
 from edge_runtime.backends.onnx.row_kernels.products import PRODUCT

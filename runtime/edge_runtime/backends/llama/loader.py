@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_runtime.backends.kernels import ggml
-from edge_runtime.backends.kernels.library import variant
+from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.errors import BackendError
 
 INSTALL = "pip install 'edge-mtp[llama]'"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.library import library_path
+from edge_runtime.backends.kernels.loader import library_path
 from edge_runtime.backends.onnx.prepacked import PackingPlace, packed_graph, well_placed
 from edge_runtime.backends.onnx.row_kernels.rewrite import with_row_kernels
 from edge_runtime.errors import BackendError, RequestError
