@@ -1,20 +1,22 @@
 """Pairs of Gemma 4 shapes drawn at random, built and saved by transformers: every member, and what its config may legally vary.
 
-`write_random_pair(seed, folder)` writes target and assistant; the same seed draws the same pair. The weights are scaled so that a random
-model's logits are no chaos: an export in another precision stays close to it.
+`write_random_pair(seed, folder)` writes target and assistant; the same seed draws the same pair, `wide` gives it the published head sizes.
+The weights are scaled so that a random model's logits are no chaos: an export in another precision stays close to it.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tiny_members import FULL, NO_PER_LAYER, SLIDING, VOCABULARY, write_tokenizer
 
 FAMILIES = ("e2b", "e4b", "12b", "26b-a4b", "31b")
+# Of all published members; their V has matrices of its own here, which the published ones share with K in full layers.
+WIDE_HEADS = {"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +115,14 @@ def draw(seed: int) -> RandomPair:
     )
 
 
-def write_random_pair(seed: int, folder: Path) -> tuple[RandomPair, Path, Path]:
-    """Draws a pair and writes it; returns it with the folders of target and assistant."""
+def write_random_pair(seed: int, folder: Path, *, wide: bool = False) -> tuple[RandomPair, Path, Path]:
+    """Draws a pair and writes it, with WIDE_HEADS if `wide`; returns it with the folders of target and assistant."""
     import torch
     import transformers
 
     pair = draw(seed)
+    if wide:
+        pair = replace(pair, target=pair.target | WIDE_HEADS, drafter=pair.drafter | WIDE_HEADS)
     prefix = "Gemma4Unified" if pair.unified else "Gemma4"
     text = getattr(transformers, f"{prefix}TextConfig")
     target_config, name = text(**pair.target), f"{prefix}ForCausalLM"

@@ -22,7 +22,7 @@ from edge_export.gguf.writer import plan_gguf
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from random_pairs import write_random_pair
+from random_pairs import FAMILIES, write_random_pair
 
 FIRST, END = (int(part) for part in os.environ.get("EDGE_MTP_RANDOM_PAIRS", "0:5").split(":"))
 # Rounding to f16 chooses another expert in one row of this pair: logits move by 1.4, mean KL is 0.002.
@@ -45,11 +45,20 @@ CONVERTER_FAULTS = ("Gemma4UnifiedForCausalLM is not supported", "'expert_interm
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(FIRST, END), NEARLY_TIED])
 def test_a_random_pair_equals_both_oracles(seed: int, tmp_path: Path) -> None:
-    _, *folders = write_random_pair(seed, tmp_path)
+    _check_pair(write_random_pair(seed, tmp_path)[1:], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(len(FAMILIES)))
+def test_heads_of_the_published_sizes_equal_both_oracles(seed: int, tmp_path: Path) -> None:
+    _check_pair(write_random_pair(seed, tmp_path, wide=True)[1:], tmp_path)
+
+
+def _check_pair(folders: tuple[Path, ...], folder: Path) -> None:
     request = ExportRequest(
         target=str(folders[0]),
         drafter=str(folders[1]),
-        output=tmp_path / "bundle",
+        output=folder / "bundle",
         target_quantization="f16",
         drafter_quantization="f16",
         onnx=OnnxRequest(target="f32", drafter="f32"),
@@ -60,10 +69,10 @@ def test_a_random_pair_equals_both_oracles(seed: int, tmp_path: Path) -> None:
     assert parity["onnx"]["unquantized"]["mean_kl"] < 1e-6
     assert parity["onnx"]["drafts"]["unquantized_agreement"] > 0.99
     if SCRIPT.is_file():
-        _check_converted(folders, tmp_path)
+        _check_converted(folders, folder)
 
 
-def _check_converted(folders: list[Path], folder: Path) -> None:
+def _check_converted(folders: tuple[Path, ...], folder: Path) -> None:
     """llama.cpp's converter writes the same bytes, where it takes the class."""
     done = subprocess.run(
         [sys.executable, "-c", CONVERT, str(SCRIPT), str(folder), *(path.name for path in folders)],
