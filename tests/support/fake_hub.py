@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 
 @dataclass
 class FakeHub:
@@ -57,6 +59,16 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def point_client_at(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes huggingface_hub's client ask this hub, with a cache of its own."""
+    import huggingface_hub
+
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -10,17 +10,22 @@ from typing import Any
 
 def settled(folder_of: Callable[[str], Path], name: str) -> Path:
     """Returns a copy of the member `name` with unit norms and matrices of variance 1 / fan-in; made once per run, read-only."""
-    from safetensors.torch import load_file, save_file
-
     plain = folder_of(name)
     folder = plain.parent / f"settled-{name}"
     if folder.is_dir():
         return folder
     shutil.copytree(plain, folder)
+    settle(folder)
+    return folder
+
+
+def settle(folder: Path) -> None:
+    """Gives a checkpoint unit norms and matrices of variance 1 / fan-in, in place."""
+    from safetensors.torch import load_file, save_file
+
     for path in folder.glob("*.safetensors"):
         tensors = {key: _settle(key, tensor) for key, tensor in load_file(path).items()}
         save_file(tensors, path, metadata={"format": "pt"})
-    return folder
 
 
 def _settle(name: str, tensor: Any) -> Any:

@@ -17,7 +17,7 @@ from edge_export.checkpoint.sources import resolve_pair
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_export.gguf.writer import plan_gguf
-from fake_hub import FakeHub, serving
+from fake_hub import FakeHub, point_client_at, serving
 
 Folders = Callable[[str], Path]
 TARGET, DRAFTER = "gemma-4-E2B-it-qat-UD-Q4_K_XL.gguf", "MTP/mtp-gemma-4-E2B-it.gguf"
@@ -54,10 +54,7 @@ def hub(member_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "unsloth/gemma-4-E2B-it-GGUF": {"main": files},
     }
     with serving(FakeHub(repositories)) as running:
-        constants = huggingface_hub.constants
-        monkeypatch.setattr(constants, "ENDPOINT", running.endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        point_client_at(running, tmp_path / "cache", monkeypatch)
         yield running
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,95 +24,19 @@ from edge_export.onnx.weights import WeightFile
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.backends.onnx.row_kernels.rewrite import with_row_kernels
+from published_formats import packed_codes, to_mobile
 from silent import Silent
 
 Folders = Callable[[str], Path]
-# As published for E2B, without the towers; other layers than 0 to 3 have 2 bits.
-CONFIG: dict[str, Any] = {
-    "quant_method": "gemma",
-    "num_bits": 4,
-    "quantize_embeddings": True,
-    "module_quant_configs": {
-        "^lm_head$": {"num_bits": 2},
-        r"language_model\.embed_tokens$": {"num_bits": 2},
-        "embed_tokens_per_layer$": {"num_bits": 4},
-        r"layers\.[0-3]\.mlp\.": {"num_bits": 4},
-        r"layers\.\d+\.mlp\.": {"num_bits": 2},
-        "per_layer_input_gate$": {"num_bits": 8},
-        "per_layer_projection$": {"num_bits": 8},
-        r"self_attn\.": {"num_bits": 4},
-    },
-    "modules_to_not_convert": ["per_layer_model_projection", "vision_tower", "embed_vision", "audio_tower", "embed_audio"],
-}
-ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
-GROUP = {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}, "input_activations": ACTIVATIONS}
-COMPRESSED = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {"group_0": GROUP}}
-
-
-def _bits(name: str) -> int:
-    """Bits of a module, as the config above says."""
-    if name.endswith(("lm_head", "language_model.embed_tokens")):
-        return 2
-    if ".mlp." in name:
-        return 4 if int(name.split(".layers.")[1].split(".")[0]) < 4 else 2
-    return 8 if "per_layer_input_gate" in name or name.endswith("per_layer_projection") else 4
-
-
-def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    parts = codes.reshape(len(codes), -1, 8 // bits).astype(np.uint8) << np.arange(0, 8, bits, dtype=np.uint8)
-    return np.bitwise_or.reduce(parts, axis=2)
 
 
 @pytest.fixture
 def mobile(member_folder: Folders, tmp_path: Path) -> Callable[[bool], tuple[Path, dict[str, np.ndarray]]]:
     """Writes a member in either layout; returns its folder and the weights that its matrices stand for, by their text-only names."""
-    import torch
-    from safetensors.torch import load_file, save_file
 
     def write(compressed: bool) -> tuple[Path, dict[str, np.ndarray]]:
         folder = Path(shutil.copytree(member_folder("e2b"), tmp_path / f"mobile{compressed}"))
-        rng, made, values = np.random.default_rng(3), {}, {}
-        shards = sorted(folder.glob("model*.safetensors"))
-        stored = {name: tensor.float() for shard in shards for name, tensor in load_file(shard).items()}
-        for path in folder.glob("model*"):
-            path.unlink()
-        prefix = "model.language_model."
-        stored["lm_head.weight"] = stored[f"{prefix}embed_tokens.weight"]
-        for name, tensor in stored.items():
-            module = name.removesuffix(".weight")
-            if tensor.dim() != 2 or not name.startswith((prefix, "lm_head")) or "model_projection" in name:
-                made[name] = tensor
-                continue
-            bits, table = _bits(module), "embed_tokens" in name
-            rows, columns = tensor.shape
-            parts = 8 if name.endswith("per_layer.weight") else 1
-            half = 1 << (bits - 1)
-            split = tensor.numpy().reshape(rows, parts, -1)
-            scale = (np.abs(split).max(axis=2, keepdims=True) / half + 1e-6).astype(np.float32)
-            codes = np.clip(np.rint(split / scale), -half, half - 1).reshape(rows, columns).astype(np.int64) + half
-            text = name.replace(prefix, "model.")
-            values[text] = (codes - half).astype(np.float32) * np.repeat(scale[:, :, 0], columns // parts, axis=1)
-            stem = "embedding" if table and not compressed else "weight"
-            if bits == 8:
-                made[f"{module}.weight"] = torch.from_numpy((codes - half).astype(np.int8))
-            elif compressed:
-                made[f"{module}.weight_packed"] = torch.from_numpy(_packed(codes, bits).view(np.int32).copy())
-            else:
-                key = "embedding_quantized" if table else "weight"
-                made[f"{module}.{key}"] = torch.from_numpy(_packed(codes, bits))
-            made[f"{module}.{stem}_scale"] = torch.from_numpy(scale[:, :, 0].copy())
-            if not table:
-                ends = ("input_scale", "output_scale") if compressed else ("input_activation_scale", "output_activation_scale")
-                for end in ends:
-                    made[f"{module}.{end}"] = torch.tensor(float(rng.uniform(0.03, 0.06)))
-            if "k_proj" in name:
-                made[name.replace("k_proj.weight", "k_cache_scale")] = torch.tensor(0.1)
-        save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((folder / "config.json").read_text())
-        config["text_config"]["tie_word_embeddings"] = False
-        config |= {"quantization_config": COMPRESSED if compressed else CONFIG, "tie_word_embeddings": False}
-        (folder / "config.json").write_text(json.dumps(config))
-        return folder, values
+        return folder, to_mobile(folder, compressed=compressed)
 
     return write
 
@@ -140,7 +62,7 @@ def test_a_product_rounds_as_transformers_does(bits: int, tmp_path: Path) -> Non
     layer = QuantizedLinear(columns, rows, num_bits=bits)
     half = 1 << (bits - 1)
     codes = rng.integers(0, 2 * half, (rows, columns))
-    layer.weight.data = torch.from_numpy((codes - half).astype(np.int8) if bits == 8 else _packed(codes, bits))
+    layer.weight.data = torch.from_numpy((codes - half).astype(np.int8) if bits == 8 else packed_codes(codes, bits))
     layer.weight_scale.data = torch.from_numpy(rng.uniform(0.01, 0.1, (rows, 1)).astype(np.float32))
     layer.input_activation_scale.data, layer.output_activation_scale.data = torch.tensor(0.02), torch.tensor(0.3)
     save_file(layer.state_dict(), tmp_path / "model.safetensors")

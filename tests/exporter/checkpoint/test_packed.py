@@ -14,7 +14,7 @@ import pytest
 gguf = pytest.importorskip("gguf")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.safetensors import read_values, to_bfloat16, widen
+from edge_export.checkpoint.safetensors import read_values
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_export.gguf.exact_q4 import ExactReport, matrices, trained_for_q4
@@ -23,50 +23,17 @@ from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
+from published_formats import to_w4a16
 from silent import Silent
 
 Folders = Callable[[str], Path]
-QUANTIZATION: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
-            "input_activations": None,
-        }
-    },
-    "ignore": ["lm_head"],
-}
 
 
 @pytest.fixture
 def packed(member_folder: Folders, tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
     """A member in the published layout, and the weights that its packed matrices stand for."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     folder = Path(shutil.copytree(member_folder("31b"), tmp_path / "packed"))
-    path, rng, made, values = folder / "model.safetensors", np.random.default_rng(5), {}, {}
-    for name, tensor in load_file(path).items():
-        if tensor.dim() != 2 or ".layers." not in name or "language_model" not in name or tensor.shape[1] % 32:
-            made[name] = tensor.to(torch.bfloat16)
-            continue
-        rows, columns = tensor.shape
-        levels = rng.integers(-8, 8, (rows, columns))
-        scales = widen(to_bfloat16(rng.uniform(0.001, 0.05, (rows, columns // 32)).astype(np.float32)), "BF16")
-        shifted = (levels + 8).astype(np.uint32).reshape(rows, columns // 8, 8) << np.arange(0, 32, 4, dtype=np.uint32)
-        base = name.removesuffix("weight")
-        made[f"{base}weight_packed"] = torch.from_numpy(np.bitwise_or.reduce(shifted, axis=2).view(np.int32))
-        made[f"{base}weight_scale"] = torch.from_numpy(scales).to(torch.bfloat16)
-        made[f"{base}weight_shape"] = torch.tensor([rows, columns])
-        values[name.replace("model.language_model.", "model.")] = (levels * np.repeat(scales, 32, axis=1)).astype(np.float32)
-    # As published: a copy of the tied head.
-    made["lm_head.weight"] = made["model.language_model.embed_tokens.weight"].clone()
-    save_file(made, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION, "dtype": "bfloat16"}))
-    return folder, values
+    return folder, to_w4a16(folder)
 
 
 def test_weights_are_read_bit_for_bit(packed: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,34 +14,20 @@ gguf = pytest.importorskip("gguf")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.published.grid import BLOCK, find_grid
-from edge_export.checkpoint.safetensors import read_values, to_bfloat16, widen
+from edge_export.checkpoint.safetensors import read_values
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.gguf.exact_q4 import ExactReport, matrices, trained_for_q4
 from edge_export.gguf.writer import plan_exact
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
+from published_formats import bfloat16, grid_blocks, to_q4_grid
 
 Folders = Callable[[str], Path]
 Floats = NDArray[np.float32]
 
 
-def bfloat16(values: Floats) -> Floats:
-    return widen(to_bfloat16(np.ascontiguousarray(values, np.float32)), "BF16")
-
-
-def published(blocks: int, *, seed: int = 1, half_scales: bool = True) -> Floats:
-    """Blocks as quantization-aware training leaves them, with extrema of every level, both signs, and blocks of zeros."""
-    rng = np.random.default_rng(seed)
-    levels = rng.integers(-8, 8, (blocks, BLOCK)).astype(np.float32)
-    for index, most in enumerate((7, 5, 3, 1, 0)):
-        levels[index::9] = np.clip(levels[index::9], -most, most)
-    scales = rng.uniform(1e-4, 0.05, blocks).astype(np.float16 if half_scales else np.float32).astype(np.float32)
-    scales[::5] *= -1
-    return bfloat16(levels * scales[:, None])
-
-
 @pytest.mark.parametrize("half_scales", [True, False])
 def test_every_block_is_found_again(half_scales: bool) -> None:
-    weights = published(5000, half_scales=half_scales)
+    weights = grid_blocks(5000, half_scales=half_scales)
     grid = find_grid(weights, half_scales=half_scales)
     assert grid.found.all()
     assert (bfloat16(grid.levels * grid.scales[:, None]) == weights).all()
@@ -55,7 +40,7 @@ def test_every_block_is_found_again(half_scales: bool) -> None:
 
 
 def test_scales_that_float16_cannot_hold_are_off_by_a_bit_at_most() -> None:
-    weights = published(2000, half_scales=False)
+    weights = grid_blocks(2000, half_scales=False)
     grid = find_grid(weights, half_scales=True)
     assert grid.found.all()
     back = bfloat16(grid.levels * grid.scales[:, None])
@@ -78,7 +63,7 @@ def test_extreme_weights_are_no_failure() -> None:
 
 
 def test_blocks_of_onnx_are_exact() -> None:
-    weights = published(40, half_scales=False).reshape(10, 4 * BLOCK)
+    weights = grid_blocks(40, half_scales=False).reshape(10, 4 * BLOCK)
     packed = quantize_matrix(weights, WeightSpec(bits=4, block=32))
     assert (bfloat16(dequantize(packed)) == weights).all()
     other = weights + np.random.default_rng(3).standard_normal(weights.shape).astype(np.float32) * 0.01
@@ -89,19 +74,8 @@ def test_blocks_of_onnx_are_exact() -> None:
 @pytest.fixture
 def trained(member_folder: Folders, tmp_path: Path) -> Path:
     """A member whose matrices lie on grids, all but one."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     folder = Path(shutil.copytree(member_folder("31b"), tmp_path / "trained"))
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    for number, (name, tensor) in enumerate(tensors.items()):
-        if tensor.dim() == 2 and not tensor.shape[-1] % BLOCK and "layers.2.mlp.up_proj" not in name and "language_model" in name:
-            values = published(tensor.numel() // BLOCK, seed=number).reshape(tensor.shape)
-            tensors[name] = torch.from_numpy(values).to(torch.bfloat16)
-    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config))
+    to_q4_grid(folder, off_grid="layers.2.mlp.up_proj")
     return folder
 
 
