@@ -22,7 +22,7 @@ from edge_export.onnx.graphs.target import TargetFormats, write_target
 from edge_export.onnx.media.export import write_encoders
 from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, encoder_parity, measure_onnx_parity, measure_rows, onnx_why_not
 from edge_export.onnx.request import OnnxFiles, OnnxRequest, check_onnx_sources
-from edge_export.onnx.weight_formats import head_format, quantization_name, table_format, weight_format
+from edge_export.onnx.weight_formats import head_format, layers_format, quantization_name, table_format, weight_format
 from edge_export.onnx.weights import WeightFile
 from edge_export.output.bundle_part import BundlePart
 from edge_export.parity.reference import ReferenceRequest
@@ -51,9 +51,7 @@ def write_onnx(
     """
     check_onnx_sources(target, drafter)
     first, second = target.checkpoint, drafter.checkpoint
-    formats = TargetFormats(
-        layers=weight_format(request.target, request), embedding=table_format(request), soft_rows=request.media is not None
-    )
+    formats = TargetFormats(layers=layers_format(request), embedding=table_format(request), soft_rows=request.media is not None)
     paths = {
         role: folder / f"{role.replace('_', '-')}-{quantization_name(role, request)}.onnx" for role in ("target", "target_head", "drafter")
     }

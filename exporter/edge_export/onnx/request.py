@@ -44,6 +44,7 @@ class OnnxRequest:
     costs most (see weight_formats).
 
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
+    `on_grid`: the target was trained for int4 in blocks of 32, as `block` says then; its int4 matrices that lie on no grid get 8 bits.
     `media`: the weights of the encoders of images and sound, None leaves them out.
     `kv` is the type of K/V rows. With a `device` the graphs have fixed shapes and plain operators (docs/npu.md).
     """
@@ -55,6 +56,7 @@ class OnnxRequest:
     device: Device | None = None
     kv: KvKind = "f32"
     media: MediaWeights | None = None
+    on_grid: bool = False
 
     @property
     def block_size(self) -> int:

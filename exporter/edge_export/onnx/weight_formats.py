@@ -6,6 +6,8 @@ by it are stored more exactly. Figures: docs/onnx.md, from scripts/benchmarks/be
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.request import OnnxRequest, OnnxWeights
 from edge_export.onnx.weights import WeightFormat
@@ -15,7 +17,7 @@ _MIXED_TABLE_BLOCK = 64
 
 
 def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
-    """The format of a model's layers."""
+    """The format of a model's layers with these weights."""
     if weights == "f32" or weights == "f16":
         return WeightFormat(kind=weights)
     block = request.block_size
@@ -25,12 +27,21 @@ def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
     return WeightFormat(kind="blocks", spec=format.spec, sensitive=WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=block)))
 
 
+def layers_format(request: OnnxRequest) -> WeightFormat:
+    """The format of the target's layers."""
+    return _off_grid(weight_format(request.target, request), request.target, request)
+
+
 def table_format(request: OnnxRequest) -> WeightFormat:
     """The format of the target's token embedding."""
     weights = request.embedding or request.target
     if request.mixed(weights):
         return WeightFormat(kind="blocks", spec=WeightSpec(bits=4, block=_MIXED_TABLE_BLOCK))
-    return weight_format(weights, request)
+    return _off_grid(weight_format(weights, request), weights, request)
+
+
+def _off_grid(format: WeightFormat, weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
+    return replace(format, off_grid=weight_format("int8", request)) if request.on_grid and weights == "int4" else format
 
 
 def head_format(request: OnnxRequest) -> WeightFormat:

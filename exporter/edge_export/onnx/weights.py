@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.published.grid import lies_on_grid
 from edge_export.checkpoint.safetensors import StoredTensor, read_codes, read_float_chunks, read_values, row_pieces
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import WeightSpec, quantize_matrix
@@ -27,12 +28,20 @@ _PAGE, _LINE = 4096, 64
 class WeightFormat:
     """How matrices are stored: as "f32", as "f16", or in blocks of integers by `spec`.
 
-    `sensitive` is the format of a layer's few weights whose rounding costs most, if it differs.
+    `sensitive` is the format of a layer's few weights whose rounding costs most, if it differs; `off_grid` that of matrices that lie on
+    no grid of 4 bits, where the others were trained for one.
     """
 
     kind: Literal["f32", "f16", "blocks"]
     spec: WeightSpec | None = None
     sensitive: WeightFormat | None = None
+    off_grid: WeightFormat | None = None
+
+    def for_tensors(self, tensors: Sequence[StoredTensor]) -> WeightFormat:
+        """The format of a matrix made of these tensors. Raises CheckpointError if one cannot be read."""
+        if self.off_grid is None or all(lies_on_grid(tensor) for tensor in tensors):
+            return self
+        return self.off_grid
 
     def for_columns(self, columns: int) -> WeightFormat:
         """The format of a matrix with this many columns: float32 if blocks do not divide them."""
@@ -136,7 +145,7 @@ class WeightFile:
             # Training rounded all matrices but a few, which are kept.
             format = WeightFormat(kind="f16")
         rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
-        format = format.for_columns(columns)
+        format = format.for_tensors(tensors).for_columns(columns)
         if format.kind != "blocks":
             wanted: Literal["f32", "f16"] = "f16" if format.kind == "f16" else "f32"
             return self._plain((piece for tensor in tensors for piece in read_float_chunks(tensor, wanted)), rows, columns, format)
@@ -179,7 +188,7 @@ class WeightFile:
         """Stores one matrix [rows, columns] of a tensor that holds several: number `index` of the tensor `name`."""
         rows, columns = tensor.shape
         pieces = row_pieces(read_float_chunks(tensor, "f32"), columns)
-        return self.matrix_of(pieces, name, rows, columns, format, index)
+        return self.matrix_of(pieces, name, rows, columns, format.for_tensors([tensor]), index)
 
     def matrix_of(
         self, pieces: Iterable[NDArray[np.float32]], name: str, rows: int, columns: int, format: WeightFormat, index: int = 0

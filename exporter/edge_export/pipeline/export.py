@@ -126,7 +126,7 @@ def _open_job(request: ExportRequest, progress: Progress) -> _Job:
         onnx = request.onnx if request.media is None else replace(request.onnx, media=ONNX_MEDIA[request.media])
         if onnx.mixed(onnx.target) and not target.checkpoint.rounding and trained_for_q4(target.checkpoint):
             # int4 in blocks of 32 holds these weights exactly; the default mix of larger blocks does not.
-            onnx = replace(onnx, block=32)
+            onnx = replace(onnx, block=32, on_grid=True)
         request = replace(request, onnx=onnx)
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
     layout = cache_layout(target.checkpoint, drafter.checkpoint, context)

@@ -125,10 +125,10 @@ def test_a_published_name_becomes_a_bundle(size: str, suffix: str, published: Ca
         equal, total = exact_tensors(bundle, names.values)
         row["exact"] = f"{equal} of {total}"
         assert equal == total > 20
-    if "quantized" in parity:
-        row["kl"] = f"{parity['quantized']['mean_kl']:.2g}"
-    if "quantized" in parity.get("onnx", {}):
-        row["onnx_kl"] = f"{parity['onnx']['quantized']['mean_kl']:.2g}"
+    for key, figures in (("kl", parity), ("onnx_kl", parity.get("onnx", {}))):
+        if "quantized" in figures:
+            row[key] = f"{figures['quantized']['mean_kl']:.2g}"
+            assert figures["quantized"]["mean_kl"] < (0.01 if names.values else 0.2)
     for backend in (["llama"] if has_gguf else []) + (["onnx"] if has_onnx else []):
         row[backend] = equal_drafts(bundle, backend)
         assert "equal" in row[backend]

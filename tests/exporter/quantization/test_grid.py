@@ -19,6 +19,9 @@ from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.gguf.exact_q4 import ExactReport, matrices, trained_for_q4
 from edge_export.gguf.writer import plan_exact
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
+from edge_export.onnx.request import OnnxRequest
+from edge_export.onnx.weight_formats import layers_format
+from edge_export.onnx.weights import WeightFile
 from published_formats import bfloat16, grid_blocks, to_q4_grid
 
 Folders = Callable[[str], Path]
@@ -105,3 +108,13 @@ def test_a_gguf_is_exact_tensor_by_tensor(trained: Path, member_folder: Folders,
     assert report.values == report.equal
     assert len(report.values) == exact
     assert "100.00% of their blocks bit for bit; 1 do not and are q8_0: blk.2.ffn_up.weight" in report.sentence()
+
+
+def test_a_graph_gives_a_matrix_on_no_grid_eight_bits(trained: Path, tmp_path: Path) -> None:
+    checkpoint, format = open_checkpoint(trained), layers_format(OnnxRequest(block=32, on_grid=True))
+    with WeightFile(tmp_path / "data") as weights:
+        for layer, bits in ((1, 4), (2, 8)):
+            names = [f"model.layers.{layer}.mlp.{half}_proj.weight" for half in ("gate", "up")]
+            stored = weights.matrix(checkpoint, names, format).format.spec
+            assert stored is not None
+            assert (stored.bits, stored.block) == (bits, 32)
