@@ -32,7 +32,6 @@ class TextArchitecture:
     heads: int
     kv_heads: int
     full_kv_heads: int
-    full_kv_heads_differ: bool
     head_dim: int
     full_head_dim: int
     intermediate_size: int
@@ -185,7 +184,6 @@ def _text_fields(text: _Reader, *, tied: bool) -> dict[str, Any]:
             "heads": heads,
             "kv_heads": kv_heads,
             "full_kv_heads": full_kv_heads,
-            "full_kv_heads_differ": override is not None,
             "head_dim": text.integer("head_dim"),
             "full_head_dim": full_head_dim,
             "intermediate_size": text.integer("intermediate_size"),

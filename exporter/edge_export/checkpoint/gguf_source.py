@@ -126,7 +126,6 @@ def _fields(keys: _Keys, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
         "heads": keys.per_layer("attention.head_count", layers)[0],
         "kv_heads": kv_heads[first_sliding],
         "full_kv_heads": kv_heads[last_full],
-        "full_kv_heads_differ": len(set(kv_heads)) > 1,
         "head_dim": keys.integer("attention.key_length_swa"),
         "full_head_dim": full_head_dim,
         "intermediate_size": feed_forward[0],

@@ -14,24 +14,27 @@ TIE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Export against reference over all rows: largest absolute logit difference, mean KL(reference || export) in nats, greedy agreement.
+    """Export against reference over all rows: largest absolute logit difference, mean and median KL(reference || export) in nats,
+    greedy agreement.
 
     Greedy agreement is the share of rows whose likeliest token is the reference's own (`agrees`).
     """
 
     max_abs_difference: float
     mean_kl: float
+    median_kl: float
     greedy_agreement: float
 
 
 def divergence(reference: Rows, export: Rows) -> Divergence:
     """Compares logits [rows, vocabulary], row by row so that no float64 copy of all rows is made. A NaN or infinity gives infinity."""
     if not np.isfinite(export).all():
-        return Divergence(max_abs_difference=float("inf"), mean_kl=float("inf"), greedy_agreement=0.0)
+        return Divergence(max_abs_difference=float("inf"), mean_kl=float("inf"), median_kl=float("inf"), greedy_agreement=0.0)
     divergences = [_kl(wanted, found) for wanted, found in zip(reference, export, strict=True)]
     return Divergence(
         max_abs_difference=float(np.abs(reference - export).max()),
         mean_kl=float(np.mean(divergences)),
+        median_kl=float(np.median(divergences)),
         greedy_agreement=float(np.mean([agrees(wanted, int(found.argmax())) for wanted, found in zip(reference, export, strict=True)])),
     )
 

@@ -6,7 +6,7 @@ With the comparison of ONNX graphs, the only module of the exporter that may ope
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,14 @@ UNQUANTIZED_LIMITS = {
     "f16": Limits(max_abs_difference=0.5, mean_kl=0.005, greedy_agreement=0.95, draft_agreement=0.95),
     "bf16": Limits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9),
 }
-# With experts, rounding may choose another one where two are nearly tied, and a row's logits then move by whole units: up to 2.1 in 52
-# random pairs at f16; in three of them that were looked into, mean KL was at most 0.0022. Mean KL and agreement judge those exports.
-EXPERTS_FACTOR = 8
+# With experts, rounding to 16 bits may choose another one where two are nearly tied: in a row, and through K/V in those after it. In the
+# worst random pairs at f16, logits moved by 2.1, mean KL was 0.007, 71% of the drafts and 92% of the greedy tokens were equal; in float32,
+# the two that were looked into have a mean KL of 1e-7. So the median of the rows is judged as the mean is elsewhere, the rest loosely.
+EXPERTS_LIMITS = {
+    kind: Limits(max_abs_difference=8 * limits.max_abs_difference, mean_kl=4 * limits.mean_kl, greedy_agreement=0.75, draft_agreement=0.5)
+    for kind, limits in UNQUANTIZED_LIMITS.items()
+    if kind != "f32"
+}
 # Mean KL of the quantized file: several times what such files of real models show (0.01 at q8_0, 0.1 at 4 bits), since a small model
 # loses more; a broken file has whole nats. Greedy agreement is recorded, not judged: near-ties on unusual text flip easily.
 QUANTIZED_KL_LIMITS = {"f16": 0.02, "bf16": 0.05, "q8_0": 0.1, "q6_k": 0.2, "q5_k_m": 0.4, "q4_k_m": 0.7, "q4_0": 1.0}
@@ -124,7 +129,9 @@ def _judged(
 ) -> dict[str, Any]:
     weight_type = request.weight_types[0]
     limits, kl_limit = unquantized_limits(weight_type, request.experts), QUANTIZED_KL_LIMITS[request.quantizations[0]]
-    draft_limit = min(UNQUANTIZED_LIMITS[kind].draft_agreement for kind in request.weight_types)
+    draft_limit = min(unquantized_limits(kind, request.experts).draft_agreement for kind in request.weight_types)
+    if request.experts:
+        demand(f"median KL of the {weight_type} export", plain.median_kl, most=UNQUANTIZED_LIMITS[weight_type].mean_kl)
     demand(f"largest logit difference of the {weight_type} export", plain.max_abs_difference, most=limits.max_abs_difference)
     demand(f"mean KL of the {weight_type} export", plain.mean_kl, most=limits.mean_kl)
     demand(f"greedy agreement of the {weight_type} export", plain.greedy_agreement, least=limits.greedy_agreement)
@@ -150,7 +157,7 @@ def _judged(
 def unquantized_limits(weight_type: str, experts: int) -> Limits:
     """Returns the limits for a file in that type whose layers have so many experts."""
     limits = UNQUANTIZED_LIMITS[weight_type]
-    return replace(limits, max_abs_difference=limits.max_abs_difference * EXPERTS_FACTOR) if experts else limits
+    return EXPERTS_LIMITS.get(weight_type, limits) if experts else limits
 
 
 def _export_rows(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,8 +19,8 @@ from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ParityError
 from edge_export.gguf.writer import GgufPlan
 from edge_export.parity import reference
-from edge_export.parity.divergence import agrees, divergence
-from edge_export.parity.gguf import unquantized_limits
+from edge_export.parity.divergence import Divergence, agrees, divergence
+from edge_export.parity.gguf import _judged, unquantized_limits
 from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
@@ -144,20 +146,31 @@ def test_a_reference_that_does_not_fit_is_not_started(monkeypatch: pytest.Monkey
     assert reference.why_not(1 << 60) is None
 
 
-def test_experts_may_move_single_rows_but_not_the_mean() -> None:
+def test_experts_that_rounding_exchanges_move_single_rows_and_drafts() -> None:
     dense, mixed = (unquantized_limits("f16", experts) for experts in (0, 128))
-    assert mixed.max_abs_difference > dense.max_abs_difference
-    assert dataclasses.replace(mixed, max_abs_difference=dense.max_abs_difference) == dense
+    assert (mixed.max_abs_difference, mixed.mean_kl) > (dense.max_abs_difference, dense.mean_kl)
+    assert (mixed.draft_agreement, mixed.greedy_agreement) < (dense.draft_agreement, dense.greedy_agreement)
+    assert unquantized_limits("f32", 128) == unquantized_limits("f32", 0), "float32 exchanges none"
+
+
+@pytest.mark.parametrize(("experts", "refused"), [(0, False), (128, True)])
+def test_with_experts_the_median_of_the_rows_is_judged(experts: int, refused: bool) -> None:
+    """A mean within the limit of few rows is refused where it is that of most rows."""
+    request = cast(Any, SimpleNamespace(weight_types=("f16", "f16"), quantizations=("f16", "f16"), experts=experts))
+    found = Divergence(max_abs_difference=0.1, mean_kl=0.0049, median_kl=0.0051, greedy_agreement=1.0)
+    with pytest.raises(ParityError, match=r"the median KL of the f16 export is 0\.0051") if refused else nullcontext():
+        _judged(request, 80, found, found, [1.0, 1.0], (16,))
 
 
 def test_divergence_figures() -> None:
     reference = np.array([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]], dtype=np.float32)
-    assert dataclasses.astuple(divergence(reference, reference)) == (0.0, 0.0, 1.0)
+    assert dataclasses.astuple(divergence(reference, reference)) == (0.0, 0.0, 0.0, 1.0)
     swapped = np.array([[0.0, 1.0, 2.0], [0.0, 3.0, 0.0]], dtype=np.float32)
     found = divergence(reference, swapped)
     weights = np.exp([3.0, 0.0, 0.0]) / np.exp([3.0, 0.0, 0.0]).sum()
     assert found.max_abs_difference == 3.0
     assert found.mean_kl == pytest.approx(3.0 * (weights[0] - weights[1]) / 2)
+    assert found.median_kl == pytest.approx(found.mean_kl)
     assert found.greedy_agreement == 0.5
     assert divergence(reference, np.full_like(reference, np.nan)).mean_kl == float("inf")
     assert agrees(np.array([1.0, 0.999, 0.0], dtype=np.float32), 1), "a tie within the noise"
