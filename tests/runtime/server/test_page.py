@@ -54,8 +54,8 @@ def idle(browser: Any) -> bool:
 
 
 def test_a_chat_on_the_reference_pair(browser: Any, several: str, exported_pair: Path) -> None:
+    fresh(browser, several)
     browser.get_log("browser")  # discards the entries of other tests
-    browser.get(several)
     until(browser, lambda: browser.find_element(By.ID, "model").text == exported_pair.name)
     for text in ("def add(a, b):", "class Stack:"):
         say(browser, text)
