@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edge_runtime.decoding import loop
 from edge_runtime.decoding.acceptance_rules import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.policies import RoundPlan, RoundResult, Timing
@@ -310,6 +311,25 @@ def test_a_rule_cuts_drafts_and_what_sources_expect() -> None:
     target, decoding, _ = sourced(Planned(RoundPlan(3)), rule=rule)
     decoding.draft_request()
     assert decoding.tokens_to_verify(list(expected)) == [3, *expected[:first]]
+
+
+def test_a_rule_cuts_what_extends_a_draft() -> None:
+    rule = CuttingRule()
+    target, decoding, _ = sourced(Weighing(RoundPlan(1, extend=lambda _, chances: len(chances))), rule=rule)
+    expected = right(target, 3, 4)
+    assert expected[2] not in expected[:2]
+    rule.forbidden = expected[2]
+    decoding.draft_request()
+    assert decoding.tokens_to_verify(expected[:1]) == [3, *expected[:2]]
+
+
+def test_a_round_is_timed_from_draft_to_verify_and_to_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((10.0, 10.5, 12.5, 20.0, 20.25, 21.25))
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: next(clock))
+    target, decoding = opened(Planned(RoundPlan(2)), max_tokens=6)
+    rounds = decode(target, ScriptedDrafter(target, lambda *_: 0), decoding)
+    found = [next(rounds) for _ in range(2)]
+    assert [(one.draft_seconds, one.verify_seconds) for one in found] == [(0.5, 2.0), (0.25, 1.0)]
 
 
 def test_without_sources_a_plan_that_extends_adds_nothing() -> None:

@@ -25,7 +25,7 @@ def test_a_draft_is_an_overhead_and_its_steps() -> None:
     curve = CostCurve(COSTS)
     assert [curve.draft(n) for n in (0, 1, 4)] == [0.0, 1.5, 4.5]
     assert curve.draft(4, 3) == 4.5, "until it was observed, the same for several requests"
-    assert MeasuredCosts(verify=LINEAR, step=1.0).draft(2) == 2.0
+    assert MeasuredCosts(verify=LINEAR, step=0.25).draft(2) == 0.5
     assert MeasuredCosts(verify=LINEAR, step=1.0).times == 1
 
 
