@@ -65,11 +65,23 @@ def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: f
 
     A phone is kept awake meanwhile.
     """
+    running: list[subprocess.Popen[bytes]] = []
+    ended: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        ended.append(number)
+        for process in running:
+            process.terminate()
+
     recorder.sample()
-    recorder.write("begin")
-    with kept_awake(system) as phone, subprocess.Popen(list(command), stdin=subprocess.DEVNULL) as process:
-        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        try:
+    # Set before the command begins: a signal may come between.
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        recorder.write("begin")
+        with kept_awake(system) as phone, subprocess.Popen(list(command), stdin=subprocess.DEVNULL) as process:
+            running.append(process)
+            if ended:
+                process.terminate()
             while True:
                 try:
                     code = process.wait(timeout=interval_s)
@@ -78,8 +90,8 @@ def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: f
                     if phone:
                         system.run(list(WAKE))
                     recorder.sample()
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     recorder.sample()
     recorder.write("end", code=code)
     return code if code >= 0 else 128 - code
