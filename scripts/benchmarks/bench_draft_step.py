@@ -28,7 +28,7 @@ from rich.table import Table
 
 from edge_devices.command_line import one_sentence_errors
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.loader import library
+from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.mapped_gguf import map_gguf
 from edge_runtime.backends.llama.open import has_split, open_model_drafter
 from edge_runtime.backends.llama.sparse_head import SparseHead, read_head
@@ -74,10 +74,10 @@ def host_work(bundle: Bundle, target: LlamaTarget, threads: int, rounds: int) ->
     """Returns milliseconds of each part of the split step computed outside llama.cpp, on random rows and tokens."""
     hidden, vocabulary = bundle.manifest.architecture.drafter_hidden_size, target.vocabulary.size
     weights = read_head(
-        library(), bundle.path("drafter_head"), hidden_size=hidden, target_hidden_size=target.hidden_size, vocabulary=vocabulary
+        llama_library(), bundle.path("drafter_head"), hidden_size=hidden, target_hidden_size=target.hidden_size, vocabulary=vocabulary
     )
-    table = map_gguf(library(), bundle.path("target", "gguf"), (EMBEDDING,)).tensor(EMBEDDING, (target.hidden_size, vocabulary))
-    head = SparseHead(library(), weights, table, threads)
+    table = map_gguf(llama_library(), bundle.path("target", "gguf"), (EMBEDDING,)).tensor(EMBEDDING, (target.hidden_size, vocabulary))
+    head = SparseHead(llama_library(), weights, table, threads)
     noise = np.random.default_rng(0)
     taken: dict[str, list[float]] = {"block input": [], "centroid head and carry": [], "best token": []}
     try:

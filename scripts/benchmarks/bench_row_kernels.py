@@ -18,7 +18,7 @@ import numpy as np
 from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.kernels.loader import VARIABLE, variant
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.loader import library
+from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.backends.onnx.open import OrtOptions, open_pair
 from edge_runtime.backends.onnx.target import OrtTarget, pair_of
@@ -42,7 +42,7 @@ def open_sides(bundle: Bundle, threads: int) -> dict[str, AnyTarget]:
             os.environ.pop(VARIABLE, None)
         if bundle.has("target", "gguf"):
             options = LlamaOptions(context=CONTEXT, threads=threads, draft=False)
-            library()  # registers the kernels
+            llama_library()  # registers the kernels
             ggml.switch(kernels)
             sides[f"llama.cpp{suffix}"] = LlamaTarget(bundle.path("target", "gguf"), options)
     return sides

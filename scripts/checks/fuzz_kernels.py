@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -81,22 +82,13 @@ class Fuzzer:
             wrong = not _fits(*sizes)
             if not wrong:
                 return
-        first = None
-        for name in self.variants:
-            out = guarded((rows, outputs), np.float32)
-            failed = self._library.edge_rows_multiply(
-                name.encode(),
-                *map(ctypes.c_int64, sizes[:2]),
-                *map(ctypes.c_int, [size if abs(size) < 1 << 31 else -1 for size in sizes[2:4]]),
-                *map(pointer, (levels, scales, values)),
-                ctypes.c_int64(sizes[4]),
-                pointer(out),
-            )
-            if bool(failed) != wrong:
-                raise AssertionError(f"{name}: {sizes} returned {failed}")
-            first = out if first is None else first
-            if not np.array_equal(out, first, equal_nan=True):
-                raise AssertionError(f"{name} differs from {self.variants[0]} at {sizes}")
+        words = [
+            *map(ctypes.c_int64, sizes[:2]),
+            *map(ctypes.c_int, [size if abs(size) < 1 << 31 else -1 for size in sizes[2:4]]),
+            *map(pointer, (levels, scales, values)),
+            ctypes.c_int64(sizes[4]),
+        ]
+        self._agreed("multiply", words, (rows, outputs), f"a product of {sizes}", wrong=wrong)
 
     def gguf_products(self) -> None:
         """One matrix as a GGUF file has it, of random bytes; scales that are no numbers included."""
@@ -114,16 +106,8 @@ class Fuzzer:
             wrong = place in (1, 2) or not 0 < sizes[place] < 1 << 31
             if not wrong or (place == 3 and sizes[place] > 0):
                 return
-        first = None
-        for name in self.variants:
-            out = guarded((rows, outputs), np.float32)
-            words = [ctypes.c_int(kind), *map(ctypes.c_int64, sizes[:3]), pointer(data), pointer(values), ctypes.c_int64(sizes[3])]
-            failed = self._library.edge_rows_multiply_gguf(name.encode(), *words, pointer(out))
-            if bool(failed) != wrong:
-                raise AssertionError(f"{name}: type {kind} of {sizes} returned {failed}")
-            first = out if first is None else first
-            if not np.array_equal(out, first, equal_nan=True):
-                raise AssertionError(f"{name} differs from {self.variants[0]} at type {kind} of {sizes}")
+        words = [ctypes.c_int(kind), *map(ctypes.c_int64, sizes[:3]), pointer(data), pointer(values), ctypes.c_int64(sizes[3])]
+        self._agreed("multiply_gguf", words, (rows, outputs), f"a product of type {kind} of {sizes}", wrong=wrong)
 
     def attentions(self) -> None:
         """One attention on all variants, and with other numbers of queries at a time."""
@@ -133,19 +117,11 @@ class Fuzzer:
         window = int(random.integers(1, 200)) * int(random.integers(2))
         queries = filled(_floats(random, (fresh * heads, dim)))
         keys = [filled(_floats(random, (count, dim))) for count in (past, past, fresh, fresh)]
-        first = None
-        for name in self.variants:
-            for at_once in (16, int(random.integers(1, 17))):
-                out = guarded((fresh * heads, dim), np.float32)
-                sizes = [past, fresh, heads, dim, origin, window, at_once]
-                arrays = map(pointer, (queries, *keys))
-                if self._library.edge_rows_attend(name.encode(), *arrays, *map(ctypes.c_int64, sizes), pointer(out)):
-                    raise AssertionError(f"{name}: attention of {sizes} was refused")
-                first = out if first is None else first
-                if not np.array_equal(out, first, equal_nan=True):
-                    raise AssertionError(f"{name} differs from {self.variants[0]} at attention of {sizes}")
-        if first is not None and not np.allclose(first, _attention(queries, keys, heads, window), rtol=1e-3, atol=1e-4):
-            raise AssertionError(f"attention of {[past, fresh, heads, dim, origin, window]} is wrong")
+        sizes = [past, fresh, heads, dim, origin, window]
+        words = [*map(pointer, (queries, *keys)), *map(ctypes.c_int64, sizes)]
+        found = self._agreed("attend", words, (fresh * heads, dim), f"attention of {sizes}", batched=True)
+        if not np.allclose(found, _attention(queries, keys, heads, window), rtol=1e-3, atol=1e-4):
+            raise AssertionError(f"attention of {sizes} is wrong")
 
     def attentions_over_cells(self) -> None:
         """One attention over cells of random bytes, and again with other numbers of queries at a time."""
@@ -160,16 +136,9 @@ class Fuzzer:
         sizes = [kind, cells, rows, heads, *dims]
         if wrong := random.random() < 0.2:
             sizes[int(random.integers(1, 6))] = int(random.choice((0, -1, -(1 << 62), (1 << 63) - 1)))
-        first = None
-        for name in self.variants:
-            for at_once in (16, int(random.integers(1, 17))):
-                out = guarded((rows * heads, dims[1]), np.float32)
-                words = [*map(pointer, (queries, *stored, mask)), *map(ctypes.c_int64, (*sizes, at_once)), pointer(out)]
-                if bool(self._library.edge_rows_attend_cells(name.encode(), *words)) != wrong:
-                    raise AssertionError(f"{name}: attention over cells of {sizes} was not {'refused' if wrong else 'computed'}")
-                first = out if first is None else first
-                if not np.array_equal(out, first, equal_nan=True):
-                    raise AssertionError(f"{name} differs from {self.variants[0]} at attention over cells of {sizes}")
+        words = [*map(pointer, (queries, *stored, mask)), *map(ctypes.c_int64, sizes)]
+        what = f"attention over cells of {sizes}"
+        self._agreed("attend_cells", words, (rows * heads, dims[1]), what, wrong=wrong, batched=True)
 
     def single_values(self) -> None:
         """GELU gates and tanh of some values, also such as are no numbers."""
@@ -177,15 +146,27 @@ class Fuzzer:
         count = int(random.integers(1, 100))
         gates, values = (filled(random.integers(0, 1 << 32, count, np.uint32).view(np.float32)) for _ in range(2))
         for function, arrays in (("gate", (gates, values)), ("tanh", (gates,))):
-            first = None
-            for name in self.variants:
-                out = guarded((count,), np.float32)
-                call = getattr(self._library, f"edge_rows_{function}")
-                if call(name.encode(), *map(pointer, arrays), ctypes.c_int64(count), pointer(out)):
-                    raise AssertionError(f"{name}: {function} of {count} was refused")
-                first = out if first is None else first
-                if not np.array_equal(out, first, equal_nan=True):
-                    raise AssertionError(f"{name} differs from {self.variants[0]} at {function} of {count}")
+            self._agreed(function, [*map(pointer, arrays), ctypes.c_int64(count)], (count,), f"{function} of {count}")
+
+    def _agreed(
+        self, function: str, words: list[Any], shape: tuple[int, ...], what: str, *, wrong: bool = False, batched: bool = False
+    ) -> NDArray[np.generic]:
+        """Calls a function on all variants, `batched` with two numbers of queries at a time; returns what all of them gave.
+
+        Raises AssertionError where two differ, and where one computes what is `wrong`, or refuses what is not.
+        """
+        call = getattr(self._library, f"edge_rows_{function}")
+        found = []
+        for name in self.variants:
+            for last in ([16], [int(self._random.integers(1, 17))]) if batched else ([],):
+                found.append(guarded(shape, np.float32))
+                if bool(call(name.encode(), *words, *map(ctypes.c_int64, last), pointer(found[-1]))) != wrong:
+                    raise AssertionError(
+                        f"{name}: {what} was not {'refused' if wrong else 'computed'}{f', {last} at once' if last else ''}"
+                    )
+                if not np.array_equal(found[-1], found[0], equal_nan=True):
+                    raise AssertionError(f"{name} differs from {self.variants[0]} at {what}{f', {last} at once' if last else ''}")
+        return found[0]
 
 
 def _floats(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:

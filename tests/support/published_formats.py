@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.published.grid import BLOCK
-from edge_export.checkpoint.safetensors import to_bfloat16, widen
+from edge_export.checkpoint.safetensors import SINGLE_NAME, to_bfloat16, widen
 
 Floats = NDArray[np.float32]
 PREFIX = "model.language_model."
@@ -74,14 +74,14 @@ def to_q4_grid(folder: Path, *, off_grid: str | None = None) -> dict[str, Floats
     import torch
 
     made, values = {}, {}
-    for number, (name, tensor) in enumerate(_take(folder).items()):
+    for number, (name, tensor) in enumerate(take_tensors(folder).items()):
         made[name] = tensor.to(torch.bfloat16)
         text = "language_model" in name or ("vision" not in name and "audio" not in name)
         if tensor.dim() >= 2 and text and not tensor.shape[-1] % BLOCK and (off_grid is None or off_grid not in name):
             grid = grid_blocks(tensor.numel() // BLOCK, seed=number).reshape(tensor.shape)
             made[name] = torch.from_numpy(grid).to(torch.bfloat16)
             values[name.replace(PREFIX, "model.")] = grid
-    _put(folder, made)
+    put_tensors(folder, made)
     return values
 
 
@@ -90,7 +90,7 @@ def to_w4a16(folder: Path) -> dict[str, Floats]:
     import torch
 
     rng, made, values = np.random.default_rng(5), {}, {}
-    for name, tensor in _take(folder).items():
+    for name, tensor in take_tensors(folder).items():
         if tensor.dim() != 2 or ".layers." not in name or "language_model" not in name or tensor.shape[1] % 32:
             made[name] = tensor.to(torch.bfloat16)
             continue
@@ -104,8 +104,8 @@ def to_w4a16(folder: Path) -> dict[str, Floats]:
         made[f"{base}weight_shape"] = torch.tensor([rows, columns])
         values[name.replace(PREFIX, "model.")] = (levels * np.repeat(scales, 32, axis=1)).astype(np.float32)
     made["lm_head.weight"] = made[f"{PREFIX}embed_tokens.weight"].clone()
-    _put(folder, made)
-    _edit(folder, lambda config: config.update(quantization_config=W4A16, dtype="bfloat16"))
+    put_tensors(folder, made)
+    edit_json(folder / "config.json", lambda config: config.update(quantization_config=W4A16, dtype="bfloat16"))
     return values
 
 
@@ -114,7 +114,7 @@ def to_mobile(folder: Path, *, compressed: bool) -> dict[str, Floats]:
     import torch
 
     rng, made, values = np.random.default_rng(3), {}, {}
-    stored = {name: tensor.float() for name, tensor in _take(folder).items()}
+    stored = {name: tensor.float() for name, tensor in take_tensors(folder).items()}
     stored["lm_head.weight"] = stored[f"{PREFIX}embed_tokens.weight"]
     for name, tensor in stored.items():
         module = name.removesuffix(".weight")
@@ -137,13 +137,13 @@ def to_mobile(folder: Path, *, compressed: bool) -> dict[str, Floats]:
                 made[f"{module}.{end}"] = torch.tensor(float(rng.uniform(0.03, 0.06)))
         if "k_proj" in name:
             made[name.replace("k_proj.weight", "k_cache_scale")] = torch.tensor(0.1)
-    _put(folder, made)
+    put_tensors(folder, made)
 
     def untie(config: dict[str, Any]) -> None:
         config["text_config"]["tie_word_embeddings"] = False
         config.update(quantization_config=MOBILE_COMPRESSED if compressed else MOBILE, tie_word_embeddings=False)
 
-    _edit(folder, untie)
+    edit_json(folder / "config.json", untie)
     return values
 
 
@@ -172,8 +172,8 @@ def _mobile_rows(values: Floats, bits: int, *, parts: int) -> tuple[NDArray[np.i
     return codes, scale[:, :, 0], (codes - half).astype(np.float32) * np.repeat(scale[:, :, 0], columns // parts, axis=1)
 
 
-def _take(folder: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint, whose weight files are removed."""
+def take_tensors(folder: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint, whose weight files and index are removed."""
     from safetensors.torch import load_file
 
     tensors = {name: tensor for path in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(path).items()}
@@ -182,14 +182,15 @@ def _take(folder: Path) -> dict[str, Any]:
     return tensors
 
 
-def _put(folder: Path, tensors: dict[str, Any]) -> None:
+def put_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    """Saves tensors as one file."""
     from safetensors.torch import save_file
 
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / SINGLE_NAME, metadata={"format": "pt"})
 
 
-def _edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    change(config)
-    path.write_text(json.dumps(config))
+def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes a JSON object in its file."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    change(data)
+    path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")

@@ -29,7 +29,7 @@ def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
 
 def layers_format(request: OnnxRequest) -> WeightFormat:
     """The format of the target's layers."""
-    return _off_grid(weight_format(request.target, request), request.target, request)
+    return _target_format(request.target, request)
 
 
 def table_format(request: OnnxRequest) -> WeightFormat:
@@ -37,10 +37,11 @@ def table_format(request: OnnxRequest) -> WeightFormat:
     weights = request.embedding or request.target
     if request.mixed(weights):
         return WeightFormat(kind="blocks", spec=WeightSpec(bits=4, block=_MIXED_TABLE_BLOCK))
-    return _off_grid(weight_format(weights, request), weights, request)
+    return _target_format(weights, request)
 
 
-def _off_grid(format: WeightFormat, weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
+def _target_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
+    format = weight_format(weights, request)
     return replace(format, off_grid=weight_format("int8", request)) if request.on_grid and weights == "int4" else format
 
 

@@ -36,15 +36,15 @@ def ask_backend(
 
 
 def _llama() -> dict[str, Any]:
-    from edge_runtime.backends.llama.loader import library, library_version, system_info
+    from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
     from edge_runtime.calibration.crash_probe import cached_probes
 
     return {
         "version": library_version(),
         "system_info": system_info(),
         "probes": [asdict(one) for one in cached_probes()],
-        "row_kernels": library().row_kernels,
-        "stock_reason": library().stock_reason,
+        "row_kernels": llama_library().row_kernels,
+        "stock_reason": llama_library().stock_reason,
     }
 
 

@@ -20,7 +20,7 @@ from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_pu
 from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_devices.machine.load import LoadWatch
 from edge_devices.waiting import Waiting, silent_wait
-from edge_runtime.backends.llama.loader import library, library_version, system_info
+from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
 from edge_runtime.calibration.child_process import ask_child
 from edge_runtime.errors import BackendError, EdgeRuntimeError
 
@@ -113,7 +113,7 @@ def cached_probes() -> list[CachedProbe]:
 
 def machine_key(quantizations: Sequence[str]) -> str:
     """Returns the cache key of a result, a sha256 of the processor, the library version and build, the kernels, and the quantizations."""
-    facts = [cpu_identity(), platform.machine(), library_version(), system_info(), library().row_kernels, list(quantizations)]
+    facts = [cpu_identity(), platform.machine(), library_version(), system_info(), llama_library().row_kernels, list(quantizations)]
     return entry_key(facts)
 
 

@@ -163,7 +163,7 @@ class _PairLoader:
 
     def load_llama(self, count: int) -> Sessions:
         """Loads the bundle's GGUF files in one context with `count` sequences."""
-        from edge_runtime.backends.llama.loader import library, library_version, system_info
+        from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
 
         options = self.options
         if options.execution_provider is not None or options.keep_packed:
@@ -171,7 +171,7 @@ class _PairLoader:
         kv_type = check_kv_type(self.bundle.manifest.cache_layout, options.kv_type or self.settings.kv_type)
         repack, planned = self._check_memory(kv_type, count)
         batch, kind, use_extra_bufts, quantizations = self._open_llama(kv_type, count, repack=repack)
-        facts = (kv_type, kind, use_extra_bufts, library().row_kernels, library_version(), system_info(), *quantizations)
+        facts = (kv_type, kind, use_extra_bufts, llama_library().row_kernels, library_version(), system_info(), *quantizations)
         pair = self._measured_pair(batch.targets[0], batch.drafters[0], batch.vocabulary.bos, *facts)
         if options.threads is None:
             pair = self._with_best_threads(pair, batch)
@@ -192,7 +192,7 @@ class _PairLoader:
                     batch.vocabulary,
                     kind=kind,
                     backend="llama",
-                    kernels=library().row_kernels if use_extra_bufts else None,
+                    kernels=llama_library().row_kernels if use_extra_bufts else None,
                     costs=costs,
                     acceptance_cache=acceptance_cache,
                     fingerprint=fingerprint,

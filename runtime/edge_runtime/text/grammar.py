@@ -46,7 +46,7 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary, size: int) -> None:
         """Raises BackendError if llguidance is not installed, RequestError for a vocabulary without an end token."""
         try:
-            self._library = matcher_host.library()
+            self._library = matcher_host.llguidance_module()
         except ImportError as error:
             raise BackendError(f"constrained output needs llguidance, which is not installed; run: {INSTALL}") from error
         if not vocabulary.eog_tokens:

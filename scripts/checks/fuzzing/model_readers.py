@@ -27,14 +27,14 @@ def opened_bundle(bundle: Path | None) -> Bundle:
 
 
 def _mapped_head(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.llama.loader import library
+    from edge_runtime.backends.llama.loader import llama_library
     from edge_runtime.backends.llama.sparse_head import read_head
 
     path = folder / "head.gguf"
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        read_head(library(), path, **_HEAD)
+        read_head(llama_library(), path, **_HEAD)
 
     return read
 

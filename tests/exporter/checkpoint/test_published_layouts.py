@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
+from edge_export.checkpoint.safetensors import INDEX_NAME
 from edge_export.checkpoint.sources import mixed_training, resolve_pair
 from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, read_vocabulary
 from edge_export.errors import CheckpointError
+from published_formats import edit_json, put_tensors, take_tensors
 from tiny_members import FULL, SLIDING, write_member
 
 Folders = Callable[[str], Path]
@@ -27,20 +28,9 @@ def copy(member_folder: Folders, tmp_path: Path) -> Folders:
     return lambda name: Path(shutil.copytree(member_folder(name), tmp_path / name, dirs_exist_ok=True))
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    data = json.loads(path.read_text(encoding="utf-8"))
-    change(data)
-    path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
-
-
 def renamed(folder: Path, rename: Callable[[str], str]) -> None:
     """Saves all shards as one file, with other names."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = {rename(name): tensor for path in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(path).items()}
-    for path in folder.glob("model*"):
-        path.unlink()
-    save_file(tensors, folder / SINGLE_NAME, metadata={"format": "pt"})
+    put_tensors(folder, {rename(name): tensor for name, tensor in take_tensors(folder).items()})
 
 
 def drop_added(folder: Path, text: str) -> None:
@@ -50,7 +40,7 @@ def drop_added(folder: Path, text: str) -> None:
         tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["content"] != text]
         del tokenizer["model"]["vocab"][text]
 
-    edit(folder / "tokenizer.json", change)
+    edit_json(folder / "tokenizer.json", change)
 
 
 @pytest.mark.parametrize("half", ["e2b", "e2b-assistant"])
@@ -76,14 +66,14 @@ def test_pieces_that_both_halves_have_must_agree(half: str, member_folder: Folde
         vocabulary = tokenizer["model"]["vocab"]
         vocabulary["e"], vocabulary["t"] = vocabulary["t"], vocabulary["e"]
 
-    edit(folders[half] / "tokenizer.json", exchange)
+    edit_json(folders[half] / "tokenizer.json", exchange)
     with pytest.raises(CheckpointError, match="their tokenizers differ, first in the piece"):
         resolve_pair(str(folders["e2b"]), str(folders["e2b-assistant"]))
 
 
 def test_a_piece_that_was_not_added_may_not_be_missing(member_folder: Folders, copy: Folders) -> None:
     folder = copy("e2b-assistant")
-    edit(folder / "tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].pop("e"))
+    edit_json(folder / "tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].pop("e"))
     with pytest.raises(CheckpointError, match=r"their tokenizers differ, first in the piece 'e' \(id None against"):
         resolve_pair(str(member_folder("e2b")), str(folder))
 
@@ -137,25 +127,27 @@ def test_the_first_name_of_the_experts_size_is_read(copy: Folders) -> None:
     def first_name(config: dict[str, Any]) -> None:
         config["text_config"]["expert_intermediate_size"] = config["text_config"].pop("moe_intermediate_size")
 
-    edit(folder / "config.json", first_name)
+    edit_json(folder / "config.json", first_name)
     assert open_checkpoint(folder).architecture == plain
 
 
 def test_a_list_of_templates_gives_its_default(copy: Folders) -> None:
     folder = copy("e2b")
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    edit(folder / "tokenizer_config.json", lambda config: config.update(chat_template=templates))
+    edit_json(folder / "tokenizer_config.json", lambda config: config.update(chat_template=templates))
     assert read_vocabulary(folder).chat_template == "plain"
-    edit(folder / "tokenizer_config.json", lambda config: config.update(chat_template=templates[:1]))
+    edit_json(folder / "tokenizer_config.json", lambda config: config.update(chat_template=templates[:1]))
     assert read_vocabulary(folder).chat_template == "tools"
-    edit(folder / "tokenizer_config.json", lambda config: config.update(chat_template=[templates[0], templates[0] | {"name": "other"}]))
+    edit_json(
+        folder / "tokenizer_config.json", lambda config: config.update(chat_template=[templates[0], templates[0] | {"name": "other"}])
+    )
     with pytest.raises(CheckpointError, match="none of its 2 chat templates is named default"):
         read_vocabulary(folder)
 
 
 def test_a_per_layer_table_of_another_vocabulary_is_refused(copy: Folders) -> None:
     folder = copy("e2b")
-    edit(folder / "config.json", lambda config: config["text_config"].update(vocab_size_per_layer_input=500))
+    edit_json(folder / "config.json", lambda config: config["text_config"].update(vocab_size_per_layer_input=500))
     with pytest.raises(CheckpointError, match="vocab_size_per_layer_input is 500, not vocab_size 512: every token needs its row"):
         open_checkpoint(folder)
 
@@ -191,11 +183,11 @@ def test_an_adapter_is_to_be_merged(copy: Folders, tmp_path: Path) -> None:
 @pytest.mark.parametrize("inner", [False, True])
 def test_other_quantized_formats_are_named(section: dict[str, Any], words: str, inner: bool, copy: Folders) -> None:
     folder = copy("12b")
-    edit(folder / "config.json", lambda config: (config["text_config"] if inner else config).update(section))
+    edit_json(folder / "config.json", lambda config: (config["text_config"] if inner else config).update(section))
     with pytest.raises(CheckpointError, match=f"{words}.*which are not read; give the unquantized checkpoint"):
         open_checkpoint(folder)
     sizes = {"num_hidden_layers": 48, "hidden_size": 3840}
-    edit(folder / "config.json", lambda config: config["text_config"].update(sizes))
+    edit_json(folder / "config.json", lambda config: config["text_config"].update(sizes))
     with pytest.raises(CheckpointError, match="such as google/gemma-4-12B-it or -it-qat-q4_0-unquantized"):
         open_checkpoint(folder)
 

@@ -95,8 +95,8 @@ def test_a_memory_limit_while_a_bundle_is_opened_is_one_sentence(exported_pair: 
 import resource, sys
 from edge_runtime.cli.run import main
 import edge_runtime.backends.llama.target
-from edge_runtime.backends.llama.loader import library
-library()
+from edge_runtime.backends.llama.loader import llama_library
+llama_library()
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_AS, (size, size))
 main(sys.argv[2:])

@@ -42,7 +42,7 @@ DRAFTERS = {
 
 
 # In this process, so that a compiled matcher can be copied for each of thousands of runs.
-LIBRARY = matcher_host.library()
+LIBRARY = matcher_host.llguidance_module()
 TOKENIZER = matcher_host.new_tokenizer(LIBRARY, grammar._pieces(VOCABULARY, SIZE), [END], [grammar._STRING])
 
 

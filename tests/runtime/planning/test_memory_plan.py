@@ -37,9 +37,9 @@ import json, re, sys
 from pathlib import Path
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.open import open_pair
-from edge_runtime.backends.llama.loader import library
+from edge_runtime.backends.llama.loader import llama_library
 target, drafter, kv_type, context, sequences = sys.argv[1:]
-log, sizes = library().log, {}
+log, sizes = llama_library().log, {}
 add = log.add
 def watch(level, text):
     if found := re.search(r"(\\w+) buffer size = *([\\d.]+) MiB", text):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_runtime.backends.kernels import loader as library
+from edge_runtime.backends.kernels import loader
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import RequestError
 from edge_runtime.session.batch import Sessions
@@ -195,7 +195,7 @@ def test_long_texts_beside_each_other_slide_their_windows(several: Sessions) -> 
     assert [g.tokens for g in together] == alone
 
 
-@pytest.mark.skipif(not library.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
+@pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
 def test_rows_are_exact_where_the_kernels_run(exported_pair: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from edge_export.pipeline.export import export_pair
     from edge_export.pipeline.request import ExportRequest

@@ -15,7 +15,7 @@ NAME = "libedge_rows.dylib" if sys.platform == "darwin" else "libedge_rows.so"
 _NAMES_BYTES = 256
 
 
-def library_path() -> Path | None:
+def kernels_path() -> Path | None:
     """Returns the compiled library; None where there is none, no variant for this processor, or it is switched off."""
     return FOLDER / NAME if variant() is not None else None
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.llama.loader import LlamaLibrary, library
+from edge_runtime.backends.llama.loader import LlamaLibrary, llama_library
 from edge_runtime.bundle.gguf_gemma4 import check_model
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
@@ -212,7 +212,7 @@ class LlamaModel:
 
     def __init__(self, path: Path, architecture: str, options: LlamaOptions) -> None:
         """Raises BackendError if the file is not sound, of another architecture, or does not load."""
-        self._library = library()
+        self._library = llama_library()
         self._api = self._library.api
         self._pointer: Any = None
         self.header = check_model(path, architecture)

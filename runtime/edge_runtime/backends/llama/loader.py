@@ -84,7 +84,7 @@ class LlamaLibrary:
 
 
 @functools.cache
-def library() -> LlamaLibrary:
+def llama_library() -> LlamaLibrary:
     """Loads and checks llama-cpp-python once. Raises BackendError if it is missing, of another version, or lacks a symbol."""
     try:
         import llama_cpp
@@ -156,12 +156,12 @@ def check_symbols(staging: Any, version: str) -> None:
 
 def library_version() -> str:
     """Returns the version of llama-cpp-python, e.g. "0.3.36"."""
-    return library().version
+    return llama_library().version
 
 
 def system_info() -> str:
     """Returns llama.cpp's own line about the instruction sets it was built for and found."""
-    text: bytes = library().api.llama_print_system_info()
+    text: bytes = llama_library().api.llama_print_system_info()
     return text.decode("utf-8", "replace").strip()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.loader import library_path
+from edge_runtime.backends.kernels.loader import kernels_path
 from edge_runtime.backends.onnx.prepacked import PackingPlace, packed_graph, well_placed
 from edge_runtime.backends.onnx.row_kernels.rewrite import with_row_kernels
 from edge_runtime.errors import BackendError, RequestError
@@ -51,7 +51,7 @@ class SessionOptions:
 
 
 @cache
-def library() -> Any:
+def onnxruntime_module() -> Any:
     """The onnxruntime module. Raises BackendError if it is missing."""
     try:
         import onnxruntime
@@ -72,12 +72,12 @@ def check_version(*, static: bool) -> None:
 
 def execution_providers() -> list[str]:
     """Returns the execution providers of this onnxruntime by the names that `provider_and_device` takes. BackendError if it is missing."""
-    return [name.removesuffix("ExecutionProvider").lower() for name in library().get_available_providers()]
+    return [name.removesuffix("ExecutionProvider").lower() for name in onnxruntime_module().get_available_providers()]
 
 
 def library_version() -> str:
     """Returns onnxruntime's version, e.g. "1.31.1". BackendError if it is missing."""
-    return str(library().__version__)
+    return str(onnxruntime_module().__version__)
 
 
 def provider_and_device(name: str | None) -> tuple[str, str | None]:
@@ -95,7 +95,7 @@ def provider_and_device(name: str | None) -> tuple[str, str | None]:
 
 
 def _provider_named(name: str) -> str:
-    there: list[str] = library().get_available_providers()
+    there: list[str] = onnxruntime_module().get_available_providers()
     for provider in there:
         if name.lower() in (provider.lower(), provider.removesuffix("ExecutionProvider").lower()):
             return provider
@@ -130,7 +130,7 @@ class Graph:
 
 def _open_fastest(path: Path, options: SessionOptions) -> tuple[Any, int]:
     """Opens a graph on the project's own kernels, or with stock operators; returns how many nodes run on the kernels."""
-    kernels = library_path() if options.provider == CPU and options.packing is None else None
+    kernels = kernels_path() if options.provider == CPU and options.packing is None else None
     if kernels is not None:
         model, replaced = with_row_kernels(path.read_bytes())
         if replaced:
@@ -165,7 +165,7 @@ def _packed(path: Path, options: SessionOptions) -> Path:
 
     # At most all data files of the pair: which of their bytes a graph names, onnxruntime does not say.
     data_bytes = sum(file.stat().st_size for file in path.parent.glob("*.onnx_data"))
-    return packed_graph(path, data_bytes, options.packing, library().__version__, save)
+    return packed_graph(path, data_bytes, options.packing, onnxruntime_module().__version__, save)
 
 
 def _opens(path: Path, options: SessionOptions) -> bool:
@@ -186,7 +186,7 @@ def _open(
     kernels: Path | None = None,
 ) -> Any:
     """Opens the graph at `path`, or `model` in its place, which needs the operators of the library `kernels`."""
-    ort = library()
+    ort = onnxruntime_module()
     settings = ort.SessionOptions()
     settings.log_severity_level = _SEVERITY
     settings.intra_op_num_threads = options.threads
@@ -264,7 +264,7 @@ class Call:
 
 def value_over(array: NDArray[Any]) -> Any:
     """A value that is the array's own memory: what is written to one is in the other. `array` is contiguous and must be kept alive."""
-    value = library().OrtValue.ortvalue_from_numpy(array)
+    value = onnxruntime_module().OrtValue.ortvalue_from_numpy(array)
     if value.data_ptr() != array.ctypes.data:
         raise BackendError("this onnxruntime copies arrays instead of using their memory; the K/V cache cannot be shared, update it")
     return value

@@ -59,7 +59,7 @@ class Matcher(Protocol):
         """Removes the newest tokens."""
 
 
-def library() -> Any:
+def llguidance_module() -> Any:
     """The llguidance module. Raises ImportError if it is not installed."""
     import llguidance
 
@@ -91,7 +91,7 @@ def prepare(setup: bytes) -> tuple[Any, Any]:
         tokens.append(setup[place : place + size])
         place += size
     ends = list(numbers[:end_count])
-    llguidance = library()
+    llguidance = llguidance_module()
     return llguidance, new_tokenizer(llguidance, tokens, ends, slices)
 
 

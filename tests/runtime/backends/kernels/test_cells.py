@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels import loader as library
+from edge_runtime.backends.kernels import loader
 from row_calls import CELL_BLOCKS, Array, Call, cell_attention, cell_rows, cell_values
 
-VARIANTS = library.usable_variants()
+VARIANTS = loader.usable_variants()
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="the row kernels were not built: pip install -e . builds them")
 HALF = 0
 HEADS = 3

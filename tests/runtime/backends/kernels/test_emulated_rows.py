@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_runtime.backends.kernels import loader as library
+from edge_runtime.backends.kernels import loader
 from emulated import QEMU
 from row_calls import (
     CELL_BLOCKS,
@@ -29,7 +29,7 @@ from row_calls import (
 pytest.importorskip("ziglang", reason="needs edge-mtp[export], which has the compiler")
 if shutil.which(QEMU) is None:
     pytest.skip(f"needs {QEMU} (apt install qemu-user-static)", allow_module_level=True)
-if not library.usable_variants():
+if not loader.usable_variants():
     pytest.skip("the row kernels were not built: pip install -e . builds them", allow_module_level=True)
 
 from edge_runtime.backends.kernels.build import compile_objects, run_compiler
@@ -111,7 +111,7 @@ def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, vari
     made = list(calls())
     words = b"".join(call.written(variant) for call in made)
     ended = subprocess.run([QEMU, "-cpu", cpu, str(driver)], input=words, capture_output=True, timeout=300, check=True)
-    wanted = [call.here(library.usable_variants()[0]) for call in made]
+    wanted = [call.here(loader.usable_variants()[0]) for call in made]
     assert len(ended.stdout) == sum(array.nbytes for array in wanted)
     at = 0
     for call, array in zip(made, wanted, strict=True):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels import loader as library
+from edge_runtime.backends.kernels import loader
 from row_calls import gate, tanh_of
 
-VARIANTS = library.usable_variants()
+VARIANTS = loader.usable_variants()
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="the row kernels were not built: pip install -e . builds them")
 VALUES = np.concatenate([np.linspace(-12, 12, 5003), np.logspace(-30, 0, 61), -np.logspace(-30, 0, 61)]).astype(np.float32)
 

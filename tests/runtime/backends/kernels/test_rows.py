@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels import loader as library
+from edge_runtime.backends.kernels import loader
 from row_calls import GGUF_BLOCKS, Q4_K, Q6_K, gguf_multiplication, gguf_weights, multiplication
 
-KERNELS = library.load_library()
+KERNELS = loader.load_library()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the row kernels were not built: pip install -e . builds them")
-VARIANTS = library.usable_variants()
+VARIANTS = loader.usable_variants()
 # Tails of a tile, one block, several blocks, more tiles than a register group.
 SHAPES = [(1, 1), (5, 1), (16, 2), (33, 3), (100, 4), (257, 2)]
 BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 17, 24, 29)
@@ -164,10 +164,10 @@ def test_gguf_weights_no_kernel_takes_are_refused(change: dict[int, int]) -> Non
 
 
 def test_the_variable_names_a_variant_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(library.VARIABLE, raising=False)
-    assert library.variant() == VARIANTS[0]
-    monkeypatch.setenv(library.VARIABLE, VARIANTS[-1])
-    assert library.variant() == VARIANTS[-1]
-    monkeypatch.setenv(library.VARIABLE, "none")
-    assert library.variant() is None
-    assert library.library_path() is None
+    monkeypatch.delenv(loader.VARIABLE, raising=False)
+    assert loader.variant() == VARIANTS[0]
+    monkeypatch.setenv(loader.VARIABLE, VARIANTS[-1])
+    assert loader.variant() == VARIANTS[-1]
+    monkeypatch.setenv(loader.VARIABLE, "none")
+    assert loader.variant() is None
+    assert loader.kernels_path() is None

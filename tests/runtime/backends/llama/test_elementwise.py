@@ -14,10 +14,10 @@ pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.kernels.loader import usable_variants
-from edge_runtime.backends.llama.loader import library
+from edge_runtime.backends.llama.loader import llama_library
 from row_calls import gate, tanh_of
 
-pytestmark = pytest.mark.skipif(library().row_kernels is None, reason=f"stock kernels run: {library().stock_reason}")
+pytestmark = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
 F32, MEMORY = 0, 32 << 20
 Array = NDArray[np.float32]
 
@@ -29,7 +29,7 @@ class Parameters(ctypes.Structure):
 
 
 def function(name: str, *kinds: Any, returns: Any = ctypes.c_void_p) -> Any:
-    found = getattr(library().api._lib, name)  # with the libraries that it was loaded with
+    found = getattr(llama_library().api._lib, name)  # with the libraries that it was loaded with
     found.argtypes, found.restype = kinds, returns
     return found
 

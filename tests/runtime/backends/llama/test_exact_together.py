@@ -12,7 +12,7 @@ from silent import Silent
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.loader import library
+from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.decoding.sampling import SamplingParams
@@ -21,7 +21,7 @@ from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.session import Session
 
 PAIR = Path(__file__).parents[4] / "exporter" / "edge_export" / "reference_pair"
-pytestmark = pytest.mark.skipif(library().row_kernels is None, reason=f"stock kernels run: {library().stock_reason}")
+pytestmark = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
 PROMPTS = [
     "class Stack:\n    def push(",
     "def add(a, b):\n    return",

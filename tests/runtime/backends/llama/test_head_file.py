@@ -11,14 +11,14 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_runtime.backends.llama.loader import library
+from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.sparse_head import HeadWeights, read_head
 from edge_runtime.errors import BackendError
 from tiny_head import KEYS, SIZES, TOP, VOCABULARY, head_arrays, write_head_file, write_tensors
 
 
 def read(path: Path, **changes: int) -> HeadWeights:
-    return read_head(library(), path, **{**SIZES, **changes})
+    return read_head(llama_library(), path, **{**SIZES, **changes})
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

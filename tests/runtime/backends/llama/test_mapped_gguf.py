@@ -12,7 +12,7 @@ pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_runtime.backends.llama.ggml_graph import GgmlContext
-from edge_runtime.backends.llama.loader import library
+from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.mapped_gguf import MappedTensor, map_gguf
 from edge_runtime.errors import BackendError
 
@@ -36,7 +36,7 @@ def quantized(kind: Any) -> Any:
 
 
 def opened(path: Path, tensor: str = NAME, count: int = COUNT, width: int = WIDTH) -> MappedTensor:
-    return map_gguf(library(), path, (tensor,)).tensor(tensor, (width, count))
+    return map_gguf(llama_library(), path, (tensor,)).tensor(tensor, (width, count))
 
 
 def write(path: Path, kind: Any, data: Any) -> Path:
@@ -55,7 +55,7 @@ def test_rows_are_bit_for_bit_gguf_s(tmp_path: Path, name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     data = quantized(kind)
     wanted = gguf.quants.dequantize(data, kind)
-    context = GgmlContext(library())
+    context = GgmlContext(llama_library())
     index = context.numbers(1)
     row = context.row(context.mapped(opened(write(tmp_path / "model.gguf", kind, data))), index)
     graph = context.graph(row)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_runtime.backends.llama.loader import library
+from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.mapped_gguf import map_gguf
 from edge_runtime.backends.llama.sparse_head import SparseHead, read_head
 from edge_runtime.errors import BackendError
@@ -28,8 +28,8 @@ def table() -> Any:
 def opened(tmp_path: Path, arrays: dict[str, Any], top: int = TOP, rows: str = "F16", threads: int = 1) -> SparseHead:
     head = write_head_file(tmp_path / "head", arrays, KEYS | {"drafter_head.top_centroids": top}, rows)
     embedding = write_tensors(tmp_path / "target", {"token_embd.weight": table()}, {}, {})
-    found = map_gguf(library(), embedding, ("token_embd.weight",)).tensor("token_embd.weight", (TARGET, VOCABULARY))
-    return SparseHead(library(), read_head(library(), head, **SIZES), found, threads)
+    found = map_gguf(llama_library(), embedding, ("token_embd.weight",)).tensor("token_embd.weight", (TARGET, VOCABULARY))
+    return SparseHead(llama_library(), read_head(llama_library(), head, **SIZES), found, threads)
 
 
 def outputs(count: int) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_runtime.backends.llama import loader as llama_library
+from edge_runtime.backends.llama import loader
 from edge_runtime.backends.llama.context import LlamaOptions, load_model
 from edge_runtime.backends.llama.drafter import LlamaDrafter
 from edge_runtime.backends.llama.open import open_pair
@@ -142,7 +142,7 @@ def test_prefill_may_have_any_length_and_equals_verify(target: LlamaTarget) -> N
 
 
 def test_the_drafter_reads_the_target_s_memory(target: LlamaTarget, drafter: LlamaDrafter) -> None:
-    library = llama_library.library()
+    library = loader.llama_library()
     assert library.staging.llama_get_ctx_other(drafter._pointer) == target.shared._pointer
     own_view = library.api.llama_get_memory(drafter._pointer)
     for length in (40, 7):
@@ -294,7 +294,7 @@ def test_files_that_do_not_load(reference_pair: Any, tmp_path: Path) -> None:
 
 def test_llama_cpp_still_says_that_it_could_not_allocate() -> None:
     """`load_model` chooses its advice by this word, since llama.cpp has no error code; see llama-model.cpp and ggml-backend.cpp."""
-    folder = Path(llama_library.library().api._lib._name).parent
+    folder = Path(loader.llama_library().api._lib._name).parent
     texts = {b"unable to allocate %s buffer": "libllama", b"failed to allocate buffer of size": "libggml-base"}
     for text, stem in texts.items():
         (file, *_) = folder.glob(f"{stem}.*")
@@ -316,7 +316,7 @@ def test_a_drafter_of_another_target_is_refused(reference_pair: Any, target: Lla
 
 
 def test_a_library_that_shares_no_memory_is_refused(reference_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_library.library().staging, "llama_get_ctx_other", lambda _: None)
+    monkeypatch.setattr(loader.llama_library().staging, "llama_get_ctx_other", lambda _: None)
     with pytest.raises(BackendError, match="a KV cache of its own"):
         open_pair(reference_pair.target, reference_pair.drafter, options())
 
@@ -347,23 +347,23 @@ def test_other_library_versions_are_refused(version: str) -> None:
     with pytest.raises(
         BackendError, match=r"is .*, but the MTP interface is supported for 0.3.36 only; run: pip install 'edge-mtp\[llama\]'"
     ):
-        llama_library.check_version(version)
+        loader.check_version(version)
 
 
 def test_missing_symbols_are_named() -> None:
-    staging = SimpleNamespace(**dict.fromkeys(llama_library.STAGING_SYMBOLS[:3]))
+    staging = SimpleNamespace(**dict.fromkeys(loader.STAGING_SYMBOLS[:3]))
     with pytest.raises(BackendError, match="lacks llama_get_ctx_other; run"):
-        llama_library.check_symbols(staging, "0.3.36")
+        loader.check_symbols(staging, "0.3.36")
 
 
 def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(BackendError, match=r"llama-cpp-python is not installed .*; run: pip install 'edge-mtp\[llama\]'"):
-        llama_library.library.__wrapped__()
+        loader.llama_library.__wrapped__()
 
 
 def test_the_log_quotes_the_first_error_and_joins_continued_lines() -> None:
-    ring = llama_library.LogRing()
+    ring = loader.LogRing()
     assert ring.error() == ""
     for level, text in [(2, "info\n"), (4, "load_one: bad "), (5, "magic\n"), (4, "load_all: failed\n")]:
         ring.add(level, text)

@@ -15,7 +15,7 @@ ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from onnx import TensorProto, helper
 
-from edge_runtime.backends.kernels import loader as library
+from edge_runtime.backends.kernels import loader
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
 from edge_runtime.backends.onnx.row_kernels.attention import READER, STOCK_ATTENTION, WRITER
 from edge_runtime.backends.onnx.row_kernels.messages import DOMAIN
@@ -24,7 +24,7 @@ from edge_runtime.bundle.bundle import open_bundle
 
 Bundles = Callable[[str], Path]
 Arrays = dict[str, NDArray[Any]]
-pytestmark = pytest.mark.skipif(not library.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
+pytestmark = pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
 HEADS, KV_HEADS, DIM, CAPACITY = 4, 2, 48, 320
 INPUTS = {
     "q": (TensorProto.FLOAT, [1, "t", HEADS * DIM]),
@@ -62,7 +62,7 @@ def model(window: int, *, writes: bool, **changes: Any) -> bytes:
 def session(graph: bytes) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 2, 4
-    options.register_custom_ops_library(str(library.library_path()))
+    options.register_custom_ops_library(str(loader.kernels_path()))
     return ort.InferenceSession(graph, options)
 
 
@@ -103,8 +103,8 @@ def test_attention_on_buffers_is_that_of_the_stock_operator(window: int, writes:
 
 def test_a_rows_attention_has_the_same_bits_in_every_batch_and_on_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for variant in library.usable_variants():
-        monkeypatch.setenv(library.VARIABLE, variant)
+    for variant in loader.usable_variants():
+        monkeypatch.setenv(loader.VARIABLE, variant)
         ours = session(with_row_kernels(model(150, writes=True))[0])
         found.append({(past, n): ours.run(["y"], drawn(past, n))[0][0] for past in (0, 100, 123, 250) for n in (1, 2, 5, 8, 13, 60)})
     for some in found:
@@ -117,8 +117,8 @@ def test_what_is_no_number_reaches_the_result(name: str, monkeypatch: pytest.Mon
     inputs = drawn(200, 3)
     inputs[name] = inputs[name].copy()
     inputs[name][..., 100 if name != "q" else 1, 7] = np.nan
-    for variant in library.usable_variants():
-        monkeypatch.setenv(library.VARIABLE, variant)
+    for variant in loader.usable_variants():
+        monkeypatch.setenv(loader.VARIABLE, variant)
         result = session(with_row_kernels(model(-1, writes=True))[0]).run(["y"], inputs)[0][0]
         assert np.isnan(result[1]).any(), variant
         assert name != "q" or not np.isnan(result[[0, 2]]).any(), variant

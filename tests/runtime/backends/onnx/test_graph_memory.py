@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 from onnx import TensorProto, helper, numpy_helper
 
 from edge_devices.files.protobuf_wire import bytes_field
-from edge_runtime.backends.onnx.loader import library
+from edge_runtime.backends.onnx.loader import onnxruntime_module
 from edge_runtime.backends.onnx.open import check_pair_memory, open_onnx
 from edge_runtime.backends.onnx.target import OrtOptions, pair_of
 from edge_runtime.backends.onnx_memory import peak
@@ -103,7 +103,7 @@ def test_shapes_are_those_of_onnxruntime(tmp_path: Path, operator: str, arrays: 
     path = saved(tmp_path, [node], {}, dict(zip(names, arrays, strict=True)), [])
     model = onnx.load(path)
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in outputs)
-    given = library().InferenceSession(onnx.shape_inference.infer_shapes(model).SerializeToString()).run(None, {})
+    given = onnxruntime_module().InferenceSession(onnx.shape_inference.infer_shapes(model).SerializeToString()).run(None, {})
     parsed = parse_graph(path.read_bytes())
     values = [Value(array.shape, parsed.constants[name.encode()].items) for name, array in zip(names, arrays, strict=True)]
     computed = output_values(parsed.nodes[0], values)

@@ -13,7 +13,7 @@ ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from onnx import TensorProto, helper
 
-from edge_runtime.backends.kernels import loader as library
+from edge_runtime.backends.kernels import loader
 from edge_runtime.backends.onnx import loader as ort_library
 from edge_runtime.backends.onnx.row_kernels.gates import GATED
 from edge_runtime.backends.onnx.row_kernels.messages import DOMAIN
@@ -22,7 +22,7 @@ from edge_runtime.backends.onnx.row_kernels.rewrite import with_row_kernels
 from edge_runtime.session.open import open_session
 
 Bundles = Callable[[str], Path]
-built = pytest.mark.skipif(not library.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
+built = pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
 
 
 def product(*extra: str, k: int = 64, block: int = 32, bits: int = 4) -> onnx.NodeProto:
@@ -124,10 +124,10 @@ def test_gates_have_stock_numbers_and_a_rows_bits_in_every_batch_and_on_every_va
     options = ort.SessionOptions()
     options.intra_op_num_threads = 2
     stock = ort.InferenceSession(model, options).run(None, {"x": rows})[0]
-    options.register_custom_ops_library(str(library.library_path()))
+    options.register_custom_ops_library(str(loader.kernels_path()))
     first = None
-    for variant in library.usable_variants():
-        monkeypatch.setenv(library.VARIABLE, variant)
+    for variant in loader.usable_variants():
+        monkeypatch.setenv(loader.VARIABLE, variant)
         ours = ort.InferenceSession(with_row_kernels(model)[0], options)
         found = {count: ours.run(None, {"x": rows[:count]})[0] for count in (0, 1, 5, 8, 13, 16, 17, 300)}
         np.testing.assert_allclose(found[300], stock, atol=1e-4)
@@ -151,7 +151,7 @@ def test_a_bundle_drafts_and_verifies_on_the_kernels(onnx_pair: Bundles, weights
     with open_session(folder, threads=1) as session:
         fast = session.generate("class Stack:", max_tokens=24, draft_length=3).text()
     assert all(opened)
-    monkeypatch.setenv(library.VARIABLE, "none")
+    monkeypatch.setenv(loader.VARIABLE, "none")
     with open_session(folder, threads=1) as session:
         stock = session.generate("class Stack:", max_tokens=24, draft_length=0).text()
     assert fast[:16] == stock[:16]
