@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from edge_runtime.bench.cli import main
+from edge_bench.cli import main
 
 if __name__ == "__main__":
     if not {"--adb", "--ssh", "--fleet", "--compare", "--help"} & {word.partition("=")[0] for word in sys.argv}:

@@ -19,9 +19,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench_records import ONE_OF_EACH
-from edge_runtime.bench import cli
-from edge_runtime.bench.devices import remote_run as remote
-from edge_runtime.bench.measure.records import Records, Run, read_records
+from edge_bench import cli
+from edge_bench.devices import remote_run as remote
+from edge_bench.measure.records import Records, Run, read_records
 from fake_phone import PI, FakePhone
 from phones import Desk
 from silent import Silent

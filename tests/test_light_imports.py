@@ -33,7 +33,7 @@ HEAVY = {
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("package", ["edge_runtime", "edge_devices", "edge_export"])
+@pytest.mark.parametrize("package", ["edge_runtime", "edge_bench", "edge_devices", "edge_export"])
 def test_importing_a_package_brings_nothing_heavy(package):
     code = f"import json, sys, {package}; print(json.dumps(sorted(m.split('.')[0] for m in sys.modules)))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -43,13 +43,13 @@ def test_importing_a_package_brings_nothing_heavy(package):
     assert not HEAVY & loaded
 
 
-@pytest.mark.parametrize("package", ["edge_runtime", "edge_devices", "edge_export"])
+@pytest.mark.parametrize("package", ["edge_runtime", "edge_bench", "edge_devices", "edge_export"])
 def test_public_names_exist(package):
     module = importlib.import_module(package)
     assert [n for n in module.__all__ if not hasattr(module, n)] == []
 
 
-@pytest.mark.parametrize("package", ["exporter/edge_export", "runtime/edge_runtime", "devices/edge_devices"])
+@pytest.mark.parametrize("package", ["exporter/edge_export", "runtime/edge_runtime", "runtime/edge_bench", "devices/edge_devices"])
 def test_one_heavy_library_has_one_importing_module(package):
     importers: dict[str, set[str]] = {}
     for path in (ROOT / package).rglob("*.py"):

@@ -12,7 +12,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_devices.command_line import CommandWithModes
 from edge_export.cli.command import main as export
-from edge_runtime.bench.cli import main as bench
+from edge_bench.cli import main as bench
 from edge_runtime.cli import run as cli
 from scripted import make_session
 

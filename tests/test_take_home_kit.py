@@ -17,10 +17,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from device_power import DevicePower, pmic, rails
-from edge_runtime.bench import cli
-from edge_runtime.bench.contribution.record import check_record
-from edge_runtime.bench.contribution.rules import invalid
-from edge_runtime.bench.devices import remote_run
+from edge_bench import cli
+from edge_bench.contribution.record import check_record
+from edge_bench.contribution.rules import invalid
+from edge_bench.devices import remote_run
 from fake_phone import PI, FakePhone
 from phones import Desk
 from ssh_host import SshHost

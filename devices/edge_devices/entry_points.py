@@ -30,7 +30,7 @@ def edge_run() -> NoReturn:
 
 def edge_bench() -> NoReturn:
     """Runs `edge-bench`."""
-    run("edge_runtime.bench.cli", "edge-bench")
+    run("edge_bench.cli", "edge-bench")
 
 
 def edge_export() -> NoReturn:

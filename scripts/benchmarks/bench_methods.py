@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench_sources import TraceRule, edits, interval, quotes, random_schema
-from edge_runtime.bench.measure.prompts import DOMAINS, prepare, shipped_prompts
+from edge_bench.measure.prompts import DOMAINS, prepare, shipped_prompts
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import Fixed

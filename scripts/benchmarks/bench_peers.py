@@ -20,14 +20,14 @@ from pathlib import Path
 import click
 
 from edge_devices.command_line import one_sentence_errors
-from edge_runtime.bench.measure.records import read_records
-from edge_runtime.bench.measure.variants import FIXED, OURS, PLAIN
-from edge_runtime.bench.report.figures import Figures, Row, figures
-from edge_runtime.bench.report.tables import machine_line, ratio_text
+from edge_bench.measure.records import read_records
+from edge_bench.measure.variants import FIXED, OURS, PLAIN
+from edge_bench.report.figures import Figures, Row, figures
+from edge_bench.report.tables import machine_line, ratio_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = ROOT / "exporter" / "edge_export" / "reference_pair"
-EDGE_BENCH = [sys.executable, "-c", "from edge_runtime.bench.cli import main; main(prog_name='edge-bench')"]
+EDGE_BENCH = [sys.executable, "-c", "from edge_bench.cli import main; main(prog_name='edge-bench')"]
 EDGE_EXPORT = [sys.executable, "-c", "from edge_export.cli.command import main; main(prog_name='edge-export')"]
 
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from edge_runtime.bench.measure.prompts import DOMAINS, prepare, shipped_prompts
+from edge_bench.measure.prompts import DOMAINS, prepare, shipped_prompts
 from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_match
 from edge_runtime.decoding.acceptance_rules import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode

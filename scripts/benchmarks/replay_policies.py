@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from edge_runtime.bench.measure.prompts import DOMAINS, prepare, read_prompts, shipped_prompts
+from edge_bench.measure.prompts import DOMAINS, prepare, read_prompts, shipped_prompts
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.decoding.acceptance import VerifyResult, accept_greedy
 from edge_runtime.decoding.acceptance_rules import GreedyRule

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edge_runtime.bench.measure.records import SCHEMA, Concurrency, CostRecord, Header, KvTypeCost, Memory, ModelFile, Note, Record, Run
-from edge_runtime.bench.measure.variants import BASELINE, FIXED, LLAMA_CPP, OURS, PLAIN, Variant
+from edge_bench.measure.records import SCHEMA, Concurrency, CostRecord, Header, KvTypeCost, Memory, ModelFile, Note, Record, Run
+from edge_bench.measure.variants import BASELINE, FIXED, LLAMA_CPP, OURS, PLAIN, Variant
 
 # Options of edge-bench for a run of seconds: one domain, one draft length, each request once; tests add their own --max-tokens.
 ONE_OF_EACH = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from edge_devices.transports.adb import AdbTransport
-from edge_runtime.bench import cli
+from edge_bench import cli
 from fake_adbd import FakeAdbd
 
 

@@ -10,7 +10,7 @@ from bench_records import whole_benchmark
 from edge_devices.energy.protocol import Plan, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.run_log import write_log
-from edge_runtime.bench.measure.records import line_of
+from edge_bench.measure.records import line_of
 from simulated_session import SimulatedMachine
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,7 +27,7 @@ mv runs.jsonl.partial runs.jsonl
 tail -n +4 "$here/records.jsonl" >> runs.jsonl
 case "$*" in *--energy*) cp "$here/energy.jsonl" . ;; esac
 """
-REAL_BENCH = '#!/bin/sh\nexec "${0%/*}/edge-python" -m edge_runtime.bench "$@"\n'
+REAL_BENCH = '#!/bin/sh\nexec "${0%/*}/edge-python" -m edge_bench "$@"\n'
 
 
 def _energy(path: Path) -> None:

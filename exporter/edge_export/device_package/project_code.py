@@ -14,7 +14,7 @@ from edge_export.device_package.wheels import DISTRIBUTION, own_licence
 from edge_export.errors import PackageError
 from edge_runtime.backends.kernels.build import TARGETS, build
 
-_LIGHT = ("edge_runtime", "edge_devices")
+_LIGHT = ("edge_bench", "edge_runtime", "edge_devices")
 
 
 # The kernels that are compiled here are for this machine; their sources are not needed on a device.

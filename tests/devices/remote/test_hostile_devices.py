@@ -19,8 +19,8 @@ from edge_devices.transports.base import prepare_folder, shell
 from edge_devices.transports.file_sync import free_bytes
 from edge_devices.transports.jobs import JobState, poll_job, start_job, stop_job
 from edge_devices.transports.ssh import PREFIX, _clear_old_sockets
-from edge_runtime.bench.report.tables import TextTable
-from edge_runtime.bench.report.terminal import note, print_tables
+from edge_bench.report.tables import TextTable
+from edge_bench.report.terminal import note, print_tables
 from local_transport import LocalTransport
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07Pixel\x9b1m"

@@ -17,9 +17,9 @@ from bench_records import fixed, whole_benchmark
 from edge_devices.energy.protocol import Plan, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.run_log import write_log
-from edge_runtime.bench import cli
-from edge_runtime.bench.measure.record_file import RecordFile
-from edge_runtime.bench.measure.records import read_records
+from edge_bench import cli
+from edge_bench.measure.record_file import RecordFile
+from edge_bench.measure.records import read_records
 from edge_runtime.errors import BackendError
 from simulated_session import SimulatedMachine
 
@@ -174,7 +174,7 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 def test_ctrl_c_at_a_real_run(exported_pair, probe_memory, tmp_path):
     runs = tmp_path / "run.jsonl"
-    code = "from edge_runtime.bench.cli import main; main()"
+    code = "from edge_bench.cli import main; main()"
     options = ["--domains", "code", "--lengths", "2", "--policies", "none", "--drafters", "dense", "--repeats", "999", "--max-tokens", "8"]
     command = [sys.executable, "-c", code, exported_pair, *options, "--threads", "1", "--check", "none", "--runs", runs]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

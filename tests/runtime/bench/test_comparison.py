@@ -11,10 +11,10 @@ from bench_records import whole_benchmark
 from edge_devices.energy.intervals import of_error
 from edge_devices.energy.report import Report, Variant
 from edge_devices.meters.base import Scope
-from edge_runtime.bench.devices.comparison import comparison_tables
-from edge_runtime.bench.devices.results import DeviceResult
-from edge_runtime.bench.measure.records import collect
-from edge_runtime.bench.report.figures import figures
+from edge_bench.devices.comparison import comparison_tables
+from edge_bench.devices.results import DeviceResult
+from edge_bench.measure.records import collect
+from edge_bench.report.figures import figures
 
 
 def result(device: str, scope: Scope | None = None, *, estimate: bool = False, joules: float = 1.0) -> DeviceResult:
@@ -60,7 +60,7 @@ def test_scopes_are_never_mixed() -> None:
 
 def test_parquet_keeps_scopes_apart_and_replaces_a_run(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="needs edge-mtp[fleet]")
-    from edge_runtime.bench.devices.parquet import fleet_tables, write_parquet
+    from edge_bench.devices.parquet import fleet_tables, write_parquet
 
     for one in (result("phone", Scope.DEVICE, joules=2.0), result("laptop", Scope.PACKAGE), result("phone", Scope.DEVICE, joules=4.0)):
         write_parquet(tmp_path, one)

@@ -20,12 +20,12 @@ from edge_devices.energy.virtual_meters import PendingExternalMeter
 from edge_devices.machine.state import DeviceState
 from edge_devices.meters.base import Kind
 from edge_devices.meters.trace import Trace
-from edge_runtime.bench.cli import main
-from edge_runtime.bench.measure.energy import is_energy_log, measure_energy, read_energy
+from edge_bench.cli import main
+from edge_bench.measure.energy import is_energy_log, measure_energy, read_energy
 from simulated_session import SimulatedMachine
 
 pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
-from edge_runtime.bench.report.energy_plots import energy_plots, power_curve
+from edge_bench.report.energy_plots import energy_plots, power_curve
 
 HOSTILE = "</svg><script>alert(1)</script>$\\frac{1}$"
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 import phones
 from bench_records import whole_benchmark
-from edge_runtime.bench import cli
-from edge_runtime.bench.measure.records import Run
+from edge_bench import cli
+from edge_bench.measure.records import Run
 from stub_bundle import stub_bundle
 from stub_package import ROOT, stub_package
 
@@ -24,7 +24,7 @@ pytest.importorskip("pyarrow", reason="needs edge-mtp[fleet]")
 pytestmark = pytest.mark.slow
 WORKER = """
 import sys
-from edge_runtime.bench.devices import remote_run
+from edge_bench.devices import remote_run
 remote_run.POLL_SECONDS = 0.3
 from distributed.cli.dask_worker import main
 main(sys.argv[1:])

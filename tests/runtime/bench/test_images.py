@@ -13,10 +13,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from bench_records import header
-from edge_runtime.bench.measure.records import collect, line_of
-from edge_runtime.bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
-from edge_runtime.bench.report.figures import figures
-from edge_runtime.bench.report.tables import all_tables
+from edge_bench.measure.records import collect, line_of
+from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
+from edge_bench.report.figures import figures
+from edge_bench.report.tables import all_tables
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import VisionSize
 from edge_runtime.cli.plan import measure_plan, plan_lines

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_runtime.bench.measure.sweeps.kv_types import kv_cost_table, measure_kv_types
+from edge_bench.measure.sweeps.kv_types import kv_cost_table, measure_kv_types
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
 from edge_runtime.cli.run import main
 from edge_runtime.errors import RequestError

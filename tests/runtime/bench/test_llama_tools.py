@@ -12,14 +12,14 @@ import pytest
 
 from bench_records import ONE_OF_EACH, PEER_PLAIN, fixed
 from device_runs import bench
-from edge_runtime.bench.devices import remote_run
-from edge_runtime.bench.measure import llama_tools as module
-from edge_runtime.bench.measure.benchmark import Benchmark, BenchRequest
-from edge_runtime.bench.measure.llama_tools import BENCH, SPECULATIVE, LlamaTools, llama_tools
-from edge_runtime.bench.measure.prompts import PreparedPrompt, prepare, shipped_prompts
-from edge_runtime.bench.measure.records import read_records
-from edge_runtime.bench.measure.runners import EdgeRunner, Place
-from edge_runtime.bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
+from edge_bench.devices import remote_run
+from edge_bench.measure import llama_tools as module
+from edge_bench.measure.benchmark import Benchmark, BenchRequest
+from edge_bench.measure.llama_tools import BENCH, SPECULATIVE, LlamaTools, llama_tools
+from edge_bench.measure.prompts import PreparedPrompt, prepare, shipped_prompts
+from edge_bench.measure.records import read_records
+from edge_bench.measure.runners import EdgeRunner, Place
+from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.session.open import open_session

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from bench_records import fixed, rolling
-from edge_runtime.bench.measure.energy import LOOP, energy_workloads
-from edge_runtime.bench.measure.prompts import PreparedPrompt
-from edge_runtime.bench.measure.runners import EdgeRunner, Place, digest
-from edge_runtime.bench.measure.sweeps.concurrency import alone, run_level
-from edge_runtime.bench.measure.variants import BASELINE, OURS, Variant
+from edge_bench.measure.energy import LOOP, energy_workloads
+from edge_bench.measure.prompts import PreparedPrompt
+from edge_bench.measure.runners import EdgeRunner, Place, digest
+from edge_bench.measure.sweeps.concurrency import alone, run_level
+from edge_bench.measure.variants import BASELINE, OURS, Variant
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.session.session import Session, SessionParts
 from scripted import make_session, next_token, plain_greedy

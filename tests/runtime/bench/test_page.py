@@ -14,15 +14,15 @@ from chromium import chromium
 from edge_devices.energy.protocol import Plan, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import make_report
-from edge_runtime.bench.measure.records import collect
-from edge_runtime.bench.measure.variants import BASELINE
-from edge_runtime.bench.report.figures import Figures, figures
-from edge_runtime.bench.report.tables import all_tables
+from edge_bench.measure.records import collect
+from edge_bench.measure.variants import BASELINE
+from edge_bench.report.figures import Figures, figures
+from edge_bench.report.tables import all_tables
 from simulated_session import SimulatedMachine
 
 pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
-from edge_runtime.bench.report.html import report_page
-from edge_runtime.bench.report.plots import COLOURS, INK, all_plots
+from edge_bench.report.html import report_page
+from edge_bench.report.plots import COLOURS, INK, all_plots
 
 PLOTS = ["speed-by-domain", "speed-by-length", "acceptance", "cost-curve", "phases", "contexts", "energy"]
 HOSTILE = "</svg><script>alert(1)</script>$\\frac{1}$"

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from edge_runtime.bench.measure.prompts import DOMAINS, PreparedPrompt, long_prompt, prepare, read_prompts, shipped_prompts
-from edge_runtime.bench.measure.schedule import Schedule, context_schedule
-from edge_runtime.bench.measure.variants import (
+from edge_bench.measure.prompts import DOMAINS, PreparedPrompt, long_prompt, prepare, read_prompts, shipped_prompts
+from edge_bench.measure.schedule import Schedule, context_schedule
+from edge_bench.measure.variants import (
     BASELINE,
     CHOOSING_POLICIES,
     edge_variants,

@@ -12,12 +12,12 @@ from bench_records import fixed, header, noisy_runs, rolling, run, whole_benchma
 from chromium import chromium
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.text import ratio_text as energy_ratio
-from edge_runtime.bench.measure.records import Record, collect
-from edge_runtime.bench.measure.variants import BASELINE, OURS, Variant
-from edge_runtime.bench.report.figures import figures
-from edge_runtime.bench.report.ratios import Ratio
-from edge_runtime.bench.report.tables import ratio_text
-from edge_runtime.bench.report.verdict import verdict
+from edge_bench.measure.records import Record, collect
+from edge_bench.measure.variants import BASELINE, OURS, Variant
+from edge_bench.report.figures import figures
+from edge_bench.report.ratios import Ratio
+from edge_bench.report.tables import ratio_text
+from edge_bench.report.verdict import verdict
 
 PROFIT = Variant(side=OURS, drafter="dense", policy="profit")
 COUNTS = {"drafted_at": (5,), "accepted_at": (4,)}
@@ -63,7 +63,7 @@ def test_without_a_comparison_there_is_none() -> None:
 
 def test_the_sentence_and_same_output_are_in_sight_at_1200_pixels(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
-    from edge_runtime.bench.report.html import report_page
+    from edge_bench.report.html import report_page
 
     result = figures(collect(whole_benchmark()))
     (tmp_path / "report.html").write_text(report_page(result), encoding="utf-8")
@@ -84,7 +84,7 @@ def test_no_whisker_is_clipped() -> None:
     pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
     from matplotlib.figure import Figure
 
-    from edge_runtime.bench.report.plots import _draw_domains
+    from edge_bench.report.plots import _draw_domains
 
     result = figures(collect([header(), *noisy_runs({"code": 1.5, "prose": 1.2}, repeats=3, seed=1, noise=0.05)]))
     wide = tuple(replace(row, speed_up=replace(row.speed_up, high=157_896_143.0)) for row in result.by_domain if row.speed_up)

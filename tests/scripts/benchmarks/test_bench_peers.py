@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 import bench_peers
 from bench_records import whole_benchmark
-from edge_runtime.bench.measure.record_file import RecordFile
+from edge_bench.measure.record_file import RecordFile
 
 
 @pytest.fixture

@@ -1,0 +1,267 @@
+"""A benchmark on another machine: preflight, deploy, start, follow, collect. The run itself is `edge-bench` on the device."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_devices.energy.run_log import PARTIAL
+from edge_devices.errors import LinkError
+from edge_devices.files.user_cache import CACHE_VARIABLE
+from edge_devices.machine.memory import byte_text
+from edge_devices.meters.base import Scope
+from edge_devices.meters.search import find_meters
+from edge_devices.remote.incidents import JobHistory, find_incidents, read_job_history
+from edge_devices.remote.job_monitor import MAX_WAIT_SECONDS, STILL_CHARGING
+from edge_devices.remote.preflight import preflight_refusals, preflight_warnings
+from edge_devices.remote.snapshot import DeviceSnapshot, take_snapshot
+from edge_devices.transports.base import Transport, prepare_folder
+from edge_devices.transports.file_sync import pull_file, push_file, push_tree
+from edge_devices.transports.jobs import JobState, JobStatus, poll_job, remove, start_job, stop_job
+from edge_bench.devices.package import DevicePackage
+from edge_bench.devices.results import ENERGY, LOG, RUNS, WATCH, DeviceResult, complete_result, note_device
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.integrity import CheckMode
+from edge_runtime.bundle.manifest import MANIFEST_NAME
+from edge_runtime.bundle.signature import SIGNATURE_NAME
+from edge_runtime.config.yaml_file import CONFIG_NAME
+from edge_runtime.errors import RequestError
+
+NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+POLL_SECONDS, WATCH_SECONDS = 5.0, 5.0
+BATTERY_METERS = ("battery", "android:battery", "android:battery-sysfs")
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteRequest:
+    """What to run on a device. `options`: edge-bench's own; a Path among them is a local file, which is sent too.
+    `check`: of the bundle, before it is sent; `against_package`: also measure the package's llama.cpp tools.
+
+    `patience_s`: seconds a device may be out of reach before RequestError; the run on it continues. None: no limit.
+    """
+
+    bundle: Path
+    package: DevicePackage
+    name: str
+    check: CheckMode = "fast"
+    options: tuple[str | Path, ...] = ()
+    energy: bool = False
+    meter: str | None = None
+    against_package: bool = False
+    unplugged: bool = False
+    clean: bool = False
+    patience_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises RequestError for a name that is not a plain folder name."""
+        if not NAMES.fullmatch(self.name):
+            raise RequestError(f"{self.name!r} is not a valid run name; use letters, digits, dots and dashes")
+
+
+def device_label(name: str) -> str:
+    """Returns the name of a device's results folder on this machine."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "device"
+
+
+def deploy(transport: Transport, request: RemoteRequest, log: Log) -> tuple[str, DeviceSnapshot, list[str]]:
+    """Checks bundle and device and copies package and bundle there; returns its folder, its snapshot and the warnings. Raises EdgeError."""
+    names = _bundle_files(request)
+    folder = prepare_folder(transport)
+    snapshot = take_snapshot(transport)
+    battery = request.energy and _at_battery(snapshot, request.meter)
+    refusals = preflight_refusals(snapshot, platform=request.package.platform, at_battery=battery, waits_for_unplugging=request.unplugged)
+    if refusals:
+        raise RequestError(f"{transport.name}: " + "; ".join(refusals))
+    weights = sum((request.bundle / name).stat().st_size for name in names)
+    warnings = preflight_warnings(snapshot, model_bytes=weights, at_battery=battery)
+    for text in warnings:
+        log(f"note: {text}")
+    bundle = f"bundles/{request.bundle.resolve().name}"
+    for what, source, listed in (("package", request.package.folder, None), (bundle, request.bundle, names)):
+        report = _percent(log, what)
+        pushed = push_tree(transport, source, posixpath.join(folder, what), report, listed)
+        log(f"{what}: {pushed.sent} files, {byte_text(pushed.bytes)} sent; {pushed.unchanged} unchanged")
+    return folder, snapshot, warnings
+
+
+def bench_on(transport: Transport, request: RemoteRequest, results: Path, log: Log) -> DeviceResult:
+    """Runs the benchmark and collects its results in `results`; an existing run of this name is only followed and collected.
+
+    Raises EdgeError; the device keeps its files then, and the same call resumes the run.
+    """
+    home = results / request.name / device_label(transport.name)
+    folder = prepare_folder(transport)
+    job = posixpath.join(folder, "runs", request.name)
+    if poll_job(transport, job, RUNS).state is JobState.ABSENT:
+        folder, snapshot, warnings = deploy(transport, request, log)
+        note_device(home, device=transport.name, model=snapshot.model, warnings=warnings)
+        start_job(transport, job, _command(transport, request, folder))
+        log(_started(request))
+    else:
+        log(f"run {request.name} already exists: following it")
+    status = _follow(transport, job, request, log)
+    return _collect(transport, job, request, home, status)
+
+
+def end_run(transport: Transport, name: str) -> None:
+    """Ends a run on the device; its records stay there."""
+    stop_job(transport, posixpath.join(prepare_folder(transport), "runs", name))
+
+
+def clean(transport: Transport) -> None:
+    """Removes everything edge-bench put on the device: package, bundles, runs."""
+    remove(transport, transport.folder)
+
+
+def _bundle_files(request: RemoteRequest) -> list[str]:
+    """Checks the bundle and returns the names of its files; its folder may hold others, which are nobody's business."""
+    listed = [entry.path for entry in open_bundle(request.bundle, check=request.check).manifest.files]
+    own = [name for name in (MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME) if os.path.lexists(request.bundle / name)]
+    return list(dict.fromkeys(own + listed))
+
+
+def _started(request: RemoteRequest) -> str:
+    if request.unplugged:
+        return "waiting: unplug the device now; it measures on its own and is followed again once reconnected (or over Wi-Fi)"
+    return f"run {request.name} started; it continues if the device is unplugged or this program ends"
+
+
+def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[str]:
+    """The job's command: the monitor, which runs edge-bench with its outputs in the job's folder."""
+    python, bench = (posixpath.join(folder, "package/bin", name) for name in ("edge-python", "edge-bench"))
+    options: list[str] = []
+    for number, option in enumerate(request.options):
+        if isinstance(option, Path):
+            target = posixpath.join(folder, "inputs", request.name, f"{number}{option.suffix}")
+            push_file(transport, option, target)
+            option = target
+        options.append(option)
+    if request.against_package:
+        options += ["--against", f"llama.cpp={posixpath.join(folder, 'package', 'tools')}"]
+    if request.energy:
+        options += ["--energy", ENERGY] + (["--meter", request.meter] if request.meter else [])
+    waiting = ["--wait-unplugged"] if request.unplugged else []
+    bundle = posixpath.join(folder, "bundles", request.bundle.resolve().name)
+    return [
+        "env",
+        f"{CACHE_VARIABLE}={folder}/cache",
+        f"TMPDIR={folder}",
+        python,
+        "-P",
+        "-m",
+        "edge_devices.remote.job_monitor",
+        "--every",
+        str(WATCH_SECONDS),
+        *waiting,
+        WATCH,
+        "--",
+        bench,
+        bundle,
+        "--runs",
+        RUNS,
+        *options,
+    ]
+
+
+def _at_battery(snapshot: DeviceSnapshot, meter: str | None) -> bool:
+    if meter is not None:
+        return meter in BATTERY_METERS
+    usable = [finding.meter.facts for finding in find_meters(snapshot.system) if finding.meter]
+    return usable[0].scope is Scope.DEVICE if usable else snapshot.android
+
+
+def _percent(log: Log, what: str) -> Callable[[int, int], None]:
+    reported = 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal reported
+        percent = 100 * done // total if total else 100
+        if percent >= reported + 10:
+            reported = percent
+            log(f"{what}: {percent} % of {byte_text(total)}")
+
+    return report
+
+
+def _follow(transport: Transport, job: str, request: RemoteRequest, log: Log) -> JobStatus:
+    """Polls until the run ends; waits for a device that is out of reach."""
+    lost_since: float | None = None
+    reported = ""
+    while True:
+        try:
+            status = poll_job(transport, job, RUNS)
+        except LinkError as error:
+            if lost_since is None:
+                log(f"{error}; waiting for the device, the run on it continues")
+            lost_since = lost_since or time.monotonic()
+            if request.patience_s is not None and time.monotonic() - lost_since > request.patience_s:
+                raise LinkError(
+                    f"{error}; stopped waiting after {request.patience_s:.0f} s: collect the run later with --run {request.name}"
+                ) from error
+            time.sleep(POLL_SECONDS)
+            continue
+        lost_since = None
+        if status.state is not JobState.RUNNING:
+            return status
+        now = f"{status.records} records" + (f"; {status.log[-1]}" if status.log else "")
+        if now != reported:
+            log(now)
+            reported = now
+        time.sleep(POLL_SECONDS)
+
+
+def _collect(transport: Transport, job: str, request: RemoteRequest, folder: Path, status: JobStatus) -> DeviceResult:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (LOG, WATCH):
+        _pull_if_present(transport, posixpath.join(job, name), folder / name)
+    if not _pull_if_present(transport, posixpath.join(job, RUNS), folder / RUNS):
+        _pull_if_present(transport, posixpath.join(job, f"{RUNS}{PARTIAL}"), folder / RUNS)
+        _cut_last_line(folder / RUNS)
+    if request.energy:
+        name = posixpath.join(job, ENERGY)
+        if not _pull_if_present(transport, name, folder / ENERGY):
+            _pull_if_present(transport, name + PARTIAL, folder / ENERGY)
+    history = read_job_history(folder / WATCH) if (folder / WATCH).exists() else JobHistory(samples=(), ended=False)
+    incidents = find_incidents(history, status)
+    _raise_for(transport, status, folder, incidents)
+    result = complete_result(
+        folder, device=transport.name, incidents=incidents, hottest_c=history.hottest_c, charge_used=history.charge_used
+    )
+    if request.clean:
+        clean(transport)
+    return result
+
+
+def _pull_if_present(transport: Transport, source: str, target: Path) -> bool:
+    if transport.run(["test", "-s", source]).code != 0:
+        return False
+    pull_file(transport, source, target)
+    return True
+
+
+def _cut_last_line(path: Path) -> None:
+    """Removes an incomplete last line, which a stopped writer may leave."""
+    if path.exists():
+        data = path.read_bytes()
+        path.write_bytes(data[: data.rfind(b"\n") + 1])
+
+
+def _raise_for(transport: Transport, status: JobStatus, folder: Path, incidents: Sequence[str]) -> None:
+    """Raises RequestError if the run left no records to compute figures from."""
+    runs = folder / RUNS
+    complete = runs.exists() and runs.read_bytes().count(b"\n") > 1
+    if status.state is JobState.FINISHED and status.exit_code == STILL_CHARGING:
+        raise RequestError(
+            f"{transport.name}: the device was still charging after {MAX_WAIT_SECONDS / 60:.0f} minutes; start again with another --run"
+        )
+    if complete and (status.exit_code == 0 or status.state is not JobState.FINISHED):
+        return
+    words = [line for line in status.log if line.strip()]
+    reason = "; ".join(incidents) or (words[-1] if words else f"exit code {status.exit_code}")
+    raise RequestError(f"{transport.name}: the run returned no results: {reason} (its log: {folder / LOG})")

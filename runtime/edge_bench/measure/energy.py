@@ -1,0 +1,205 @@
+"""Energy of the variants by the protocol of docs/energy.md. Takes minutes to hours, as windows depend on the meter."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from edge_devices.energy.characteristics import Characteristics
+from edge_devices.energy.external.clock import with_external_meter
+from edge_devices.energy.external.columns import parse_choice
+from edge_devices.energy.external.table import import_csv
+from edge_devices.energy.phases import PREFILL
+from edge_devices.energy.protocol import (
+    BusyLoad,
+    PhaseLoop,
+    Plan,
+    Work,
+    Workload,
+    characterise_meter,
+    measure,
+    planned_seconds,
+)
+from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.report import CALIBRATION, Report, make_report
+from edge_devices.energy.run_log import MAX_LINE_CHARS, LogFile, RunLog, read_log
+from edge_devices.energy.virtual_meters import EXTERNAL, PendingExternalMeter, requested_meter
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Meter
+from edge_devices.meters.search import find_meters, no_meter_reason
+from edge_devices.waiting import Waiting, silent_wait
+from edge_bench.measure.prompts import PreparedPrompt
+from edge_bench.measure.runners import EdgeRunner, Place
+from edge_bench.measure.schedule import DOMAINS_PART
+from edge_bench.measure.variants import BASELINE, PLAIN, Variant
+from edge_runtime.session.session import Session
+
+REPEATS = 5
+FEWEST_REPEATS = 3
+DRAFT_LENGTH = 3
+# Verifies or drafts per calibration loop: enough that reading the clock is negligible.
+LOOP = 20
+
+
+def find_meter(name: str | None = None) -> tuple[Meter | None, str]:
+    """Returns the named meter, or the first usable one; None, with the reason, when there is none.
+
+    Raises MeterError if the named one cannot be used.
+    """
+    system = System()
+    if name == EXTERNAL:
+        return PendingExternalMeter(), ""
+    findings = find_meters(system)
+    meter = requested_meter(system, findings, name)
+    return meter, "" if meter else no_meter_reason(findings)
+
+
+def is_energy_log(path: Path) -> bool:
+    """Returns whether a file begins like a log of `measure_energy`."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            first = json.loads(file.readline(MAX_LINE_CHARS))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and first.get("kind") == "header" and "meter" in first
+
+
+def read_energy(path: Path, external: Path | None = None, columns: str | None = None) -> tuple[Report, RunLog]:
+    """Computes the figures of a log of `measure_energy`, from the table of an `external` meter if given, with `columns` as
+    `--columns` takes them.
+
+    Raises DeviceError if it is none, or no repeat counts.
+    """
+    log = read_log(path)
+    if external is not None:
+        log = with_external_meter(log, import_csv(external, parse_choice(columns or "")))
+    return _figures(log), log
+
+
+def measure_energy(
+    path: Path,
+    meter: Meter,
+    workloads: Mapping[str, Workload],
+    *,
+    threads: int,
+    system: System | None = None,
+    repeats: int = REPEATS,
+    minutes: float | None = None,
+    waiting: Waiting = silent_wait,
+) -> tuple[Report | None, RunLog]:
+    """Runs the protocol, writes its log window by window and computes the figures. `minutes`: about how long it may take.
+
+    The report is None for an external meter, whose table is not available yet. Ctrl-C after the first window ends it with what there is
+    (`RunLog.stopped`). Raises MeasurementError where the machine's state forbids it, or no repeat counts; the log is kept then too.
+    """
+    system, awaited = system or System(), isinstance(meter, PendingExternalMeter)
+
+    def load() -> BusyLoad:
+        return BusyLoad(threads)
+
+    with waiting("energy") as show:
+        characteristics = Characteristics.expected(meter.facts) if awaited else characterise_meter(system, meter, load, show)
+    kept: RunLog | None = None
+    plan = Plan(repeats=repeats)
+    if minutes is not None:
+        plan, workloads = fitted(plan, workloads, characteristics, 60 * minutes)
+
+    minutes_needed = planned_seconds(plan, workloads, characteristics) / 60
+    with waiting(f"energy, about {minutes_needed:.0f} min") as show, LogFile(path) as file, Recorder(system, meter) as recorder:
+
+        def keep(log: RunLog) -> None:
+            nonlocal kept
+            kept = log
+            file.keep(log, recorder.raw)
+
+        try:
+            log = measure(system, recorder, workloads, characteristics, plan, load if awaited else None, keep, show)
+        except KeyboardInterrupt:
+            if kept is None or not kept.runs:
+                raise
+            log = kept
+            log.stopped = True
+            log.warnings.append("stopped by Ctrl-C before the end: figures have fewer repeats, and some may be missing")
+            keep(log)
+    return (None if awaited else _figures(log)), log
+
+
+def fitted(
+    plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics, seconds: float
+) -> tuple[Plan, Mapping[str, Workload]]:
+    """Returns the longest plan within `seconds`: fewer repeats, then no loops of single phases; else the shortest one."""
+    whole = {name: work for name, work in workloads.items() if not name.startswith(CALIBRATION)}
+    counts = range(plan.repeats, FEWEST_REPEATS - 1, -1)
+    tries = [(replace(plan, repeats=count), each) for each in (workloads, whole) for count in counts]
+    return next((one for one in tries if planned_seconds(*one, characteristics) <= seconds), tries[-1])
+
+
+def _figures(log: RunLog) -> Report:
+    variants = {run.variant for run in log.runs}
+    return make_report(log, baseline=PLAIN if PLAIN in variants else None)
+
+
+def energy_workloads(
+    runners: Mapping[str, EdgeRunner], variants: Sequence[Variant], prompts: Sequence[PreparedPrompt], tokens: int
+) -> dict[str, Workload]:
+    """Returns the workloads of the protocol: each variant's requests over the prompts in turn, and loops of a single phase.
+
+    The phases of a request are prefill, draft and verify, or without drafts prefill and plain; the last includes the loop's own time.
+    """
+    first = next(iter(runners.values()))
+    workloads = {v.label: _requests(first if v == BASELINE else runners[v.drafter], v, prompts, tokens) for v in variants}
+    return workloads | _calibration_loops(first.session, prompts[0])
+
+
+def _requests(runner: EdgeRunner, variant: Variant, prompts: Sequence[PreparedPrompt], tokens: int) -> Workload:
+    order: Iterator[PreparedPrompt] = itertools.cycle(prompts)
+    place = Place(part=DOMAINS_PART, domain="energy", prompt=0, repeat=0)
+
+    def work() -> Work:
+        run = runner.run(variant, next(order), tokens, place)
+        draft = 0.0 if variant.policy == PLAIN else run.draft_seconds or 0.0
+        forwards = "plain" if variant.policy == PLAIN else "verify"  # of one row or of several, whose watts may differ
+        phases = {PREFILL: run.prefill_seconds or 0.0, "draft": draft, forwards: run.seconds - draft}
+        return Work(emitted_tokens=run.tokens, prompt_tokens=run.prompt_tokens, phases={k: s for k, s in phases.items() if s > 0})
+
+    return work
+
+
+def _calibration_loops(session: Session, prompt: PreparedPrompt) -> dict[str, Workload]:
+    """Loops of one phase each. The prefill that forwards and drafts need comes before the window, else its joules would count as theirs."""
+    target, drafter, ids = session.target, session.drafter, list(prompt.ids)
+
+    def start_text() -> None:
+        target.rollback(0)
+        target.prefill(ids)
+
+    def prefill() -> Work:
+        begin = time.perf_counter()
+        start_text()
+        return Work(emitted_tokens=0, prompt_tokens=len(ids), phases={PREFILL: time.perf_counter() - begin})
+
+    def forwards(phase: str, rows: int) -> Workload:
+        def work() -> Work:
+            begin = time.perf_counter()
+            for _ in range(LOOP):
+                target.verify([ids[-1]] * rows)
+                target.rollback(len(ids))
+            return Work(emitted_tokens=0, phases={phase: time.perf_counter() - begin})
+
+        return PhaseLoop(start_text, work)
+
+    loops: dict[str, Workload] = {PREFILL: prefill, "plain": forwards("plain", 1), "verify": forwards("verify", DRAFT_LENGTH + 1)}
+    if drafter is not None:
+
+        def draft() -> Work:
+            begin = time.perf_counter()
+            for _ in range(LOOP):
+                drafter.draft(ids[-1], DRAFT_LENGTH)
+            return Work(emitted_tokens=0, phases={"draft": time.perf_counter() - begin})
+
+        loops["draft"] = PhaseLoop(start_text, draft)  # a draft follows a row of the newest forward
+    return {CALIBRATION + phase: loop for phase, loop in loops.items()}

@@ -1,0 +1,123 @@
+"""Runs requests of a benchmark with llama.cpp's own command-line tools, on the bundle's files."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from edge_bench.measure.prompts import PreparedPrompt
+from edge_bench.measure.records import Run
+from edge_bench.measure.runners import Place
+from edge_bench.measure.variants import FIXED, PLAIN, Variant
+from edge_runtime.calibration.crash_probe import probe_load_options
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.session.session import Session
+
+SPECULATIVE, BENCH = "llama-speculative-simple", "llama-bench"
+ATTEMPTS = 4
+TIMEOUT_SECONDS = 600
+DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
+COUNTS = re.compile(r"n_(drafted|accept)\s+=\s+(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaTools:
+    """The tools in the folder `tools`: greedy, on the CPU, without weight repacking if edge-mtp cannot use it on this machine."""
+
+    tools: Path
+    target: Path
+    drafter: Path
+    context: int
+    threads: int
+    repack: bool
+
+    def __post_init__(self) -> None:
+        for name in (SPECULATIVE, BENCH):
+            if not (self.tools / name).is_file():
+                raise RequestError(
+                    f"{self.tools} has no {name}; give the folder of llama.cpp's binaries (scripts/setup/build_llama_cpp.sh builds it)"
+                )
+
+    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: Place) -> Run:
+        """Runs one request. Plain decoding is timed by llama-bench at the prompt's depth, as the speculative tool has no plain mode.
+
+        Each run loads the files again; its seconds are for decoding only. Raises BackendError if a tool fails.
+        """
+        if variant.policy == PLAIN:
+            counts, seconds = (tokens, 0, 0), self._plain_seconds(len(prompt.ids), tokens)
+        else:
+            *counts, seconds = self._speculative(variant, prompt.text, tokens)  # type: ignore[assignment]
+        emitted, drafted, accepted = counts
+        if not seconds > 0 or not emitted > 0 or accepted > drafted:
+            raise BackendError(f"llama.cpp's tool reported {emitted} tokens in {seconds} s; the output of this build is not supported")
+        return Run(
+            **vars(place),
+            variant=variant,
+            prompt_tokens=len(prompt.ids),
+            tokens=emitted,
+            seconds=seconds,
+            drafted=drafted,
+            accepted=accepted,
+        )
+
+    def _speculative(self, variant: Variant, text: str, tokens: int) -> tuple[int, int, int, float]:
+        """Returns emitted, drafted and accepted tokens, and seconds."""
+        length = ["--spec-draft-n-max", str(variant.length)] if variant.policy == FIXED else []
+        # The tool's log thread sometimes ends before it has written the last lines; then the tool runs again.
+        for _ in range(ATTEMPTS):
+            output = self._output(
+                SPECULATIVE,
+                "-md",
+                str(self.drafter),
+                "--spec-type",
+                "draft-mtp",
+                *length,
+                "--temp",
+                "0",
+                "-c",
+                str(self.context),
+                "-n",
+                str(tokens),
+                "--no-escape",
+                "-p",
+                text,
+                *([] if self.repack else ["--no-repack"]),
+            )
+            timing, counts = DECODED.search(output), dict(COUNTS.findall(output))
+            if timing and len(counts) == 2:
+                return int(timing[1]), int(counts["drafted"]), int(counts["accept"]), float(timing[2])
+        raise BackendError(f"{SPECULATIVE} printed no figures in {ATTEMPTS} runs: {' '.join(output.splitlines()[-3:])}")
+
+    def _plain_seconds(self, depth: int, tokens: int) -> float:
+        output = self._output(BENCH, "-p", "0", "-n", str(tokens), "-d", str(depth), "-r", "1", "-o", "json")
+        try:
+            record = json.loads(output[output.index("[") : output.rindex("]") + 1])[0]
+            return tokens / float(record["avg_ts"])
+        except (ValueError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise BackendError(f"{BENCH} printed no figures ({error!r}); the output of this build is not supported") from error
+
+    def _output(self, tool: str, *arguments: str) -> str:
+        command = [str(self.tools / tool), "-m", str(self.target), "-t", str(self.threads), "-ngl", "0", *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BackendError(f"{tool} did not run ({error}); check the folder of llama.cpp's binaries") from error
+        if done.returncode:
+            raise BackendError(f"{tool} ended with {done.returncode}: {' '.join(done.stderr.splitlines()[-3:])}")
+        return done.stdout if tool == BENCH else done.stdout + done.stderr
+
+
+def llama_tools(session: Session, tools: Path, threads: int) -> LlamaTools:
+    """Returns the tools for the session's model files. A package for onnxruntime alone has them too, and no library to try first."""
+    bundle = session.bundle
+    files = bundle.file("target", "gguf"), bundle.file("drafter", "gguf")
+    target, drafter = (bundle.folder / file.path for file in files)
+    repack = True
+    if find_spec("llama_cpp") is not None:
+        quantizations = [file.quantization or "unknown" for file in files]
+        repack = probe_load_options(target, drafter, quantizations, notify=lambda _: None).use_extra_bufts
+    return LlamaTools(tools=tools, target=target, drafter=drafter, context=session.target.context, threads=threads, repack=repack)

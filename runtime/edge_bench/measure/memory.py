@@ -1,0 +1,73 @@
+"""Peak memory of opening a bundle and running it once, measured in a child process, as a peak never goes down."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import cast
+
+import click
+
+from edge_devices.child_python import module_command
+from edge_devices.command_line import one_sentence_errors
+from edge_devices.machine.memory import peak_memory_bytes
+from edge_runtime.backends.selection import BackendKind
+from edge_bench.measure.records import Memory
+from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.errors import BackendError
+from edge_runtime.session.generation import Generation
+from edge_runtime.session.load_options import LoadOptions
+from edge_runtime.session.open import open_session, open_sessions
+from edge_runtime.session.session import Session
+
+TIMEOUT_SECONDS = 600
+DRAFT_LENGTH = 3
+
+
+def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, context: int, threads: int) -> Memory:
+    """Opens the bundle in a child process. Raises BackendError if that fails."""
+    sizes = map(str, (sequences, context, threads))
+    command = module_command("edge_bench.measure.memory", str(bundle), backend, drafter, *sizes)
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BackendError(f"the memory measurement took more than {TIMEOUT_SECONDS} seconds; try a smaller --context") from error
+    if child.returncode:
+        last_line = child.stderr.strip().splitlines()[-1:] or [f"it ended with {child.returncode}"]
+        raise BackendError(f"the memory measurement failed: {last_line[0].removeprefix('Error: ')}")
+    answer = json.loads(child.stdout.splitlines()[-1])
+    return Memory(drafter=drafter, sequences=sequences, context=context, peak_bytes=int(answer["peak_bytes"]))
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("backend")
+@click.argument("drafter")
+@click.argument("sequences", type=int)
+@click.argument("context", type=int)
+@click.argument("threads", type=int)
+@one_sentence_errors()
+def main(bundle: Path, backend: str, drafter: str, sequences: int, context: int, threads: int) -> None:
+    """Runs in the child: one request after half the context on each sequence, all at once."""
+    options = LoadOptions(
+        backend=cast(BackendKind, backend), drafter=cast(DrafterKind, drafter), context=context, threads=threads, check="none"
+    )
+    if sequences == 1:
+        with open_session(bundle, options) as session:
+            for _ in _request(session).rounds():
+                pass
+    else:
+        with open_sessions(bundle, sequences, options) as opened:
+            for _ in opened.run([_request(session) for session in opened.sessions]):
+                pass
+    click.echo(json.dumps({"peak_bytes": peak_memory_bytes()}))
+
+
+def _request(session: Session) -> Generation:
+    prompt = [max(session.vocabulary.bos, 0)] * (session.target.context // 2)
+    return session.generate(prompt, max_tokens=8, draft_length=min(DRAFT_LENGTH, session.settings.longest_draft))
+
+
+if __name__ == "__main__":
+    main()

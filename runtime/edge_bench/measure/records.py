@@ -1,0 +1,254 @@
+"""The raw records of a benchmark, one JSON object per line: every figure can be computed again from the file.
+
+The first line is the header; each other line names its kind. Seconds are wall time. Fields: docs/measuring.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_devices.files.typed_json import StructureError, from_json, to_json
+from edge_bench.measure.variants import Variant
+from edge_runtime.errors import RequestError
+
+SCHEMA = 1
+LONGEST_LINE = 16 << 20
+MAX_LINES = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFile:
+    """One file of the bundle."""
+
+    role: str
+    format: str
+    quantization: str | None
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """Machine, time, bundle and settings of the benchmark. `machine` and `settings` are plain values."""
+
+    schema: int
+    version: str
+    created_at: str
+    bundle: str
+    target: str
+    files: tuple[ModelFile, ...]
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """A remark for readers of the figures, such as what was left out and why."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One request. `part` is "domains", or "contexts" if the prompt was lengthened to `domain` tokens.
+
+    `seconds` is decoding time; the seconds of a phase are None if the program does not report them. `round_seconds` and `round_tokens`
+    are per round; `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source.
+    """
+
+    part: str
+    domain: str
+    prompt: int
+    repeat: int
+    variant: Variant
+    prompt_tokens: int
+    tokens: int
+    seconds: float
+    drafted: int
+    accepted: int
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+    round_seconds: tuple[float, ...] = ()
+    round_tokens: tuple[int, ...] = ()
+    prefill_seconds: float | None = None
+    first_token_seconds: float | None = None
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+    output: str | None = None
+    accepted_from: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostRecord:
+    """Seconds after a text of `length` tokens: `verify_seconds[n - 1]` for a target forward of n rows, and for one draft step."""
+
+    drafter: str
+    length: int
+    verify_seconds: tuple[float, ...]
+    draft_step_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The peak resident size of a process that opened the bundle for `sequences` concurrent requests and ran each once."""
+
+    drafter: str
+    sequences: int
+    context: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvTypeCost:
+    """Figures of one KV cache type, on the same texts for all types.
+
+    `kl_mean` and `kl_max` are in nats per token, from the distributions of the float16 cache to those of this type; `same_best` is the
+    share of tokens with the same most likely token; `tokens_per_second` is for text that the type generated itself, with drafts.
+    """
+
+    kv_type: str
+    cache_bytes: int
+    tokens: int
+    acceptance_rate: float
+    tokens_per_second: float
+    kl_mean: float
+    kl_max: float
+    same_best: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concurrency:
+    """One level of concurrency: `clients` that each send their next request when the previous one ends.
+
+    `request_seconds` is from request to end, `token_seconds` between the tokens of a request (tokens of one round share its time);
+    `equal` of `compared` outputs are equal to those of a single session.
+    """
+
+    clients: int
+    variant: Variant
+    repeat: int
+    requests: int
+    tokens: int
+    seconds: float
+    request_seconds: tuple[float, ...]
+    token_seconds: tuple[float, ...]
+    equal: int
+    compared: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageCost:
+    """One request with an image of at most `budget` soft rows, of which it has `rows`: seconds of its encoder and of the prefill."""
+
+    budget: int
+    repeat: int
+    rows: int
+    encode_seconds: float
+    prefill_seconds: float
+
+
+KINDS: dict[str, type[Any]] = {
+    "header": Header,
+    "run": Run,
+    "cost_curve": CostRecord,
+    "memory": Memory,
+    "kv_type": KvTypeCost,
+    "concurrency": Concurrency,
+    "image": ImageCost,
+    "note": Note,
+}
+Record = Header | Run | CostRecord | Memory | KvTypeCost | Concurrency | ImageCost | Note
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """All records of one benchmark."""
+
+    header: Header
+    runs: tuple[Run, ...] = ()
+    cost_curves: tuple[CostRecord, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    kv_types: tuple[KvTypeCost, ...] = ()
+    concurrency: tuple[Concurrency, ...] = ()
+    images: tuple[ImageCost, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def collect(records: Sequence[Record]) -> Records:
+    """Groups records by kind; the first must be the header."""
+    header = records[0]
+    assert isinstance(header, Header)
+    return Records(
+        header=header,
+        runs=tuple(r for r in records if isinstance(r, Run)),
+        cost_curves=tuple(r for r in records if isinstance(r, CostRecord)),
+        memory=tuple(r for r in records if isinstance(r, Memory)),
+        kv_types=tuple(r for r in records if isinstance(r, KvTypeCost)),
+        concurrency=tuple(r for r in records if isinstance(r, Concurrency)),
+        images=tuple(r for r in records if isinstance(r, ImageCost)),
+        notes=tuple(r.text for r in records if isinstance(r, Note)),
+    )
+
+
+def line_of(record: Record) -> str:
+    """Returns the record's line, with its newline."""
+    kind = next(name for name, cls in KINDS.items() if isinstance(record, cls))
+    return json.dumps({"kind": kind, **to_json(record)}, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_records(path: Path) -> Records:
+    """Reads a file of records. Raises RequestError with the line number if it is invalid."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            records = list(_parsed(path, iter(lambda: file.readline(LONGEST_LINE), "")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read ({error}); give a file that edge-bench run --runs or --energy wrote") from error
+    if not records:
+        raise RequestError(f"{path} is empty; give a file that edge-bench run --runs or --energy wrote")
+    return collect(records)
+
+
+def _parsed(path: Path, lines: Iterator[str]) -> Iterator[Record]:
+    for number, line in enumerate(lines, start=1):
+        if number > MAX_LINES:
+            raise RequestError(f"{path} has more than {MAX_LINES} lines; no benchmark writes that many")
+        try:
+            yield _record(json.loads(line), first=number == 1)
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise RequestError(f"{path}: line {number} is not a valid record ({error}); give the file that --runs wrote") from error
+
+
+def _record(data: Any, *, first: bool) -> Record:
+    kind = data.pop("kind", None) if isinstance(data, dict) else None
+    if (kind == "header") != first or kind not in KINDS:
+        raise StructureError(f"a record of kind {str(kind)[:40]!r} {'as the first line' if first else 'after the first line'}")
+    if first and data.get("schema") != SCHEMA:
+        raise StructureError(f"schema {str(data.get('schema'))[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
+    record: Record = from_json(KINDS[kind], data, kind)
+    if not isinstance(record, Header):
+        _check_numbers(record, kind)
+    return record
+
+
+def _check_numbers(value: Any, where: str) -> None:
+    """Raises StructureError for negative numbers, and for runs without tokens or time or with more accepted than drafted tokens."""
+    if is_dataclass(value):
+        for field in fields(value):
+            _check_numbers(getattr(value, field.name), f"{where}.{field.name}")
+    elif isinstance(value, tuple):
+        for item in value:
+            _check_numbers(item, where)
+    elif isinstance(value, int | float) and not 0 <= value < 1e18:
+        raise StructureError(f"{where} is {value}")
+    if isinstance(value, Run):
+        lists = (value.drafted_at, value.accepted_at), (value.round_seconds, value.round_tokens)
+        impossible = not (value.tokens and value.seconds) or value.accepted > value.drafted or any(len(a) != len(b) for a, b in lists)
+        if impossible or any(a > d for d, a in zip(*lists[0], strict=True)):
+            raise StructureError(
+                f"{where} is inconsistent: {value.tokens} tokens in {value.seconds} s, {value.accepted} of {value.drafted} accepted"
+            )
+    if isinstance(value, Concurrency) and not (value.tokens and value.seconds and value.clients and value.equal <= value.compared):
+        raise StructureError(f"{where} is inconsistent: {value.tokens} tokens of {value.clients} clients in {value.seconds} s")

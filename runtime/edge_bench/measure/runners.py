@@ -1,0 +1,94 @@
+"""Runs requests of a benchmark on edge-mtp, with the time of each phase."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from edge_bench.measure.prompts import PreparedPrompt
+from edge_bench.measure.records import Run
+from edge_bench.measure.variants import FIXED, PLAIN, Variant
+from edge_runtime.decoding.loop import Round
+from edge_runtime.drafting.policies import Fixed
+from edge_runtime.session.generation import Generation
+from edge_runtime.session.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The position of a run in a benchmark; see `records.Run`."""
+
+    part: str
+    domain: str
+    prompt: int
+    repeat: int
+
+
+class Runner(Protocol):
+    """A program that decodes: edge-mtp or another one."""
+
+    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: Place) -> Run:
+        """Greedily decodes at most `tokens` tokens after a prompt."""
+
+
+class EdgeRunner:
+    """Runs variants on one opened pair. Each policy gets its own session, as if opened with that policy."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._sessions: dict[str, Session] = {}
+
+    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: Place) -> Run:
+        """Decodes. The safety net has its default for policies and is off for plain decoding and fixed lengths."""
+        rounds: list[Round] = []
+        generation = start(self._session(variant), variant, prompt.ids, tokens, rounds.append)
+        seconds, round_seconds = 0.0, []
+        for _ in generation.rounds():
+            round_seconds.append(generation.stats.decode_seconds - seconds)
+            seconds = generation.stats.decode_seconds
+        stats = generation.stats
+        return Run(
+            **vars(place),
+            variant=variant,
+            prompt_tokens=stats.prompt_tokens,
+            tokens=stats.tokens,
+            seconds=stats.decode_seconds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            drafted_at=tuple(stats.drafted_at),
+            accepted_at=tuple(stats.accepted_at),
+            round_seconds=tuple(round_seconds),
+            round_tokens=tuple(len(one.tokens) for one in rounds),
+            prefill_seconds=stats.prefill_seconds,
+            first_token_seconds=stats.first_token_seconds,
+            draft_seconds=stats.draft_seconds,
+            verify_seconds=stats.verify_seconds,
+            output=digest(generation.tokens),
+            accepted_from=dict(stats.accepted_from),
+        )
+
+    def _session(self, variant: Variant) -> Session:
+        if variant.policy not in self._sessions:
+            self._sessions[variant.policy] = session_for(self.session, variant)
+        return self._sessions[variant.policy]
+
+
+def session_for(session: Session, variant: Variant) -> Session:
+    """Returns a session on the same pair as if it had been opened with the variant's policy."""
+    return session.with_policy(FIXED if variant.policy == PLAIN else variant.policy)
+
+
+def start(
+    session: Session, variant: Variant, ids: Sequence[int], tokens: int, on_round: Callable[[Round], None] | None = None
+) -> Generation:
+    """Starts a greedy request of the variant, on a session whose settings have the variant's policy."""
+    length = 0 if variant.policy == PLAIN else variant.length
+    policy = None if length is None else Fixed(length)
+    return session.generate(ids, max_tokens=tokens, policy=policy, on_round=on_round)
+
+
+def digest(tokens: Sequence[int]) -> str:
+    """Returns a short digest of the tokens."""
+    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]

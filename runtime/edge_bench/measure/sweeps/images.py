@@ -1,0 +1,46 @@
+"""Requests about images of several sizes: the time of the encode phase and of the prefill, and their workloads for an energy meter."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from edge_devices.energy.phases import ENCODE, PREFILL
+from edge_devices.energy.protocol import Work, Workload
+from edge_bench.measure.records import ImageCost
+from edge_runtime.errors import RequestError
+from edge_runtime.media.image import check_budget
+from edge_runtime.session.session import Session
+from edge_runtime.session.trials.image_timing import QUESTION, square, time_image
+
+
+def check_sizes(session: Session, budgets: Sequence[int]) -> None:
+    """Raises RequestError for a budget that images do not have, or that the session does not take."""
+    for budget in budgets:
+        check_budget(budget)
+        rows = session.rows_taken(square(budget, 0))
+        if rows + len(QUESTION) >= session.target.context:
+            raise RequestError(f"an image of {rows} rows does not fit the context of {session.target.context}; raise --context")
+
+
+def measure_image(session: Session, budget: int, repeat: int) -> ImageCost:
+    """Runs one request with an image that was not encoded before, up to its first token."""
+    timing = time_image(session, square(budget, repeat))
+    return ImageCost(
+        budget=budget, repeat=repeat, rows=timing.rows, encode_seconds=timing.encode_seconds, prefill_seconds=timing.prefill_seconds
+    )
+
+
+def image_workloads(session: Session, budgets: Sequence[int]) -> dict[str, Workload]:
+    """Returns a workload of such requests for each budget: the phases are encode, prefill, and the forward of the first token."""
+    seeds = itertools.count(1)
+    return {f"image {budget}": _requests(session, budget, seeds) for budget in budgets}
+
+
+def _requests(session: Session, budget: int, seeds: Iterator[int]) -> Workload:
+    def work() -> Work:
+        timing = time_image(session, square(budget, next(seeds)))
+        phases = {ENCODE: timing.encode_seconds, PREFILL: timing.prefill_seconds, "plain": timing.decode_seconds}
+        return Work(emitted_tokens=timing.tokens, prompt_tokens=timing.prompt_tokens, phases=phases)
+
+    return work

@@ -1,0 +1,295 @@
+"""Figures of a benchmark, computed from its records alone: one row per variant, and the comparisons between variants."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edge_devices.energy.report import Report
+from edge_devices.energy.run_log import RunLog
+from edge_devices.files.typed_json import to_json
+from edge_bench.measure.records import Concurrency, ImageCost, Memory, Records, Run
+from edge_bench.measure.schedule import CONTEXTS_PART, DOMAINS_PART
+from edge_bench.measure.variants import FIXED, OURS, PLAIN, Variant
+from edge_bench.report.ratios import Ratio, paired_logs, ratio
+from edge_runtime.session.stats import Latencies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant over all its runs, or over those of one domain. Speeds are medians, in tokens per second; shares are 0 to 1.
+
+    `speed_up` is over plain decoding of edge-mtp; None for that itself. `mean_acceptance_length` is emitted tokens / target forwards.
+    `accepted_from` is the share of the emitted tokens that each source of drafts brought.
+    `equal` of `compared` outputs are equal to those of plain decoding. `phase_seconds_per_token` has `draft`, `verify` and `other`.
+    Figures are None if nothing was drafted, or the program does not report them.
+    """
+
+    variant: Variant
+    domain: str | None
+    runs: int
+    tokens_per_second: float
+    speed_up: Ratio | None
+    acceptance_rate: float | None
+    acceptance_by_position: tuple[float, ...]
+    accepted_from: dict[str, float]
+    mean_acceptance_length: float | None
+    first_token_seconds: float | None
+    token_p50_seconds: float | None
+    token_p95_seconds: float | None
+    phase_seconds_per_token: dict[str, float] | None
+    equal: int
+    compared: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """The ratio of the speeds of a variant of edge-mtp and a variant of a peer."""
+
+    ours: Variant
+    peer: Variant
+    ratio: Ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One level of concurrency with one variant; `tokens_per_second` is the sum over all clients."""
+
+    variant: Variant
+    clients: int
+    tokens_per_second: float
+    token_p50_seconds: float | None
+    token_p95_seconds: float | None
+    request_p50_seconds: float | None
+    request_p95_seconds: float | None
+    peak_bytes: int | None
+    equal: int
+    compared: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRow:
+    """Medians of requests with an image of at most `budget` soft rows: seconds of the encoder and of the prefill."""
+
+    budget: int
+    rows: int
+    encode_seconds: float
+    prefill_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """All figures. `overall` has a row per variant, `by_domain` a row per variant and domain, `by_context` likewise for text lengths."""
+
+    records: Records
+    overall: tuple[Row, ...]
+    by_domain: tuple[Row, ...]
+    by_context: tuple[Row, ...]
+    against: tuple[Against, ...]
+    levels: tuple[Level, ...]
+    images: tuple[ImageRow, ...] = ()
+    energy: Report | None = None
+    energy_log: RunLog | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values under stable keys, without the runs themselves (see `edge-bench run --runs`)."""
+        labels = ("overall", "by_domain", "by_context")
+        return {
+            "header": to_json(self.records.header),
+            **{name: [_row_json(row) for row in getattr(self, name)] for name in labels},
+            "against": [{"label": a.ours.label, "peer_label": a.peer.label, **to_json(a)} for a in self.against],
+            "concurrency": [{"label": level.variant.label, **to_json(level)} for level in self.levels],
+            "cost_curves": to_json(self.records.cost_curves),
+            "memory": to_json(self.records.memory),
+            "kv_types": to_json(self.records.kv_types),
+            "images": to_json(self.images),
+            "energy": self.energy.to_json() if self.energy else None,
+            "notes": list(self.records.notes),
+        }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    # "tokens_per_round" is the key of earlier versions.
+    return {"label": row.variant.label, **to_json(row), "tokens_per_round": row.mean_acceptance_length}
+
+
+def figures(records: Records, energy: Report | None = None, energy_log: RunLog | None = None) -> Figures:
+    """Computes all figures that the records allow; those not measured stay empty."""
+    domains = [run for run in records.runs if run.part == DOMAINS_PART]
+    contexts = [run for run in records.runs if run.part == CONTEXTS_PART]
+    return Figures(
+        records=records,
+        overall=_rows(domains, split=False),
+        by_domain=_rows(domains, split=True),
+        by_context=_rows(contexts, split=True),
+        against=_against(domains),
+        levels=_levels(records.concurrency, records.memory),
+        images=_images(records.images),
+        energy=energy,
+        energy_log=energy_log,
+    )
+
+
+def _grouped(runs: Iterable[Run]) -> dict[Variant, list[Run]]:
+    groups: dict[Variant, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.variant].append(run)
+    # The first prompt's runs are in the schedule's forward order.
+    return dict(groups)
+
+
+def _rows(runs: Sequence[Run], *, split: bool) -> tuple[Row, ...]:
+    rows = []
+    plain = {(run.domain, run.prompt): run for run in runs if _is_baseline(run.variant)}
+    for variant, own in _grouped(runs).items():
+        for domain in dict.fromkeys(run.domain for run in own) if split else (None,):
+            chosen = [run for run in own if domain in (None, run.domain)]
+            rows.append(_row(variant, domain, chosen, [run for run in runs if _is_baseline(run.variant)], plain))
+    return tuple(rows)
+
+
+def _is_baseline(variant: Variant) -> bool:
+    return variant.side == OURS and variant.policy == PLAIN
+
+
+def _row(variant: Variant, domain: str | None, runs: list[Run], baseline: list[Run], plain: dict[tuple[str, int], Run]) -> Row:
+    drafted, tokens, rounds = (
+        sum(f(run) for run in runs) for f in (lambda r: r.drafted, lambda r: r.tokens, lambda r: len(r.round_tokens))
+    )
+    latencies = Latencies()
+    for run in runs:
+        for seconds, count in zip(run.round_seconds, run.round_tokens, strict=True):
+            latencies.add(seconds, count)
+    outputs = [(run.output, plain[run.domain, run.prompt].output) for run in runs if (run.domain, run.prompt) in plain and run.output]
+    return Row(
+        variant=variant,
+        domain=domain,
+        runs=len(runs),
+        tokens_per_second=_typical_speed(runs),
+        speed_up=None if _is_baseline(variant) else ratio(paired_logs(runs, baseline)),
+        acceptance_rate=sum(run.accepted for run in runs) / drafted if drafted else None,
+        acceptance_by_position=_by_position(runs),
+        accepted_from=_by_source(runs, tokens),
+        mean_acceptance_length=tokens / rounds if rounds else None,
+        first_token_seconds=_median(run.first_token_seconds for run in runs),
+        token_p50_seconds=latencies.percentile(50),
+        token_p95_seconds=latencies.percentile(95),
+        phase_seconds_per_token=_phases(runs, tokens),
+        equal=sum(a == b for a, b in outputs),
+        compared=len(outputs),
+    )
+
+
+def _typical_speed(runs: Sequence[Run]) -> float:
+    """Returns the median over the repeats of tokens per second, with all prompts of a repeat added up."""
+    repeats: dict[int, list[Run]] = defaultdict(list)
+    for run in runs:
+        repeats[run.repeat].append(run)
+    return statistics.median(sum(r.tokens for r in group) / sum(r.seconds for r in group) for group in repeats.values())
+
+
+def _by_position(runs: Sequence[Run]) -> tuple[float, ...]:
+    """Returns, per position i, the share of rounds that accepted draft i among those that drafted it."""
+    longest = max((len(run.drafted_at) for run in runs), default=0)
+    drafted, accepted = [0] * longest, [0] * longest
+    for run in runs:
+        for i, (d, a) in enumerate(zip(run.drafted_at, run.accepted_at, strict=True)):
+            drafted[i] += d
+            accepted[i] += a
+    return tuple(a / d for a, d in zip(accepted, drafted, strict=True) if d)
+
+
+def _by_source(runs: Sequence[Run], tokens: int) -> dict[str, float]:
+    counts: Counter[str] = Counter()
+    for run in runs:
+        counts.update(run.accepted_from)
+    return {source: count / tokens for source, count in sorted(counts.items())}
+
+
+def _phases(runs: Sequence[Run], tokens: int) -> dict[str, float] | None:
+    draft, verify = _total(runs, lambda r: r.draft_seconds), _total(runs, lambda r: r.verify_seconds)
+    if draft is None or verify is None:
+        return None
+    other = max(0.0, sum(run.seconds for run in runs) - draft - verify)
+    return {"draft": draft / tokens, "verify": verify / tokens, "other": other / tokens}
+
+
+def _total(runs: Sequence[Run], seconds: Callable[[Run], float | None]) -> float | None:
+    values = [value for run in runs if (value := seconds(run)) is not None]
+    return sum(values) if len(values) == len(runs) else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def best_fixed(groups: dict[Variant, list[Run]], side: str) -> Variant | None:
+    """Returns the program's fixed length with the highest geometric mean over domains of the speed-up over plain decoding."""
+    baseline = next((runs for variant, runs in groups.items() if _is_baseline(variant)), [])
+    found = {v: ratio(paired_logs(runs, baseline)) for v, runs in groups.items() if v.side == side and v.policy == FIXED}
+    return max((v for v, r in found.items() if r), key=lambda v: found[v].value, default=None)  # type: ignore[union-attr]
+
+
+def _against(runs: Sequence[Run]) -> tuple[Against, ...]:
+    """Compares our policies, best fixed length and plain decoding with each peer's plain decoding, default and best fixed length."""
+    groups = _grouped(runs)
+    sides = {variant.side for variant in groups}
+    rows = []
+    for side in sorted(sides - {OURS}):
+        peers = [v for v in groups if v.side == side and v.policy != FIXED]
+        for ours in [v for v in groups if v.side == OURS and (v.policy != FIXED or v == best_fixed(groups, OURS))]:
+            for peer in [*peers, *filter(None, [best_fixed(groups, side)])]:
+                over = ratio(paired_logs(groups[ours], groups[peer]))
+                if over is not None:
+                    rows.append(Against(ours=ours, peer=peer, ratio=over))
+    return tuple(rows)
+
+
+def _levels(measured: Sequence[Concurrency], memory: Sequence[Memory]) -> tuple[Level, ...]:
+    groups: dict[tuple[Variant, int], list[Concurrency]] = defaultdict(list)
+    for one in measured:
+        groups[one.variant, one.clients].append(one)
+    peaks = {(m.drafter, m.sequences): m.peak_bytes for m in memory}
+    levels = []
+    for (variant, clients), group in groups.items():
+        tokens, requests = Latencies(), Latencies()
+        for one in group:
+            for seconds in one.token_seconds:
+                tokens.add(seconds)
+            for seconds in one.request_seconds:
+                requests.add(seconds)
+        drafter = variant.drafter if variant.policy != PLAIN else None
+        levels.append(
+            Level(
+                variant=variant,
+                clients=clients,
+                tokens_per_second=statistics.median(one.tokens / one.seconds for one in group),
+                token_p50_seconds=tokens.percentile(50),
+                token_p95_seconds=tokens.percentile(95),
+                request_p50_seconds=requests.percentile(50),
+                request_p95_seconds=requests.percentile(95),
+                peak_bytes=next((peak for (kind, n), peak in peaks.items() if n == clients and drafter in (None, kind)), None),
+                equal=sum(one.equal for one in group),
+                compared=sum(one.compared for one in group),
+            )
+        )
+    return tuple(levels)
+
+
+def _images(measured: Sequence[ImageCost]) -> tuple[ImageRow, ...]:
+    groups: dict[int, list[ImageCost]] = defaultdict(list)
+    for one in measured:
+        groups[one.budget].append(one)
+    return tuple(
+        ImageRow(
+            budget=budget,
+            rows=group[0].rows,
+            encode_seconds=statistics.median(one.encode_seconds for one in group),
+            prefill_seconds=statistics.median(one.prefill_seconds for one in group),
+        )
+        for budget, group in sorted(groups.items())
+    )
