@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
+from edge_bench.cli import main as bench
 from edge_devices.cli import main as devices
 from edge_export.cli.command import main as export
-from edge_bench.cli import main as bench
 from edge_runtime.cli.run import main as run
 
 COMMANDS: dict[str, click.Command] = {"edge-export": export, "edge-run": run, "edge-bench": bench, "edge-devices": devices}

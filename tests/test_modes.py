@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
+from edge_bench.cli import main as bench
 from edge_devices.command_line import CommandWithModes
 from edge_export.cli.command import main as export
-from edge_bench.cli import main as bench
 from edge_runtime.cli import run as cli
 from scripted import make_session
 

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_devices.energy.report import make_report
-from edge_devices.energy.run_log import read_log
-from edge_devices.meters.recorded_system import read_recording
 from edge_bench.contribution.record import check_record
 from edge_bench.devices.package import read_package
 from edge_bench.devices.results import read_result
 from edge_bench.measure.records import read_records
 from edge_bench.report.figures import figures
+from edge_devices.energy.report import make_report
+from edge_devices.energy.run_log import read_log
+from edge_devices.meters.recorded_system import read_recording
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import RuntimeSettings
 from edge_runtime.bundle.manifest_checks import with_hash

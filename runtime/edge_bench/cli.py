@@ -12,15 +12,6 @@ from typing import Any, cast
 
 import click
 
-from edge_devices.command_line import CONTEXT, CommandWithModes, one_sentence_errors
-from edge_devices.energy.report import Report
-from edge_devices.energy.run_log import RunLog
-from edge_devices.energy.text import report_lines
-from edge_devices.energy.virtual_meters import ESTIMATE, EXTERNAL
-from edge_devices.errors import DeviceError
-from edge_devices.files.atomic_write import write_text
-from edge_devices.machine.load import LoadWatch, load_now
-from edge_devices.meters.base import Meter
 from edge_bench.contribution.command import PROTOCOL, Contribution, contribution_options, print_pool, remote_options
 from edge_bench.devices.command import bench_devices, device_options, wants_devices, write_comparison
 from edge_bench.devices.results import find_results
@@ -33,6 +24,15 @@ from edge_bench.measure.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_leng
 from edge_bench.options import EXAMPLES, add_modes, measuring_options, result_options
 from edge_bench.report.figures import Figures, figures
 from edge_bench.report.terminal import BenchProgress, note, print_report
+from edge_devices.command_line import CONTEXT, CommandWithModes, one_sentence_errors
+from edge_devices.energy.report import Report
+from edge_devices.energy.run_log import RunLog
+from edge_devices.energy.text import report_lines
+from edge_devices.energy.virtual_meters import ESTIMATE, EXTERNAL
+from edge_devices.errors import DeviceError
+from edge_devices.files.atomic_write import write_text
+from edge_devices.machine.load import LoadWatch, load_now
+from edge_devices.meters.base import Meter
 from edge_runtime.bundle.kv_types import KV_TYPES
 from edge_runtime.cli.modes import FirstWord
 from edge_runtime.cli.options import backend_option, check_options, check_values, config_options, refuse_threads, threads_option

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
+from edge_bench.measure.prompts import DOMAINS
+from edge_bench.measure.variants import CHOOSING_POLICIES
 from edge_devices.command_line import CommandWithModes, option_group
 from edge_devices.energy.external.columns import COLUMNS_HELP
 from edge_devices.energy.virtual_meters import VIRTUAL
-from edge_bench.measure.prompts import DOMAINS
-from edge_bench.measure.variants import CHOOSING_POLICIES
 from edge_runtime.bundle.kv_types import KV_TYPES
 from edge_runtime.cli.options import BundlePath
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS

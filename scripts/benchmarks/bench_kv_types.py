@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 
-from edge_devices.command_line import one_sentence_errors
 from edge_bench.measure.sweeps.kv_types import kv_cost_table, measure_kv_types
+from edge_devices.command_line import one_sentence_errors
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
 
 

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import click
 
-from edge_devices.command_line import one_sentence_errors
 from edge_bench.measure.records import read_records
 from edge_bench.measure.variants import FIXED, OURS, PLAIN
 from edge_bench.report.figures import Figures, Row, figures
 from edge_bench.report.tables import machine_line, ratio_text
+from edge_devices.command_line import one_sentence_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = ROOT / "exporter" / "edge_export" / "reference_pair"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
-from edge_devices.transports.adb import AdbTransport
 from edge_bench import cli
+from edge_devices.transports.adb import AdbTransport
 from fake_adbd import FakeAdbd
 
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from bench_records import whole_benchmark
+from edge_bench.measure.records import line_of
 from edge_devices.energy.protocol import Plan, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.run_log import write_log
-from edge_bench.measure.records import line_of
 from simulated_session import SimulatedMachine
 
 ROOT = Path(__file__).parent.parent.parent

@@ -94,7 +94,11 @@ def _part(path: str) -> str:
     words = path.split("/")
     if words[:3] == ["lib", "python3", "dist-packages"]:
         name = words[3].partition(".")[0].partition("-")[0]
-        return name if name in ("numpy", "onnxruntime", "tokenizers", "llama_cpp", "edge_bench", "edge_runtime", "edge_devices") else "other packages"
+        return (
+            name
+            if name in ("numpy", "onnxruntime", "tokenizers", "llama_cpp", "edge_bench", "edge_runtime", "edge_devices")
+            else "other packages"
+        )
     if words[0] == "lib" and words[1].startswith("llama-"):
         return "llama_cpp"
     if words[0] in (LICENCES, "tools"):

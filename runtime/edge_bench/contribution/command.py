@@ -11,10 +11,6 @@ from typing import Any
 
 import click
 
-from edge_devices.command_line import option_group
-from edge_devices.energy.run_log import RunLog
-from edge_devices.files.atomic_write import write_text
-from edge_devices.meters.base import Meter
 from edge_bench.contribution.guide import steps, wait_for_enter
 from edge_bench.contribution.pool import pool_records, pool_tables
 from edge_bench.contribution.record import make_record, write_record
@@ -22,6 +18,10 @@ from edge_bench.devices.remote_run import device_label
 from edge_bench.devices.results import ENERGY, DeviceResult
 from edge_bench.measure.benchmark import BenchRequest
 from edge_bench.report.terminal import note, print_tables
+from edge_devices.command_line import option_group
+from edge_devices.energy.run_log import RunLog
+from edge_devices.files.atomic_write import write_text
+from edge_devices.meters.base import Meter
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.signature import read_signing_key, sign_file
 from edge_runtime.errors import RequestError

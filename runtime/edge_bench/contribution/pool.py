@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_devices.energy.intervals import mean_interval
-from edge_devices.energy.text import figure_text, ratio_text
-from edge_devices.errors import EdgeError, printable
 from edge_bench.contribution.record import CheckedRecord, check_record, read_record
 from edge_bench.contribution.rules import RULES, invalid
 from edge_bench.report.tables import NONE, TextTable
+from edge_devices.energy.intervals import mean_interval
+from edge_devices.energy.text import figure_text, ratio_text
+from edge_devices.errors import EdgeError, printable
 from edge_runtime.bundle.signature import check_file_signature
 from edge_runtime.errors import RequestError
 

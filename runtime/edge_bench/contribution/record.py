@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_bench.measure.variants import PLAIN
 from edge_devices.energy.report import Report, make_report
 from edge_devices.energy.run_log import RunLog, read_log
 from edge_devices.errors import DeviceError
 from edge_devices.files.atomic_write import write_text
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.typed_json import from_json, to_json
-from edge_bench.measure.variants import PLAIN
 from edge_runtime.bundle.manifest import MANIFEST_NAME, Manifest
 from edge_runtime.errors import RequestError
 

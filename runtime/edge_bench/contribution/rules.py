@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from edge_devices.energy.report import Variant
 from edge_bench.contribution.record import CheckedRecord
 from edge_bench.measure.variants import PLAIN
+from edge_devices.energy.report import Variant
 
 MIN_REPEATS = 3
 MAX_REFUSED_SHARE = 1 / 3

@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from edge_devices.command_line import option_group
-from edge_devices.errors import EdgeError
-from edge_devices.files.atomic_write import write_text
-from edge_devices.transports.adb import AdbTransport, usable_serials
-from edge_devices.transports.base import Transport
-from edge_devices.transports.ssh import SshTransport
 from edge_bench.devices.comparison import comparison_tables
 from edge_bench.devices.package import read_package
 from edge_bench.devices.remote_run import RemoteRequest, bench_on, clean, deploy, end_run
 from edge_bench.devices.results import DeviceResult
 from edge_bench.report.tables import TextTable
 from edge_bench.report.terminal import note, print_tables
+from edge_devices.command_line import option_group
+from edge_devices.errors import EdgeError
+from edge_devices.files.atomic_write import write_text
+from edge_devices.transports.adb import AdbTransport, usable_serials
+from edge_devices.transports.base import Transport
+from edge_devices.transports.ssh import SshTransport
 from edge_runtime.errors import RequestError
 
 ALL = "all"

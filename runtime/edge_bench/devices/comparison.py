@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edge_devices.energy.text import figure_text
 from edge_bench.devices.results import DeviceResult
 from edge_bench.report.figures import Row
 from edge_bench.report.tables import NONE, TextTable, milliseconds, ratio_text, share
+from edge_devices.energy.text import figure_text
 
 
 def comparison_tables(results: Sequence[DeviceResult]) -> list[TextTable]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_bench.devices.package import DevicePackage
+from edge_bench.devices.results import ENERGY, LOG, RUNS, WATCH, DeviceResult, complete_result, note_device
 from edge_devices.energy.run_log import PARTIAL
 from edge_devices.errors import LinkError
 from edge_devices.files.user_cache import CACHE_VARIABLE
@@ -23,8 +25,6 @@ from edge_devices.remote.snapshot import DeviceSnapshot, take_snapshot
 from edge_devices.transports.base import Transport, prepare_folder
 from edge_devices.transports.file_sync import pull_file, push_file, push_tree
 from edge_devices.transports.jobs import JobState, JobStatus, poll_job, remove, start_job, stop_job
-from edge_bench.devices.package import DevicePackage
-from edge_bench.devices.results import ENERGY, LOG, RUNS, WATCH, DeviceResult, complete_result, note_device
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.manifest import MANIFEST_NAME

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edge_devices.files.atomic_write import write_text
-from edge_devices.files.limited_read import read_at_most
 from edge_bench.measure.energy import read_energy
 from edge_bench.measure.records import read_records
 from edge_bench.report.figures import Figures, figures
+from edge_devices.files.atomic_write import write_text
+from edge_devices.files.limited_read import read_at_most
 from edge_runtime.errors import RequestError
 
 SCHEMA = 1

@@ -10,10 +10,6 @@ from importlib.metadata import version
 from pathlib import Path, PurePath
 from typing import Protocol, cast
 
-from edge_devices.energy.protocol import Workload
-from edge_devices.machine.facts import read_machine
-from edge_devices.waiting import Report
-from edge_runtime.backends.selection import BackendKind, choose_backend
 from edge_bench.measure.energy import energy_workloads
 from edge_bench.measure.llama_tools import llama_tools
 from edge_bench.measure.memory import measure_memory
@@ -24,6 +20,10 @@ from edge_bench.measure.schedule import DOMAINS_PART, Schedule, Step, context_sc
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
 from edge_bench.measure.variants import BASELINE, OURS, edge_variants, peer_variants
+from edge_devices.energy.protocol import Workload
+from edge_devices.machine.facts import read_machine
+from edge_devices.waiting import Report
+from edge_runtime.backends.selection import BackendKind, choose_backend
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType

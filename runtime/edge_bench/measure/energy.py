@@ -9,6 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from edge_bench.measure.prompts import PreparedPrompt
+from edge_bench.measure.runners import EdgeRunner, Place
+from edge_bench.measure.schedule import DOMAINS_PART
+from edge_bench.measure.variants import BASELINE, PLAIN, Variant
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.columns import parse_choice
@@ -32,10 +36,6 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters, no_meter_reason
 from edge_devices.waiting import Waiting, silent_wait
-from edge_bench.measure.prompts import PreparedPrompt
-from edge_bench.measure.runners import EdgeRunner, Place
-from edge_bench.measure.schedule import DOMAINS_PART
-from edge_bench.measure.variants import BASELINE, PLAIN, Variant
 from edge_runtime.session.session import Session
 
 REPEATS = 5

@@ -9,11 +9,11 @@ from typing import cast
 
 import click
 
+from edge_bench.measure.records import Memory
 from edge_devices.child_python import module_command
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_runtime.backends.selection import BackendKind
-from edge_bench.measure.records import Memory
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.errors import BackendError
 from edge_runtime.session.generation import Generation

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from edge_devices.files.atomic_write import destination_of
 from edge_bench.measure.records import Record, line_of
+from edge_devices.files.atomic_write import destination_of
 from edge_runtime.errors import RequestError
 
 PARTIAL = ".partial"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_devices.files.typed_json import StructureError, from_json, to_json
 from edge_bench.measure.variants import Variant
+from edge_devices.files.typed_json import StructureError, from_json, to_json
 from edge_runtime.errors import RequestError
 
 SCHEMA = 1

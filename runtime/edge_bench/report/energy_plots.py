@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from edge_bench.report.svg import COLOURS, INK, Plot, draw_svg, label_text, legend
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import Report, Variant, exclusion_reasons
 from edge_devices.energy.run_log import RunLog
 from edge_devices.meters.base import Kind
 from edge_devices.meters.trace import Trace
-from edge_bench.report.svg import COLOURS, INK, Plot, draw_svg, label_text, legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edge_devices.energy.report import Report
-from edge_devices.energy.run_log import RunLog
-from edge_devices.files.typed_json import to_json
 from edge_bench.measure.records import Concurrency, ImageCost, Memory, Records, Run
 from edge_bench.measure.schedule import CONTEXTS_PART, DOMAINS_PART
 from edge_bench.measure.variants import FIXED, OURS, PLAIN, Variant
 from edge_bench.report.ratios import Ratio, paired_logs, ratio
+from edge_devices.energy.report import Report
+from edge_devices.energy.run_log import RunLog
+from edge_devices.files.typed_json import to_json
 from edge_runtime.session.stats import Latencies
 
 

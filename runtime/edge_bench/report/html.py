@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from edge_devices.energy.report import Report
-from edge_devices.energy.run_log import RunLog
-from edge_devices.energy.text import report_lines
 from edge_bench.report.energy_plots import energy_plots
 from edge_bench.report.figures import Figures
 from edge_bench.report.plots import all_plots
 from edge_bench.report.svg import Plot
 from edge_bench.report.tables import TextTable, all_tables, energy_tables, machine_line, meter_table, notes
 from edge_bench.report.verdict import verdict
+from edge_devices.energy.report import Report
+from edge_devices.energy.run_log import RunLog
+from edge_devices.energy.text import report_lines
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --line: #d0d7de; --soft: #57606a; }

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.energy.intervals import t_quantile
 from edge_bench.measure.records import Run
+from edge_devices.energy.intervals import t_quantile
 
 DRAWS = 2000
 # An interval whose ends differ by more than this factor says nothing.

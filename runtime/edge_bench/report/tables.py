@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from edge_bench.measure.records import Header
+from edge_bench.report.figures import Figures, Row
+from edge_bench.report.ratios import Ratio
 from edge_devices.energy.report import Report
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import figure_text, report_lines
 from edge_devices.energy.text import ratio_text as energy_ratio_text
 from edge_devices.meters.base import Kind
-from edge_bench.measure.records import Header
-from edge_bench.report.figures import Figures, Row
-from edge_bench.report.ratios import Ratio
 
 NONE = "-"
 NOT_DETERMINED = "not determined"

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Self
 
 import click
 
-from edge_devices.errors import printable
-from edge_devices.waiting import Report
 from edge_bench.report.figures import Figures
 from edge_bench.report.tables import TextTable, all_tables, machine_line, notes
 from edge_bench.report.verdict import verdict
+from edge_devices.errors import printable
+from edge_devices.waiting import Report
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from edge_devices.energy.report import Report
 from edge_bench.measure.variants import OURS
 from edge_bench.report.figures import Figures, Row
 from edge_bench.report.ratios import WIDEST
+from edge_devices.energy.report import Report
 
 # The policy that users get; it is judged rather than the variant that came out best by chance.
 _DEFAULT_POLICY = "profit"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from edge_bench.report.tables import TextTable
+from edge_bench.report.terminal import note, print_tables
 from edge_devices.energy.text import meter_lines
 from edge_devices.errors import MeasurementError, one_line, printable
 from edge_devices.meters.base import present
@@ -19,8 +21,6 @@ from edge_devices.transports.base import prepare_folder, shell
 from edge_devices.transports.file_sync import free_bytes
 from edge_devices.transports.jobs import JobState, poll_job, start_job, stop_job
 from edge_devices.transports.ssh import PREFIX, _clear_old_sockets
-from edge_bench.report.tables import TextTable
-from edge_bench.report.terminal import note, print_tables
 from local_transport import LocalTransport
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07Pixel\x9b1m"

@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench_records import fixed, whole_benchmark
-from edge_devices.energy.protocol import Plan, characterise_meter, measure
-from edge_devices.energy.recorder import Recorder
-from edge_devices.energy.run_log import write_log
 from edge_bench import cli
 from edge_bench.measure.record_file import RecordFile
 from edge_bench.measure.records import read_records
+from edge_devices.energy.protocol import Plan, characterise_meter, measure
+from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.run_log import write_log
 from edge_runtime.errors import BackendError
 from simulated_session import SimulatedMachine
 

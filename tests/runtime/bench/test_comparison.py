@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from bench_records import whole_benchmark
-from edge_devices.energy.intervals import of_error
-from edge_devices.energy.report import Report, Variant
-from edge_devices.meters.base import Scope
 from edge_bench.devices.comparison import comparison_tables
 from edge_bench.devices.results import DeviceResult
 from edge_bench.measure.records import collect
 from edge_bench.report.figures import figures
+from edge_devices.energy.intervals import of_error
+from edge_devices.energy.report import Report, Variant
+from edge_devices.meters.base import Scope
 
 
 def result(device: str, scope: Scope | None = None, *, estimate: bool = False, joules: float = 1.0) -> DeviceResult:

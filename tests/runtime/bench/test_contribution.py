@@ -17,13 +17,6 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner, Result
 
-from edge_devices.energy import protocol
-from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.protocol import Plan, characterise_meter, measure
-from edge_devices.energy.recorder import Recorder
-from edge_devices.energy.report import make_report
-from edge_devices.energy.run_log import LogFile, RunLog, read_log
-from edge_devices.machine.load import MachineLoad
 from edge_bench import cli
 from edge_bench.contribution import pool
 from edge_bench.contribution.guide import steps
@@ -31,6 +24,13 @@ from edge_bench.devices import remote_run
 from edge_bench.devices.package import DevicePackage
 from edge_bench.devices.remote_run import RemoteRequest
 from edge_bench.measure.energy import fitted, planned_seconds
+from edge_devices.energy import protocol
+from edge_devices.energy.characteristics import Characteristics
+from edge_devices.energy.protocol import Plan, characterise_meter, measure
+from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.report import make_report
+from edge_devices.energy.run_log import LogFile, RunLog, read_log
+from edge_devices.machine.load import MachineLoad
 from simulated_session import SimulatedMachine
 from stub_package import stub_package
 

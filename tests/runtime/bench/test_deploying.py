@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.errors import EdgeError
 from edge_bench.devices import remote_run
 from edge_bench.devices.package import read_package
 from edge_bench.devices.remote_run import RemoteRequest, deploy
+from edge_devices.errors import EdgeError
 from edge_runtime.bundle.integrity import CheckMode
 from local_transport import LocalTransport
 from stub_bundle import stub_bundle

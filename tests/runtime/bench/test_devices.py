@@ -12,10 +12,10 @@ from click.testing import Result
 
 from bench_records import ONE_OF_EACH
 from device_runs import bench, hold, in_background, until_seen, when_running
-from edge_devices.transports.adb import AdbTransport
-from edge_devices.transports.base import shell
 from edge_bench.devices import remote_run as remote
 from edge_bench.measure.records import read_records
+from edge_devices.transports.adb import AdbTransport
+from edge_devices.transports.base import shell
 from fake_adbd import FakeAdbd
 from phones import Desk
 from ssh_host import SshHost

@@ -12,6 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from chromium import chromium
+from edge_bench.cli import main
+from edge_bench.measure.energy import is_energy_log, measure_energy, read_energy
 from edge_devices.energy.protocol import Plan, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import make_report
@@ -20,8 +22,6 @@ from edge_devices.energy.virtual_meters import PendingExternalMeter
 from edge_devices.machine.state import DeviceState
 from edge_devices.meters.base import Kind
 from edge_devices.meters.trace import Trace
-from edge_bench.cli import main
-from edge_bench.measure.energy import is_energy_log, measure_energy, read_energy
 from simulated_session import SimulatedMachine
 
 pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")

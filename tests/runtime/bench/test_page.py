@@ -11,13 +11,13 @@ import pytest
 
 from bench_records import fixed, run, whole_benchmark
 from chromium import chromium
-from edge_devices.energy.protocol import Plan, characterise_meter, measure
-from edge_devices.energy.recorder import Recorder
-from edge_devices.energy.report import make_report
 from edge_bench.measure.records import collect
 from edge_bench.measure.variants import BASELINE
 from edge_bench.report.figures import Figures, figures
 from edge_bench.report.tables import all_tables
+from edge_devices.energy.protocol import Plan, characterise_meter, measure
+from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.report import make_report
 from simulated_session import SimulatedMachine
 
 pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")

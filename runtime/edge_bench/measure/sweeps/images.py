@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from edge_bench.measure.records import ImageCost
 from edge_devices.energy.phases import ENCODE, PREFILL
 from edge_devices.energy.protocol import Work, Workload
-from edge_bench.measure.records import ImageCost
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import check_budget
 from edge_runtime.session.session import Session

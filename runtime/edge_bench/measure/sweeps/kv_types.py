@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.llama.context import BATCH
 from edge_bench.measure.records import KvTypeCost
+from edge_runtime.backends.llama.context import BATCH
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
 from edge_runtime.drafting.policies import Fixed
