@@ -1,22 +1,27 @@
-"""What all commands share: options in panels, sub-commands beside the older flat spelling, and the way an error ends a command."""
+"""What all commands share: options made of declared fields, help in panels, and the way an error ends a command."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
 
 from edge_devices.errors import OUT_OF_MEMORY, EdgeError
+from edge_devices.option_fields import OPTION, Declaration
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Group = TypeVar("Group")
+# Types whose arguments are no alternatives.
+_WHOLE = (tuple, Sequence, Literal)
 INTERRUPTED = 130
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 100}
 _OTHER = "Other options"
@@ -45,6 +50,9 @@ def option_group(*options: Callable[[Any], Any], panel: str = "") -> Callable[[D
 class PanelCommand(click.Command):
     """A command whose help lists its options in panels, and which explains `--` where a text begins with a dash."""
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **{"context_settings": dict(CONTEXT), **named})
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the options, a section for each panel in order of first occurrence, the others last."""
         panels: dict[str, list[tuple[str, str]]] = {}
@@ -68,6 +76,106 @@ class PanelCommand(click.Command):
             if " " in text or not text.strip("-")[:1].isalpha():
                 raise click.UsageError(f"{text!r} begins with a dash; write -- before a text that is no option: -- {text!r}", ctx) from None
             raise
+
+
+class PanelGroup(click.Group):
+    """A group of such commands, listed in the order in which they are added; an error of theirs ends in one sentence.
+
+    `out_of_memory` is that sentence where memory does not suffice.
+    """
+
+    command_class = PanelCommand
+
+    def __init__(self, *arguments: Any, out_of_memory: str = OUT_OF_MEMORY, **named: Any) -> None:
+        super().__init__(*arguments, **{"context_settings": dict(CONTEXT), **named})
+        self._out_of_memory = out_of_memory
+
+    def list_commands(self, _ctx: click.Context) -> list[str]:
+        """Returns the names of the commands."""
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands with their whole first sentences."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(limit=100)) for name, command in self.commands.items()])
+        with formatter.section("Help"):
+            formatter.write_dl([(f"{ctx.command_path} COMMAND --help", "the options of a command")])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        with one_sentence_errors(out_of_memory=self._out_of_memory):
+            return super().invoke(ctx)
+
+
+def takes(
+    name: str, of: object, *, only: Sequence[str] | None = None, without: Sequence[str] = (), panel: str = ""
+) -> Callable[[Decorated], Decorated]:
+    """Returns a decorator that adds the declared options of a dataclass to a command, whose body receives the object as argument `name`.
+
+    `of` is the dataclass, or an instance with other defaults; `only` and `without` name its fields: those that are no options of the
+    command keep their defaults. `panel` is that of fields that declare none.
+    """
+    declared = declared_options(of, only=only, without=without, panel=panel)
+
+    def add(command: Decorated) -> Decorated:
+        @functools.wraps(command)
+        def build(*arguments: Any, **values: Any) -> Any:
+            given = {str(each.name): values.pop(str(each.name)) for each in declared}
+            values[name] = of(**given) if isinstance(of, type) else dataclasses.replace(of, **given)  # type: ignore[type-var]
+            return command(*arguments, **values)
+
+        vars(build).setdefault("__click_params__", []).extend(reversed(declared))
+        return build  # type: ignore[return-value]
+
+    return add
+
+
+def declared_options(of: object, *, only: Sequence[str] | None = None, without: Sequence[str] = (), panel: str = "") -> list[click.Option]:
+    """Returns the options that a dataclass declares, as `takes` adds them. Raises KeyError for a name that declares none."""
+    kind: Any = of if isinstance(of, type) else type(of)
+    hints = get_type_hints(kind)
+    declared = {each.name: each for each in fields(kind) if OPTION in each.metadata}
+    if unknown := {*(only or ()), *without} - declared.keys():
+        raise KeyError(f"no declared options of {kind.__name__}: {', '.join(sorted(unknown))}")
+    chosen = [declared[name] for name in (declared if only is None else only) if name not in without]
+    return [_option(field, hints[field.name], field.default if of is kind else getattr(of, field.name), panel) for field in chosen]
+
+
+def _option(field: dataclasses.Field[Any], hint: Any, default: Any, panel: str) -> click.Option:
+    declared: Declaration = field.metadata[OPTION]
+    alternatives = [hint] if get_origin(hint) in _WHOLE else [kind for kind in get_args(hint) if kind is not type(None)]
+    kind = alternatives[0] if alternatives else hint
+    attributes: dict[str, Any] = {"help": declared.help}
+    if kind is bool:
+        attributes["is_flag"] = True
+    elif get_origin(kind) in (tuple, Sequence):
+        attributes |= {"multiple": True, "type": _click_type(get_args(kind)[0], declared)}
+    else:
+        attributes["type"] = _click_type(kind, declared)
+    attributes |= {"required": True} if default is dataclasses.MISSING else {"default": default}
+    option = click.Option([*declared.spelling(field.name), field.name], **{**attributes, **declared.attributes})
+    setattr(option, _PANEL, declared.panel or panel or _OTHER)
+    return option
+
+
+def _click_type(kind: Any, declared: Declaration) -> Any:
+    """Returns the type of an option's values, which the field's type and the declaration define."""
+    choices = declared.choices or (get_args(kind) if get_origin(kind) is Literal else ())
+    low, high = declared.low, declared.high
+    if choices:
+        return _NumberChoice([str(choice) for choice in choices]) if kind is int else click.Choice(choices)
+    if kind is int and (low, high) != (None, None):
+        return click.IntRange(None if low is None else int(low), None if high is None else int(high))
+    if kind is float and (low, high) != (None, None):
+        return click.FloatRange(low, high)
+    return click.Path(path_type=Path) if kind is Path else kind
+
+
+class _NumberChoice(click.Choice[str]):
+    """One of some whole numbers."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return int(super().convert(str(value), param, ctx))
 
 
 class CommandWithModes(PanelCommand):
