@@ -63,6 +63,11 @@ class TextArchitecture:
         """Number of layers, from the first, that own K/V rows."""
         return self.layers - self.kv_shared_layers
 
+    @property
+    def table_weights(self) -> int:
+        """Number of weights in the tables with a row per token: the embedding, and the layers' own."""
+        return self.vocab_size * self.hidden_size + self.per_layer_vocab_size * self.layers * self.per_layer_size
+
     def is_sliding(self, layer: int) -> bool:
         """Whether this layer attends to a window."""
         return self.layer_types[layer] == SLIDING

@@ -16,31 +16,9 @@ from edge_export.checkpoint.safetensors import StoredTensor
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle import gguf_header
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, TensorInfo
+from edge_runtime.bundle.gguf_types import TYPE_NUMBERS, quantization_name
 
 TARGET_ARCHITECTURE, DRAFTER_ARCHITECTURE = "gemma4", "gemma4-assistant"
-# enum llama_ftype in llama.cpp's include/llama.h
-FILE_TYPES = {
-    0: "f32",
-    1: "f16",
-    2: "q4_0",
-    3: "q4_1",
-    7: "q8_0",
-    8: "q5_0",
-    9: "q5_1",
-    10: "q2_k",
-    11: "q3_k_s",
-    12: "q3_k_m",
-    13: "q3_k_l",
-    14: "q4_k_s",
-    15: "q4_k_m",
-    16: "q5_k_s",
-    17: "q5_k_m",
-    18: "q6_k",
-    25: "iq4_nl",
-    30: "iq4_xs",
-    32: "bf16",
-}
-_F32 = 0
 # Larger factors mark pairs that are not rotated (proportional RoPE).
 _TURNS_BELOW = 1e20
 
@@ -92,7 +70,7 @@ def open_gguf(path: Path) -> tuple[Checkpoint, GgufHeader]:
 
 def quantization_of(header: GgufHeader) -> str:
     """Returns the name of the quantization in `general.file_type`; "mixed" if it is unknown."""
-    return FILE_TYPES.get(header.keys.get("general.file_type", -1), "mixed")
+    return quantization_name(header.keys.get("general.file_type"))
 
 
 def _check_architecture(path: Path, name: str) -> None:
@@ -151,7 +129,7 @@ def _fields(keys: _Keys, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
 
 def _rotary_share(keys: _Keys, factors: TensorInfo | None, head_dim: int) -> float:
     """The rotated fraction of a full layer's head: the share of frequency factors [head_dim / 2] that are not huge."""
-    if factors is None or factors.type != _F32 or factors.shape != (head_dim // 2,):
+    if factors is None or factors.type != TYPE_NUMBERS["f32"] or factors.shape != (head_dim // 2,):
         raise CheckpointError(f"{keys.path} has no float32 tensor rope_freqs.weight [{head_dim // 2}]; convert the checkpoint again")
     with keys.path.open("rb") as file:
         file.seek(factors.offset)

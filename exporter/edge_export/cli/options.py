@@ -18,7 +18,7 @@ from edge_export.onnx.request import BLOCKS, DEVICE_WEIGHTS, DEVICES, KV_KINDS, 
 from edge_export.pipeline.gguf_step import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
 from edge_export.pipeline.request import TUNING_MINUTES, Tuning
 from edge_export.quantization.importance_sources import ImportanceSources
-from edge_export.quantization.llama_quantize import QUANTIZATIONS
+from edge_runtime.bundle.gguf_types import OFFERED
 from edge_runtime.config.presets import expanded, preset_of
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.config.yaml_file import read_config
@@ -73,12 +73,12 @@ export_options = option_group(
     option_group(
         click.option(
             "--target-quant",
-            type=click.Choice(QUANTIZATIONS),
+            type=click.Choice(OFFERED),
             help=f"Quantization of the target's GGUF.  [default: {TARGET_QUANTIZATION}, the 4-bit type that CPUs run fastest]",
         ),
         click.option(
             "--drafter-quant",
-            type=click.Choice(QUANTIZATIONS),
+            type=click.Choice(OFFERED),
             help="Quantization of the drafter's GGUF."
             f"  [default: {DRAFTER_QUANTIZATION}, which is nearly lossless and only a few percent of the target's size]",
         ),

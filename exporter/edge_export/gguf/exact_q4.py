@@ -15,9 +15,9 @@ from edge_export.checkpoint.published.grid import BLOCK, find_grid, lies_on_grid
 from edge_export.checkpoint.safetensors import StoredTensor, read_float_chunks
 from edge_export.gguf.loader import gguf
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
+from edge_runtime.bundle.gguf_types import TENSOR_TYPES
 
 _Q4_0, _Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
-_BLOCK_BYTES = {_Q4_0: 18, _Q8_0: 34}
 # Matrices of a checkpoint that are tried before it counts as trained for q4_0.
 _TRIED = 6
 
@@ -65,7 +65,7 @@ def block_type(name: str, tensor: StoredTensor, report: ExactReport) -> Any | No
 
 def block_bytes(shape: tuple[int, ...], kind: Any) -> int:
     """Size of a tensor of this type."""
-    return prod(shape) // BLOCK * _BLOCK_BYTES[kind]
+    return prod(shape) // BLOCK * TENSOR_TYPES[kind].bytes
 
 
 def block_pieces(name: str, tensor: StoredTensor, kind: Any, report: ExactReport) -> Iterator[Any]:

@@ -33,7 +33,8 @@ from edge_export.errors import CheckpointError
 from edge_export.gguf.loader import gguf
 from edge_export.gguf.media_names import encoder_name
 from edge_export.gguf.metadata import Entry
-from edge_export.gguf.writer import FILE_TYPES, GGML_TYPES, GgufPlan, PlannedTensor, RawTensor, header_of
+from edge_export.gguf.writer import GgufPlan, PlannedTensor, RawTensor, header_of
+from edge_runtime.bundle.gguf_types import QUANTIZATIONS, TYPE_NUMBERS
 from edge_runtime.bundle.manifest import MediaInputs, MediaTokens, VisionSize
 
 # Groups of `Checkpoint.left_out`.
@@ -90,7 +91,7 @@ def plan_encoder(checkpoint: Checkpoint, weight_type: EncoderType, *, use_gelu: 
     entries = _entries(checkpoint, media, weight_type)
     if use_gelu and isinstance(media.vision, VisionTower):
         entries.append((USE_GELU, "bool", True))
-    types = [GGML_TYPES[tensor.type] if isinstance(tensor, PlannedTensor) else tensor.type for tensor in tensors]
+    types = [TYPE_NUMBERS[tensor.type] if isinstance(tensor, PlannedTensor) else tensor.type for tensor in tensors]
     return GgufPlan(header=header_of("clip", "mmproj", checkpoint, tensors, types=types, entries=entries), tensors=tensors)
 
 
@@ -151,7 +152,7 @@ def _rewritten(
         raw: NDArray[Any] = changed if kind == "f32" else changed.astype(np.float16)
         yield np.ascontiguousarray(raw).data.cast("B")
 
-    return RawTensor(name=name, shape=shape, type=int(GGML_TYPES[kind]), bytes=prod(shape) * FLOAT_BYTES[kind], pieces=pieces)
+    return RawTensor(name=name, shape=shape, type=TYPE_NUMBERS[kind], bytes=prod(shape) * FLOAT_BYTES[kind], pieces=pieces)
 
 
 def _softplus(values: NDArray[np.float32]) -> NDArray[Any]:
@@ -165,7 +166,7 @@ def _entries(checkpoint: Checkpoint, media: MediaArchitecture, weight_type: Enco
     mean, deviation = _normalization(checkpoint)
     tower = media.vision if isinstance(media.vision, VisionTower) else None
     entries: list[Entry] = [
-        ("general.file_type", "uint32", int(gguf.LlamaFileType.MOSTLY_Q8_0 if weight_type == "q8_0" else FILE_TYPES[weight_type])),
+        ("general.file_type", "uint32", QUANTIZATIONS[weight_type].file_type),
         ("clip.has_vision_encoder", "bool", True),
         ("clip.vision.projection_dim", "uint32", media.text_size),
         ("clip.vision.image_size", "uint32", _UNUSED_IMAGE_SIZE),

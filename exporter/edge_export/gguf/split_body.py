@@ -19,9 +19,8 @@ from edge_export.errors import ExportError
 from edge_export.gguf.metadata import Entry, architecture_entries, architecture_name
 from edge_export.gguf.writer import RawTensor, raw_tensor, write_raw_gguf
 from edge_runtime.bundle.gguf_header import TensorInfo
+from edge_runtime.bundle.gguf_types import FLOATS, TENSOR_TYPES
 
-# ggml's numbers of f32, f16 and bf16
-_UNQUANTIZED = (0, 1, 30)
 _PIECE_BYTES = 4 << 20
 _PRE, _POST = "nextn.pre_projection.weight", "nextn.post_projection.weight"
 _REPLACED = ("token_embd.weight", _PRE, _POST)
@@ -55,7 +54,7 @@ def write_body(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
 
 def _small(replaced: int) -> Literal["f16", "q4_0"]:
     """The type for the replacement of a matrix: q4_0, which stores ones and zeros exactly, if the matrix was quantized."""
-    return "f16" if replaced in _UNQUANTIZED else "q4_0"
+    return "f16" if TENSOR_TYPES[replaced].name in FLOATS else "q4_0"
 
 
 def _copied(source: Path, tensor: TensorInfo) -> RawTensor:

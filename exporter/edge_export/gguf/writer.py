@@ -23,17 +23,8 @@ from edge_export.gguf.loader import gguf
 from edge_export.gguf.metadata import Entry, architecture_entries, architecture_name, read_generation, vocabulary_entries
 from edge_export.gguf.model_card import name_or_path, read_card, unfit_values
 from edge_export.gguf.tensor_names import ROPE_FREQUENCIES, gguf_name, stays_float32
+from edge_runtime.bundle.gguf_types import QUANTIZATIONS, TYPE_NUMBERS
 
-GGML_TYPES = {
-    "f32": gguf.GGMLQuantizationType.F32,
-    "f16": gguf.GGMLQuantizationType.F16,
-    "bf16": gguf.GGMLQuantizationType.BF16,
-}
-FILE_TYPES = {
-    "f32": gguf.LlamaFileType.ALL_F32,
-    "f16": gguf.LlamaFileType.MOSTLY_F16,
-    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
-}
 # Fields of gguf.Metadata and their names in generation_config.json.
 _GENERATION_KEYS = {
     "sampling_sequence": "sequence",
@@ -133,13 +124,13 @@ def plan_gguf(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: Vocabu
             f"{vocabulary.folder}: the tokenizer has {pieces} pieces, the model {rows} rows; give the model's own tokenizer"
         )
     tensors = tuple(_planned(checkpoint, weight_type))
-    return GgufPlan(header=_header(checkpoint, int(FILE_TYPES[weight_type]), vocabulary, tensors), tensors=tensors)
+    return GgufPlan(header=_header(checkpoint, QUANTIZATIONS[weight_type].file_type, vocabulary, tensors), tensors=tensors)
 
 
 def plan_exact(checkpoint: Checkpoint, vocabulary: Vocabulary, report: ExactReport) -> GgufPlan:
     """Plans a q4_0 file of a checkpoint that was trained for it; what is written exactly goes into the report. Raises CheckpointError."""
     tensors = tuple(_exact(tensor, report) for tensor in _planned(checkpoint, "f16"))
-    return GgufPlan(header=_header(checkpoint, int(gguf.LlamaFileType.MOSTLY_Q4_0), vocabulary, tensors), tensors=tensors)
+    return GgufPlan(header=_header(checkpoint, QUANTIZATIONS["q4_0"].file_type, vocabulary, tensors), tensors=tensors)
 
 
 def _exact(tensor: PlannedTensor, report: ExactReport) -> PlannedTensor | RawTensor:
@@ -203,7 +194,7 @@ def _header(checkpoint: Checkpoint, file_type: int, vocabulary: Vocabulary, tens
         gguf.GGUFType.MODEL,
         checkpoint,
         tensors,
-        types=[tensor.type if isinstance(tensor, RawTensor) else GGML_TYPES[tensor.type] for tensor in tensors],
+        types=[tensor.type if isinstance(tensor, RawTensor) else TYPE_NUMBERS[tensor.type] for tensor in tensors],
         entries=architecture_entries(checkpoint, file_type),
         last=vocabulary_entries(vocabulary),
     )

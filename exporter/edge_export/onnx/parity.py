@@ -44,7 +44,7 @@ _RANGE = "range."
 LIMITS = Limits(max_abs_difference=0.01, mean_kl=1e-4, greedy_agreement=0.99, draft_agreement=0.99)
 # Where activations are rounded to int8, the last bit of a float32 decides some levels.
 ROUNDED_LIMITS = Limits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9)
-# Mean KL of quantized graphs in nats, as parity.gguf.QUANTIZED_KL_LIMITS.
+# Mean KL of quantized graphs in nats, as those of GGUF files (bundle.gguf_types).
 QUANTIZED_KL_LIMITS: dict[OnnxWeights, float] = {"f32": LIMITS.mean_kl, "f16": 0.02, "int8": 0.1, "int4": 1.0}
 # Of the encoders' soft rows, as shares of their norm. float16 weights are multiplied in float32; float16 holds bfloat16's but tiny ones.
 ENCODER_LIMITS: dict[MediaWeights, float] = {"f32": 1e-3, "f16": 1e-3, "int8": 0.1}

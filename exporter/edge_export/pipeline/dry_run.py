@@ -9,12 +9,9 @@ from edge_export.gguf.split_head import can_split, head_bytes
 from edge_export.pipeline.cache_layout import architecture, cache_layout
 from edge_export.pipeline.gguf_step import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
 from edge_export.pipeline.request import DEFAULT_CONTEXT
-from edge_export.quantization.llama_quantize import check_quantization, expected_bytes
+from edge_export.quantization.llama_quantize import check_quantization
+from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings
-
-# Bits per weight of the layers' matrices, and of the tables with a row per token, where llama.cpp's mix makes them differ.
-_MATRIX_BITS = {"q4_0": 4.5, "q4_k_m": 4.9, "q5_k_m": 5.7}
-_TABLE_BITS = 6.6
 
 
 def planned_manifest(
@@ -38,14 +35,12 @@ def planned_manifest(
             )
     context = context or min(DEFAULT_CONTEXT, first.checkpoint.architecture.context)
     facts = architecture(first.checkpoint, second.checkpoint, context)
-    rows = facts.vocab_size * (facts.hidden_size + facts.layers * (facts.per_layer_size or 0))
-    files = [_file(first, target_quantization or TARGET_QUANTIZATION, rows)]
     quantization = drafter_quantization or DRAFTER_QUANTIZATION
-    files.append(_file(second, quantization, facts.vocab_size * facts.drafter_hidden_size))
+    files = [_file(first, target_quantization or TARGET_QUANTIZATION), _file(second, quantization)]
     if second.gguf is None and can_split(facts.hidden_size, second.checkpoint):
-        body = max(0, facts.drafter_parameters - facts.vocab_size * facts.drafter_hidden_size)
-        head = head_bytes(second.checkpoint, expected_bytes(facts.drafter_hidden_size, quantization))
-        files += [_entry("drafter_body", quantization, expected_bytes(body, quantization)), _entry("drafter_head", quantization, head)]
+        kind, body = QUANTIZATIONS[quantization], facts.drafter_parameters - second.checkpoint.architecture.table_weights
+        head = head_bytes(second.checkpoint, kind.file_bytes(facts.drafter_hidden_size, facts.drafter_hidden_size))
+        files += [_entry("drafter_body", quantization, kind.file_bytes(body)), _entry("drafter_head", quantization, head)]
     return Manifest(
         schema_version=SCHEMA_VERSION,
         created_by="plan",
@@ -58,17 +53,14 @@ def planned_manifest(
     )
 
 
-def _file(source: ResolvedSource, quantization: str, table: int) -> BundleFile:
-    """`table`: weights of the tables with a row per token."""
+def _file(source: ResolvedSource, quantization: str) -> BundleFile:
     if source.quantization is not None:
         return _entry(source.role, source.quantization, source.path.stat().st_size)
     check_quantization(quantization)
-    weights = source.checkpoint.parameters
-    if quantization not in _MATRIX_BITS:
-        return _entry(source.role, quantization, expected_bytes(weights, quantization))
-    if table > weights:
-        raise ExportError(f"{source.origin} has {weights} weights, fewer than its tables of {table}; check its config.json")
-    return _entry(source.role, quantization, int(((weights - table) * _MATRIX_BITS[quantization] + table * _TABLE_BITS) / 8))
+    weights, tables = source.checkpoint.parameters, source.checkpoint.architecture.table_weights
+    if tables > weights:
+        raise ExportError(f"{source.origin} has {weights} weights, fewer than its tables of {tables}; check its config.json")
+    return _entry(source.role, quantization, QUANTIZATIONS[quantization].file_bytes(weights, tables))
 
 
 def _entry(role: str, quantization: str, size: int) -> BundleFile:

@@ -22,7 +22,8 @@ from edge_export.pipeline.bundle_files import copy_file
 from edge_export.pipeline.request import ExportRequest, Progress
 from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance
-from edge_export.quantization.llama_quantize import DIRECT, IMPORTANCE_TYPES, expected_bytes, library_version, quantize_gguf
+from edge_export.quantization.llama_quantize import DIRECT, library_version, quantize_gguf
+from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 
 TARGET_QUANTIZATION = "q4_0"
@@ -63,7 +64,13 @@ class GgufModel:
         """About how much disk it takes while it is made."""
         if self.plan is None:
             return self.source.path.stat().st_size
-        return self.plan.bytes + (0 if self.direct else expected_bytes(self.source.checkpoint.parameters, self.quantization))
+        return self.plan.bytes + (0 if self.direct else self.exported_bytes)
+
+    @property
+    def exported_bytes(self) -> int:
+        """About how many bytes the bundle's file will have."""
+        checkpoint = self.source.checkpoint
+        return QUANTIZATIONS[self.quantization].file_bytes(checkpoint.parameters, checkpoint.architecture.table_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +91,9 @@ class GgufPair:
     def importance_roles(self) -> set[str]:
         """The roles whose quantization takes account of importance."""
         return {
-            model.role for model in self.models if model.quantization in IMPORTANCE_TYPES and model.plan is not None and model.exact is None
+            model.role
+            for model in self.models
+            if model.plan is not None and model.exact is None and QUANTIZATIONS[model.quantization].weighed
         }
 
 
@@ -136,9 +145,9 @@ def check_space(pair: GgufPair, folder: Path) -> None:
     needed = _SMALL_FILES_BYTES + sum(model.needed_bytes for model in pair.models)
     needed += pair.encoder.bytes if pair.encoder is not None else 0
     if pair.split:
-        quantization, checkpoint = pair.drafter.quantization, pair.drafter.source.checkpoint
-        needed += head_bytes(checkpoint, expected_bytes(checkpoint.assistant.hidden_size, quantization))
-        needed += expected_bytes(checkpoint.parameters, quantization)
+        checkpoint = pair.drafter.source.checkpoint
+        hidden = checkpoint.assistant.hidden_size
+        needed += head_bytes(checkpoint, QUANTIZATIONS[pair.drafter.quantization].file_bytes(hidden, hidden)) + pair.drafter.exported_bytes
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ExportError(
@@ -184,8 +193,7 @@ def _make_model(model: GgufModel, threads: int, importance: Importance | None, p
         model.exact.write(model.exported, progress.advance)
         progress.say(f"{source.role.capitalize()}: {model.report.sentence()}")
     elif not model.direct:
-        total = expected_bytes(source.checkpoint.parameters, model.quantization)
-        progress.step(f"Quantize the {source.role} to {model.quantization}", total)
+        progress.step(f"Quantize the {source.role} to {model.quantization}", model.exported_bytes)
         quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance, importance)
         if importance is not None and importance.moments is not None:
             progress.step(f"Compensate the {source.role}'s rounding errors", model.exported.stat().st_size)

@@ -68,7 +68,7 @@ class Tuning:
 class ExportRequest:
     """What to export. A source is a checkpoint folder, a hub id, or a GGUF, which is used unchanged.
 
-    Quantizations: one of llama_quantize.QUANTIZATIONS, or None for the default.
+    Quantizations: one of bundle.gguf_types.OFFERED, or None for the default.
     `context`: tokens; None means DEFAULT_CONTEXT, or the model's own context if that is shorter.
     `verify`: compare the export with the reference implementation. `force`: replace an existing bundle.
     `threads`: None means one per usable processor.

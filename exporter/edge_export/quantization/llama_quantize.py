@@ -23,16 +23,10 @@ from edge_devices.child_python import module_command
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.errors import ExportError
 from edge_export.quantization.importance import Importance
+from edge_runtime.bundle.gguf_types import OFFERED, QUANTIZATIONS
 
-# enum llama_ftype in llama.cpp's include/llama.h
-_FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
-# Types in which llama.cpp chooses scales by importance; it ignores importance for q8_0.
-IMPORTANCE_TYPES = ("q4_0", "q4_k_m", "q5_k_m", "q6_k")
 # Written by our own converter, without llama.cpp.
 DIRECT: dict[str, FloatType] = {"f16": "f16", "bf16": "bf16"}
-QUANTIZATIONS = ("q4_0", "q4_k_m", "q5_k_m", "q6_k", "q8_0", "f16", "bf16")
-# Bits per weight of a whole file, for progress and the space check: the average over the mix of types, with a tied embedding at q6_K.
-_BITS = {"q4_0": 5.2, "q4_k_m": 5.5, "q5_k_m": 6.0, "q6_k": 6.7, "q8_0": 8.6, "f16": 16.1, "bf16": 16.1}
 # llama.cpp's own default is 8 GiB of rows at once; an export must stay below its largest tensor + 500 MB.
 MAX_BUFFER_BYTES = 192 << 20
 _POLL_SECONDS = 0.2
@@ -42,14 +36,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def check_quantization(quantization: str) -> None:
-    """Raises ExportError unless the name is one of QUANTIZATIONS."""
-    if quantization not in QUANTIZATIONS:
-        raise ExportError(f"quantization {quantization!r} is unknown; choose one of {', '.join(QUANTIZATIONS)}")
-
-
-def expected_bytes(weight_count: int, quantization: str) -> int:
-    """Returns about how many bytes a file with this many weights will have."""
-    return int(weight_count * _BITS[quantization] / 8)
+    """Raises ExportError unless the name is one of OFFERED."""
+    if quantization not in OFFERED:
+        raise ExportError(f"quantization {quantization!r} is unknown; choose one of {', '.join(OFFERED)}")
 
 
 def quantize_gguf(
@@ -66,9 +55,9 @@ def quantize_gguf(
     Raises ExportError with llama.cpp's own message if it fails or dies; `destination` may then be incomplete.
     """
     check_quantization(quantization)
-    if quantization not in _FILE_TYPES:
+    if quantization in DIRECT:
         raise ExportError(f"{quantization} is not made by quantizing; write the GGUF with this weight type instead")
-    numbers = str(_FILE_TYPES[quantization]), str(threads)
+    numbers = str(QUANTIZATIONS[quantization].file_type), str(threads)
     command = [*module_command("edge_export.quantization.llama_quantize", str(source), str(destination), *numbers)]
     # The child has this process's import path, as the packages may not be installed; an abort must not start a debugger.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GGML_NO_BACKTRACE": "1"}

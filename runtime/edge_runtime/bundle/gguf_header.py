@@ -17,6 +17,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from edge_runtime.bundle.gguf_types import TENSOR_TYPES
+
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
@@ -30,39 +32,6 @@ _MAX_KEPT = 512
 _PIECE_BYTES = 1 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# (weights per block, bytes per block) of the types of ggml/include/ggml.h that a llama.cpp file may hold.
-_BLOCKS = {
-    0: (1, 4),
-    1: (1, 2),
-    2: (32, 18),
-    3: (32, 20),
-    6: (32, 22),
-    7: (32, 24),
-    8: (32, 34),
-    10: (256, 84),
-    11: (256, 110),
-    12: (256, 144),
-    13: (256, 176),
-    14: (256, 210),
-    16: (256, 66),
-    17: (256, 74),
-    18: (256, 98),
-    19: (256, 50),
-    20: (32, 18),
-    21: (256, 110),
-    22: (256, 82),
-    23: (256, 136),
-    24: (1, 1),
-    25: (1, 2),
-    26: (1, 4),
-    27: (1, 8),
-    28: (1, 8),
-    29: (256, 56),
-    30: (1, 2),
-    34: (256, 54),
-    35: (256, 66),
-    39: (32, 17),
-}
 
 
 class GgufError(ValueError):
@@ -206,15 +175,15 @@ class _Reader:
             raise self._corrupt(f"tensor {_shown(name)} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))
         kind, offset = self._number("I"), self._number("Q")
-        if kind not in _BLOCKS:
+        stored = TENSOR_TYPES.get(kind)
+        if stored is None:
             raise GgufError(
                 f"{self._path}: tensor {_shown(name)} has the unknown type {kind}; convert the model again with a current llama.cpp"
             )
-        per_block, block_bytes = _BLOCKS[kind]
         weights = prod(shape)
-        if not weights or shape[0] % per_block or offset % alignment:
+        if not weights or shape[0] % stored.weights or offset % alignment:
             raise self._corrupt(f"tensor {_shown(name)} has shape {list(shape)} of type {kind} at offset {offset}")
-        return TensorInfo(name=name, shape=shape, type=kind, bytes=weights // per_block * block_bytes, offset=offset)
+        return TensorInfo(name=name, shape=shape, type=kind, bytes=weights // stored.weights * stored.bytes, offset=offset)
 
     def _value(self, kind: int, *, vocabulary: bool) -> Any:
         if kind == _STRING:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from edge_runtime.bundle.gguf_types import TENSOR_TYPES, TYPE_NUMBERS
 from edge_runtime.bundle.manifest import CacheLayout, LayerCache
 from edge_runtime.errors import RequestError
 
 KvType = Literal["f16", "q8_0", "q4_0"]
 KV_TYPES: tuple[KvType, ...] = get_args(KvType)
 DEFAULT_KV_TYPE: KvType = "f16"
-# ggml's quantized types store this many values of a head with one float16 scale (ggml/src/ggml-common.h).
+# The quantized ones store this many values of a head with one scale.
 BLOCK = 32
-_BLOCK_BYTES: dict[KvType, int] = {"f16": 2 * BLOCK, "q8_0": 2 + BLOCK, "q4_0": 2 + BLOCK // 2}
 
 
 def row_bytes(cache: LayerCache, kv_type: KvType) -> int:
     """Returns the bytes of one row of one layer, K and V together."""
-    return 2 * cache.kv_heads * cache.head_dim * _BLOCK_BYTES[kv_type] // BLOCK
+    stored = TENSOR_TYPES[TYPE_NUMBERS[kv_type]]
+    return 2 * cache.kv_heads * cache.head_dim * stored.bytes // stored.weights
 
 
 def check_kv_type(layout: CacheLayout, kv_type: str) -> KvType:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edge_devices.machine.memory import byte_text
+from edge_runtime.bundle.gguf_types import QUANTIZATIONS, Quantization
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType, row_bytes
 from edge_runtime.bundle.manifest import Architecture, BundleFile, CacheLayout, Manifest
 from edge_runtime.config.validators import SIZE, bytes_of
@@ -19,12 +20,6 @@ from edge_runtime.errors import RequestError
 CELL_STEP = 256
 # The interpreter with numpy and llama.cpp's libraries, as measured.
 PROCESS_BYTES = 48 << 20
-# Bits per weight of the types that llama.cpp repacks for the CPU (ggml/src/ggml-cpu/repack.cpp) or that the row kernels pack: 6.6 of q6_K,
-# which is a fifth of q4_k_m and q5_k_m, 4.6 of q4_K. Which types are repacked depends on the processor; all are counted.
-_Q6_BITS = 6.6
-_REPACKED_BITS = {"q4_0": 4.5, "q4_k_m": 5.0, "q5_k_m": 5.7, "q6_k": _Q6_BITS, "q8_0": 8.5}
-# The head, also where it is the embedding.
-_HEAD_BITS = {name: 8.5 if name == "q8_0" else _Q6_BITS for name in _REPACKED_BITS}
 _FLOAT, _MASK = 4, 2
 # llama.cpp's tables of a vocabulary, per token, as measured.
 _TOKEN_BYTES = 128
@@ -139,6 +134,10 @@ def check_memory(
     system may drop them and read them again; if they will not all stay in memory, `notify` gets a warning, since that is slow.
     """
     plan = memory_plan(manifest, request)
+    if request.repack:
+        for file in _models(_files(manifest.files, request.drafters)):
+            if _known_mix(file) is None:
+                notify(f"{file.path} is of the unknown type {file.quantization!r}: a repacked copy is planned as large as the file.")
     if limit is not None:
         if plan.total > limit:
             raise RequestError(_refusal(manifest, request, plan.total, limit, f"the limit is {byte_text(limit)}", reserved_only=False))
@@ -194,17 +193,28 @@ def _files(files: Sequence[BundleFile], drafters: Sequence[str]) -> list[BundleF
 
 
 def _repacked(manifest: Manifest, files: Sequence[BundleFile]) -> int:
-    """Matrices are repacked, the head among them; embedding tables are not."""
+    """Matrices are repacked, the head among them; embedding tables are not. Of an unknown mix of types a copy is as large as the file."""
     own = manifest.architecture
     tables = {
         "target": own.vocab_size * (own.hidden_size + own.layers * (own.per_layer_size or 0)),
         "drafter": own.vocab_size * own.drafter_hidden_size,
     }
     weights = {"target": own.parameters, "drafter": own.drafter_parameters}
-    quantizations = {file.role: file.quantization or "" for file in files}
-    bits = {role: _REPACKED_BITS.get(name, 0.0) for role, name in quantizations.items()}
-    head = own.vocab_size * own.hidden_size * _HEAD_BITS.get(quantizations.get("target", ""), 0.0)
-    return int(head / 8) + sum(int(max(0, weights[role] - tables[role]) * bits.get(role, 0) / 8) for role in weights)
+    heads = {"target": own.vocab_size * own.hidden_size, "drafter": 0}
+    total = 0
+    for file in _models(files):
+        kind, matrices = _known_mix(file), max(0, weights[file.role] - tables[file.role])
+        total += file.bytes if kind is None else kind.copy_bytes(matrices, heads[file.role])
+    return total
+
+
+def _models(files: Sequence[BundleFile]) -> list[BundleFile]:
+    return [file for file in files if file.role in ("target", "drafter") and file.format == "gguf"]
+
+
+def _known_mix(file: BundleFile) -> Quantization | None:
+    kind = QUANTIZATIONS.get(file.quantization or "")
+    return kind if kind is not None and kind.matrices else None
 
 
 def _buffers(manifest: Manifest, request: MemoryRequest) -> int:

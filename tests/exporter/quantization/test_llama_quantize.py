@@ -11,10 +11,12 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.gguf_source import quantization_of, read_gguf_header
+from edge_export.checkpoint.shipped.reference_pair import reference_pair
 from edge_export.errors import ExportError
 from edge_export.gguf.writer import write_gguf
 from edge_export.quantization import llama_quantize as quantize
-from edge_export.quantization.llama_quantize import QUANTIZATIONS, check_quantization, expected_bytes, quantize_gguf
+from edge_export.quantization.llama_quantize import DIRECT, check_quantization, quantize_gguf
+from edge_runtime.bundle.gguf_types import FLOATS, OFFERED, QUANTIZATIONS, TENSOR_TYPES
 
 pytest.importorskip("llama_cpp", reason="llama.cpp quantizes")
 Folders = Callable[[str], Path]
@@ -46,10 +48,24 @@ def test_rows_that_k_quants_cannot_hold_fall_back(source: Path, tmp_path: Path) 
     assert quantization_of(read_gguf_header(tmp_path / "out.gguf")) == "q4_k_m"
 
 
+@pytest.mark.parametrize("quantization", [name for name in OFFERED if name not in DIRECT])
+def test_a_file_has_the_types_and_the_size_of_its_entry_in_the_table(quantization: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(reference_pair()[0])
+    write_gguf(checkpoint, tmp_path / "whole.gguf", "f16", lambda _: None)
+    quantize_gguf(tmp_path / "whole.gguf", tmp_path / "out.gguf", quantization, 2)
+    entry, header = QUANTIZATIONS[quantization], read_gguf_header(tmp_path / "out.gguf")
+    stored = {tensor.name: TENSOR_TYPES[tensor.type].name for tensor in header.tensors}
+    assert stored["token_embd.weight"] == stored["per_layer_token_embd.weight"] == entry.tables
+    # 65,536 weights are in rows of 32, which fit no block of 256.
+    matrices = {kind for name, kind in stored.items() if "embd" not in name and "inp_gate" not in name and "proj" not in name}
+    assert matrices - set(FLOATS) == {kind for kind, _ in entry.matrices}
+    size = sum(tensor.bytes for tensor in header.tensors if stored[tensor.name] != "f32")
+    assert entry.file_bytes(8_421_376, checkpoint.architecture.table_weights) == pytest.approx(size, rel=0.025)
+
+
 def test_every_name_is_known_and_others_are_refused() -> None:
-    for quantization in QUANTIZATIONS:
+    for quantization in OFFERED:
         check_quantization(quantization)
-        assert 0.4 < expected_bytes(1000, quantization) / 1000 < 2.1
     with pytest.raises(ExportError, match="'Q4' is unknown; choose one of q4_0, q4_k_m, q5_k_m, q6_k, q8_0, f16, bf16"):
         check_quantization("Q4")
 

@@ -184,3 +184,12 @@ def test_copies_of_weights_are_left_out_where_only_they_do_not_fit(exported_pair
         check_memory_without_copies(manifest, asked, None, plain.reserved - 1)
     with pytest.raises(RequestError, match="the limit is"):
         check_memory_without_copies(manifest, asked, copies.total - 1, None)
+
+
+@pytest.mark.parametrize(("quantization", "share"), [("mixed", 1), ("iq4_xs", 1), (None, 1), ("f16", 0)])
+def test_a_copy_of_unknown_types_is_planned_as_large_as_the_file(quantization: str | None, share: int, exported_pair: Path) -> None:
+    manifest, said = open_bundle(exported_pair, check="none").manifest, []
+    manifest = replace(manifest, files=tuple(replace(file, quantization=quantization) for file in manifest.files))
+    size = sum(file.bytes for file in manifest.files if file.role in ("target", "drafter"))
+    assert check_memory(manifest, request(), None, None, said.append).repacked == share * size
+    assert [f"is of the unknown type {quantization!r}" in line for line in said] == [True, True] * share
