@@ -27,8 +27,6 @@ from edge_devices.meters.recorded_system import read_recording
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import RuntimeSettings
 from edge_runtime.bundle.manifest_checks import with_hash
-from edge_runtime.calibration.cost_probe import cached_costs
-from edge_runtime.calibration.thread_probe import ThreadTimes, candidates
 from edge_runtime.config.settings import defaults
 from edge_runtime.config.yaml_file import read_config
 from edge_runtime.drafting.stored_memory import StoredMemory, read_memory
@@ -193,18 +191,6 @@ def test_a_device_package_of_another_schema_is_built_again(tmp_path: Path, schem
         read_package(tmp_path)
     path.write_text(path.read_text().replace(f'"schema": {schema}', '"schema": 2'))
     assert (read_package(tmp_path).platform, read_package(tmp_path).bytes) == ("linux-x64", 20)
-
-
-def test_cached_costs_of_the_first_form_are_measured_again_and_later_ones_read() -> None:
-    """Without the fixed part of a draft, a cost curve is another one."""
-    assert cached_costs(OLD / "costs-1.json", "pair") is None
-    found = cached_costs(OLD / "costs-2.json", "pair")
-    assert found is not None
-    assert (found.overhead, found.step, len(found.verify), found.times) == (0.001, 0.002, 13, 1)
-
-
-def test_cached_threads_of_the_first_form_are_measured_again() -> None:
-    assert ThreadTimes.from_json({"prefill": 4, "verify": 2, "draft": 1}, candidates([[0, 1, 2, 3]])) is None
 
 
 def test_a_memory_of_version_1_is_read_and_one_of_the_next_left_alone(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Replays draft-length policies on recorded drafts, to compare them on the same texts and with the costs of given machines.
 
     python scripts/benchmarks/replay_policies.py record BUNDLE -o drafts.jsonl --max-tokens 128
-    python scripts/benchmarks/replay_policies.py replay drafts.jsonl --costs ~/.cache/edge-mtp/costs.json
+    python scripts/benchmarks/replay_policies.py replay drafts.jsonl --costs ~/.cache/edge-mtp/measured.json
 
 `record` decodes plainly and drafts 12 tokens at every position. Greedy text does not depend on drafts, so the rounds of any policy can be
 replayed on it exactly, without noise and without the models. `replay` prints the speed-up of each policy over plain decoding by domain,
@@ -25,6 +25,7 @@ from rich.table import Table
 
 from edge_bench.measure.prompts import DOMAINS, prepare, read_prompts, shipped_prompts
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
+from edge_runtime.calibration.cost_probe import COSTS
 from edge_runtime.decoding.acceptance import VerifyResult, accept_greedy
 from edge_runtime.decoding.acceptance_rules import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
@@ -151,12 +152,6 @@ def read_texts(path: Path) -> list[Text]:
     return texts
 
 
-def read_costs(path: Path) -> dict[str, MeasuredCosts]:
-    """Returns the costs in a costs.json, by its keys of bundle and machine."""
-    found = {key: MeasuredCosts.from_json(value) for key, value in json.loads(path.read_text(encoding="utf-8")).items()}
-    return {key: costs for key, costs in found.items() if costs}
-
-
 def show(title: str, texts: Sequence[Text], measured: MeasuredCosts, longest: int) -> None:
     """Prints the table of one machine: speed-up over plain decoding by policy and domain."""
     policies: dict[str, Callable[[], DraftLengthPolicy]] = {f"fixed {n}": partial(Fixed, n) for n in range(1, longest + 1)}
@@ -206,12 +201,12 @@ def record(bundle: Path, output: Path, own: tuple[Path, ...], max_tokens: int, m
 @main.command()
 @click.argument("recorded", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option(
-    "--costs", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=True, help="A costs.json of the cache folder."
+    "--costs", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=True, help="The measured.json of a cache folder."
 )
 @click.option("--longest", default=MAX_DRAFT_LENGTH)
 def replay(recorded: Path, costs: Path, longest: int) -> None:
-    """Print the speed-up of each policy over plain decoding on RECORDED drafts, for every machine in a costs.json."""
-    for key, measured in read_costs(costs).items():
+    """Print the speed-up of each policy over plain decoding on RECORDED drafts, for every machine in a measured.json."""
+    for key, measured in COSTS.kept(costs):
         show(key, read_texts(recorded), measured, longest)
 
 

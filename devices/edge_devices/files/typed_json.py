@@ -7,6 +7,7 @@ import functools
 import math
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ def to_json(value: Any) -> Any:
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
         return [to_json(v) for v in value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {k: to_json(v) for k, v in value.items()}
     return value
 
@@ -63,16 +64,26 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         if not isinstance(data, list):
             raise StructureError(f"{where} is {_kind(data)}, not a list")
         return tuple(_value(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(data, dict):
             raise StructureError(f"{where} is {_kind(data)}, not an object")
-        return {str(k): _value(arguments[1], v, f"{where}.{k}") for k, v in data.items()}
+        return {_key(arguments[0], k, where): _value(arguments[1], v, f"{where}.{k}") for k, v in data.items()}
     return _scalar(hint, data, where)
+
+
+def _key(hint: Any, key: str, where: str) -> str | int:
+    """Returns a key of a dict: JSON knows texts only."""
+    if hint is not int:
+        return key
+    try:
+        return int(key)
+    except ValueError:
+        raise StructureError(f"{where} has the key {key[:40]!r}, not a number") from None
 
 
 def _scalar(hint: Any, data: Any, where: str) -> Any:
     _check_range(data, where)
-    if hint is Any:
+    if hint is Any or isinstance(hint, TypeVar):
         return data
     if hint is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)

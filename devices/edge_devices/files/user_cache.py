@@ -9,6 +9,7 @@ from pathlib import Path
 
 from edge_devices.errors import EdgeError
 from edge_devices.files.atomic_write import atomic_write
+from edge_devices.files.temp_files import locked
 
 CACHE_VARIABLE = "EDGE_MTP_CACHE"
 MAX_CACHE_BYTES = 1 << 20
@@ -44,12 +45,24 @@ def read_entries(path: Path) -> dict[str, object]:
 
 
 def cache_put(path: Path, key: str, value: object) -> OSError | None:
-    """Adds an entry as the newest. Returns the error if it cannot be written, which only costs measuring it again."""
-    entries = {k: v for k, v in read_entries(path).items() if k != key}
-    kept = dict([*list(entries.items())[-MAX_ENTRIES + 1 :], (key, value)])
+    """Adds an entry as the newest, and drops the oldest above the limits. Entries that other processes add meanwhile stay.
+
+    Returns the error if it cannot be written, which only costs measuring it again.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, [json.dumps(kept, indent=2).encode()])
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(path.parent):
+            entries = read_entries(path)
+            entries.pop(key, None)
+            atomic_write(path, [_newest({**entries, key: value})])
     except OSError as error:
         return error
     return None
+
+
+def _newest(entries: dict[str, object]) -> bytes:
+    """Returns the JSON of as many of the newest entries as the limits of a file allow."""
+    kept = list(entries.items())[-MAX_ENTRIES:]
+    while len(data := json.dumps(dict(kept), indent=1).encode()) > MAX_CACHE_BYTES and len(kept) > 1:
+        kept = kept[len(kept) // 4 + 1 :]
+    return data

@@ -1,19 +1,19 @@
-"""Measures the cost of a draft and of a verify of n rows on this machine; reads and writes cached costs."""
+"""Measures the cost of a draft and of a verify of n rows on this machine."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from edge_devices.files.user_cache import cache_put, read_entries
+from edge_devices.waiting import Report, unseen
+from edge_runtime.calibration.measured import Measured
 from edge_runtime.drafting.cost_model import LEAST_SECONDS, MAX_ROWS, MeasuredCosts, extrapolated
 from edge_runtime.interfaces import Drafter, Target
 
-CACHE_NAME = "costs.json"
+COSTS = Measured(kind="costs", value_class=MeasuredCosts, doing="measuring what drafts cost on this machine")
 MAX_SECONDS = 2.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
 # Text the rows are verified after.
@@ -28,7 +28,7 @@ def measure_costs(
     most_rows: int = MAX_ROWS,
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
-    report: Callable[[float], None] = lambda _: None,
+    report: Report = unseen,
 ) -> MeasuredCosts:
     """Times a draft and then a verify, as in real rounds, of 1 to `most_rows` rows after a short text of one `token`.
 
@@ -40,11 +40,7 @@ def measure_costs(
     _begin_text(target, token, longest)
     rounds: list[list[float]] = []
     drafted = [0] * longest
-    begin = clock()
-    for number in range(MAX_ROUNDS + 1):
-        if number > MIN_ROUNDS and clock() - begin > max_seconds:
-            break
-        report(share_done(number, clock() - begin, max_seconds=max_seconds, fewest=MIN_ROUNDS, most=MAX_ROUNDS))
+    for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=clock, report=report):
         verified, drafts = [0.0] * longest, [0.0] * longest
         # Alternating order, so that its effect on the CPU caches is shared by all row counts.
         for rows in range(1, longest + 1) if number % 2 else range(longest, 0, -1):
@@ -68,11 +64,18 @@ def measure_costs(
     return MeasuredCosts(verify=tuple(verify), step=step, overhead=overhead)
 
 
-def share_done(rounds: int, seconds: float, *, max_seconds: float, fewest: int, most: int) -> float:
-    """Returns the share of a measurement that is over after `rounds`: it ends after `max_seconds`, and not before a warm-up and `fewest`
-    rounds, or after `most`.
+def timed_rounds(fewest: int, most: int, max_seconds: float, *, clock: Callable[[], float], report: Report) -> Iterator[int]:
+    """Counts rounds of a measurement from 0, which warms up: at least `fewest` and at most `most` more, until `max_seconds` are over.
+
+    `report` gets the share that is done.
     """
-    return max(rounds / (most + 1), min(rounds / (fewest + 1), seconds / max_seconds if max_seconds else 1.0))
+    begin = clock()
+    for number in range(most + 1):
+        seconds = clock() - begin
+        if number > fewest and seconds > max_seconds:
+            return
+        report(max(number / (most + 1), min(number / (fewest + 1), seconds / max_seconds if max_seconds else 1.0)))
+        yield number
 
 
 def _begin_text(target: Target, token: int, longest: int) -> None:
@@ -93,16 +96,6 @@ def overhead_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple
         if overhead > 0 and step > 0:
             return float(overhead), float(step)
     return 0.0, max(float((taken / counts).mean()), LEAST_SECONDS)
-
-
-def cached_costs(path: Path, key: str) -> MeasuredCosts | None:
-    """Returns the costs that `cache_costs` wrote under this key; None if there are none or the file is damaged."""
-    return MeasuredCosts.from_json(read_entries(path).get(key))
-
-
-def cache_costs(path: Path, key: str, costs: MeasuredCosts) -> None:
-    """Caches costs for the next use; if the file cannot be written, they are measured again, which takes two seconds."""
-    cache_put(path, key, costs.to_json())
 
 
 def steady(rounds: Sequence[Sequence[float]]) -> list[float]:

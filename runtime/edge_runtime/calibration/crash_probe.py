@@ -16,15 +16,15 @@ from pathlib import Path
 import click
 
 from edge_devices.child_python import module_command
-from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_put, entry_key, read_entries
+from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_devices.machine.load import LoadWatch
-from edge_devices.waiting import Waiting, silent_wait
+from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
 from edge_runtime.calibration.child_process import ask_child
+from edge_runtime.calibration.measured import Measured
 from edge_runtime.errors import BackendError, EdgeRuntimeError
 
-CACHE_NAME = "probe.json"
 TIMEOUT_SECONDS = 120.0
 CHILD_COMMAND = module_command("edge_runtime.calibration.crash_probe")
 _ROWS = 8
@@ -39,19 +39,24 @@ _WORKAROUND_OTHER = "-DGGML_NATIVE=OFF"
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeAnswer:
-    """How to load models on this machine. `reason` is a sentence; `from_cache`: no child process was started this time."""
-
-    use_extra_bufts: bool
-    from_cache: bool
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class CachedProbe:
-    """The result of an earlier probe on this machine for files of these quantizations (that of the target first)."""
+    """How to load models of these quantizations (that of the target first) on this machine. `reason` is a sentence; `late`: a child was
+    killed because it gave no answer in time.
+    """
 
     quantizations: tuple[str, ...]
     use_extra_bufts: bool
+    reason: str
+    late: bool
+
+
+# Whether a build crashes does not depend on other programs, but how long a child takes does.
+PROBES = Measured(
+    kind="probe",
+    value_class=ProbeAnswer,
+    doing="trying llama.cpp in a child process",
+    times=1,
+    disturbed_by_load=lambda answer: answer.late,
+)
 
 
 def probe_load_options(
@@ -66,70 +71,43 @@ def probe_load_options(
 ) -> ProbeAnswer:
     """Returns the load options with which a child process ran these files, from the cache if the machine is the same.
 
-    Whether a build crashes does not depend on other programs, but how long a child takes does: no answer in time on a busy machine is used
-    once and not kept. `notify` gets one sentence when a probe starts and one when a safer option was chosen. Raises BackendError if the
-    files do not load, or if the child process dies with every option: the sentence names the signal and a build as a workaround.
+    `notify` gets one sentence when a probe starts and one when a safer option was chosen. Raises BackendError if the files do not load, or
+    if the child process dies with every option: the sentence names the signal and a build as a workaround.
     """
-    key, cache = machine_key(quantizations), cache_path()
-    cached = _cached(read_entries(cache).get(key))
-    if cached is not None:
-        return ProbeAnswer(use_extra_bufts=cached.use_extra_bufts, from_cache=True, reason="the result of an earlier probe on this machine")
-    notify(f"First use with {' and '.join(dict.fromkeys(quantizations))} on this machine: trying llama.cpp in a child process.")
     command = [*child_command, "--target", str(target_path.resolve())]
     if drafter_path is not None:
         command += ["--drafter", str(drafter_path.resolve())]
-    watch = LoadWatch()
-    with waiting("trying llama.cpp in a child process"):
+
+    def measure(_: Report, __: object) -> ProbeAnswer:
+        notify(f"First use with {' and '.join(dict.fromkeys(quantizations))} on this machine: trying llama.cpp in a child process.")
+        watch = LoadWatch()
         death, late = _run(command, timeout_seconds)
-        second = None if death is None else _run([*command, "--no-extra-bufts"], timeout_seconds)
-    load = watch.load()
-    doubtful = load.is_busy and (late or (second is not None and second[1]))
-    if second is None:
-        answer = ProbeAnswer(use_extra_bufts=True, from_cache=False, reason="the child decoded with all of llama.cpp's kernels")
-    else:
-        if second[0] is not None:
-            advice = f"{load.words()}, close other programs and try again" if doubtful else workaround(library_version())
-            raise BackendError(
-                f"llama.cpp does not work on this machine: its child process {death}, without repacking it {second[0]}; {advice}"
-            )
-        reason = f"llama.cpp's child process {death} with weight repacking and works without it"
-        answer = ProbeAnswer(use_extra_bufts=False, from_cache=False, reason=reason)
-        notify(f"{reason[0].upper()}{reason[1:]}, so it is off and prompts are slower; {workaround(library_version())}")
-    if doubtful:
-        notify(f"Meanwhile {load.words()}: llama.cpp is tried again next time.")
-        return answer
-    kept = {"quantizations": list(quantizations), "use_extra_bufts": answer.use_extra_bufts}
-    error = cache_put(cache, key, kept)
-    if error is not None:
-        notify(f"The result of the probe could not be kept in {cache} ({error}); set {CACHE_VARIABLE} to a folder that can be written.")
-    return answer
+        reason = "the child decoded with all of llama.cpp's kernels"
+        if death is not None:
+            second, second_late = _run([*command, "--no-extra-bufts"], timeout_seconds)
+            late = late or second_late
+            if second is not None:
+                load = watch.load()
+                advice = f"{load.words()}, close other programs and try again" if late and load.is_busy else workaround(library_version())
+                raise BackendError(
+                    f"llama.cpp does not work on this machine: its child process {death}, without repacking it {second}; {advice}"
+                )
+            reason = f"llama.cpp's child process {death} with weight repacking and works without it"
+            notify(f"{reason[0].upper()}{reason[1:]}, so it is off and prompts are slower; {workaround(library_version())}")
+        return ProbeAnswer(quantizations=tuple(quantizations), use_extra_bufts=death is None, reason=reason, late=late)
+
+    return PROBES.known_or_measured(machine_key(quantizations), measure, notify, waiting=waiting)
 
 
-def cached_probes() -> list[CachedProbe]:
+def cached_probes() -> list[ProbeAnswer]:
     """Returns the cached results for this machine and this build of llama.cpp, the newest last; skips damaged ones."""
-    found = [(key, _cached(entry)) for key, entry in read_entries(cache_path()).items()]
-    return [one for key, one in found if one is not None and key == machine_key(one.quantizations)]
+    return [answer for key, answer in PROBES.kept() if key == machine_key(answer.quantizations)]
 
 
 def machine_key(quantizations: Sequence[str]) -> str:
     """Returns the cache key of a result, a sha256 of the processor, the library version and build, the kernels, and the quantizations."""
     facts = [cpu_identity(), platform.machine(), library_version(), system_info(), llama_library().row_kernels, list(quantizations)]
     return entry_key(facts)
-
-
-def cache_path() -> Path:
-    """Returns the path of the cached results: probe.json in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
-    return cache_folder() / CACHE_NAME
-
-
-def _cached(entry: object) -> CachedProbe | None:
-    """Parses a cache entry; None if there is none or it is damaged."""
-    if not isinstance(entry, dict):
-        return None
-    quantizations, answer = entry.get("quantizations"), entry.get("use_extra_bufts")
-    if not isinstance(answer, bool) or not isinstance(quantizations, list) or not all(isinstance(q, str) for q in quantizations):
-        return None
-    return CachedProbe(quantizations=tuple(quantizations), use_extra_bufts=answer)
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> tuple[str | None, bool]:

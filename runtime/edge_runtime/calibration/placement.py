@@ -9,16 +9,17 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 from edge_devices.machine.cpu_affinity import fastest
+from edge_devices.waiting import Report, unseen
+from edge_runtime.calibration.measured import Measured
 from edge_runtime.calibration.thread_probe import DRAFTS, MOST_SECONDS, VERIFIES, ThreadCounts
 from edge_runtime.drafting.phase_power import MOST_WATTS, PhasePower
 from edge_runtime.interfaces import Drafter, Target
 
-CACHE_NAME = "placements.json"
 TEXT = 16  # tokens in the cache before a round
 # The placement in use stays unless another one saves this share of joules, and more than twice what the meter leaves open.
 SAVES, STANDARD_ERRORS = 0.05, 2.0
@@ -80,12 +81,11 @@ class PowerSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementFigures:
-    """What rounds took by name of the placement, in how many measurements; the names of the fastest and of the one in use."""
+    """What rounds took by name of the placement; the names of the fastest and of the one in use."""
 
     rounds: Mapping[str, Spent]
     fastest: str
     chosen: str
-    times: int = 1
 
     @property
     def slower(self) -> float:
@@ -114,9 +114,9 @@ class PlacementFigures:
         allowed = self._allowed(slowdown)
         return [self.chosen, *sorted(allowed.keys() - {self.chosen}, key=lambda name: allowed[name].joules)[:1]]
 
-    def with_again(self, again: Mapping[str, Spent]) -> PlacementFigures:
-        """Returns the means of these figures and those of one more measurement."""
-        n = self.times
+    def with_again(self, again: Mapping[str, Spent], times: int) -> PlacementFigures:
+        """Returns the means of these figures, of so many measurements, and those of one more."""
+        n = times
         means = {
             name: Spent(
                 joules=(n * self.rounds[name].joules + new.joules) / (n + 1),
@@ -125,26 +125,18 @@ class PlacementFigures:
             )
             for name, new in again.items()
         }
-        return replace(self, rounds={**self.rounds, **means}, times=n + 1)
+        return replace(self, rounds={**self.rounds, **means})
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any, names: Sequence[str]) -> PlacementFigures | None:
-        """Returns what `to_json` wrote if all its placements are among `names`, whose first is the fastest; else None."""
-        try:
-            rounds = {str(name): Spent(**one) for name, one in data["rounds"].items()}
-            figures = cls(rounds=rounds, fastest=str(data["fastest"]), chosen=str(data["chosen"]), times=int(data["times"]))
-        except (TypeError, KeyError, ValueError, AttributeError):
-            return None
-        usable = {names[0], figures.chosen} <= rounds.keys() <= set(names) and figures.fastest == names[0] and figures.times >= 1
-        return figures if usable else None
+    def are_of(self, names: Sequence[str]) -> bool:
+        """Whether all placements are among `names`, whose first is the fastest."""
+        return {names[0], self.chosen} <= self.rounds.keys() <= set(names) and self.fastest == names[0]
 
     def _allowed(self, slowdown: float | None) -> dict[str, Spent]:
         limit = math.inf if slowdown is None else (1 + slowdown) * self.rounds[self.fastest].seconds
         return {name: one for name, one in self.rounds.items() if one.seconds <= limit or name == self.fastest}
+
+
+FIGURES = Measured(kind="placements", value_class=PlacementFigures, doing="measuring the joules of cores and threads")
 
 
 def placements(groups: Sequence[Sequence[int]], best: ThreadCounts) -> list[Placement]:
@@ -223,7 +215,7 @@ class PlacementProbe:
         first, *others = self.tries
         return [first.name, *(one.name for one in others if seconds[one.name] < TOO_SLOW * seconds[first.name] and not beaten(one))]
 
-    def measured(self, names: Sequence[str], report: Callable[[float], None] = lambda _: None) -> dict[str, Spent]:
+    def measured(self, names: Sequence[str], report: Report = unseen) -> dict[str, Spent]:
         """Returns what a round takes on each of these placements; leaves the KV cache empty. `report` gets the share that is done."""
         found = {}
         for done, name in enumerate(names):

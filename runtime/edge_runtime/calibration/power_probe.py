@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.live import EnergyWatch
-from edge_devices.files.user_cache import cache_folder, cache_put, entry_key, read_entries
+from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
-from edge_devices.waiting import Waiting, silent_wait
+from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.calibration.cost_probe import TEXT
+from edge_runtime.calibration.measured import Measured
 from edge_runtime.calibration.placement import Spent
-from edge_runtime.calibration.quiet import QuietCheck
-from edge_runtime.drafting.phase_power import PhasePower, power_of
-from edge_runtime.errors import ConfigError, RequestError
+from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target
 
-CACHE_NAME = "power.json"
+WATTS = Measured(kind="power", value_class=PhasePower, doing="measuring the power of each phase", times=1)
 ROWS = 4  # of the verify whose power is taken for all verifies of several rows
 STEPS = 3  # of a draft
 ROOM = 1.1  # measuring window / the shortest window that gives a figure
@@ -28,7 +28,7 @@ ROOM = 1.1  # measuring window / the shortest window that gives a figure
 class PowerProbe:
     """Calibrates with one meter; `notify` gets a sentence with the duration. Implements `placement.PowerSource`.
 
-    A meter measures other programs too: watts of a busy machine are used once and not kept.
+    A meter measures other programs too: watts of a busy machine are provisional.
     """
 
     system: System
@@ -48,15 +48,11 @@ class PowerProbe:
 
     def phases(self, target: Target, drafter: Drafter | None, token: int, most_rows: int, key: str) -> PhasePower:
         """Returns the watts cached under `key` for this meter, or measures them; empties the KV cache. Raises RequestError."""
-        path, own = cache_folder() / CACHE_NAME, entry_key([key, self.name])
-        try:
-            return power_of(read_entries(path).get(own), str(path))
-        except ConfigError:
-            check = QuietCheck("the watts of the phases", self.notify)
-            power = self._measure(target, drafter, token, most_rows)
-        if check.passed():
-            cache_put(path, own, power.to_json())
-        return power
+
+        def measure(report: Report, _: object) -> PhasePower:
+            return self._measure(target, drafter, token, most_rows, report)
+
+        return WATTS.known_or_measured(entry_key([key, self.name]), measure, self.notify, waiting=self.waiting)
 
     def spent(self, work: Callable[[], None]) -> Spent:
         """Repeats `work` for a window of the meter; returns what one call took. Raises RequestError without a figure."""
@@ -74,7 +70,7 @@ class PowerProbe:
         except (ValueError, ZeroDivisionError) as error:
             raise RequestError(f"{self.meter.facts.name} gave no power ({error}); see edge-devices meters --measure") from error
 
-    def _measure(self, target: Target, drafter: Drafter | None, token: int, most_rows: int) -> PhasePower:
+    def _measure(self, target: Target, drafter: Drafter | None, token: int, most_rows: int, report: Report) -> PhasePower:
         longest, steps = min(most_rows, target.context - 2, target.rewind_slack), min(STEPS, most_rows - 1)
         text = [token] * max(1, min(TEXT, target.context - longest - 1))
         self.notify(f"measuring the power of each phase with {self.meter.facts.name}, about {3 * self.window_s:.0f} s, once")
@@ -89,13 +85,12 @@ class PowerProbe:
             if drafter is None or not drafter.draft(token, steps):
                 raise RequestError("there is no drafter whose power could be measured; the energy objective needs one")
 
-        with self.waiting("measuring the power of each phase") as report:
-            plain = self._watts(lambda: forward(1))
-            report(1 / 3)
-            verify = self._watts(lambda: forward(min(ROWS, longest)))
-            report(2 / 3)
-            target.verify([token])  # a draft follows a row of the newest forward
-            drafting = self._watts(draft)
+        plain = self._watts(lambda: forward(1))
+        report(1 / 3)
+        verify = self._watts(lambda: forward(min(ROWS, longest)))
+        report(2 / 3)
+        target.verify([token])  # a draft follows a row of the newest forward
+        drafting = self._watts(draft)
         target.rollback(0)
         return PhasePower(draft=drafting, verify=verify, plain=plain)
 

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
-from edge_runtime.calibration.cost_probe import share_done
+from edge_devices.waiting import Report, unseen
+from edge_runtime.calibration.cost_probe import timed_rounds
+from edge_runtime.calibration.measured import Measured
 from edge_runtime.interfaces import Drafter, Target
 
-CACHE_NAME = "threads.json"
 MAX_SECONDS = 2.0
 MIN_ROUNDS, MAX_ROUNDS = 2, 9
 # Timed work: tokens of the prefill, rows of each verify, tokens of the draft.
@@ -53,10 +54,13 @@ class ThreadCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadTimes:
-    """Seconds of each phase by number of threads, and how many times they were measured."""
+    """Seconds of each phase by number of threads. Raises ValueError for what no clock gives."""
 
     seconds: Mapping[Phase, Mapping[int, float]]
-    times: int = 1
+
+    def __post_init__(self) -> None:
+        if not all(0 <= taken < MOST_SECONDS for times in self.seconds.values() for taken in times.values()):
+            raise ValueError(f"{self.seconds!r} are not the seconds of phases")
 
     def best(self) -> ThreadCounts:
         """Returns for each phase the fewest threads that are about as fast as the fastest number."""
@@ -68,27 +72,14 @@ class ThreadTimes:
         seconds = {
             phase: {n: min(taken, other.seconds[phase].get(n, taken)) for n, taken in self.seconds[phase].items()} for phase in PHASES
         }
-        return ThreadTimes(seconds=seconds, times=self.times + other.times)
+        return ThreadTimes(seconds=seconds)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
-        return {"times": self.times, "seconds": {phase: {str(n): s for n, s in taken.items()} for phase, taken in self.seconds.items()}}
+    def are_of(self, tries: Mapping[Phase, Sequence[int]]) -> bool:
+        """Whether exactly these numbers were timed."""
+        return {phase: [*taken] for phase, taken in self.seconds.items()} == {phase: [*numbers] for phase, numbers in tries.items()}
 
-    @classmethod
-    def from_json(cls, data: Any, tries: Mapping[Phase, Sequence[int]]) -> ThreadTimes | None:
-        """Returns what `to_json` wrote about exactly these `tries`, or None for anything else."""
-        times, seconds = (data.get("times"), data.get("seconds")) if isinstance(data, Mapping) else (None, None)
-        if not isinstance(times, int) or times < 1 or not isinstance(seconds, Mapping):
-            return None
-        read: dict[Phase, dict[int, float]] = {}
-        for phase in PHASES:
-            taken = seconds.get(phase)
-            if not isinstance(taken, Mapping) or set(taken) != {str(n) for n in tries[phase]}:
-                return None
-            if not all(isinstance(s, float) and 0 <= s < MOST_SECONDS for s in taken.values()):
-                return None
-            read[phase] = {n: taken[str(n)] for n in tries[phase]}
-        return cls(seconds=read, times=times)
+
+THREADS = Measured(kind="threads", value_class=ThreadTimes, doing="finding the fastest numbers of threads")
 
 
 def candidates(groups: Sequence[Sequence[int]]) -> dict[Phase, list[int]]:
@@ -108,7 +99,7 @@ def measure_threads(
     *,
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
-    report: Callable[[float], None] = lambda _: None,
+    report: Report = unseen,
 ) -> ThreadTimes:
     """Times each phase with each number of `tries`, in turn; leaves the cache empty. `use` sets the thread counts of the pair.
 
@@ -117,11 +108,7 @@ def measure_threads(
     """
     counts = sorted({n for numbers in tries.values() for n in numbers})
     taken: dict[tuple[Phase, int], list[float]] = {}
-    begin = clock()
-    for number in range(MAX_ROUNDS + 1):
-        if number > MIN_ROUNDS and clock() - begin > max_seconds:
-            break
-        report(share_done(number, clock() - begin, max_seconds=max_seconds, fewest=MIN_ROUNDS, most=MAX_ROUNDS))
+    for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=clock, report=report):
         for count in counts if number % 2 else counts[::-1]:
             use(ThreadCounts.same(count))
             for phase, seconds in _timed(target, drafter, token, clock, [phase for phase in PHASES if count in tries[phase]]):

@@ -6,9 +6,9 @@ Costs are measured on first use of a bundle with a number of threads on a machin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.policies import Timing
@@ -23,6 +23,7 @@ OVERHEAD_VARIANCE = 4.0
 # One timing counts as at most this factor off: the rest is the effect of other processes.
 MOST_OFF = 2.0
 LEAST_SECONDS = 1e-9
+_MOST_SECONDS = 3600.0
 _GROUP = 4
 
 
@@ -41,7 +42,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Seconds measured after a short text, and how many times they were measured.
+    """Seconds measured after a short text.
 
     `verify[n - 1]` is a verify of n rows. A draft takes a fixed `overhead` and a `step` per token: the drafter's weights and threads are
     cold after a forward of the target.
@@ -50,7 +51,12 @@ class MeasuredCosts:
     verify: tuple[float, ...]
     step: float
     overhead: float = 0.0
-    times: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no measurement gives."""
+        times = [*self.verify, self.step, self.overhead or LEAST_SECONDS]
+        if len(self.verify) != MAX_ROWS or not all(0 < seconds < _MOST_SECONDS for seconds in times):
+            raise ValueError(f"{self} are not the costs of 1 to {MAX_ROWS} rows")
 
     def draft(self, steps: int) -> float:
         """Seconds of drafting `steps` tokens."""
@@ -62,33 +68,8 @@ class MeasuredCosts:
         return self.draft(3) / 3
 
     def combined(self, other: MeasuredCosts) -> MeasuredCosts:
-        """Returns all figures of the quicker measurement: the machine was busier in the other, and the ratios of the figures count."""
-        quicker = min(self, other, key=lambda costs: sum(costs.verify))
-        return MeasuredCosts(verify=quicker.verify, step=quicker.step, overhead=quicker.overhead, times=self.times + other.times)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
-        return {
-            "verify_seconds": list(self.verify),
-            "draft_start_seconds": self.overhead,
-            "draft_step_seconds": self.step,
-            "times": self.times,
-        }
-
-    @classmethod
-    def from_json(cls, data: Any) -> MeasuredCosts | None:
-        """Returns what `to_json` wrote, or None for anything else."""
-        if not isinstance(data, Mapping):
-            return None
-        verify, step, overhead = data.get("verify_seconds"), data.get("draft_step_seconds"), data.get("draft_start_seconds")
-        if not isinstance(verify, list) or len(verify) != MAX_ROWS or not all(map(_is_time, verify)):
-            return None
-        times = data.get("times")
-        if not isinstance(times, int) or times < 1 or not isinstance(step, int | float) or not _is_time(step):
-            return None
-        if not isinstance(overhead, int | float) or not (overhead == 0 or _is_time(overhead)):
-            return None
-        return cls(verify=tuple(map(float, verify)), step=float(step), overhead=float(overhead), times=times)
+        """Returns the quicker measurement: the machine was busier in the other, and the ratios of the figures count."""
+        return min(self, other, key=lambda costs: sum(costs.verify))
 
 
 class CostCurve:
@@ -162,7 +143,3 @@ def extrapolated(known: Sequence[float]) -> float:
 
 def _bounded(off: float) -> float:
     return min(max(off, 1 / MOST_OFF), MOST_OFF)
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3600

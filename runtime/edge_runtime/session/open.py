@@ -20,7 +20,7 @@ from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_EN
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.calibration.backend_choice import measured_rates
 from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, measured_placement, measured_threads
-from edge_runtime.calibration.quiet import said_once
+from edge_runtime.calibration.measured import without_repeats
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import Costs
@@ -85,7 +85,7 @@ class _PairLoader:
         if options.drafter is not None and options.drafter not in DRAFTER_KINDS:
             raise RequestError(f"drafter {options.drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
         # Probes of several backends say the same of a busy machine.
-        self.options = options = replace(options, notify=said_once(options.notify))
+        self.options = options = replace(options, notify=without_repeats(options.notify))
         self.bundle = open_bundle(folder, check=options.check, public_key=options.public_key)
         self.hashes = [file.sha256 for file in self.bundle.manifest.files]
         self.settings = load_settings(

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_devices.files.user_cache import read_entries
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.gguf_header import GgufError, read_gguf_header
 from edge_runtime.bundle.manifest_checks import with_hash
 from edge_runtime.bundle.onnx_graph import check_onnx
-from edge_runtime.calibration.cost_probe import cached_costs
+from edge_runtime.calibration.cost_probe import COSTS
 from edge_runtime.config.yaml_file import read_config
 from edge_runtime.drafting.phase_power import read_phase_power
 from edge_runtime.server.errors import ApiError
@@ -108,7 +107,7 @@ READERS = (
     Reader(name="watts-file", make=from_file("watts.json", read_phase_power), structured=True, memory_factor=PARSED),
     Reader(
         name="remembered",
-        make=from_file("costs.json", lambda path: (read_entries(path), cached_costs(path, "key"))),
+        make=from_file("measured.json", lambda path: [*COSTS.kept(path)]),
         structured=True,
         memory_factor=PARSED,
     ),

@@ -18,5 +18,7 @@ def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.Mo
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
     with pytest.raises(EdgeError, match="no home folder to keep measurements in; set EDGE_MTP_CACHE"):
         cache_folder()
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    assert cache_folder() == tmp_path / "home" / ".cache" / "edge-mtp"
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     assert cache_folder() == tmp_path

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_devices.files.user_cache import CACHE_VARIABLE, cache_put
+from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_runtime.backends.kernels.loader import VARIABLE
 from edge_runtime.backends.selection import BackendKind
-from edge_runtime.calibration.backend_choice import CACHE_NAME, BackendRates, cached_choices, measured_rates
+from edge_runtime.calibration.backend_choice import BackendRates, cached_choices, measured_rates
 from edge_runtime.drafting.acceptance_model import PositionModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.drafting.profit_policy import expected_rate
@@ -68,10 +68,10 @@ def test_a_backend_that_does_not_open_the_bundle_is_left_out() -> None:
         Machine().choose("other")
 
 
-@pytest.mark.parametrize("entry", [7, {"bundle": "x"}, {"bundle": "x", "rates": {"vllm": 1.0}}, {"bundle": "x", "rates": {"onnx": "1"}}])
-def test_damaged_entries_are_ignored(entry: object, folder: Path) -> None:
-    cache_put(folder / CACHE_NAME, "key", entry)
-    assert list(cached_choices()) == []
+@pytest.mark.parametrize("rates", [{}, {"vllm": 1.0}, {"onnx": 0.0}, {"onnx": float("nan")}])
+def test_rates_that_cannot_be_are_refused(rates: dict[BackendKind, float]) -> None:
+    with pytest.raises(ValueError, match="are not rates of backends"):
+        BackendRates(bundle="x", rates=rates)
 
 
 def test_the_rate_is_that_of_the_best_round() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_runtime.calibration import crash_probe as probe
 from edge_runtime.calibration.child_process import signal_name
 from edge_runtime.calibration.crash_probe import probe_load_options
@@ -31,7 +31,7 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.cache = folder / "cache" / "probe.json"
+        self.cache = folder / "cache"
         self.notes: list[str] = []
 
     def ask(self, script: str, *, quantizations: tuple[str, ...] = ("Q4_0", "Q8_0"), **more: Any) -> probe.ProbeAnswer:
@@ -47,19 +47,17 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setenv(probe.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return Machine(tmp_path)
 
 
 def test_a_living_child_is_asked_once(machine: Machine) -> None:
     first = machine.ask(ALIVE)
     assert first.use_extra_bufts
-    assert not first.from_cache
     assert len(machine.notes) == 1
     assert "First use with Q4_0 and Q8_0" in machine.notes[0]
     second = machine.ask(ALIVE)
-    assert second.use_extra_bufts
-    assert second.from_cache
+    assert second == first
     assert len(machine.notes) == 1
     assert machine.children == [f"ran --target {Path('target.gguf').resolve()} --drafter {Path('drafter.gguf').resolve()}"]
 
@@ -107,43 +105,11 @@ def test_a_command_that_does_not_exist(machine: Machine) -> None:
         probe_load_options(Path("t"), None, ["Q4_0"], notify=machine.notes.append, child_command=["/nonexistent/python"])
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'{"KEY": 5}',
-        b'{"KEY": {"quantizations": ["Q4_0", "Q8_0"], "use_extra_bufts": "yes"}}',
-        b'{"KEY": {"quantizations": ["Q4_0", 8], "use_extra_bufts": true}}',
-        b'{"another": {"quantizations": ["Q4_0", "Q8_0"], "use_extra_bufts": true}}',
-        b"\xff\xfe",
-        b"[" * 100000,
-        b" " * (2 << 20),
-    ],
-    ids=["empty", "cut", "list", "number", "text", "quantization", "another machine", "bytes", "deep", "large"],
-)
-def test_a_damaged_cache_is_ignored_and_rewritten(machine: Machine, content: bytes) -> None:
-    machine.cache.parent.mkdir()
-    machine.cache.write_bytes(content.replace(b"KEY", probe.machine_key(["Q4_0", "Q8_0"]).encode()))
-    assert not machine.ask(ALIVE).from_cache
-    kept = json.loads(machine.cache.read_text())[probe.machine_key(["Q4_0", "Q8_0"])]
-    assert kept == {"quantizations": ["Q4_0", "Q8_0"], "use_extra_bufts": True}
-    assert machine.ask(ALIVE).from_cache
-    assert [path.name for path in machine.cache.parent.iterdir()] == ["probe.json"]
-
-
 def test_answers_are_kept_side_by_side(machine: Machine) -> None:
     machine.ask(ALIVE)
     machine.ask(DIES_WITH_REPACKING, quantizations=("Q4_K_M", "Q8_0"))
     assert machine.ask(ALIVE).use_extra_bufts
     assert not machine.ask(ALIVE, quantizations=("Q4_K_M", "Q8_0")).use_extra_bufts
-
-
-def test_a_cache_that_cannot_be_written_is_only_noted(machine: Machine) -> None:
-    machine.cache.parent.write_text("a file where the folder should be")
-    assert machine.ask(ALIVE).use_extra_bufts
-    assert "could not be kept" in machine.notes[-1]
 
 
 def test_the_key_follows_the_build_and_the_quantizations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,17 +120,10 @@ def test_the_key_follows_the_build_and_the_quantizations(monkeypatch: pytest.Mon
     assert key != probe.machine_key(["Q4_0"])
 
 
-def test_the_cache_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(probe.CACHE_VARIABLE, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert probe.cache_path() == tmp_path / ".cache" / "edge-mtp" / "probe.json"
-
-
 def test_the_child_decodes_the_pair_itself(machine: Machine, reference_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     answer = probe_load_options(reference_pair.target, reference_pair.drafter, ["F16", "F16"], notify=machine.notes.append)
     assert answer.use_extra_bufts
-    assert not answer.from_cache
     with pytest.raises(BackendError, match="has the architecture 'gemma4-assistant', not 'gemma4'"):
         probe_load_options(reference_pair.drafter, None, ["F16"], notify=machine.notes.append)
 

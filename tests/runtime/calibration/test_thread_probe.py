@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_devices.files.typed_json import from_json, to_json
 from edge_devices.machine import cpu_affinity as processors
 from edge_devices.machine.cpu_affinity import clusters, fastest, keep_to_fastest
 from edge_runtime.calibration.thread_probe import PHASES, ThreadCounts, ThreadTimes, candidates, measure_threads
@@ -131,10 +132,14 @@ def test_cached_times_are_checked_and_a_busy_first_use_corrected() -> None:
     tries = candidates([[0, 1]])
     busy = ThreadTimes(seconds={phase: {n: float(n) for n in tries[phase]} for phase in PHASES})
     calm = ThreadTimes(seconds={phase: {n: 0.5 / n for n in tries[phase]} for phase in PHASES})
-    assert ThreadTimes.from_json(json.loads(json.dumps(busy.to_json())), tries) == busy
+    read = from_json(ThreadTimes, json.loads(json.dumps(to_json(busy))), "threads")
+    assert read == busy
+    assert read.are_of(tries)
     assert (busy.best(), busy.combined(calm).best()) == (ThreadCounts.same(1), ThreadCounts.same(2))
-    assert busy.combined(calm).times == 2
-    good = busy.to_json()
-    for damage in (None, [], {}, good | {"times": 0}, good | {"seconds": []}, good | {"seconds": {"draft": {"1": 1.0, "2": 2.0}}}):
-        assert ThreadTimes.from_json(damage, tries) is None
-    assert ThreadTimes.from_json(good, candidates([[0, 1, 2, 3]])) is None, "another number of processors"
+    assert not read.are_of(candidates([[0, 1, 2, 3]])), "another number of processors"
+    for seconds in (-1.0, 3600.0, float("nan")):
+        with pytest.raises(ValueError, match="are not the seconds of phases"):
+            ThreadTimes(seconds={"draft": {1: seconds}})
+    for damage in ({"seconds": {"draft": {"one": 1.0}}}, {"seconds": {"draft": {"1": "1"}}}, {"seconds": {"draft": 1}}):
+        with pytest.raises(ValueError, match=r"threads\.seconds"):
+            from_json(ThreadTimes, damage, "threads")

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from edge_devices.files.user_cache import CACHE_VARIABLE, cache_put
+from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.system import System
 from edge_devices.meters.recorded_system import RecordedSystem, read_recording
 from edge_runtime.calibration import crash_probe as probe
@@ -149,13 +150,13 @@ def test_probes_of_this_machine_are_shown(monkeypatch, cache):
     pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     for quantizations, answer in ((["Q4_0", "Q8_0"], True), (["Q4_K_M", "Q8_0"], False)):
-        kept = {"quantizations": quantizations, "use_extra_bufts": answer}
-        assert cache_put(probe.cache_path(), probe.machine_key(quantizations), kept) is None
-    cache_put(probe.cache_path(), "of another machine", {"quantizations": ["F16"], "use_extra_bufts": True})
+        kept = probe.ProbeAnswer(quantizations=tuple(quantizations), use_extra_bufts=answer, reason="", late=False)
+        probe.PROBES.keep(probe.machine_key(quantizations), kept, print)
+    probe.PROBES.keep("of another machine", replace(kept, quantizations=("F16",)), print)
     text = screen(diagnosis(monkeypatch, llama=ask_backend("llama")))
     assert "tested with Q4_0+Q8_0: works with all kernels; tested with Q4_K_M+Q8_0: works only without weight repacking" in text
     assert "F16:" not in text
-    assert f"{cache} (${CACHE_VARIABLE}): probe.json: 3 entries " in text
+    assert f"{cache} (${CACHE_VARIABLE}): measured.json: 3 entries " in text
 
 
 def test_onnxruntime_answers_for_itself(monkeypatch):

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
+from edge_runtime.calibration.measured import cache_file
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 
 
@@ -40,25 +42,25 @@ def test_counts_survive_json(rounds) -> None:
     assert not again.observed
 
 
-def test_counts_are_cached_and_damaged_ones_ignored(tmp_path) -> None:
+def test_counts_are_cached_and_damaged_ones_ignored(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "new"))
+
     def accept_prob(cache: AcceptanceCache) -> float:
         return float(cache.model.forecast(1).accept_prob[8])
 
-    cache = AcceptanceCache(["pair", "split"], tmp_path / "new")
+    cache = AcceptanceCache(["pair", "split"])
     cache.save()
     assert not (tmp_path / "new").exists(), "nothing was learned"
     for _ in range(50):
         cache.model.observe([8], 1, 0)
     cache.save()
-    assert accept_prob(AcceptanceCache(["pair", "split"], tmp_path / "new")) == pytest.approx(accept_prob(cache))
-    assert accept_prob(AcceptanceCache(["pair", "dense"], tmp_path / "new")) > 0.8
-    exported = AcceptanceCache(["another pair"], tmp_path / "new", exported=cache.model.to_json())
+    assert accept_prob(AcceptanceCache(["pair", "split"])) == pytest.approx(accept_prob(cache))
+    assert accept_prob(AcceptanceCache(["pair", "dense"])) > 0.8
+    exported = AcceptanceCache(["another pair"], exported=cache.model.to_json())
     assert accept_prob(exported) < 0.3, "what the bundle says comes before nothing"
-    assert accept_prob(AcceptanceCache(["pair", "split"], tmp_path / "new", exported=AcceptanceModel().to_json())) < 0.2, (
-        "and after what was seen here"
-    )
-    assert accept_prob(AcceptanceCache(["another pair"], tmp_path / "new", exported={"seen": "x"})) > 0.8
-    path = tmp_path / "new" / "drafts.json"
+    assert accept_prob(AcceptanceCache(["pair", "split"], exported=AcceptanceModel().to_json())) < 0.2, "and after what was seen here"
+    assert accept_prob(AcceptanceCache(["another pair"], exported={"seen": "x"})) > 0.8
+    path = cache_file()
     written = json.loads(path.read_text())
     (key,) = written
     good = written[key]
@@ -72,7 +74,7 @@ def test_counts_are_cached_and_damaged_ones_ignored(tmp_path) -> None:
         {**good, "first": [float("nan")] * 13},
     ):
         path.write_text(json.dumps({key: damage}))
-        assert accept_prob(AcceptanceCache(["pair", "split"], tmp_path / "new")) > 0.8
+        assert accept_prob(AcceptanceCache(["pair", "split"])) > 0.8
 
 
 def test_confidence_counts_for_what_it_proved_to_be() -> None:

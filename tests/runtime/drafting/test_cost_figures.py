@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from edge_devices.files.typed_json import from_json, to_json
 from edge_runtime.drafting.cost_model import FIRST_BUCKET, LEAST_SECONDS, MAX_ROWS, CostCurve, MeasuredCosts, extrapolated
 from edge_runtime.drafting.policies import Timing
 from simulated_rounds import LINEAR
@@ -26,7 +27,6 @@ def test_a_draft_is_an_overhead_and_its_steps() -> None:
     assert [curve.draft(n) for n in (0, 1, 4)] == [0.0, 1.5, 4.5]
     assert curve.draft(4, 3) == 4.5, "until it was observed, the same for several requests"
     assert MeasuredCosts(verify=LINEAR, step=0.25).draft(2) == 0.5
-    assert MeasuredCosts(verify=LINEAR, step=1.0).times == 1
 
 
 @pytest.mark.parametrize("rows", [1, 4, MAX_ROWS])
@@ -139,31 +139,23 @@ def test_the_next_number_of_rows(known: list[float], following: float) -> None:
     assert extrapolated(known) == following
 
 
-def changed(**changes: Any) -> dict[str, Any]:
-    return COSTS.to_json() | changes
-
-
 def test_what_was_written_is_read() -> None:
-    assert MeasuredCosts.from_json(COSTS.to_json()) == COSTS
-    whole = MeasuredCosts.from_json(changed(verify_seconds=[1] * MAX_ROWS, draft_step_seconds=1, draft_start_seconds=0, times=3))
-    assert whole == MeasuredCosts(verify=(1.0,) * MAX_ROWS, step=1.0, overhead=0.0, times=3)
-    assert MeasuredCosts.from_json(changed(draft_step_seconds=3599.9, draft_start_seconds=3599.9)) is not None
+    assert from_json(MeasuredCosts, to_json(COSTS), "costs") == COSTS
+    whole = from_json(MeasuredCosts, {"verify": [1] * MAX_ROWS, "step": 3599.9, "overhead": 0}, "costs")
+    assert whole == MeasuredCosts(verify=(1.0,) * MAX_ROWS, step=3599.9, overhead=0.0)
 
 
 @pytest.mark.parametrize(
-    "data",
+    "change",
     [
-        None,
-        [],
-        changed(verify_seconds=None),
-        changed(verify_seconds=tuple(LINEAR)),
-        changed(verify_seconds=list(LINEAR)[:-1]),
-        changed(verify_seconds=[*LINEAR, 1.0]),
-        *(changed(verify_seconds=[wrong, *LINEAR[1:]]) for wrong in (0, -1.0, 3600, True, "1", None, math.nan, math.inf)),
-        *(changed(times=wrong) for wrong in (0, -1, 1.5, "1", None)),
-        *(changed(draft_step_seconds=wrong) for wrong in (0, -1.0, 3600, True, "1", None, math.nan)),
-        *(changed(draft_start_seconds=wrong) for wrong in (-1.0, 3600, True, "1", None, math.nan)),
+        {"verify": None},
+        {"verify": list(LINEAR)[:-1]},
+        {"verify": [*LINEAR, 1.0]},
+        *({"verify": [wrong, *LINEAR[1:]]} for wrong in (0, -1.0, 3600, True, "1", None, math.nan, math.inf)),
+        *({"step": wrong} for wrong in (0, -1.0, 3600, True, "1", None, math.nan)),
+        *({"overhead": wrong} for wrong in (-1.0, 3600, True, "1", None, math.nan)),
     ],
 )
-def test_anything_else_is_not(data: Any) -> None:
-    assert MeasuredCosts.from_json(data) is None
+def test_anything_else_is_not(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="costs"):
+        from_json(MeasuredCosts, to_json(COSTS) | change, "costs")

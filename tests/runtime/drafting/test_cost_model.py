@@ -1,15 +1,14 @@
-"""Costs of drafts and verifies: measured, extrapolated, corrected by real rounds, and cached."""
+"""Costs of drafts and verifies: measured, extrapolated, and corrected by real rounds."""
 
 from __future__ import annotations
 
 import pytest
 
-from edge_devices.files.user_cache import MAX_ENTRIES
-from edge_runtime.calibration.cost_probe import cache_costs, cached_costs, measure_costs, overhead_and_step, steady
+from edge_runtime.calibration.cost_probe import measure_costs, overhead_and_step, steady
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import Timing
 from scripted import ScriptedDrafter, ScriptedTarget
-from simulated_rounds import FLAT, LINEAR, REPACKED
+from simulated_rounds import LINEAR, REPACKED
 
 
 def took(*, length: int = 100, rows: int = 1, verify: float = 0.0, steps: int = 0, draft: float = 0.0, requests: int = 1) -> Timing:
@@ -88,19 +87,7 @@ def test_a_machine_that_is_now_faster_and_now_slower_is_measured_by_shares() -> 
     assert sum(figures) == pytest.approx(0.9 * sum(truth))
 
 
-def test_costs_are_cached_and_damaged_ones_ignored(tmp_path) -> None:
-    path = tmp_path / "new" / "costs.json"
+def test_of_two_measurements_the_quicker_one_counts() -> None:
     costs = MeasuredCosts(verify=LINEAR, step=0.5)
-    cache_costs(path, "a", costs)
     busy = MeasuredCosts(verify=tuple(2 * v if n else v / 2 for n, v in enumerate(LINEAR)), step=0.1)
-    for again in (costs.combined(busy), busy.combined(costs)):
-        assert (again.verify, again.step, again.times) == (LINEAR, 0.5, 2)
-    cache_costs(path, "b", MeasuredCosts(verify=FLAT, step=0.1))
-    assert cached_costs(path, "a") == costs
-    assert cached_costs(path, "c") is None
-    for i in range(MAX_ENTRIES + 5):
-        cache_costs(path, f"n{i}", costs)
-    assert cached_costs(path, "a") is None, "the oldest are forgotten"
-    for damage in ("", "[]", '{"a": {"verify_seconds": [1], "draft_step_seconds": 1}}', '{"a": {"verify_seconds": 3}}', "{" * 5000):
-        path.write_text(damage)
-        assert cached_costs(path, "a") is None
+    assert costs.combined(busy) == busy.combined(costs) == costs

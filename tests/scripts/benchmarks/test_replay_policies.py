@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 import replay_policies as replayed
-from edge_runtime.calibration.cost_probe import cache_costs
+from edge_devices.files.user_cache import CACHE_VARIABLE
+from edge_runtime.calibration import cost_probe
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
@@ -56,9 +57,10 @@ def test_nobody_beats_the_one_who_knows(recorded: Path) -> None:
     assert rates[-1] > rates[0]
 
 
-def test_the_table_has_a_row_for_every_policy(recorded: Path, tmp_path: Path) -> None:
-    cache_costs(tmp_path / "costs.json", "a machine", COSTS)
-    result = CliRunner().invoke(replayed.main, ["replay", str(recorded), "--costs", str(tmp_path / "costs.json"), "--longest", "4"])
+def test_the_table_has_a_row_for_every_policy(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    cost_probe.COSTS.keep("a machine", COSTS, print)
+    result = CliRunner().invoke(replayed.main, ["replay", str(recorded), "--costs", str(tmp_path / "measured.json"), "--longest", "4"])
     assert result.exit_code == 0, result.output
     for name in ("a machine", "fixed 1", "fixed 4", "profit", "clairvoyant", "code"):
         assert name in result.output

@@ -21,10 +21,9 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding
 from edge_devices.meters.search import find_meters
 from edge_runtime.backends.selection import BACKENDS, LIBRARY, BackendKind
-from edge_runtime.calibration import cost_probe, power_probe
-from edge_runtime.calibration import crash_probe as probe
 from edge_runtime.calibration.backend_choice import BackendRates, cached_choices
 from edge_runtime.calibration.backend_info import ask_backend
+from edge_runtime.calibration.measured import cache_file
 from edge_runtime.errors import BackendError
 
 DISTRIBUTION = "edge-mtp"
@@ -153,8 +152,8 @@ def _extra(name: str, purpose: str, requirements: list[str]) -> Extra:
 
 
 def _cache_files(folder: Path) -> list[CacheFile]:
-    files = [folder / name for name in (probe.CACHE_NAME, cost_probe.CACHE_NAME, power_probe.CACHE_NAME)]
-    found = [CacheFile(path=str(path), bytes=path.stat().st_size, entries=len(read_entries(path))) for path in files if path.is_file()]
+    file = cache_file()
+    found = [CacheFile(path=str(file), bytes=file.stat().st_size, entries=len(read_entries(file)))] if file.is_file() else []
     packed = folder / "packed"
     if packed.is_dir():
         sizes = [path.stat().st_size for path in packed.rglob("*") if path.is_file()]

@@ -1,0 +1,133 @@
+"""What is measured on first use of a bundle on a machine and then kept: in one file, by one rule for a busy machine.
+
+Load comes and goes, so each of the first uses measures. What other programs disturbed is provisional: it is used at once and by the next
+starts, none of which measures because of load alone, and it is measured anew later, when the machine is quiet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from edge_devices.errors import EdgeError
+from edge_devices.files.typed_json import from_json, to_json
+from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_put, read_entries
+from edge_devices.machine.load import LoadWatch, load_now
+from edge_devices.waiting import Report, Waiting, silent_wait
+
+CACHE_NAME = "measured.json"
+# Measurements that are combined.
+TIMES = 3
+# For so long a provisional value is not measured anew, even if the machine is quiet right before.
+RETRY_SECONDS = 600.0
+
+T = TypeVar("T")
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known(Generic[T]):
+    """An entry of the file: a value, how many first uses measured it, when (seconds since 1970), and whether load disturbed it."""
+
+    value: T
+    times: int
+    measured_at: float
+    provisional: bool
+
+    def is_due(self, times: int) -> bool:
+        """Whether it is to be measured again, if the machine is quiet."""
+        return abs(time.time() - self.measured_at) > RETRY_SECONDS if self.provisional else self.times < times
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Generic[T]):
+    """A kind of value: the name of its entries, its dataclass, and what a command shows while it is measured on the first `times` uses.
+
+    The dataclass refuses what cannot be by ValueError or an EdgeError. `disturbed_by_load`: whether load may have changed a value.
+    """
+
+    kind: str
+    value_class: type[T]
+    doing: str
+    times: int = TIMES
+    disturbed_by_load: Callable[[T], bool] = lambda _: True
+
+    def known_or_measured(
+        self,
+        key: str,
+        measure: Callable[[Report, Known[T] | None], T],
+        notify: Notify,
+        *,
+        waiting: Waiting = silent_wait,
+        fits: Callable[[T], bool] = lambda _: True,
+    ) -> T:
+        """Returns the known value, or what `measure` returns: a new value, combined with the one it gets, if any.
+
+        Measures what is not known, does not fit, was measured fewer times than it should, or was disturbed a while ago; what is known only
+        while the machine is quiet. What load disturbs while a sound value is known is used once.
+        """
+        known = self._known(read_entries(cache_file()).get(f"{self.kind} {key}"))
+        if known is not None and not fits(known.value):
+            known = None
+        if known is not None and not known.is_due(self.times):
+            return known.value
+        before = load_now()
+        if known is not None and before.is_busy:
+            return known.value
+        sound = known if known is not None and not known.provisional else None
+        watch = LoadWatch()
+        with waiting(self.doing) as report:
+            value = measure(report, sound)
+        load = before if before.is_busy else watch.load()
+        provisional = load.is_busy and self.disturbed_by_load(value)
+        if provisional:
+            notify(f"This machine is busy, so what is measured on first use is provisional and measured anew later ({load.words()}).")
+        if sound is None or not provisional:
+            self.keep(key, value, notify, times=sound.times + 1 if sound else 1, provisional=provisional)
+        return value
+
+    def keep(self, key: str, value: T, notify: Notify, *, times: int = 1, provisional: bool = False) -> None:
+        """Keeps a value. If the file cannot be written, `notify` gets a sentence."""
+        known = Known(value=value, times=times, measured_at=time.time(), provisional=provisional)
+        error = cache_put(cache_file(), f"{self.kind} {key}", to_json(known))
+        if error is not None:
+            place = f"{cache_file()} ({error}); set {CACHE_VARIABLE} to a folder that can be written"
+            notify(f"What is measured on first use could not be kept in {place}.")
+
+    def kept(self, path: Path | None = None) -> Iterator[tuple[str, T]]:
+        """Yields keys and values of the file, the newest last, also those of other machines; skips damaged ones."""
+        for name, data in read_entries(path or cache_file()).items():
+            kind, _, key = name.partition(" ")
+            known = self._known(data) if kind == self.kind else None
+            if known is not None:
+                yield key, known.value
+
+    def _known(self, data: object) -> Known[T] | None:
+        """Reads an entry; None for a damaged one."""
+        try:
+            known: Known[Any] = from_json(Known, data, self.kind)
+            value = from_json(self.value_class, known.value, self.kind)
+        except (ValueError, EdgeError):
+            return None
+        return replace(known, value=value) if known.times >= 1 else None
+
+
+def cache_file() -> Path:
+    """Returns the path of the one file: measured.json in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
+    return cache_folder() / CACHE_NAME
+
+
+def without_repeats(notify: Notify) -> Notify:
+    """Returns `notify` without sentences that came before, or that differ from such a one by what is in brackets at the end."""
+    passed: set[str] = set()
+
+    def notify_once(sentence: str) -> None:
+        head = sentence.partition(" (")[0] if sentence.endswith(").") else sentence
+        if head not in passed:
+            passed.add(head)
+            notify(sentence)
+
+    return notify_once
