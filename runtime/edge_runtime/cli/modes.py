@@ -36,7 +36,7 @@ Examples:
 """
 _OPENING = ("drafter", "threads", "backend", "execution_provider", "keep_packed", "context", "config", "preset")
 _FILES = ("check", "verify_key", "kv_type", "memory_limit")
-_MEMORY = ("memory", "memory_size", "remember", "forget")
+_MEMORY = ("draft_store", "draft_store_size", "remember", "forget")
 _DRAFTS = ("draft_length", "policy", "objective", "slowdown", "phase_power")
 _SAMPLING = (
     "temperature",

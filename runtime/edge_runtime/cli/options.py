@@ -156,22 +156,22 @@ cache_options = option_group(
 )
 memory_options = option_group(
     click.option(
-        "--memory",
+        "--draft-store",
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="Keep answers in this file, for you alone, and copy drafts from it: faster where texts come back.  [default: keep nothing]",
     ),
     click.option(
-        "--memory-size",
+        "--draft-store-size",
         default=MEMORY_SIZE,
-        help="With --memory: the most that the file may hold; the oldest texts make room.",
+        help="With --draft-store: the most that the file may hold; the oldest texts make room.",
     ),
     click.option(
         "--remember",
         type=click.Path(path_type=Path),
         multiple=True,
         metavar="TEXT",
-        help="With --memory: add a text file to it, such as one that answers will quote. Repeatable.",
+        help="With --draft-store: add a text file to it, such as one that answers will quote. Repeatable.",
     ),
     click.option(
         "--forget",
@@ -180,7 +180,7 @@ memory_options = option_group(
         is_eager=True,
         expose_value=False,
         callback=_forget,
-        help="Remove a file of --memory and exit.",
+        help="Remove a file of --draft-store and exit.",
     ),
     panel="Drafting",
 )
@@ -285,8 +285,8 @@ class CacheValues:
 class MemoryValues:
     """Values of `memory_options`, by the names of `LoadOptions`."""
 
-    memory: Path | None
-    memory_size: str
+    draft_store: Path | None
+    draft_store_size: str
     remember: tuple[Path, ...]
 
 

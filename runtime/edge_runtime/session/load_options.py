@@ -6,18 +6,20 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
+from edge_devices.machine.cpu_affinity import MOST_THREADS
+from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.selection import BackendKind
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.calibration.placement import PowerSource
-from edge_runtime.config.schema import SpeculativeConfig
+from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.drafting.stored_memory import MEMORY_SIZE
-from edge_runtime.media.image import DEFAULT_BUDGET
+from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET
 from edge_runtime.session.monitoring.monitor import MonitorOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,64 +55,90 @@ class LoadOptions:
         backend: llama or onnx; None takes the faster one on this machine of those that are installed, by a measurement on first use.
         execution_provider: ONNX Runtime's execution provider, such as "xnnpack" (onnx).
         keep_packed: Whether packed weights are kept on disk for the next start (onnx).
-        memory: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
-        memory_size: The most bytes of that file, or a text such as "2MB"; the oldest texts make room.
+        draft_store: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
+        draft_store_size: The most bytes of that file, or a text such as "2MB"; the oldest texts make room.
         remember: Text files to add to it.
         image_rows: The largest budget of an image, in soft rows, where an image must fit one batch: 12B and larger. Above 512 it takes more
             memory (llama.cpp).
     """
 
-    threads: int | None = None
-    context: int | None = None
-    drafter: DrafterKind | None = None
-    config: SpeculativeConfig | Path | str | None = None
-    preset: str | None = None
+    threads: int | None = option(
+        "-t",
+        low=1,
+        high=MOST_THREADS,
+        panel="Backend",
+        help="CPU threads, at most one a processor.  [default: the fastest number per phase, measured on first use]",
+    )
+    context: int | None = option("-c", low=16, panel="Memory", help="Size of the KV cache in tokens.  [default: from the configuration]")
+    drafter: DrafterKind | None = option(
+        panel="Drafting",
+        help="dense: MTP drafter; split: MTP drafter with a sparse head; lookup: copies from the text; none: no drafts."
+        "  [default: from the configuration, else the faster of dense and split]",
+    )
+    config: SpeculativeConfig | Path | str | None = option(
+        type=Path, panel="Configuration", help="YAML file whose settings override those of the bundle's config.yaml."
+    )
+    preset: str | None = option(
+        choices=PRESET_NAMES, panel="Configuration", help="Draft lengths for a kind of work; overrides the bundle's config.yaml."
+    )
     monitoring: MonitorOptions | None = None
-    kv_type: KvType | None = None
-    memory_limit: str | int | None = None
-    check: CheckMode = "fast"
-    public_key: Path | None = None
+    kv_type: KvType | None = option(
+        panel="Memory", help="Data type of the KV cache; smaller types are less exact.  [default: from the configuration]"
+    )
+    memory_limit: str | int | None = option(
+        panel="Memory",
+        help="Refuse to open a bundle that needs more memory, such as 2GB.  [default: from the configuration, else the available memory]",
+    )
+    check: CheckMode = option(
+        default="fast",
+        panel="Checks",
+        help="full: SHA-256 of all files; fast: SHA-256 on first use, then sizes, times and samples; none: sizes only.",
+    )
+    public_key: Path | None = option(
+        "--verify-key",
+        metavar="PUBKEY",
+        panel="Checks",
+        help="Refuse the bundle unless it is signed with this Ed25519 key (PEM). Needs edge-mtp[sign].",
+    )
     notify: Callable[[str], None] = _ignore
     waiting: Waiting = silent_wait
     power: PhasePower | PowerSource | None = None
-    backend: BackendKind | None = None
-    execution_provider: str | None = None
-    keep_packed: bool = False
-    memory: Path | None = None
-    memory_size: str | int = MEMORY_SIZE
-    remember: Sequence[Path] = ()
-    image_rows: int = DEFAULT_BUDGET
-
-
-class LoadKeywords(TypedDict, total=False):
-    """The fields of `LoadOptions` as keyword arguments; a test keeps the two equal."""
-
-    threads: int | None
-    context: int | None
-    drafter: DrafterKind | None
-    config: SpeculativeConfig | Path | str | None
-    preset: str | None
-    monitoring: MonitorOptions | None
-    kv_type: KvType | None
-    memory_limit: str | int | None
-    check: CheckMode
-    public_key: Path | None
-    notify: Callable[[str], None]
-    waiting: Waiting
-    power: PhasePower | PowerSource | None
-    backend: BackendKind | None
-    execution_provider: str | None
-    keep_packed: bool
-    memory: Path | None
-    memory_size: str | int
-    remember: Sequence[Path]
-    image_rows: int
+    backend: BackendKind | None = option(
+        "-b", panel="Backend", help="llama.cpp or ONNX Runtime.  [default: the faster one on this machine, measured on first use]"
+    )
+    execution_provider: str | None = option(
+        metavar="NAME", panel="Backend", help="ONNX: where graphs run, such as cpu, openvino or openvino:NPU.  [default: cpu]"
+    )
+    keep_packed: bool = option(
+        default=False,
+        panel="Backend",
+        help="ONNX: cache weights packed for this CPU on disk, at twice their size. Opens faster and maps memory.",
+    )
+    draft_store: Path | None = option(
+        metavar="FILE",
+        panel="Drafting",
+        help="Keep answers in this file, for you alone, and copy drafts from it: faster where texts come back.  [default: keep nothing]",
+    )
+    draft_store_size: str | int = MEMORY_SIZE
+    remember: Sequence[Path] = option(
+        default=(),
+        metavar="TEXT",
+        panel="Drafting",
+        help="Add a text file to the --draft-store, such as one that answers will quote. Repeatable.",
+    )
+    image_rows: int = option(
+        default=DEFAULT_BUDGET,
+        choices=BUDGETS,
+        panel="Images and sound",
+        help="The most rows that an image takes in the context: more show more, and take longer. A server's requests choose their own;"
+        " for 12B and larger it is the most that they may choose.",
+    )
 
 
 def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:
-    """A decorator that lets help() and editors show the keys of a TypedDict in place of **keywords.
+    """A decorator that lets help() and editors show the fields of a dataclass, or the keys of a TypedDict, in place of **keywords.
 
-    `defaults` has an attribute for each key with a default; others are shown without a value of their own ("...").
+    `defaults` has an attribute for each that has a default; others are shown without a value of their own ("...").
     """
 
     def decorate(function: F) -> F:

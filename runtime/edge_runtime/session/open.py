@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
@@ -34,7 +34,7 @@ from edge_runtime.media.soft_rows import Encoder, LazyEncoder
 from edge_runtime.planning.encoder_memory import EncoderMemory
 from edge_runtime.planning.memory import MemoryRequest, check_memory_without_copies, memory_bytes, memory_plan
 from edge_runtime.session.batch import Sessions, SingleSequence
-from edge_runtime.session.load_options import LoadKeywords, LoadOptions, with_keywords
+from edge_runtime.session.load_options import LoadOptions, with_keywords
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
 from edge_runtime.session.session import Session, SessionParts
 
@@ -49,8 +49,8 @@ def default_threads() -> int:
     return sum(map(len, processor_groups()))
 
 
-@with_keywords(LoadKeywords, LoadOptions)
-def open_session(folder: Path | str, options: LoadOptions | None = None, **keywords: Unpack[LoadKeywords]) -> Session:
+@with_keywords(LoadOptions, LoadOptions)
+def open_session(folder: Path | str, options: LoadOptions | None = None, **keywords: Any) -> Session:
     """Opens a bundle. Options are given as keywords (`open_session("bundle", context=2048)`), as `LoadOptions`, or both; keywords win.
 
     On first use, llama.cpp is probed in a child process, since a build may crash on the processor it runs on.
@@ -60,8 +60,8 @@ def open_session(folder: Path | str, options: LoadOptions | None = None, **keywo
     return open_sessions(folder, 1, options, **keywords).sessions[0]
 
 
-@with_keywords(LoadKeywords, LoadOptions)
-def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = None, **keywords: Unpack[LoadKeywords]) -> Sessions:
+@with_keywords(LoadOptions, LoadOptions)
+def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = None, **keywords: Any) -> Sessions:
     """Opens a bundle for `count` requests at once, each with `context` tokens of its own. Otherwise as `open_session`.
 
     More than one at once run on llama.cpp only. Where both backends can run a bundle, the first use measures which is faster.
@@ -70,8 +70,8 @@ def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = 
     return loader.load(loader.choose_backend(count), count)
 
 
-@with_keywords(LoadKeywords, LoadOptions)
-def faster_backend(folder: Path | str, options: LoadOptions | None = None, **keywords: Unpack[LoadKeywords]) -> BackendKind:
+@with_keywords(LoadOptions, LoadOptions)
+def faster_backend(folder: Path | str, options: LoadOptions | None = None, **keywords: Any) -> BackendKind:
     """Returns the backend that `open_session` would take with these options; measures as it does, and raises as it does."""
     return _PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_backend(1)
 
@@ -80,8 +80,8 @@ class _PairLoader:
     """One bundle with its resolved settings, to be loaded on a backend."""
 
     def __init__(self, folder: Path | str, options: LoadOptions) -> None:
-        if options.remember and options.memory is None:
-            raise RequestError("remember adds files to a memory; name its file as memory too")
+        if options.remember and options.draft_store is None:
+            raise RequestError("remember adds files to a draft store; name its file as draft_store too")
         if options.drafter is not None and options.drafter not in DRAFTER_KINDS:
             raise RequestError(f"drafter {options.drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
         # Probes of several backends say the same of a busy machine.
@@ -297,9 +297,9 @@ class _PairLoader:
     def _stored_memory(self, vocabulary: Vocabulary) -> StoredMemory | None:
         """The memory on the disk, which all sessions share."""
         options = self.options
-        if self._memory is None and options.memory is not None:
-            limit = memory_bytes(options.memory_size)
-            self._memory = StoredMemory(Path(options.memory), vocabulary, limit=limit, notify=options.notify)
+        if self._memory is None and options.draft_store is not None:
+            limit = memory_bytes(options.draft_store_size)
+            self._memory = StoredMemory(Path(options.draft_store), vocabulary, limit=limit, notify=options.notify)
             for path in options.remember:
                 self._memory.remember_file(Path(path))
         return self._memory

@@ -187,7 +187,7 @@ def with_flat_costs(session: Session) -> Session:
 def test_the_pair_copies_what_it_wrote_before(exported_pair, tmp_path, drafter):
     """The text is the same as without a memory."""
     path, prompt = tmp_path / "memory", "class Stack:\n    def push("
-    with open_session(exported_pair, context=512, drafter=drafter, check="none", threads=1, memory=path) as opened:
+    with open_session(exported_pair, context=512, drafter=drafter, check="none", threads=1, draft_store=path) as opened:
         session = with_flat_costs(opened)
         wanted = session.generate(prompt, max_tokens=80, draft_length=0).text()
         again = session.generate(prompt, max_tokens=80)
@@ -211,7 +211,7 @@ def test_a_prediction_is_drafted_from_the_first_token_on(exported_pair, drafter)
 def test_the_command_remembers_and_forgets(exported_pair, tmp_path):
     memory, text = tmp_path / "memory", tmp_path / "text"
     text.write_text("def area(width, height):\n    return width * height\n")
-    options = [str(exported_pair), "def area(", "--max-tokens", "8", "--threads", "1", "--memory", str(memory)]
+    options = [str(exported_pair), "def area(", "--max-tokens", "8", "--threads", "1", "--draft-store", str(memory)]
     found = CliRunner().invoke(main, [*options, "--remember", str(text)])
     assert found.exit_code == 0, found.output
     assert read_memory(memory)[0] == text.read_text()
@@ -222,7 +222,7 @@ def test_the_command_remembers_and_forgets(exported_pair, tmp_path):
     assert "nothing to forget" in CliRunner().invoke(main, ["--forget", str(memory)]).output
     found = CliRunner().invoke(main, [*options[:-2], "--remember", str(text)])
     assert found.exit_code == 1
-    assert "memory" in found.output
+    assert "draft_store" in found.output
 
 
 def test_files_that_cannot_be_remembered_are_named(tmp_path):
