@@ -16,7 +16,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_devices.meters.android.power_rails import parse_rails
 from edge_devices.meters.android.power_stats import parse_channels
-from edge_devices.meters.apple import parse_powermetrics
+from edge_devices.meters.powermetrics import parse_powermetrics
 from fuzzing.campaign import HANG_SECONDS, run_campaign
 from fuzzing.mutation import input_of
 from fuzzing.readers import Reader, corpus

@@ -12,9 +12,8 @@ import numpy as np
 
 from edge_devices.energy.characteristics import characterise
 from edge_devices.energy.run_log import Run, RunLog
-from edge_devices.meters.android.battery import AMPERES, current_unit
-from edge_devices.meters.base import Kind, MeterFacts, Scope
-from edge_devices.meters.counter_wrap import Unwrapped
+from edge_devices.meters.android.phone_battery import AMPERES, current_unit
+from edge_devices.meters.base import Kind, MeterFacts, Scope, Unwrapped
 from edge_devices.meters.trace import Trace
 
 COUNTER, SAMPLER, GAUGE = "counter", "fast sampler", "2-second gauge"

@@ -8,7 +8,7 @@ from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import Report, Variant
 from edge_devices.errors import printable
-from edge_devices.meters.base import Finding, State
+from edge_devices.meters.base import Finding, MeterState
 from edge_devices.meters.search import NO_METER
 
 # An interval of a ratio whose ends differ by more than this factor says nothing.
@@ -35,13 +35,13 @@ def meter_lines(findings: Sequence[Finding], seen: Mapping[str, Characteristics 
             measured = (seen or {}).get(facts.name)
             if measured is not None:
                 lines.append(f"           {measured if isinstance(measured, str) else _measured(measured)}")
-    for finding in (f for f in findings if f.state is State.PRESENT):
+    for finding in (f for f in findings if f.state is MeterState.PRESENT):
         lines.append(f"present  {finding.name}: {finding.reason}")
         if finding.remedy:
             lines.append(f"           {finding.remedy}")
-    lines += [f"absent   {f.name}: {f.reason}" for f in findings if f.state is State.ABSENT]
+    lines += [f"absent   {f.name}: {f.reason}" for f in findings if f.state is MeterState.ABSENT]
     if not any(f.meter for f in findings):
-        denied = [f.name for f in findings if f.state is State.PRESENT]
+        denied = [f.name for f in findings if f.state is MeterState.PRESENT]
         lines.insert(0, f"{NO_METER} can be used now" + (f"; what stands in the way of {', '.join(denied)} is below" if denied else ""))
         lines.append(
             "a meter in the supply line that writes a table will do: edge-bench run BUNDLE --energy LOG --meter external (docs/energy.md)"

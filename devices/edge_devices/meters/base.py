@@ -1,10 +1,14 @@
-"""The interface of all meters: facts about a meter, one way to read it, and the findings of a search."""
+"""The interface of all meters: facts about a meter, one way to read it, the findings of a search; and what several meters need."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
+
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
 
 
 class Scope(StrEnum):
@@ -93,7 +97,7 @@ class Meter(Protocol):
         ...
 
 
-class State(StrEnum):
+class MeterState(StrEnum):
     """Whether a meter can be used here and now."""
 
     USABLE = "usable"
@@ -106,7 +110,7 @@ class Finding:
     """One line of `edge-devices meters`."""
 
     name: str
-    state: State
+    state: MeterState
     reason: str = ""
     remedy: str = ""
     meter: Meter | None = None
@@ -119,14 +123,77 @@ class Finding:
 
 def usable(meter: Meter) -> Finding:
     """Returns the finding of a meter that can be read now."""
-    return Finding(name=meter.facts.name, state=State.USABLE, meter=meter)
+    return Finding(name=meter.facts.name, state=MeterState.USABLE, meter=meter)
 
 
 def present(name: str, reason: str, remedy: str = "") -> Finding:
     """Returns the finding of a meter that exists but is not usable."""
-    return Finding(name=name, state=State.PRESENT, reason=reason, remedy=remedy)
+    return Finding(name=name, state=MeterState.PRESENT, reason=reason, remedy=remedy)
 
 
 def absent(name: str, reason: str) -> Finding:
     """Returns the finding of a meter that this machine does not have."""
-    return Finding(name=name, state=State.ABSENT, reason=reason)
+    return Finding(name=name, state=MeterState.ABSENT, reason=reason)
+
+
+def tried(meter: Meter, denied: tuple[str, str] | None = None) -> Finding:
+    """Reads a meter once; returns the finding of one that is usable, or why it is not: `denied`, reason and remedy, without permission."""
+    try:
+        meter.read()
+    except MeterError as error:
+        if denied is not None and isinstance(error.__cause__, PermissionError):
+            return present(meter.facts.name, *denied)
+        return present(meter.facts.name, str(error))
+    return usable(meter)
+
+
+def required_number(
+    system: System, path: str, missing: str, denied: str = "is denied to this user; make it readable with a udev rule"
+) -> int:
+    """Returns the integer in a file; raises MeterError where the file is `denied`, or holds none: then `missing` says why."""
+    try:
+        number = system.number(path)
+    except PermissionError as error:
+        raise MeterError(f"/{path} {denied}") from error
+    if number is None:
+        raise MeterError(f"/{path} holds no number; {missing}")
+    return number
+
+
+class Unwrapped:
+    """Turns a register that restarts at 0 after `span` (in its own units) into a number that never decreases.
+
+    Exact while it is read at least once per wrap. Without a span, a decrease is an error: the source was reset.
+    """
+
+    def __init__(self, name: str, span: int | None) -> None:
+        self._name = name
+        self._span = span
+        self._last: int | None = None
+        self._turns = 0
+
+    def total(self, register: int) -> int:
+        """Takes a reading of the register; returns the number without wraps. Raises MeterError for an impossible reading."""
+        if register < 0 or (self._span is not None and register > self._span):
+            raise MeterError(f"{self._name} reads {register}, outside 0..{self._span}; the meter cannot be trusted")
+        if self._last is not None and register < self._last:
+            if self._span is None:
+                raise MeterError(f"{self._name} went back from {self._last} to {register}: it was reset; measure again")
+            self._turns += 1
+        self._last = register
+        return register + self._turns * (self._span or 0)
+
+
+class Registers:
+    """The sum of counters that have names and are the same at every reading."""
+
+    def __init__(self) -> None:
+        self._registers: dict[str, Unwrapped] = {}
+
+    def total(self, readings: Mapping[str, int]) -> int:
+        """Takes a reading of each; returns their sum. Raises MeterError if others are there than before, or one went back."""
+        if self._registers and self._registers.keys() != readings.keys():
+            raise MeterError("the metered rails changed while measuring; leave them as they are and measure again")
+        for name in readings:
+            self._registers.setdefault(name, Unwrapped(name, None))
+        return sum(self._registers[name].total(value) for name, value in readings.items())

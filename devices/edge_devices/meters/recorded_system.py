@@ -19,7 +19,7 @@ from edge_devices.errors import DeviceError, MeterError
 from edge_devices.files.atomic_write import write_text
 from edge_devices.files.limited_read import FileTooLarge, read_at_most
 from edge_devices.machine.system import CommandResult, System
-from edge_devices.meters.android.power_stats import COMMAND, only_rails, record_trace
+from edge_devices.meters.android.perfetto import COMMAND, only_rails, record_rails
 
 SCHEMA = 1
 NAME = "recording.json"
@@ -155,7 +155,7 @@ def record(system: System) -> Recording:
 def _power_trace(system: System) -> dict[str, bytes]:
     """The rails of the power-stats service, where there are any."""
     try:
-        rails = only_rails(record_trace(system).output)
+        rails = only_rails(record_rails(system).output)
     except MeterError:
         rails = b""
     return {" ".join(COMMAND): rails} if rails else {}

@@ -6,29 +6,24 @@ from collections.abc import Sequence
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters import apple as powermetrics
-from edge_devices.meters import nvidia as nvml
-from edge_devices.meters import windows_emi as emi
-from edge_devices.meters.android import battery as android_battery
-from edge_devices.meters.android import power_rails as android_rails
-from edge_devices.meters.android import power_stats as android_powerstats
-from edge_devices.meters.base import Finding, Meter, Scope, State
-from edge_devices.meters.linux import hwmon, jetson, power_average, rapl, raspberry_pi
-from edge_devices.meters.linux import laptop_battery as battery
+from edge_devices.meters import nvml, powermetrics, windows_emi
+from edge_devices.meters.android import phone_battery, power_rails, power_stats
+from edge_devices.meters.base import Finding, Meter, MeterState, Scope, present
+from edge_devices.meters.linux import hwmon, jetson, laptop_battery, power_average, rapl, raspberry_pi
 
 # The order is the order of preference: sensed or counted close to the work first, slow gauges of the whole device last.
 SOURCES = (
     jetson,
     hwmon,
     rapl,
-    emi,
-    android_rails,
-    android_powerstats,
+    windows_emi,
+    power_rails,
+    power_stats,
     raspberry_pi,
     powermetrics,
     power_average,
-    battery,
-    android_battery,
+    laptop_battery,
+    phone_battery,
     nvml,
 )
 
@@ -39,11 +34,10 @@ def find_meters(system: System) -> list[Finding]:
     """Returns the meters of this machine, usable or not. A source that raises is reported as present, with the reason."""
     findings: list[Finding] = []
     for source in SOURCES:
-        name = source.__name__.rpartition(".")[2]
         try:
             findings += source.find(system)
         except (MeterError, OSError) as error:
-            findings.append(Finding(name=name, state=State.PRESENT, reason=str(error)))
+            findings.append(present(source.NAME, str(error)))
     return findings
 
 
@@ -66,9 +60,9 @@ def choose_meter(findings: Sequence[Finding], name: str | None = None) -> Meter 
 
 def no_meter_reason(findings: Sequence[Finding]) -> str:
     """Returns why `choose_meter` takes none: what exists but cannot be read, and why, or that nothing was found."""
-    found = [f"{f.name}: {f.reason}" + (f"; {f.remedy}" if f.remedy else "") for f in findings if f.state is State.PRESENT]
-    found += [f"{f.name} counts the graphics board alone, and is read with --meter {f.name}" for f in findings if _is_gpu(f)]
-    return f"{NO_METER} can be used ({'; '.join(found)})" if found else NO_METER
+    reasons = [f"{f.name}: {f.reason}" + (f"; {f.remedy}" if f.remedy else "") for f in findings if f.state is MeterState.PRESENT]
+    reasons += [f"{f.name} counts the graphics board alone, and is read with --meter {f.name}" for f in findings if _is_gpu(f)]
+    return f"{NO_METER} can be used ({'; '.join(reasons)})" if reasons else NO_METER
 
 
 def _is_gpu(finding: Finding) -> bool:

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
-from edge_devices.meters.counter_wrap import Unwrapped
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, Unwrapped, absent, present, usable
 
 DEVICE_ENERGY_METER = (0x45BD8344, 0x7ED6, 0x49CF, bytes.fromhex("A440C276C933B053"))
 PRESENT_INTERFACES = 0x12  # DIGCF_PRESENT | DIGCF_DEVICEINTERFACE

@@ -12,8 +12,9 @@ from edge_devices.errors import DeviceError
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.state import read_state
 from edge_devices.machine.system import CommandResult
-from edge_devices.meters import windows_emi as emi
-from edge_devices.meters.android.power_stats import parse_channels, parse_trace
+from edge_devices.meters import windows_emi
+from edge_devices.meters.android.perfetto import parse_rails
+from edge_devices.meters.android.power_stats import parse_channels
 from edge_devices.meters.recorded_system import RecordedSystem, read_recording
 from edge_devices.meters.search import find_meters
 from edge_devices.transports.adb import parse_devices
@@ -42,8 +43,8 @@ def _recording(path: Path) -> None:
 
 def _emi(_: Path, __: Path | None) -> Read:
     def read(data: bytes) -> None:
-        names = emi.parse_metadata(1 + len(data) % 2, data)
-        emi.parse_measurement(data, len(names))
+        names = windows_emi.parse_metadata(1 + len(data) % 2, data)
+        windows_emi.parse_measurement(data, len(names))
 
     return read
 
@@ -51,7 +52,7 @@ def _emi(_: Path, __: Path | None) -> Read:
 def _trace(_: Path, __: Path | None) -> Read:
     def read(data: bytes) -> None:
         parse_channels(data.decode("utf-8", "replace"))
-        parse_trace(data)
+        parse_rails(data)
 
     return read
 

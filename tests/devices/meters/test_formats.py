@@ -14,11 +14,11 @@ from edge_devices.energy.external.clock import clock_offset
 from edge_devices.energy.external.table import import_csv
 from edge_devices.errors import DeviceError, MeasurementError, MeterError
 from edge_devices.machine.system import CommandResult, System
-from edge_devices.meters import nvidia as nvml
-from edge_devices.meters import windows_emi as emi
-from edge_devices.meters.android import power_stats as android_powerstats
-from edge_devices.meters.android.power_stats import parse_channels, parse_trace
-from edge_devices.meters.base import Kind, Sample, State
+from edge_devices.meters import nvml, windows_emi
+from edge_devices.meters.android import power_stats
+from edge_devices.meters.android.perfetto import parse_rails
+from edge_devices.meters.android.power_stats import parse_channels
+from edge_devices.meters.base import Kind, MeterState, Sample
 from edge_devices.meters.recorded_system import RecordedSystem, read_recording, record, write_recording
 from edge_devices.meters.trace import Trace
 
@@ -125,7 +125,7 @@ def rails_trace() -> bytes:
 
 
 def test_perfetto_rails():
-    assert parse_trace(rails_trace()) == {"S2M_VDD_CPUCL2": 30203502, "S1M_VDD_MIF": 30203503}
+    assert parse_rails(rails_trace()) == {"S2M_VDD_CPUCL2": 30203502, "S1M_VDD_MIF": 30203503}
     assert parse_channels("  ChannelId: 3, ChannelName: S2M_VDD_CPUCL2, ChannelSubsystem: CPU(BIG)") == {3: "S2M_VDD_CPUCL2"}
 
 
@@ -145,8 +145,8 @@ def test_a_phones_trace_is_recorded_without_the_rest_and_replays(tmp_path):
     phone = System(root=tmp_path, run=run, clock=lambda: 1.0)
     path = write_recording(tmp_path / "out", record(phone))
     again = RecordedSystem(read_recording(path), clock=lambda: 1.0)
-    found = {f.name: f for f in android_powerstats.find(again)}
-    assert found["android:powerstats"].meter.read() == android_powerstats.find(phone)[0].meter.read()
+    found = {f.name: f for f in power_stats.find(again)}
+    assert found["android:powerstats"].meter.read() == power_stats.find(phone)[0].meter.read()
     assert found["android:powerstats"].meter.read().value == pytest.approx(60.407005)
     assert b"secret" not in b"".join(read_recording(path).traces.values())
     path.write_text(path.read_text().replace('"perfetto --txt -c - -o -": "', '"perfetto --txt -c - -o -": "?'))
@@ -157,7 +157,7 @@ def test_a_phones_trace_is_recorded_without_the_rest_and_replays(tmp_path):
 @given(st.integers(0, len(rails_trace()) - 1))
 def test_a_cut_trace_is_refused_or_read_in_part(size):
     try:
-        assert parse_trace(rails_trace()[:size]).keys() <= {"S2M_VDD_CPUCL2", "S1M_VDD_MIF"}
+        assert parse_rails(rails_trace()[:size]).keys() <= {"S2M_VDD_CPUCL2", "S1M_VDD_MIF"}
     except MeterError as error:
         assert "record it again" in str(error)  # noqa: PT017
 
@@ -165,7 +165,7 @@ def test_a_cut_trace_is_refused_or_read_in_part(size):
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(trace):
     try:
-        parse_trace(trace)
+        parse_rails(trace)
     except MeterError:
         return
 
@@ -192,16 +192,16 @@ def port(energy: int = 10**12) -> FakePort:
     measurement = struct.pack("<QQQQ", energy, 5, 2 * energy, 5)
     return FakePort(
         {
-            emi.GET_VERSION: b"\2\0",
-            emi.GET_METADATA_SIZE: struct.pack("<I", len(names)),
-            emi.GET_METADATA: names,
-            emi.GET_MEASUREMENT: measurement,
+            windows_emi.GET_VERSION: b"\2\0",
+            windows_emi.GET_METADATA_SIZE: struct.pack("<I", len(names)),
+            windows_emi.GET_METADATA: names,
+            windows_emi.GET_MEASUREMENT: measurement,
         }
     )
 
 
 def test_windows_energy_meter():
-    found = emi.find(System(platform="win32", clock=lambda: 1.0), lambda: [port()])
+    found = windows_emi.find(System(platform="win32", clock=lambda: 1.0), lambda: [port()])
     assert [f.name for f in found] == ["windows:emi:RAPL_Package0_PKG", "windows:emi:RAPL_Package0_DRAM"]
     assert found[0].meter.read().value == pytest.approx(3600.0)
     assert found[1].meter.read().value == pytest.approx(7200.0)
@@ -209,24 +209,24 @@ def test_windows_energy_meter():
 
 def test_windows_energy_meter_version_1():
     name = "PKG\0".encode("utf-16-le")
-    assert emi.parse_metadata(1, struct.pack("<I", 0) + b"\0" * 64 + struct.pack("<HH", 1, len(name)) + name) == ["PKG"]
+    assert windows_emi.parse_metadata(1, struct.pack("<I", 0) + b"\0" * 64 + struct.pack("<HH", 1, len(name)) + name) == ["PKG"]
 
 
 @pytest.mark.parametrize("size", range(0, 140, 7))
 def test_windows_metadata_cut_off(size):
     with pytest.raises(MeterError):
-        emi.parse_metadata(2, metadata("RAPL_Package0_PKG", "RAPL_Package0_DRAM")[:size])
+        windows_emi.parse_metadata(2, metadata("RAPL_Package0_PKG", "RAPL_Package0_DRAM")[:size])
 
 
 def test_windows_other_units_and_sizes_are_refused():
     with pytest.raises(MeterError, match="unit 3"):
-        emi.parse_metadata(2, b"\0" * 64 + struct.pack("<HH", 1, 1) + channel("x", unit=3))
+        windows_emi.parse_metadata(2, b"\0" * 64 + struct.pack("<HH", 1, 1) + channel("x", unit=3))
     huge = port()
-    huge.answers[emi.GET_METADATA_SIZE] = struct.pack("<I", 1 << 30)
-    (found,) = emi.find(System(platform="win32"), lambda: [huge])
-    assert found.state is State.PRESENT
-    assert emi.find(System(platform="win32"), list)[0].state is State.ABSENT
-    assert emi.find(System(platform="linux"), list) == []
+    huge.answers[windows_emi.GET_METADATA_SIZE] = struct.pack("<I", 1 << 30)
+    (found,) = windows_emi.find(System(platform="win32"), lambda: [huge])
+    assert found.state is MeterState.PRESENT
+    assert windows_emi.find(System(platform="win32"), list)[0].state is MeterState.ABSENT
+    assert windows_emi.find(System(platform="linux"), list) == []
 
 
 class FakeNvml:
@@ -265,13 +265,13 @@ def test_nvidia_boards():
     assert samples.meter.facts.kind is Kind.SAMPLER
     assert samples.meter.read().value == pytest.approx(12.345)
     (broken,) = nvml.find(System(platform="linux"), lambda _: FakeNvml(1, code=9))
-    assert broken.state is State.PRESENT
+    assert broken.state is MeterState.PRESENT
     assert "code 9" in broken.reason
 
     def no_library(name):
         raise OSError(name)
 
-    assert nvml.find(System(platform="linux"), no_library)[0].state is State.ABSENT
+    assert nvml.find(System(platform="linux"), no_library)[0].state is MeterState.ABSENT
 
 
 def test_a_trace_refuses_what_is_no_time_line():

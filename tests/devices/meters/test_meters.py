@@ -15,12 +15,12 @@ from edge_devices.energy.virtual_meters import EstimateMeter
 from edge_devices.errors import MeterError
 from edge_devices.machine.power_supply import parse_uevent
 from edge_devices.machine.system import System
-from edge_devices.meters.android.battery import current_unit, parse_dumpsys, volts_of
+from edge_devices.meters import search
+from edge_devices.meters.android.phone_battery import current_unit, parse_dumpsys, volts_of
 from edge_devices.meters.android.power_rails import parse_rails
-from edge_devices.meters.apple import package_watts, parse_powermetrics
-from edge_devices.meters.base import Kind, MeterFacts, Scope, State, present, usable
-from edge_devices.meters.counter_wrap import Unwrapped
+from edge_devices.meters.base import Kind, MeterFacts, MeterState, Scope, Unwrapped, present, usable
 from edge_devices.meters.linux.raspberry_pi import parse_pmic
+from edge_devices.meters.powermetrics import package_watts, parse_powermetrics
 from edge_devices.meters.recorded_system import RecordedSystem, Recording, read_recording
 from edge_devices.meters.search import choose_meter, find_meters, no_meter_reason
 from recordings import FIXTURES, recorded
@@ -33,7 +33,7 @@ def findings(name: str, **changes: str):
 
 def value(name: str, meter: str) -> float:
     found = findings(name)[meter]
-    assert found.state is State.USABLE, found.reason
+    assert found.state is MeterState.USABLE, found.reason
     return found.meter.read().value
 
 
@@ -47,7 +47,7 @@ def test_rapl_reads_the_package_once():
 
 def test_rapl_denied_is_not_absent_and_says_what_to_do():
     found = findings("rapl-denied")["rapl:package"]
-    assert found.state is State.PRESENT
+    assert found.state is MeterState.PRESENT
     assert "denied" in found.reason
     assert "chmod a+r" in found.remedy
 
@@ -71,9 +71,9 @@ def test_psys_below_its_package_is_refused():
 
     system = RecordedSystem(vars(system)["_recording"], clock=lambda: 1.0, sleep=later)
     found = {f.name: f for f in find_meters(system)}
-    assert found["rapl:platform"].state is State.PRESENT
+    assert found["rapl:platform"].state is MeterState.PRESENT
     assert "not wired" in found["rapl:platform"].reason
-    assert found["rapl:package"].state is State.USABLE
+    assert found["rapl:package"].state is MeterState.USABLE
 
 
 def test_registers_wrap_and_refuse_nonsense():
@@ -104,7 +104,7 @@ def test_two_batteries_are_summed():
 def test_a_battery_that_does_not_discharge_is_refused(status):
     text = read_recording(FIXTURES / "battery-dell.json").files["sys/class/power_supply/BAT0/uevent"].replace("Discharging", status)
     found = findings("battery-dell", BAT0__uevent=text)["battery"]
-    assert found.state is State.PRESENT
+    assert found.state is MeterState.PRESENT
     assert status in found.reason
 
 
@@ -136,13 +136,13 @@ def test_android_gauge_settles_unit_and_sign():
 )
 def test_android_gauge_refuses(name, says):
     found = findings(name)["android:battery"]
-    assert found.state is State.PRESENT
+    assert found.state is MeterState.PRESENT
     assert says in found.reason
 
 
 def test_android_sysfs_denied_names_the_way_out():
     found = findings("android-oplus")["android:battery-sysfs"]
-    assert found.state is State.PRESENT
+    assert found.state is MeterState.PRESENT
     assert "android:battery" in found.remedy
 
 
@@ -159,7 +159,7 @@ def test_android_sysfs_gauge():
     assert "battery" not in found  # the laptop's reader leaves phones alone
     for status, online in (("Charging", "0"), ("Unknown", "1")):
         (refused,) = [f for f in find_meters(sysfs_phone(status, online)) if f.name == "android:battery-sysfs"]
-        assert refused.state is State.PRESENT
+        assert refused.state is MeterState.PRESENT
 
 
 def test_android_false_zeros_are_dropped():
@@ -204,8 +204,8 @@ def test_android_rails_that_change_are_refused():
 
 
 def test_android_powerstats_needs_channels():
-    assert findings("android-oplus")["android:powerstats"].state is State.ABSENT
-    assert findings("android-pixel-6")["android:powerstats"].state is State.PRESENT  # the recording has no perfetto
+    assert findings("android-oplus")["android:powerstats"].state is MeterState.ABSENT
+    assert findings("android-pixel-6")["android:powerstats"].state is MeterState.PRESENT  # the recording has no perfetto
 
 
 def test_raspberry_pi_5_sums_pairs_by_name():
@@ -217,13 +217,13 @@ def test_raspberry_pi_5_sums_pairs_by_name():
 
 def test_raspberry_pi_without_the_right():
     found = findings("raspberry-pi-5-denied")["raspberry-pi:pmic"]
-    assert found.state is State.PRESENT
+    assert found.state is MeterState.PRESENT
     assert "usermod -aG video" in found.remedy
 
 
 def test_raspberry_pi_4_needs_a_chip():
     found = findings("raspberry-pi-4-ina")
-    assert found["raspberry-pi:pmic"].state is State.ABSENT
+    assert found["raspberry-pi:pmic"].state is MeterState.ABSENT
     assert found["hwmon:ina226:1"].meter.read().value == pytest.approx(4.875)
     assert found["hwmon:ina226:1"].meter.facts.refresh_s == pytest.approx(0.035)
     assert found["hwmon:ina228:1"].meter.read().value == pytest.approx(123.456789)
@@ -281,7 +281,7 @@ def test_a_ups_beside_the_battery_counts_only_when_it_supplies():
 def test_apple():
     assert value("apple-m1", "apple:powermetrics") == pytest.approx(1.473)
     found = findings("apple-denied")["apple:powermetrics"]
-    assert found.state is State.PRESENT
+    assert found.state is MeterState.PRESENT
     assert "sudo" in found.remedy
 
 
@@ -315,7 +315,7 @@ def test_choosing():
 
 def test_a_source_that_breaks_is_one_finding():
     found = findings("rapl-laptop", **{"intel-rapl:0__energy_uj": "soon"})
-    assert found["rapl:package"].state is State.PRESENT
+    assert found["rapl:package"].state is MeterState.PRESENT
     assert "no number" in found["rapl:package"].reason
 
 
@@ -375,3 +375,18 @@ def test_a_graphics_board_is_read_by_name_only_and_a_denied_meter_is_named():
     assert "rapl:package: denied to this user; sudo chmod a+r FILES" in reason
     assert "--meter nvml:0" in reason
     assert no_meter_reason([]) == "no energy meter on this machine"
+
+
+def test_a_source_that_fails_is_listed_by_the_name_of_its_meters(monkeypatch):
+    """Not by its module's: a phone's gauge is no laptop's battery."""
+
+    def broken(_: System) -> list[object]:
+        raise MeterError("gone")
+
+    for source in search.SOURCES:
+        monkeypatch.setattr(source, "find", broken)
+    names = [finding.name for finding in find_meters(System())]
+    assert names == [source.NAME for source in search.SOURCES]
+    assert len(set(names)) == len(names)
+    assert {"battery", "android:battery", "apple:powermetrics", "nvml"} < set(names)
+    assert all(finding.state is MeterState.PRESENT and finding.reason == "gone" for finding in find_meters(System()))

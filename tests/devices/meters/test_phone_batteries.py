@@ -6,8 +6,8 @@ import pytest
 
 from edge_devices.errors import MeterError
 from edge_devices.files.protobuf_wire import bytes_field
-from edge_devices.meters.android.battery import voltage_notes, volts_of
-from edge_devices.meters.android.battery_counters import COMMAND, last_current
+from edge_devices.meters.android.perfetto import COMMAND, last_current
+from edge_devices.meters.android.phone_battery import voltage_notes, volts_of
 from edge_devices.meters.recorded_system import RecordedSystem, Recording
 from edge_devices.meters.search import find_meters
 

@@ -13,7 +13,7 @@ from chat_words import chat_session
 from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, State, absent, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterState, Sample, Scope, absent, present, usable
 from edge_devices.meters.trace import Trace
 from edge_runtime.cli import energy_options
 from edge_runtime.cli import run as cli
@@ -104,7 +104,7 @@ def test_a_meter_can_be_named(run: Any, meter: Finding) -> None:
 
 
 def test_a_source_that_is_not_usable_is_not_read(run: Any) -> None:
-    assert "no energy meter" in run(findings=[Finding(name="x", state=State.PRESENT, reason="denied")]).stderr
+    assert "no energy meter" in run(findings=[Finding(name="x", state=MeterState.PRESENT, reason="denied")]).stderr
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import re
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
-from edge_devices.meters.counter_wrap import Unwrapped
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Registers, Sample, Scope, absent, tried
 
 PATTERN = "sys/bus/iio/devices/iio:device*/energy_value"
 LINE = re.compile(r"CH\d+(?:\(T=\d+\))?\[([^\]]+)\],\s*(\d{1,18})\b")
@@ -30,7 +29,7 @@ class RailsMeter:
     def __init__(self, system: System, paths: list[str]) -> None:
         self._system = system
         self._paths = paths
-        self._registers: dict[str, Unwrapped] = {}
+        self._registers = Registers()
         self.facts = MeterFacts(
             name=NAME,
             kind=Kind.COUNTER,
@@ -54,12 +53,9 @@ class RailsMeter:
                 raise MeterError(f"/{path} is no longer readable: {error.strerror}; measure again") from error
         if not rails:
             raise MeterError(f"/{self._paths[0]} lists no rails; the monitor may be off (see enabled_rails beside it)")
-        if self._registers and self._registers.keys() != rails.keys():
-            raise MeterError("the monitored rails changed while measuring; leave enabled_rails alone and measure again")
-        for name in rails:
-            self._registers.setdefault(name, Unwrapped(name, None))
-        total = sum(self._registers[name].total(value) for name, value in rails.items())
-        return Sample(self._system.clock(), total * 1e-6, " ".join(f"{n.partition('/')[2]}={v}" for n, v in rails.items()))
+        return Sample(
+            self._system.clock(), self._registers.total(rails) * 1e-6, " ".join(f"{n.partition('/')[2]}={v}" for n, v in rails.items())
+        )
 
 
 def find(system: System) -> list[Finding]:
@@ -67,11 +63,5 @@ def find(system: System) -> list[Finding]:
     paths = system.paths(PATTERN)
     if not paths:
         return [absent(NAME, "no rail monitor (Pixel 6 and later have one)")] if system.is_android else []
-    meter = RailsMeter(system, paths)
-    try:
-        meter.read()
-    except MeterError as error:
-        if isinstance(error.__cause__, PermissionError):
-            return [present(NAME, f"/{paths[0]} is denied to this user", "adb root, where the build allows it; or use android:powerstats")]
-        return [present(NAME, str(error))]
-    return [usable(meter)]
+    denied = f"/{paths[0]} is denied to this user", "adb root, where the build allows it; or use android:powerstats"
+    return [tried(RailsMeter(system, paths), denied)]

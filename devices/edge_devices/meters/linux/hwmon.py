@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
-from edge_devices.meters.counter_wrap import Unwrapped
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, Unwrapped, absent, required_number, tried
 
+NAME = "hwmon"
 PATTERN = "sys/class/hwmon/hwmon*"
 CHIPS = ("ina219", "ina220", "ina226", "ina230", "ina231", "ina260", "ina228", "ina237", "ina238", "ina700", "ina780", "sq52206", "ina3221")
 # A Jetson's own rails: jetson.py reads those.
@@ -89,15 +88,7 @@ class ChipMeter:
 
     def read(self) -> Sample:
         """Reads the channel; joules or watts."""
-        numbers = []
-        for path in self._channel.paths:
-            try:
-                number = self._system.number(path)
-            except PermissionError as error:
-                raise MeterError(f"/{path} is denied to this user; make it readable with a udev rule") from error
-            if number is None:
-                raise MeterError(f"/{path} holds no number; the chip may not answer on its bus")
-            numbers.append(number)
+        numbers = [required_number(self._system, path, "the chip may not answer on its bus") for path in self._channel.paths]
         raw = " ".join(map(str, numbers))
         if self._channel.kind is Kind.COUNTER:
             return Sample(self._system.clock(), self._register.total(numbers[0]) * 1e-6, raw)
@@ -107,13 +98,5 @@ class ChipMeter:
 
 def find(system: System) -> list[Finding]:
     """Returns one finding per channel."""
-    found = []
-    for channel in channels(system):
-        meter = ChipMeter(system, channel)
-        try:
-            meter.read()
-        except MeterError as error:
-            found.append(present(meter.facts.name, str(error)))
-        else:
-            found.append(usable(meter))
-    return found or [absent("hwmon", "no INA2xx or INA3221 chip below /sys/class/hwmon")]
+    findings = [tried(ChipMeter(system, channel)) for channel in channels(system)]
+    return findings or [absent(NAME, "no INA2xx or INA3221 chip below /sys/class/hwmon")]

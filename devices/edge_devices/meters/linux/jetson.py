@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, required_number, tried
 
 HWMON = "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*"
 IIO = "sys/bus/i2c/drivers/ina3221x/*/iio:device*"
@@ -78,13 +77,7 @@ class JetsonMeter:
         for rail in self._rails:
             watts = rail.scale
             for path in rail.paths:
-                try:
-                    number = self._system.number(path)
-                except PermissionError as error:
-                    raise MeterError(f"/{path} is denied to this user; make it readable with a udev rule") from error
-                if number is None:
-                    raise MeterError(f"/{path} holds no number; the chip may not answer on its bus")
-                watts *= number
+                watts *= required_number(self._system, path, "the chip may not answer on its bus")
             total += watts
             raw.append(f"{rail.label}={watts:.6f}")
         return Sample(self._system.clock(), total, " ".join(raw))
@@ -98,9 +91,4 @@ def find(system: System) -> list[Finding]:
         return [absent(NAME, "no ina3221 rails on this Jetson")] if "Jetson" in model else []
     if not any(r.label in INPUTS or "VDD" in r.label for r in sensed):
         return []
-    meter = JetsonMeter(system, sensed)
-    try:
-        meter.read()
-    except MeterError as error:
-        return [present(NAME, str(error))]
-    return [usable(meter)]
+    return [tried(JetsonMeter(system, sensed))]

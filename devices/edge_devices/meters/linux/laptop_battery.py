@@ -7,6 +7,8 @@ from edge_devices.machine.power_supply import SUPPLIES, Supply, batteries, requi
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
 
+NAME = "battery"
+
 
 class BatteryMeter:
     """The sum of the batteries' power, in watts."""
@@ -15,7 +17,7 @@ class BatteryMeter:
         self._system = system
         self._names = names
         self.facts = MeterFacts(
-            name="battery",
+            name=NAME,
             kind=Kind.SAMPLER,
             scope=Scope.DEVICE,
             source=", ".join(f"/{SUPPLIES}/{n}" for n in names),
@@ -57,14 +59,14 @@ def find(system: System) -> list[Finding]:
     try:
         supplies = batteries(system)
     except PermissionError:
-        return [present("battery", f"/{SUPPLIES} is denied to this user", "run as a user that may read it")]
+        return [present(NAME, f"/{SUPPLIES} is denied to this user", "run as a user that may read it")]
     if not supplies:
-        return [absent("battery", f"no battery that feeds this machine below /{SUPPLIES}")]
+        return [absent(NAME, f"no battery that feeds this machine below /{SUPPLIES}")]
     try:
         total_watts(supplies)
         require_discharging(system, supplies)
     except MeterError as error:
-        return [present("battery", str(error))]
+        return [present(NAME, str(error))]
     return [usable(BatteryMeter(system, tuple(s.name for s in supplies)))]
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, required_number, tried
 
+NAME = "hwmon:average"
+ASLEEP = "the unit may be asleep"
 PATTERN = "sys/class/hwmon/hwmon*"
 FILES = ("power1_average", "power1_input")
 AMDGPU, ACPI = "amdgpu", "power_meter"
@@ -41,12 +43,9 @@ class AverageMeter:
 
     def read(self) -> Sample:
         """Reads the mean power; watts."""
-        try:
-            microwatts = self._system.number(self._path)
-        except PermissionError as error:
-            raise MeterError(f"/{self._path} is denied to this user; make it readable with a udev rule") from error
-        if microwatts is None or microwatts < 0:
-            raise MeterError(f"/{self._path} holds no power; the unit may be asleep")
+        microwatts = required_number(self._system, self._path, ASLEEP)
+        if microwatts < 0:
+            raise MeterError(f"/{self._path} holds no power; {ASLEEP}")
         return Sample(self._system.clock(), microwatts * 1e-6, str(microwatts))
 
 
@@ -65,11 +64,6 @@ def find(system: System) -> list[Finding]:
             interval = system.number(f"{folder}/power1_average_interval")
         except PermissionError:
             interval = None
-        meter = AverageMeter(system, path, name, scope, interval if interval and 1 <= interval <= 60_000 else DEFAULT_INTERVAL_MS[chip])
-        try:
-            meter.read()
-        except MeterError as error:
-            found.append(present(name, str(error)))
-        else:
-            found.append(usable(meter))
+        interval_ms = interval if interval and 1 <= interval <= 60_000 else DEFAULT_INTERVAL_MS[chip]
+        found.append(tried(AverageMeter(system, path, name, scope, interval_ms)))
     return found

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
-from edge_devices.meters.counter_wrap import Unwrapped
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, Unwrapped, absent, present, required_number, tried
 
+NAME = "rapl"
 POWERCAP = "sys/class/powercap"
 REMEDY = (
     "energy_uj has been readable by root only since Linux 5.10 (CVE-2020-8694); until the next start: "
@@ -47,12 +46,10 @@ class RaplMeter:
         """Reads all zones; joules."""
         total, raw = 0, []
         for folder, register in self._registers.items():
-            try:
-                microjoules = self._system.number(f"{folder}/energy_uj")
-            except PermissionError as error:
-                raise MeterError(f"/{folder}/energy_uj is no longer readable; {REMEDY}") from error
-            if microjoules is None:
-                raise MeterError(f"/{folder}/energy_uj holds no number; the powercap driver may have been unloaded")
+            path = f"{folder}/energy_uj"
+            microjoules = required_number(
+                self._system, path, "the powercap driver may have been unloaded", f"is no longer readable; {REMEDY}"
+            )
             total += register.total(microjoules)
             raw.append(str(microjoules))
         return Sample(self._system.clock(), total * 1e-6, " ".join(raw))
@@ -67,19 +64,9 @@ def find(system: System) -> list[Finding]:
         if kind in SCOPES:
             groups.setdefault(kind, {})[folder] = name
     if not groups:
-        return [absent("rapl", f"no intel-rapl zones below /{POWERCAP} (virtual machines and containers have none)")]
-    findings = [_finding(system, SCOPES[kind], zones) for kind, zones in groups.items()]
+        return [absent(NAME, f"no intel-rapl zones below /{POWERCAP} (virtual machines and containers have none)")]
+    findings = [tried(RaplMeter(system, SCOPES[kind], zones), ("denied to this user", REMEDY)) for kind, zones in groups.items()]
     return _without_broken_psys(system, findings)
-
-
-def _finding(system: System, scope: Scope, zones: dict[str, str]) -> Finding:
-    meter = RaplMeter(system, scope, zones)
-    try:
-        meter.read()
-    except MeterError as error:
-        denied = isinstance(error.__cause__, PermissionError)
-        return present(f"rapl:{scope}", "denied to this user" if denied else str(error), REMEDY if denied else "")
-    return usable(meter)
 
 
 def _without_broken_psys(system: System, findings: list[Finding]) -> list[Finding]:

@@ -12,7 +12,7 @@ import click
 from edge_devices.command_line import CONTEXT, PanelCommand, one_sentence_errors
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
-from edge_devices.meters.base import State
+from edge_devices.meters.base import MeterState
 from edge_runtime.backends.kernels.loader import VARIABLE
 from edge_runtime.calibration.crash_probe import workaround
 from edge_runtime.cli.doctor.diagnosis import Diagnosis, diagnose
@@ -176,9 +176,9 @@ def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:
         if finding.meter is not None:
             facts = finding.meter.facts
             yield "energy meter", "ok", f"{facts.name}: {facts.kind}, scope {facts.scope}"
-        elif finding.state is State.PRESENT:
+        elif finding.state is MeterState.PRESENT:
             yield "energy meter", "denied", f"{finding.name}: {finding.reason}" + (f"; {finding.remedy}" if finding.remedy else "")
-        shown = shown or finding.state is not State.ABSENT
+        shown = shown or finding.state is not MeterState.ABSENT
     if not shown:
         yield "energy meter", "", f"none of {len(diagnosis.meters)} kinds found (see edge-devices meters); only energy figures need one"
 

@@ -14,7 +14,7 @@ from edge_devices.errors import MeterError
 from edge_devices.machine.android import parse_dumpsys
 from edge_devices.machine.power_supply import SUPPLIES, Supply, external_power, read_fields
 from edge_devices.machine.system import System
-from edge_devices.meters.android.battery_counters import read_current
+from edge_devices.meters.android.perfetto import record_current
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
 
 PLAUSIBLE_WATTS = (0.1, 6.0)  # of an idle phone that is awake; asleep, its milliwatts would read as watts of the other unit
@@ -24,7 +24,7 @@ DISCHARGING = "3"  # BatteryManager.BATTERY_STATUS_DISCHARGING
 CELL_VOLTS, ONE_CELL = 3.85, 5.0
 PACK_VOLTS = (2.5, 10.0)  # one or two lithium cells in series
 TWO_CELL_MAKERS = ("oneplus", "oppo", "realme", "vivo")
-SERVICE, SYSFS = "android:battery", "android:battery-sysfs"
+NAME, SYSFS = "android:battery", "android:battery-sysfs"
 SYSFS_NAMES = ("battery", "bms", "main")
 UNPLUG = "unplug the cable and measure on the device alone; never use `dumpsys battery unplug`, which only fakes it"
 
@@ -136,7 +136,7 @@ def _service_current(system: System, fields: dict[str, str]) -> int:
         text = fields.get("current now", "")
     if re.fullmatch(r"-?\d{1,12}", text):
         return int(text)
-    current = read_current(system)
+    current = record_current(system)
     if current is None:
         output = answer.text.strip().splitlines()[0] if answer.text.strip() else answer.errors.strip()
         raise MeterError(
@@ -167,7 +167,7 @@ def find(system: System) -> list[Finding]:
     """Returns the findings of both ways to the gauge; an empty list on other machines."""
     if not system.is_android:
         return []
-    findings = [_finding(system, SERVICE, "cmd battery get -f current_now, dumpsys battery or perfetto", read_service)]
+    findings = [_finding(system, NAME, "cmd battery get -f current_now, dumpsys battery or perfetto", read_service)]
     folders = [f"{SUPPLIES}/{n}" for n in SYSFS_NAMES if system.exists(f"{SUPPLIES}/{n}")]
     if not folders:
         return [*findings, absent(SYSFS, f"none of {', '.join(SYSFS_NAMES)} below /{SUPPLIES}")]
