@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from pkgutil import resolve_name
 
+import click
 import pytest
 
 import edge_runtime
@@ -22,7 +23,7 @@ NAMED_FILE = re.compile(r"`((?:docs|examples|scripts|tests|devices|exporter|runt
 NAMED_OBJECT = re.compile(r"`(edge_(?:devices|export|runtime)(?:\.\w+)+)")
 COMMANDS = {"run": "edge_runtime.cli.run", "bench": "edge_bench.cli", "export": "edge_export.cli.command"}
 COMMAND = re.compile(r"(?:`|^[ \t]*(?:\$ |\.venv/bin/)?)edge-(run|bench|export) +([^\s`]+)", re.MULTILINE)
-FLAT_MODES = "--(doctor|plan|serve|compare|demo|package|reference-pair|report|contribute|pool)"
+FLAT_MODES = "--(doctor|plan|serve|compare|demo|report|contribute|pool)"
 # Passages about the older flat spelling, or of an earlier version.
 OLDER = (
     re.compile(r"^The flat spelling works too.*?\n\n", re.MULTILINE | re.DOTALL),
@@ -70,7 +71,8 @@ def test_commands_are_written_with_their_sub_command(page):
     for passage in OLDER:
         text = passage.sub("", text)
     for name, word in COMMAND.findall(text):
-        modes = resolve_name(COMMANDS[name]).main.modes
+        main = resolve_name(COMMANDS[name]).main
+        modes = main.commands if isinstance(main, click.Group) else main.modes
         first = re.split(r"[|,.]", word)[0]
         option = word.startswith("-") and not re.match(FLAT_MODES, word)
         assert first in modes or option or word.startswith("edge-"), f"edge-{name} {word}"

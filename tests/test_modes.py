@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 import pytest
@@ -16,12 +17,14 @@ from edge_export.cli.command import main as export
 from edge_runtime.cli import run as cli
 from scripted import make_session
 
-COMMANDS: dict[str, CommandWithModes] = {"edge-run": cli.main, "edge-bench": bench, "edge-export": export}
+COMMANDS: dict[str, CommandWithModes] = {"edge-run": cli.main, "edge-bench": bench}
+GROUPS: dict[str, click.Group] = {"edge-export": export}
+# The spellings of all options of each sub-command: an option comes, goes or is renamed together with a change of this file.
+OPTIONS = Path(__file__).parent / "data" / "command_options.json"
 MODES = [(name, mode) for name, command in COMMANDS.items() for mode in command.modes]
+MODES += [(name, command) for name, group in GROUPS.items() for command in group.commands]
 # What chooses a sub-command in the flat spelling; `pieces` below are options, not parameters.
-CHOOSING = {
-    f"--{name}" for name in ["serve", "plan", "compare", "contribute", "pool", "doctor", "demo", "reference-pair", "package", "report"]
-}
+CHOOSING = {f"--{name}" for name in ["serve", "plan", "compare", "contribute", "pool", "doctor", "demo", "report"]}
 CHOOSING |= {"--version", "--help-all"}
 
 
@@ -31,11 +34,23 @@ def options(command: click.Command) -> set[str]:
 
 @pytest.mark.parametrize(("name", "mode"), MODES)
 def test_every_mode_has_help_that_fits_in_a_pipe(name, mode):
-    shown = CliRunner().invoke(COMMANDS[name], [mode, "--help"], prog_name=name)
+    shown = CliRunner().invoke((COMMANDS | GROUPS)[name], [mode, "--help"], prog_name=name)
     assert shown.exit_code == 0
     assert shown.stdout.startswith(f"Usage: {name} {mode} ")
     assert "\x1b" not in shown.stdout
     assert max(map(len, shown.stdout.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_each_command_has_the_options_of_the_list(name):
+    assert {command: sorted(options(taken)) for command, taken in GROUPS[name].commands.items()} == json.loads(OPTIONS.read_text())[name]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_help_is_a_list_of_commands(name):
+    shown = CliRunner().invoke(GROUPS[name], ["--help"], prog_name=name).stdout
+    assert all(f"  {command} " in shown for command in GROUPS[name].commands)
+    assert len(shown.splitlines()) < 50
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -81,7 +81,7 @@ def test_the_commands_leave_files_in_our_cache_only_and_connect_to_nobody(watche
         pytest.importorskip(library, reason="needs edge-mtp[llama,onnx,export,verify,report]")
     bundle, page = str(tmp_path / "bundle"), str(tmp_path / "page.html")
     commands = [
-        ["edge_export", "--reference-pair", "--output", bundle, "--format", "both", "--context", "512"],
+        ["edge_export", "reference", "--output", bundle, "--format", "both", "--context", "512"],
         ["edge_run", bundle, "--backend", "onnx", "--max-tokens", "16", "def f():"],
         ["edge_run", bundle, "--backend", "llama", "--max-tokens", "16", "def f():"],
         [

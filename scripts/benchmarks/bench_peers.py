@@ -51,7 +51,7 @@ def wide_bundle(folder: Path) -> Path:
     if not bundle.is_dir():
         widen = [sys.executable, ROOT / "scripts" / "pairs" / "widen_pair.py", PAIR, "-o", folder / "pair"]
         run([*widen, "--intermediate", "49152", "--vocabulary", "65536"])
-        run([*EDGE_EXPORT, folder / "pair" / "target", folder / "pair" / "drafter", "-o", bundle])
+        run([*EDGE_EXPORT, "pair", folder / "pair" / "target", folder / "pair" / "drafter", "-o", bundle])
     return bundle
 
 

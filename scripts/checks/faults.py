@@ -77,7 +77,7 @@ class Outcome:
 
 def arguments(output: Path) -> list[str]:
     """Returns the arguments of an export of the shipped pair, which takes a second or two."""
-    return ["--reference-pair", "-o", str(output), "--force", "--no-verify", "--context", "256"]
+    return ["reference", "-o", str(output), "--force", "--no-verify", "--context", "256"]
 
 
 def one_fault(kind: str, output: Path, chance: random.Random, seconds: float) -> Outcome:

@@ -41,7 +41,7 @@ for version in 3.11 3.12 3.13; do
     "$bin/edge-run" doctor --json | "$bin/python" -c 'import json, sys; found = json.load(sys.stdin); assert not found["ready"] and found["install"], found'
     "${pip[@]}" "$wheel[onnx,export-onnx,grammar,serve]"
     "$bin/edge-run" doctor --json | "$bin/python" -c 'import json, sys; found = json.load(sys.stdin); assert found["ready"], found'
-    "$bin/edge-export" --reference-pair --output bundle --format onnx --no-verify --force >/dev/null 2>&1
+    "$bin/edge-export" reference --output bundle --format onnx --no-verify --force >/dev/null 2>&1
     "$bin/edge-run" bundle --json --max-tokens 32 "class Stack:" 2>/dev/null |
         "$bin/python" -c 'import json, sys; run = json.load(sys.stdin); assert run["stats"]["tokens"] == 32, run'
     "$bin/python" -m pip check >/dev/null

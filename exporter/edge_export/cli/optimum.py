@@ -9,35 +9,35 @@ import click
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from edge_export.cli.command import main
+from edge_export.cli.export import pair
 
 
 class EdgeExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # optimum publishes no types
-    """Takes the arguments of `edge-export` and calls it with them, so there is one list of options."""
+    """Takes the arguments of `edge-export pair` and calls it with them, so there is one list of options."""
 
     COMMAND = CommandInfo(name="edge", help="Export a Gemma 4 target and its MTP drafter as one edge-mtp bundle.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        """Declares every argument of `edge-export`."""
-        for parameter in main.params:
+        """Declares every argument of `edge-export pair`."""
+        for parameter in pair.params:
             _declare(parser, parameter)
 
     def run(self) -> None:
         """Runs `edge-export`; ends the process as that does."""
-        main.main(
-            args=[word for parameter in main.params for word in _words(parameter, vars(self.args))], prog_name="optimum-cli export edge"
-        )
+        words = [word for parameter in pair.params for word in _words(parameter, vars(self.args))]
+        main.main(args=["pair", *words], prog_name="optimum-cli export edge")
 
 
 def _declare(parser: ArgumentParser, parameter: click.Parameter) -> None:
     if isinstance(parameter, click.Argument):
-        parser.add_argument(str(parameter.name), nargs="?", help=f"{parameter.name}: a checkpoint folder, a hub id or a GGUF")
+        parser.add_argument(str(parameter.name), nargs="?", help=f"{parameter.metavar}: a checkpoint folder, a hub id or a GGUF")
         return
     assert isinstance(parameter, click.Option)
     if _is_flag(parameter):
         parser.add_argument(*parameter.opts, dest=parameter.name, action="store_true", help=_help(parameter))
         return
-    choices = parameter.type.choices if isinstance(parameter.type, click.Choice) else None
+    choices = [str(choice) for choice in parameter.type.choices] if isinstance(parameter.type, click.Choice) else None
     metavar = None if choices else parameter.metavar
     parser.add_argument(
         *parameter.opts, dest=parameter.name, choices=choices, metavar=metavar, required=parameter.required, help=_help(parameter)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from edge_devices.files.temp_files import locked
 from edge_devices.files.user_cache import cache_folder
+from edge_devices.option_fields import option
 from edge_export.device_package.debian import add_python
 from edge_export.device_package.elf import check_pages
 from edge_export.device_package.inventory import PACKAGE_NAME, Inventory, take_inventory
@@ -41,9 +42,11 @@ class PackageRequest:
 
     platform: str
     output: Path
-    backends: tuple[str, ...] = BACKENDS
-    tools: bool = False
-    force: bool = False
+    backends: tuple[str, ...] = option(
+        "--backend", default=BACKENDS, choices=BACKENDS, help="A backend to include; may be repeated.  [default: all]"
+    )
+    tools: bool = option("--with-llama-tools", default=False, help="Add llama.cpp's own tools as static programs, which need no Python.")
+    force: bool = option(default=False, help="Replace an existing package as soon as the new one is complete.")
 
 
 def make_package(request: PackageRequest, step: Callable[[str], None], say: Callable[[str], None] = lambda _: None) -> Inventory:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from edge_devices.option_fields import option
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
@@ -16,18 +17,14 @@ from edge_runtime.bundle.tokenizer_json import check_file
 from edge_runtime.errors import BundleError
 
 OnnxWeights = Literal["f32", "f16", "int8", "int4"]
-ONNX_WEIGHTS: tuple[OnnxWeights, ...] = get_args(OnnxWeights)
 # Type of K/V rows.
 KvKind = Literal["f32", "f16", "int8"]
 # Type of the encoders' weights.
 MediaWeights = Literal["f32", "f16", "int8"]
 ONNX_MEDIA: dict[str, MediaWeights] = {"f32": "f32", "f16": "f16", "bf16": "f16", "q8_0": "int8"}
-KV_KINDS: tuple[KvKind, ...] = get_args(KvKind)
 Block = Literal[32, 64, 128]
-BLOCKS: tuple[Block, ...] = get_args(Block)
 # "static": fixed shapes for any runtime; the others add the weight format that this execution provider needs.
 Device = Literal["static", "openvino-npu", "qnn"]
-DEVICES: tuple[Device, ...] = get_args(Device)
 # Default weights of a device. QNN's compiler fails on integer weights beside per-layer embeddings.
 DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qnn": {"target": "f16", "drafter": "f16"}}
 # Default blocks: the fastest for dynamic shapes, and the size that was tested with fixed shapes.
@@ -49,12 +46,20 @@ class OnnxRequest:
     `kv` is the type of K/V rows. With a `device` the graphs have fixed shapes and plain operators (docs/npu.md).
     """
 
-    target: OnnxWeights = "int4"
-    drafter: OnnxWeights = "int8"
-    block: Block | None = None
-    embedding: OnnxWeights | None = None
-    device: Device | None = None
-    kv: KvKind = "f32"
+    target: OnnxWeights = option("--onnx-target", default="int4", help="Weight type of the target's ONNX graphs.")
+    drafter: OnnxWeights = option("--onnx-drafter", default="int8", help="Weight type of the drafter's ONNX graph.")
+    embedding: OnnxWeights | None = option(
+        "--onnx-embedding", help="Weight type of the target's embedding and output head in ONNX.  [default: that of --onnx-target]"
+    )
+    kv: KvKind = option("--onnx-kv", default="f32", help="Type of the K/V cache of ONNX graphs; f32 is the fastest.")
+    block: Block | None = option(
+        "--onnx-block",
+        help="Number of int8 or int4 weights that share a scale.  [default: 128; for int4, smaller blocks or 8 bits for the weights"
+        " that lose most by rounding; 32 with --device]",
+    )
+    device: Device | None = option(
+        help="Write ONNX graphs of fixed shapes for this NPU, or 'static' for any runtime that needs fixed shapes."
+    )
     media: MediaWeights | None = None
     on_grid: bool = False
 

@@ -7,8 +7,7 @@ from edge_export.checkpoint.sources import ResolvedSource, planned_pair
 from edge_export.errors import ExportError
 from edge_export.gguf.split_head import can_split, head_bytes
 from edge_export.pipeline.cache_layout import architecture, cache_layout
-from edge_export.pipeline.gguf_step import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
-from edge_export.pipeline.request import DEFAULT_CONTEXT
+from edge_export.pipeline.request import DEFAULT_CONTEXT, DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
 from edge_export.quantization.llama_quantize import check_quantization
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings

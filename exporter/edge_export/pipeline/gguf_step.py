@@ -19,15 +19,13 @@ from edge_export.gguf.writer import GgufPlan, plan_exact, plan_gguf
 from edge_export.output.bundle_part import BundlePart
 from edge_export.parity.gguf import ParityRequest, encoder_parity, measure_parity
 from edge_export.pipeline.bundle_files import copy_file
-from edge_export.pipeline.request import ExportRequest, Progress
+from edge_export.pipeline.request import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest, Progress
 from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.llama_quantize import DIRECT, library_version, quantize_gguf
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 
-TARGET_QUANTIZATION = "q4_0"
-DRAFTER_QUANTIZATION = "q8_0"
 # Tokenizer, template and manifest.
 _SMALL_FILES_BYTES = 64 << 20
 

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from edge_devices.machine.facts import usable_processors
-from edge_export.gguf.media_encoder import EncoderType
+from edge_devices.option_fields import option
+from edge_export.gguf.media_encoder import ENCODER_TYPES, EncoderType
 from edge_export.onnx.request import OnnxRequest
 from edge_export.quantization.importance_sources import ImportanceSources
+from edge_runtime.bundle.gguf_types import OFFERED
 from edge_runtime.config.schema import SpeculativeConfig
 
 DEFAULT_CONTEXT = 4096
-TUNING_MINUTES = 10.0
+TARGET_QUANTIZATION, DRAFTER_QUANTIZATION = "q4_0", "q8_0"
 
 
 @runtime_checkable
@@ -57,44 +59,65 @@ def reported(progress: Progress | Callable[[str], None] | None) -> Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """A text of the user to tune the drafter on, and the minutes of training."""
-
-    text: Path
-    minutes: float = TUNING_MINUTES
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """What to export. A source is a checkpoint folder, a hub id, or a GGUF, which is used unchanged.
+    """What to export; what is an option too is described there. A source is a checkpoint folder, a hub id, or a GGUF, used unchanged.
 
-    Quantizations: one of bundle.gguf_types.OFFERED, or None for the default.
-    `context`: tokens; None means DEFAULT_CONTEXT, or the model's own context if that is shorter.
-    `verify`: compare the export with the reference implementation. `force`: replace an existing bundle.
-    `threads`: None means one per usable processor.
-    `gguf`, `onnx`: which formats to write; at least one of them.
-    `config`: run settings for the bundle's config.yaml, over the defaults.
-    `media`: weight type of the encoder of images and sound, None leaves it out.
-    `tuning`: train the drafter on a text first, and export it instead if it accepts more.
-    `importance`: importance matrices, or the text to compute them from. `sign`: private key that signs the manifest.
+    `gguf`, `onnx`: which formats to write; at least one of them. `config`: run settings for the bundle's config.yaml, over the defaults.
+    `importance`: importance matrices, or the text to compute them from. `threads`: None means one per usable processor.
     """
 
     target: str
     drafter: str
     output: Path
-    target_quantization: str | None = None
-    drafter_quantization: str | None = None
-    context: int | None = None
-    verify: bool = True
-    force: bool = False
+    media: EncoderType | None = option(
+        choices=ENCODER_TYPES,
+        help="Add the encoder of images and sound, weights of this type; in ONNX graphs of E2B and E4B only.  [default: text only]",
+    )
+    context: int | None = option(
+        low=1, help="Context length of the bundle, in tokens.  [default: 4096, or the model's own if that is shorter]"
+    )
+    sign: Path | None = option(
+        metavar="KEY", help="Sign the manifest with this Ed25519 private key (PEM); needs pip install 'edge-mtp[sign]'."
+    )
+    verify: bool = option(
+        "--no-verify",
+        default=True,
+        flag_value=False,
+        show_default=False,
+        help="Skip the comparison with the reference implementation (transformers).",
+    )
+    force: bool = option(default=False, help="Replace an existing bundle as soon as the new one is complete.")
+    target_quantization: str | None = option(
+        "--target-quant",
+        choices=OFFERED,
+        panel="Quantization",
+        help=f"Quantization of the target's GGUF.  [default: {TARGET_QUANTIZATION}, the 4-bit type that CPUs run fastest]",
+    )
+    drafter_quantization: str | None = option(
+        "--drafter-quant",
+        choices=OFFERED,
+        panel="Quantization",
+        help="Quantization of the drafter's GGUF."
+        f"  [default: {DRAFTER_QUANTIZATION}, which is nearly lossless and only a few percent of the target's size]",
+    )
+    tune_drafter: Path | None = option(
+        metavar="TEXT",
+        panel="Tuning",
+        help="Train the drafter on what the target writes after parts of this text file, a few hundred kB of the kind of text that"
+        " the model will read. It replaces the original if more of its drafts are accepted on text that it has not seen.",
+    )
+    tune_minutes: float = option(
+        default=10.0,
+        low=0.01,
+        metavar="M",
+        panel="Tuning",
+        help="Minutes of training for --tune-drafter; the target writes for as long at most.",
+    )
     threads: int | None = None
     gguf: bool = True
     onnx: OnnxRequest | None = None
     config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     importance: ImportanceSources = field(default_factory=ImportanceSources)
-    sign: Path | None = None
-    media: EncoderType | None = None
-    tuning: Tuning | None = None
 
     @property
     def thread_count(self) -> int:

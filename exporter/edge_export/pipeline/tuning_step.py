@@ -29,7 +29,7 @@ def tuned_drafter(
 
     The state is in a folder beside the output, so that a stopped call goes on where it was.
     """
-    if request.tuning is None:
+    if request.tune_drafter is None:
         return None
     target, drafter = pair
     if target.gguf is not None or drafter.gguf is not None or target.tokenizer_folder is None:
@@ -41,14 +41,14 @@ def tuned_drafter(
     # Imported here, as only a tuning needs torch.
     from edge_export.tuning.tune import TuningRequest, tune
 
-    progress.step(f"Tune the drafter on {request.tuning.text.name}", None)
+    progress.step(f"Tune the drafter on {request.tune_drafter.name}", None)
     tuning = TuningRequest(
         target_folder=target.path,
         drafter_folder=drafter.path,
         tokenizer_folder=target.tokenizer_folder,
-        text=request.tuning.text,
+        text=request.tune_drafter,
         folder=tuning_folder(request),
-        minutes=request.tuning.minutes,
+        minutes=request.tune_minutes,
         context=target.checkpoint.architecture.context,
         threads=request.thread_count,
         banned=tuple(banned),
@@ -73,5 +73,5 @@ def tuning_folder(request: ExportRequest) -> Path:
 
 def clear_tuning(request: ExportRequest) -> None:
     """Removes the state once the bundle is complete."""
-    if request.tuning is not None:
+    if request.tune_drafter is not None:
         shutil.rmtree(tuning_folder(request), ignore_errors=True)

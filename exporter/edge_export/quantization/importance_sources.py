@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edge_devices.option_fields import option
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.quantization.imatrix_file import read_imatrix, write_imatrix
@@ -22,10 +23,14 @@ class ImportanceSources:
     `save` is a folder that gets the matrices computed from the text.
     """
 
-    imatrix: Path | None = None
-    drafter_imatrix: Path | None = None
-    calibrate: Path | None = None
-    save: Path | None = None
+    calibrate: Path | None = option(
+        metavar="TEXT",
+        help="Weigh and compensate the errors of quantization by running the pair in transformers on this text file:"
+        " a few hundred kB of the kind of text that the model will read.",
+    )
+    save: Path | None = option("--save-imatrix", metavar="FOLDER", help="Save the matrices of --calibrate here, in llama.cpp's format.")
+    imatrix: Path | None = option(metavar="FILE", help="The target's importance matrix, as written by llama-imatrix.")
+    drafter_imatrix: Path | None = option(metavar="FILE", help="The drafter's importance matrix.")
 
     @property
     def given(self) -> bool:

@@ -56,10 +56,3 @@ def test_the_output_stays_and_the_bundle_has_no_path_of_its_maker(tmp_path: Path
             assert b"edge-export-" not in content, file
             assert str(reference_pair()[0].parent).encode() not in content, file
     assert texts[0] == texts[1]
-
-
-def test_it_is_for_the_shipped_pair(tmp_path: Path) -> None:
-    from edge_export.cli.command import main
-
-    result = CliRunner().invoke(main, ["a", "b", "--widened", "-o", str(tmp_path / "out")])
-    assert (result.exit_code, "--widened is for --reference-pair" in result.output) == (2, True)

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from edge_devices.machine.memory import byte_text
 from edge_export.checkpoint.shipped import reference_pair as reference
-from edge_export.cli import options
+from edge_export.cli import export
 from edge_export.cli.command import main
 from edge_runtime.bundle.bundle import open_bundle
 
@@ -21,8 +21,8 @@ Folders = Callable[[str], Path]
 QUICK = ["--target-quant", "f16", "--drafter-quant", "f16", "--no-verify"]
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+def invoke(*arguments: object, command: str = "pair") -> Result:
+    return CliRunner().invoke(main, [command, *(str(argument) for argument in arguments)])
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_the_table_names_every_file_with_its_size(pair: list[Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["one"], ["a", "b", "--target-quant", "q3"], ["a", "b", "--context", "0"], ["a", "b", "--reference-pair"]]
+    "arguments", [[], ["one"], ["a", "b", "--target-quant", "q3"], ["a", "b", "--context", "0"], ["a", "b", "--widened"]]
 )
 def test_usage_errors_exit_2(arguments: list[str], tmp_path: Path) -> None:
     assert invoke(*arguments, "-o", tmp_path / "out").exit_code == 2
@@ -91,29 +91,35 @@ def test_an_interrupt_exits_130_and_leaves_nothing(pair: list[Path], tmp_path: P
 
 
 def test_the_reference_pair_stands_for_target_and_drafter(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "reference_pair", lambda: tuple(pair))
-    result = invoke("--reference-pair", "-o", tmp_path / "out", *QUICK)
+    monkeypatch.setattr(export, "reference_pair", lambda: tuple(pair))
+    result = invoke("-o", tmp_path / "out", *QUICK, command="reference")
     assert result.exit_code == 0, result.stderr
     assert open_bundle(tmp_path / "out").manifest.sources["target"].origin == pair[0].name
 
 
 def test_a_package_without_the_pair_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "files", lambda _: tmp_path)
-    result = invoke("--reference-pair", "-o", tmp_path / "out")
+    result = invoke("-o", tmp_path / "out", command="reference")
     assert result.exit_code == 1
     assert "the reference pair is not installed" in result.stderr
 
 
 def test_help_shows_examples_and_the_version_is_there() -> None:
-    shown = invoke("--help")
+    shown = CliRunner().invoke(main, ["--help"])
     assert shown.exit_code == 0
     assert "edge-export pair google/gemma-4-E2B-it" in shown.stdout
-    assert "default: q4_0" in " ".join(invoke("pair", "--help").stdout.split())
-    assert "version" in invoke("--version").stdout
+    assert "default: q4_0" in " ".join(invoke("--help").stdout.split())
+    assert "version" in CliRunner().invoke(main, ["--version"]).stdout
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--calibrate", "t", "--imatrix", "i"], ["--save-imatrix", "."], ["--calibrate", "t", "--save-imatrix", "no"]]
+    "arguments",
+    [
+        ["--calibrate", "t", "--imatrix", "i"],
+        ["--save-imatrix", "."],
+        ["--calibrate", "t", "--save-imatrix", "no"],
+        ["--tune-minutes", "3"],
+    ],
 )
 def test_importance_options_that_do_not_go_together_exit_2(arguments: list[str], tmp_path: Path) -> None:
     assert invoke("a", "b", "-o", tmp_path / "out", *arguments).exit_code == 2
@@ -128,7 +134,7 @@ def test_an_unusable_text_is_one_sentence(pair: list[Path], tmp_path: Path) -> N
 
 
 def test_a_plan_makes_nothing_and_its_sizes_are_those_of_an_export(pair: list[Path], tmp_path: Path) -> None:
-    result = invoke(*pair, "--plan", "--profile", "raspberry-pi-5", "--json", *QUICK[:4], "-o", tmp_path / "out")
+    result = invoke(*pair, "--profile", "raspberry-pi-5", "--json", *QUICK[:4], command="plan")
     assert result.exit_code == 0, result.stderr
     planned = json.loads(result.stdout)["plan"]
     assert not (tmp_path / "out").exists()
@@ -143,4 +149,15 @@ def test_a_plan_makes_nothing_and_its_sizes_are_those_of_an_export(pair: list[Pa
 def test_an_output_is_needed_unless_it_is_a_plan(pair: list[Path], tmp_path: Path) -> None:
     assert invoke(*pair).exit_code == 2
     assert invoke(*pair, "-o", tmp_path / "out", "--profile", "apple-m").exit_code == 2
-    assert "no device profile 'x'" in invoke(*pair, "--plan", "--profile", "x").stderr
+    assert "no device profile 'x'" in invoke(*pair, "--profile", "x", command="plan").stderr
+
+
+def test_an_option_that_is_given_wins_over_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = []
+    monkeypatch.setattr(export, "export_pair", lambda request, _: requests.append(request))
+    monkeypatch.setattr(export, "show", lambda *_: None)
+    for words in ([], ["--onnx-target", "int4"]):
+        result = invoke("a", "b", "-o", "out", "--format", "both", "--device", "qnn", "--no-verify", *words)
+        assert result.exit_code == 0, result.output
+    assert [(request.onnx.target, request.onnx.drafter) for request in requests] == [("f16", "f16"), ("int4", "f16")]
+    assert [(request.verify, request.gguf, str(request.output)) for request in requests] == [(False, True, "out")] * 2

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 pytest.importorskip("optimum.version", reason="needs edge-mtp[optimum]")
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.shipped.reference_pair import reference_pair
-from edge_export.cli.command import main
+from edge_export.cli.export import pair
 from edge_runtime.bundle.bundle import open_bundle
 
 
@@ -24,9 +25,9 @@ def optimum(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_optimum_exports_the_pair_with_our_options(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    pair = map(str, reference_pair())
+    folders = map(str, reference_pair())
     result = optimum(
-        *pair,
+        *folders,
         "-o",
         str(output),
         "--format",
@@ -53,10 +54,11 @@ def test_what_is_wrong_is_a_sentence_and_the_status_ours(tmp_path: Path) -> None
     assert missing.returncode == 1
     assert "does not exist" in missing.stderr
     assert "Traceback" not in missing.stderr
-    assert optimum("--reference-pair", "-o", str(tmp_path / "out"), "--onnx-target", "int8").returncode == 2
+    assert optimum("a", "b", "-o", str(tmp_path / "out"), "--onnx-target", "int8").returncode == 2
 
 
 def test_its_help_lists_every_option_of_ours() -> None:
+    assert len(pair.params) > 20
     shown = optimum("--help").stdout
-    for parameter in main.params:
-        assert parameter.opts[-1] in shown
+    for parameter in pair.params:
+        assert (parameter.opts[-1] if isinstance(parameter, click.Option) else str(parameter.name)) in shown

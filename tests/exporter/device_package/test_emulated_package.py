@@ -1,7 +1,7 @@
 """Device packages on emulated devices: tokens and drafts are those of this machine.
 
 Times under emulation mean nothing. The packages are made here for onnxruntime alone; EDGE_MTP_PACKAGES names a folder with whole ones (such
-as linux-arm64 in it, made with `edge-export --package linux-arm64 --with-llama-tools`), because compiling llama.cpp takes minutes.
+as linux-arm64 in it, made with `edge-export package linux-arm64 --with-llama-tools`), because compiling llama.cpp takes minutes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
 
 def whole(package: Path, part: str) -> Path:
     if not (package / part).exists():
-        pytest.skip(f"EDGE_MTP_PACKAGES names no folder with a {package.name} that has {part}: make one with edge-export --package")
+        pytest.skip(f"EDGE_MTP_PACKAGES names no folder with a {package.name} that has {part}: make one with edge-export package")
     return package
 
 

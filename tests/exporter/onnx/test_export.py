@@ -247,7 +247,7 @@ def test_rounded_matrices_mean_what_onnxruntime_computes(bits: Any) -> None:
 def test_both_formats_lie_in_one_bundle(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     arguments = [
-        "--reference-pair",
+        "reference",
         "-o",
         str(tmp_path / "out"),
         "--format",
@@ -288,7 +288,7 @@ def test_both_formats_lie_in_one_bundle(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_contradict_each_other_are_usage_errors(arguments: list[str], words: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["--reference-pair", "-o", str(tmp_path / "out"), *arguments])
+    result = CliRunner().invoke(main, ["reference", "-o", str(tmp_path / "out"), *arguments])
     assert result.exit_code == 2
     assert words in result.output
 

@@ -137,7 +137,7 @@ def test_integer_weights_beside_per_layer_embeddings_are_refused_for_qnn(exporte
 
 
 def test_openvinos_profile_shares_a_scale_among_128_weights(tmp_path: Path) -> None:
-    arguments = ["--reference-pair", "-o", str(tmp_path / "out"), "--format", "onnx", "--device", "openvino-npu", "--no-verify"]
+    arguments = ["reference", "-o", str(tmp_path / "out"), "--format", "onnx", "--device", "openvino-npu", "--no-verify"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     bundle = open_bundle(tmp_path / "out")
@@ -177,7 +177,7 @@ def test_qnns_profile_rounds_what_goes_into_and_comes_out_of_matrices(exported: 
 
 
 def test_qnns_profile_is_float16_unless_asked(tmp_path: Path) -> None:
-    arguments = ["--reference-pair", "-o", str(tmp_path / "out"), "--format", "onnx", "--device", "qnn", "--no-verify"]
+    arguments = ["reference", "-o", str(tmp_path / "out"), "--format", "onnx", "--device", "qnn", "--no-verify"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     assert {open_bundle(tmp_path / "out").file(role, "onnx").quantization for role in GRAPHS} == {"f16"}
@@ -191,6 +191,6 @@ def test_qnns_profile_is_float16_unless_asked(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_contradict_each_other_are_usage_errors(arguments: list[str], words: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["--reference-pair", "-o", str(tmp_path / "out"), *arguments])
+    result = CliRunner().invoke(main, ["reference", "-o", str(tmp_path / "out"), *arguments])
     assert result.exit_code == 2
     assert words in result.output

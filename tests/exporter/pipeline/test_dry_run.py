@@ -85,7 +85,7 @@ def test_a_hub_name_fetches_its_config_alone(member_folder: Folders, tmp_path: P
         return folder
 
     monkeypatch.setattr(hub, "_download", download)
-    result = CliRunner().invoke(main, ["google/e2b", "google/e2b-assistant@v1", "--revision", "v2", "--plan", "--json"])
+    result = CliRunner().invoke(main, ["plan", "google/e2b", "google/e2b-assistant@v1", "--revision", "v2", "--json"])
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["plan"]["memory"]["weights"] > 0
     assert asked == [("google/e2b@v2", ["config.json"]), ("google/e2b-assistant@v1", ["config.json"])]
@@ -94,6 +94,6 @@ def test_a_hub_name_fetches_its_config_alone(member_folder: Folders, tmp_path: P
 
 
 def test_one_name_is_enough_for_a_plan_of_a_size() -> None:
-    result = CliRunner().invoke(main, ["E2B", "--plan", "--profile", "raspberry-pi-5", "--json"])
+    result = CliRunner().invoke(main, ["plan", "E2B", "--profile", "raspberry-pi-5", "--json"])
     assert result.exit_code == 0, result.stderr
-    assert CliRunner().invoke(main, ["E2B", "-o", "out"]).exit_code == 2
+    assert CliRunner().invoke(main, ["pair", "E2B", "-o", "out"]).exit_code == 2

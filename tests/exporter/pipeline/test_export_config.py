@@ -20,7 +20,7 @@ Folders = Callable[[str], Path]
 
 
 def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in (*arguments, "--no-verify")])
+    return CliRunner().invoke(main, [str(argument) for argument in ("pair", *arguments, "--no-verify")])
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def signed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A signed export of the reference pair, and the public key."""
     folder = tmp_path_factory.mktemp("signed")
     private, public = write_pair(folder)
-    arguments = ["--reference-pair", "-o", str(folder / "bundle"), "--target-quant", "f16", "--drafter-quant", "f16", "--no-verify"]
+    arguments = ["reference", "-o", str(folder / "bundle"), "--target-quant", "f16", "--drafter-quant", "f16", "--no-verify"]
     result = CliRunner().invoke(export, [*arguments, "--sign", str(private)])
     assert result.exit_code == 0, result.output
     return folder / "bundle", public
@@ -146,7 +146,7 @@ def test_a_key_that_cannot_sign_is_refused_before_anything_is_made(tmp_path: Pat
         path.write_text("no key")
     with pytest.raises(ExportError, match=r"key"):
         read_signing_key(path)
-    result = CliRunner().invoke(export, ["--reference-pair", "-o", str(tmp_path / "bundle"), "--sign", str(path)])
+    result = CliRunner().invoke(export, ["reference", "-o", str(tmp_path / "bundle"), "--sign", str(path)])
     assert result.exit_code == 1
     assert not (tmp_path / "bundle").exists()
 

@@ -1,0 +1,137 @@
+"""`edge-export pair` and `edge-export reference`: checkpoints to a bundle."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from edge_devices.command_line import PanelCommand, given_options, one_sentence_errors, option_group, takes
+from edge_export.checkpoint.shipped.reference_pair import reference_pair
+from edge_export.checkpoint.shipped.widened_pair import widened_target
+from edge_export.cli.display import Display, show
+from edge_export.cli.options import Models, as_json, drafter_name, target_name
+from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from edge_export.quantization.importance_sources import ImportanceSources
+from edge_runtime.config.schema import SpeculativeConfig
+from edge_runtime.errors import OUT_OF_MEMORY
+
+REQUEST = ExportRequest(target="", drafter="", output=Path())
+_export_options = option_group(
+    click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to write the bundle to."),
+    click.option("--format", "formats", type=click.Choice(("gguf", "onnx", "both")), default="gguf", help="Format of the models."),
+    takes("request", REQUEST, panel="Bundle"),
+    takes("importance", ImportanceSources, panel="Quantization"),
+    takes("onnx", OnnxRequest, panel="ONNX graphs"),
+    as_json,
+    panel="Bundle",
+)
+
+
+@contextlib.contextmanager
+def export_errors() -> Iterator[None]:
+    """`one_sentence_errors` for an export, whose progress display runs in a thread."""
+    threading.excepthook = _thread_ended
+    with one_sentence_errors(out_of_memory=OUT_OF_MEMORY, stopped="stopped; nothing unfinished was left behind"):
+        yield
+
+
+def _thread_ended(ended: threading.ExceptHookArgs) -> None:
+    """Prints no traceback if the progress thread runs out of memory: the command itself reports that."""
+    if not issubclass(ended.exc_type, MemoryError):
+        threading.__excepthook__(ended)
+
+
+@click.command(cls=PanelCommand)
+@target_name
+@drafter_name
+@_export_options
+@takes("models", Models)
+@export_errors()
+def pair(target_name: str | None, drafter_name: str | None, models: Models, **options: Any) -> None:
+    """Export TARGET and its MTP assistant DRAFTER as one bundle.
+
+    Each is a Hugging Face checkpoint folder, a GGUF file, which is checked and copied unchanged, or a hub name: OWNER/NAME, with
+    @REVISION, and with :FILE for a GGUF file of the repository. A --config file may name them instead.
+    """
+    config = models.config()
+    _export(*models.names(config, target_name, drafter_name), config, **options)
+
+
+@click.command(cls=PanelCommand)
+@option_group(
+    click.option("--widened", is_flag=True, help="Widen its feed-forward layers with zeros: a phone-sized model's cost, the same output."),
+    panel="Bundle",
+)
+@_export_options
+@takes("models", Models, only=("config_path", "preset"))
+@export_errors()
+def reference(widened: bool, models: Models, **options: Any) -> None:
+    """Export the small trained pair that comes with this package."""
+    target, drafter = reference_pair()
+    with widened_target(target) if widened else contextlib.nullcontext(target) as folder:
+        _export(str(folder), str(drafter), models.config(), **options)
+
+
+def _export(
+    target: str,
+    drafter: str,
+    config: SpeculativeConfig,
+    *,
+    output: Path,
+    formats: str,
+    request: ExportRequest,
+    importance: ImportanceSources,
+    onnx: OnnxRequest,
+    as_json: bool,
+) -> None:
+    """Exports and prints the bundle. Raises ExportError, or a usage error for options that exclude each other."""
+    given = given_options(click.get_current_context())
+    _check(formats, request, importance, onnx, given)
+    gguf = formats != "onnx"
+    device_weights = {name: value for name, value in DEVICE_WEIGHTS.get(onnx.device or "", {}).items() if name not in given}
+    complete = replace(
+        request,
+        target=target,
+        drafter=drafter,
+        output=output,
+        target_quantization=request.target_quantization or (config.verifier.precision if gguf else None),
+        drafter_quantization=request.drafter_quantization or (config.drafter.precision if gguf else None),
+        context=request.context or config.cache.max_context_length,
+        gguf=gguf,
+        onnx=None if formats == "gguf" else replace(onnx, **device_weights),
+        config=config,
+        importance=importance,
+    )
+    console = Console(stderr=True)
+    with Display(console) as display:
+        bundle = export_pair(complete, display)
+    with contextlib.suppress(KeyboardInterrupt):  # too late to stop anything: the bundle is complete
+        show(bundle, console, as_json)
+
+
+def _check(formats: str, request: ExportRequest, importance: ImportanceSources, onnx: OnnxRequest, given: set[str]) -> None:
+    if importance.calibrate and (importance.imatrix or importance.drafter_imatrix):
+        raise click.UsageError("give --calibrate or an importance matrix, not both")
+    if importance.save and not (importance.calibrate and importance.save.is_dir()):
+        raise click.UsageError("--save-imatrix needs an existing folder, and --calibrate")
+    if "tune_minutes" in given and not request.tune_drafter:
+        raise click.UsageError("--tune-minutes needs --tune-drafter")
+    if formats == "gguf" and given & {"target", "drafter", "embedding", "kv", "block", "device"}:
+        raise click.UsageError("the --onnx options and --device need --format onnx or both")
+    if formats == "onnx" and (request.target_quantization or request.drafter_quantization):
+        raise click.UsageError(
+            "--target-quant and --drafter-quant are for GGUF files; with --format onnx give --onnx-target and --onnx-drafter"
+        )
+    if onnx.device not in (None, "static") and onnx.block:
+        raise click.UsageError(f"--device {onnx.device} has a fixed block size; leave --onnx-block out")
+    if onnx.device and onnx.kv != "f32":
+        raise click.UsageError("graphs of fixed shapes keep the K/V cache in float32; leave --onnx-kv out, or --device")

@@ -1,0 +1,57 @@
+"""`edge-export package`: a folder that runs bundles on a device where nothing is installed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from edge_devices.command_line import PanelCommand, takes
+from edge_devices.machine.memory import byte_text
+from edge_export.cli.export import export_errors
+from edge_export.cli.options import as_json
+from edge_export.device_package.build import BACKENDS, PackageRequest, make_package
+from edge_export.device_package.inventory import Inventory
+from edge_export.device_package.platforms import PLATFORMS
+
+
+@click.command(cls=PanelCommand)
+@click.argument("platform", type=click.Choice(list(PLATFORMS)), metavar="PLATFORM")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FOLDER", help="Folder to write the package to.")
+@takes("request", PackageRequest(platform="", output=Path(), backends=()))
+@as_json
+@export_errors()
+def package(platform: str, output: Path, request: PackageRequest, as_json: bool) -> None:
+    """Build a folder for PLATFORM that runs bundles on a device where nothing is installed."""
+    there = BACKENDS if PLATFORMS[platform].processors else ("onnx",)
+    chosen = tuple(dict.fromkeys(request.backends)) or there
+    if not set(chosen) <= set(there) or (request.tools and "llama" not in there):
+        raise click.UsageError(f"llama.cpp is not compiled for {platform} yet; give --backend onnx, without --with-llama-tools")
+    console = Console(stderr=True)
+    with console.status("preparing") as status:
+        inventory = make_package(
+            replace(request, platform=platform, output=output, backends=chosen),
+            status.update,
+            lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+        )
+    if as_json:
+        click.echo(json.dumps({"package": str(output), **asdict(inventory)}))
+        return
+    Console().print(package_table(output, inventory))
+    console.print(f"Licences of all {len(inventory.licences)} components are in {output / 'licences'}.", highlight=False, soft_wrap=True)
+
+
+def package_table(folder: Path, inventory: Inventory) -> Table:
+    """A table of the package's parts with their sizes."""
+    table = Table(title=f"{folder}: {inventory.platform}, {len(inventory.files)} files", title_justify="left")
+    table.add_column("part")
+    table.add_column("size", justify="right")
+    for part, size in sorted(inventory.sizes.items(), key=lambda item: -item[1]):
+        table.add_row(part, byte_text(size))
+    table.add_section()
+    table.add_row("total", byte_text(inventory.bytes))
+    return table
