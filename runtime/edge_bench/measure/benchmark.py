@@ -23,7 +23,7 @@ from edge_bench.measure.variants import BASELINE, OURS, edge_variants, peer_vari
 from edge_devices.energy.protocol import Workload
 from edge_devices.machine.facts import read_machine
 from edge_devices.waiting import Report
-from edge_runtime.backends.selection import BackendKind, choose_backend
+from edge_runtime.backends.selection import BackendKind, usable_backends
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
@@ -95,7 +95,7 @@ class Benchmark:
         if request.tools is not None and not self._bundle.has("target", "gguf"):
             raise RequestError(f"--against runs GGUF files and {request.bundle} has none; export the pair with --format both")
         of_llama = bool(request.kv_types or request.concurrency)
-        self._backend = choose_backend(self._bundle, request.backend) if of_llama else self._faster_backend()
+        self._backend = usable_backends(self._bundle, request.backend)[0] if of_llama else self._faster_backend()
         if self._backend != "llama" and of_llama:
             raise RequestError("--kv-types and --concurrency need the llama backend; choose it, or leave them out")
         self._settings = load_settings(

@@ -13,7 +13,6 @@ from edge_bench.measure.records import Memory
 from edge_devices.child_python import module_command
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.memory import peak_memory_bytes
-from edge_runtime.backends.selection import BackendKind
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.errors import BackendError
 from edge_runtime.session.generation import Generation
@@ -50,9 +49,7 @@ def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, 
 @one_sentence_errors()
 def main(bundle: Path, backend: str, drafter: str, sequences: int, context: int, threads: int) -> None:
     """Runs in the child: one request after half the context on each sequence, all at once."""
-    options = LoadOptions(
-        backend=cast(BackendKind, backend), drafter=cast(DrafterKind, drafter), context=context, threads=threads, check="none"
-    )
+    options = LoadOptions(backend=backend, drafter=cast(DrafterKind, drafter), context=context, threads=threads, check="none")
     if sequences == 1:
         with open_session(bundle, options) as session:
             for _ in _request(session).rounds():

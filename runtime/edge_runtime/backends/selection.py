@@ -1,22 +1,40 @@
-"""Selects the backend of a bundle by its files and the installed libraries, without importing them."""
+"""The backends there are, and which of them can run a bundle, by its files and the installed libraries; none is imported for that."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal, get_args
 
+from edge_runtime.backends.interface import Backend, OpenRequest
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.errors import BackendError, BundleError, RequestError
 
-BackendKind = Literal["llama", "onnx"]
-BACKENDS: tuple[BackendKind, ...] = get_args(BackendKind)
-_FORMAT: dict[BackendKind, str] = {"llama": "gguf", "onnx": "onnx"}
-LIBRARY: dict[BackendKind, str] = {"llama": "llama_cpp", "onnx": "onnxruntime"}
+BackendKind = str
 
 
-def choose_backend(bundle: Bundle, wanted: BackendKind | None) -> BackendKind:
-    """Returns `wanted`, or the first backend of BACKENDS that `usable_backends` has; raises as it does."""
-    return usable_backends(bundle, wanted)[0]
+@dataclass(frozen=True, kw_only=True)
+class BackendCard:
+    """What is known of a backend without its code: its name for people, the format of its target's file, and its library's module."""
+
+    title: str
+    format: str
+    library: str
+
+
+# A backend is a folder here with an `open.py`, an extra of the package of the same name, and a line, the preferred one first.
+CARDS: dict[BackendKind, BackendCard] = {
+    "llama": BackendCard(title="llama.cpp", format="gguf", library="llama_cpp"),
+    "onnx": BackendCard(title="ONNX Runtime", format="onnx", library="onnxruntime"),
+}
+BACKENDS = tuple(CARDS)
+
+
+def load_backend(kind: BackendKind) -> Backend:
+    """Imports the code of a backend."""
+    backend: Backend = import_module(f"edge_runtime.backends.{kind}.open").BACKEND
+    return backend
 
 
 def usable_backends(bundle: Bundle, wanted: BackendKind | None) -> list[BackendKind]:
@@ -26,15 +44,47 @@ def usable_backends(bundle: Bundle, wanted: BackendKind | None) -> list[BackendK
     """
     if wanted is not None and wanted not in BACKENDS:
         raise RequestError(f"backend {wanted!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    held = [kind for kind in BACKENDS if bundle.has("target", _FORMAT[kind])]
+    held = [kind for kind, card in CARDS.items() if bundle.has("target", card.format)]
     if wanted is not None and wanted not in held:
-        raise BundleError(
-            f"{bundle.folder} has no {_FORMAT[wanted]} target for the {wanted} backend; export it again with --format {_FORMAT[wanted]}"
-        )
+        format = CARDS[wanted].format
+        raise BundleError(f"{bundle.folder} has no {format} target for the {wanted} backend; export it again with --format {format}")
     if not held:
-        raise BundleError(f"{bundle.folder} has neither a gguf nor an onnx target; export the bundle again")
-    usable = [kind for kind in ([wanted] if wanted is not None else held) if find_spec(LIBRARY[kind]) is not None]
+        formats = " nor ".join(card.format for card in CARDS.values())
+        raise BundleError(f"{bundle.folder} has neither a {formats} target; export the bundle again")
+    candidates = [wanted] if wanted is not None else held
+    usable = [kind for kind in candidates if find_spec(CARDS[kind].library) is not None]
     if usable:
         return usable
-    missing = " or ".join(f"'edge-mtp[{kind}]'" for kind in ([wanted] if wanted is not None else held))
+    missing = " or ".join(f"'edge-mtp[{kind}]'" for kind in candidates)
     raise BackendError(f"no library is installed that runs {bundle.folder}; pip install {missing}")
+
+
+def fitting_backends(request: OpenRequest, wanted: BackendKind | None) -> list[BackendKind]:
+    """Returns the usable backends that have all options of a request. Raises as `usable_backends` and `check_options` do."""
+    usable = usable_backends(request.bundle, wanted)
+    fitting = [kind for kind in usable if _refusal(kind, request) is None]
+    if not fitting:
+        check_options(usable[0], request)
+    return fitting
+
+
+def check_options(kind: BackendKind, request: OpenRequest) -> None:
+    """Raises RequestError for an option that the backend does not have."""
+    if (refusal := _refusal(kind, request)) is not None:
+        raise RequestError(refusal)
+
+
+def _refusal(kind: BackendKind, request: OpenRequest) -> str | None:
+    backend, title = load_backend(kind), CARDS[kind].title
+    if request.sequences > backend.max_sequences:
+        count, most = request.sequences, backend.max_sequences
+        return f"{count} sessions at once are more than the {most} that {title} runs; ask for fewer, or for another backend"
+    for option, value in request.special_options().items():
+        if option not in backend.options:
+            return backend.refusal(option, value) or f"{title} has no {option}, which is {value}; leave it out, or {_others_with(option)}"
+    return None
+
+
+def _others_with(option: str) -> str:
+    having: Sequence[BackendKind] = [kind for kind in BACKENDS if option in load_backend(kind).options]
+    return f"use the {' or '.join(having)} backend"

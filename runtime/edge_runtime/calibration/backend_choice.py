@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_devices.waiting import Report
 from edge_runtime.backends.kernels.loader import variant
-from edge_runtime.backends.selection import BackendKind
+from edge_runtime.backends.selection import BACKENDS, CARDS, BackendKind
 from edge_runtime.calibration.measured import Measured
 from edge_runtime.errors import EdgeRuntimeError
 
-WORDS: dict[BackendKind, str] = {"llama": "llama.cpp", "onnx": "ONNX Runtime"}
 _LIBRARIES = ("llama-cpp-python", "onnxruntime")
 
 
@@ -27,7 +25,7 @@ class BackendRates:
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be rates of backends."""
-        if not self.rates or not set(self.rates) <= set(get_args(BackendKind)) or not all(rate > 0 for rate in self.rates.values()):
+        if not self.rates or not set(self.rates) <= set(BACKENDS) or not all(rate > 0 for rate in self.rates.values()):
             raise ValueError(f"{self.rates!r} are not rates of backends")
 
     @property
@@ -38,8 +36,10 @@ class BackendRates:
     def sentence(self) -> str:
         """What was found, for people."""
         best = self.fastest
-        others = [f"{self.rates[best] / rate:.2f} times the speed of {WORDS[kind]}" for kind, rate in self.rates.items() if kind != best]
-        return f"{WORDS[best]}, {', '.join(others)}" if others else f"{WORDS[best]}, the only one that opens it"
+        others = [
+            f"{self.rates[best] / rate:.2f} times the speed of {CARDS[kind].title}" for kind, rate in self.rates.items() if kind != best
+        ]
+        return f"{CARDS[best].title}, {', '.join(others)}" if others else f"{CARDS[best].title}, the only one that opens it"
 
 
 _RATES = Measured(kind="backends", value_class=BackendRates, doing="measuring which backend is faster", times=1)
@@ -66,7 +66,7 @@ def measured_rates(
                 rates[kind] = rate_of(kind)
             except EdgeRuntimeError as error:
                 failure = failure or error
-                notify(f"{WORDS[kind]} is left out: {error}.")
+                notify(f"{CARDS[kind].title} is left out: {error}.")
         if failure is not None and not rates:
             raise failure
         measured = BackendRates(bundle=bundle, rates=rates)

@@ -21,18 +21,19 @@ _WIDE_VECTORS, _VECTORS = 3, 10
 # Of the audio tower's first convolutions, whose shapes every member has, per soft row.
 _SOUND_ROW_BYTES = 160_000
 _GROWTH = {"f16": 2.0}
+Kind = Literal["image", "sound"]
 
 
-def encoder_weight_bytes(manifest: Manifest, backend: Literal["llama", "onnx"], kind: Literal["image", "sound"] = "image") -> int:
-    """Returns the bytes of the loaded weights that encode an image or a sound; llama.cpp's file holds both encoders."""
-    if backend == "llama":
+def encoder_weight_bytes(manifest: Manifest, kind: Kind | None = None) -> int:
+    """Returns the bytes of the loaded weights that encode an image or a sound; None: of the one GGUF file that holds both encoders."""
+    if kind is None:
         return sum(file.bytes for file in manifest.files if file.role == MEDIA_ENCODER)
     role = {"image": VISION_ENCODER, "sound": AUDIO_ENCODER}[kind]
     files = [file for file in manifest.files if file.role.removesuffix("_data") == role]
     return int(sum(file.bytes * _GROWTH.get(file.quantization or "", 1.0) for file in files))
 
 
-def encoder_activation_bytes(manifest: Manifest, kind: Literal["image", "sound"], rows: int) -> int:
+def encoder_activation_bytes(manifest: Manifest, kind: Kind, rows: int) -> int:
     """Returns the bytes of activations for an image or a sound of so many soft rows; 0 where a projection takes the tower's place."""
     inputs = manifest.media
     if inputs is None:
@@ -48,29 +49,31 @@ def encoder_activation_bytes(manifest: Manifest, kind: Literal["image", "sound"]
 class EncoderMemory:
     """What a session's encoder has taken, and whether the next media fits.
 
-    `limit` is for the whole process, of which the bundle takes `beside`; without one, `available` says what is free.
+    `one_file` holds the encoders of images and of sound; otherwise each is loaded when it is needed. `limit` is for the whole process, of
+    which the bundle takes `beside`; without one, `available` says what is free.
     """
 
     def __init__(
         self,
         manifest: Manifest,
-        backend: Literal["llama", "onnx"],
         available: Callable[[], int | None],
+        *,
+        one_file: bool,
         limit: int | None = None,
         beside: int = 0,
     ) -> None:
-        self._manifest, self._backend, self._available = manifest, backend, available
+        self._manifest, self._one_file, self._available = manifest, one_file, available
         self._limit, self._beside = limit, beside
-        self._weights: dict[str, int] = {}
+        self._weights: dict[Kind | None, int] = {}
         self._activations = 0
 
     def admit(self, media: Media) -> None:
         """Counts an image or a sound that is to be encoded. Raises RequestError if there is no memory for it."""
         inputs = self._manifest.media
         assert inputs is not None  # media come with their inputs
-        kind: Literal["image", "sound"] = "image" if isinstance(media, Image) else "sound"
-        loaded = "both" if self._backend == "llama" else kind
-        weights = self._weights | {loaded: encoder_weight_bytes(self._manifest, self._backend, kind)}
+        kind: Kind = "image" if isinstance(media, Image) else "sound"
+        loaded = None if self._one_file else kind
+        weights = self._weights | {loaded: encoder_weight_bytes(self._manifest, loaded)}
         activations = max(self._activations, encoder_activation_bytes(self._manifest, kind, row_count(media, inputs)))
         total = sum(weights.values()) + activations
         needed, fits, where = self._bounds(total)

@@ -52,7 +52,7 @@ def image_plan(
         encode_seconds=encode,
         prefill_seconds=filled,
         joules=encode.plus(filled).times(power.forward(rows)) if power is not None else None,
-        encoder_bytes=encoder_weight_bytes(manifest, "llama") + encoder_activation_bytes(manifest, "image", rows),
+        encoder_bytes=encoder_weight_bytes(manifest) + encoder_activation_bytes(manifest, "image", rows),
         derived=f"estimated: {needed / 1e9:.3g} G operations of the encoder at {_FASTER:g} to {_SLOWER:g} times the seconds of few rows,"
         f" then the prefill of {rows} rows; joules are "
         + ("these seconds x the watts of a verify" if power else "not known without watts"),

@@ -18,6 +18,8 @@ from edge_runtime.errors import RequestError
 
 # llama.cpp pads contexts and sliding caches to this (src/llama-context.cpp, src/llama-kv-cache-iswa.cpp).
 CELL_STEP = 256
+# Rows of llama.cpp's largest forward.
+BATCH = 512
 # The interpreter with numpy and llama.cpp's libraries, as measured.
 PROCESS_BYTES = 48 << 20
 _FLOAT, _MASK = 4, 2

@@ -20,7 +20,7 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.planning.images import ImagePlan, image_plan
-from edge_runtime.planning.memory import MemoryPlan, MemoryRequest, memory_plan
+from edge_runtime.planning.memory import BATCH, MemoryPlan, MemoryRequest, memory_plan
 from edge_runtime.planning.ranges import Range
 
 # Seconds to start a forward, and seconds per layer for starting its kernels and synchronizing threads: what remains for pairs so small
@@ -134,8 +134,6 @@ def manifest_plan(
 
     Raises RequestError if there is no GGUF target, or not the drafter.
     """
-    from edge_runtime.backends.llama.context import BATCH
-
     roles = {file.role for file in manifest.files if file.format in ("gguf", "safetensors")}
     there = [kind for kind, needed in DRAFTER_ROLES.items() if roles.issuperset(needed)]
     chosen = drafter or (there or ["dense"])[-1]

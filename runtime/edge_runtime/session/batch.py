@@ -14,7 +14,7 @@ import numpy as np
 
 from edge_runtime.decoding.loop import Round
 from edge_runtime.errors import EdgeRuntimeError, RequestError
-from edge_runtime.interfaces import Drafter, DraftRequest, Logits, SequenceBatch, Target
+from edge_runtime.interfaces import SequenceBatch
 from edge_runtime.session.cache_claim import PairLock
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
@@ -22,30 +22,6 @@ from edge_runtime.session.session import Session
 _END = object()
 # Texts with which exact rows are tried: their length, and how many different tokens they have.
 _TRIED_ROWS, _TRIED_TOKENS = 40, 200
-
-
-class SingleSequence:
-    """A `SequenceBatch` of one sequence, for backends that run one request at a time."""
-
-    def __init__(self, target: Target, drafter: Drafter | None) -> None:
-        self.targets = (target,)
-        self._drafter = drafter
-
-    def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Drafts for the one sequence."""
-        if (drafter := self._drafter) is None:
-            return [[] for _ in requests]
-        return [drafter.draft(one.last, one.draft_length, one.sampler, one.should_continue) for one in requests]
-
-    def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
-        """Verifies for the one sequence."""
-        return [self.targets[0].verify(tokens) for _, tokens in batches]
-
-    def close(self) -> None:
-        """Frees the models."""
-        if self._drafter is not None:
-            self._drafter.close()
-        self.targets[0].close()
 
 
 class BatchDecoder:

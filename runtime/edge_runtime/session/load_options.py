@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from edge_devices.machine.cpu_affinity import MOST_THREADS
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait
-from edge_runtime.backends.selection import BackendKind
+from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.calibration.placement import PowerSource
@@ -104,7 +104,10 @@ class LoadOptions:
     waiting: Waiting = silent_wait
     power: PhasePower | PowerSource | None = None
     backend: BackendKind | None = option(
-        "-b", panel="Backend", help="llama.cpp or ONNX Runtime.  [default: the faster one on this machine, measured on first use]"
+        "-b",
+        choices=BACKENDS,
+        panel="Backend",
+        help="llama.cpp or ONNX Runtime.  [default: the faster one on this machine, measured on first use]",
     )
     execution_provider: str | None = option(
         metavar="NAME", panel="Backend", help="ONNX: where graphs run, such as cpu, openvino or openvino:NPU.  [default: cpu]"

@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edge_devices.files.user_cache import entry_key
-from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
+from edge_devices.machine.cpu_affinity import processor_groups
 from edge_devices.machine.facts import cpu_identity, installed_version
-from edge_devices.machine.memory import available_memory_bytes
-from edge_runtime.backends.kernels.loader import variant as row_kernels
-from edge_runtime.backends.selection import BackendKind, usable_backends
+from edge_runtime.backends.interface import OpenedPair, OpenRequest, SetThreads
+from edge_runtime.backends.selection import BackendKind, check_options, fitting_backends, load_backend
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.kv_types import KvType, check_kv_type
-from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER
+from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE
+from edge_runtime.calibration import crash_probe
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.calibration.backend_choice import measured_rates
 from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, measured_placement, measured_threads
 from edge_runtime.calibration.measured import without_repeats
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
-from edge_runtime.drafting.cost_model import Costs
-from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
+from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.drafting.stored_memory import StoredMemory
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import Drafter, Target, Vocabulary
-from edge_runtime.media.image import check_budget
-from edge_runtime.media.soft_rows import Encoder, LazyEncoder
-from edge_runtime.planning.encoder_memory import EncoderMemory
-from edge_runtime.planning.memory import MemoryRequest, check_memory_without_copies, memory_bytes, memory_plan
-from edge_runtime.session.batch import Sessions, SingleSequence
+from edge_runtime.interfaces import Vocabulary
+from edge_runtime.planning.memory import memory_bytes
+from edge_runtime.session.batch import Sessions
+from edge_runtime.session.cache_claim import CacheClaim
 from edge_runtime.session.load_options import LoadOptions, with_keywords
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
 from edge_runtime.session.session import Session, SessionParts
 
 DISTRIBUTION = "edge-mtp"
-
-if TYPE_CHECKING:
-    from edge_runtime.backends.llama.open import LlamaSequenceBatch
 
 
 def default_threads() -> int:
@@ -64,7 +57,7 @@ def open_session(folder: Path | str, options: LoadOptions | None = None, **keywo
 def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = None, **keywords: Any) -> Sessions:
     """Opens a bundle for `count` requests at once, each with `context` tokens of its own. Otherwise as `open_session`.
 
-    More than one at once run on llama.cpp only. Where both backends can run a bundle, the first use measures which is faster.
+    More than one at once run on llama.cpp only. Where several backends can run a bundle, the first use measures which is fastest.
     """
     loader = _PairLoader(folder, replace(options or LoadOptions(), **keywords))
     return loader.load(loader.choose_backend(count), count)
@@ -101,14 +94,9 @@ class _PairLoader:
     def choose_backend(self, count: int) -> BackendKind:
         """Returns the backend that the options need, or else the faster one on this machine, which the first use measures."""
         options, settings = self.options, self.settings
-        usable = usable_backends(self.bundle, options.backend)
-        of_llama: list[object] = [count > 1, options.kv_type, settings.kv_type != "f16", options.memory_limit, settings.memory_limit]
-        of_llama += [settings.max_candidates, self.bundle.manifest.media, self.drafter not in (None, "none", "lookup")]
-        needed = [kind for kind, wants in (("llama", of_llama), ("onnx", [options.execution_provider, options.keep_packed])) if any(wants)]
-        if len(usable) == 1 or len(needed) == 2:
-            return usable[0]
-        if needed:
-            return next(kind for kind in usable if kind in needed)
+        fitting = fitting_backends(self._request(count), options.backend)
+        if len(fitting) == 1 or self.bundle.manifest.media is not None or self.drafter not in (None, "none", "lookup"):
+            return fitting[0]
         policy = [settings.context, settings.policy, settings.start, settings.longest, settings.longest_draft, settings.objective]
 
         def rate_of(kind: BackendKind) -> float:
@@ -116,179 +104,93 @@ class _PairLoader:
                 return sessions.sessions[0].expected_rate()
 
         facts = [*self.hashes, self.threads, options.threads is None, self.drafter, *policy]
-        return measured_rates(self.bundle.folder.name, facts, usable, rate_of, options.notify).fastest
+        return measured_rates(self.bundle.folder.name, facts, fitting, rate_of, options.notify).fastest
 
     def load(self, kind: BackendKind, count: int) -> Sessions:
-        """Loads the bundle for `count` requests at once. Raises RequestError if the backend runs fewer."""
-        if kind == "llama":
-            return self.load_llama(count)
-        if count > 1:
-            raise RequestError(f"{count} sessions at once run on llama.cpp only; ask for 1, or for the llama backend")
-        return self.load_onnx()
+        """Loads the bundle for `count` requests at once. Raises RequestError for options that the backend does not have."""
+        request, settings, options = self._request(count), self.settings, self.options
+        check_options(kind, request)
+        opened = load_backend(kind).open(request)
+        pair = self._measured_pair(opened)
+        costs = cache(lambda: measured_costs(pair, options.power, options.notify, waiting=options.waiting))
+        if count > 1 and settings.policy == "profit":
+            costs()  # measuring empties the cache, so it is done before any request runs
+        shared = SessionParts(
+            bundle=self.bundle,
+            generation=self.bundle.manifest.generation,
+            target=opened.together.targets[0],
+            drafter=opened.drafters[0],
+            vocabulary=opened.vocabulary,
+            drafter_kind=opened.drafter_kind,
+            backend=kind,
+            row_kernels=opened.row_kernels,
+            settings=settings,
+            monitor=self.monitor,
+            costs=costs,
+            acceptance_cache=self._acceptance_cache(kind, opened),
+            encoder=opened.encoder,
+            memory=self._stored_memory(opened.vocabulary),
+            fingerprint=self._fingerprint(*opened.answer_facts),
+        )
+        sessions = [
+            Session(replace(shared, target=target, drafter=drafter, claim=CacheClaim()))
+            for target, drafter in zip(opened.together.targets, opened.drafters, strict=True)
+        ]
+        return Sessions(sessions, opened.together)
 
-    def load_onnx(self) -> Sessions:
-        """Loads the bundle's graphs for one request at a time."""
-        from edge_runtime.backends.onnx.loader import library_version
-        from edge_runtime.backends.onnx.open import OrtOptions, media_encoder, open_onnx
+    def _request(self, count: int) -> OpenRequest:
+        options, settings = self.options, self.settings
+        limit = settings.memory_limit if options.memory_limit is None else memory_bytes(options.memory_limit)
 
-        self._check_onnx()
-        keep_to_fastest(default_threads(), processor_groups())  # on all: a session on llama.cpp may have left this process on some
-        options = self.options
-        ort_options = OrtOptions(
-            context=self.settings.context,
+        def may_repack(target: Path, drafter: Path | None, quantizations: Sequence[str]) -> bool:
+            answer = crash_probe.probe_load_options(target, drafter, quantizations, notify=options.notify, waiting=options.waiting)
+            return answer.use_extra_bufts
+
+        return OpenRequest(
+            bundle=self.bundle,
+            settings=settings,
+            sequences=count,
             threads=self.threads,
-            provider=options.execution_provider,
+            drafter=self.drafter,
+            kv_type=options.kv_type or (None if settings.kv_type == DEFAULT_KV_TYPE else settings.kv_type),
+            memory_limit=limit,
+            image_rows=options.image_rows,
+            execution_provider=options.execution_provider,
             keep_packed=options.keep_packed,
             check=options.check,
+            notify=options.notify,
+            may_repack=may_repack,
         )
-        target, drafter, kind = open_onnx(self.bundle, ort_options, self.drafter, options.notify)
-        facts = (ort_options, kind, row_kernels())
-        pair = self._measured_pair(target, drafter, target.vocabulary.bos, *facts)
-        exported = (self.bundle.manifest.parity or {}).get("onnx")
-        parts = self._parts(
-            target,
-            drafter,
-            target.vocabulary,
-            kind=kind,
-            backend="onnx",
-            kernels=row_kernels() if target.row_kernels else None,
-            costs=lambda: measured_costs(pair, options.power, options.notify, waiting=options.waiting),
-            acceptance_cache=self._acceptance_cache("onnx", kind, exported),
-            encoder=self._encoder(
-                "onnx", lambda: media_encoder(self.bundle, ort_options), EncoderMemory(self.bundle.manifest, "onnx", available_memory_bytes)
-            ),
-            fingerprint=self._fingerprint(library_version(), *facts),
+
+    def _measured_pair(self, opened: OpenedPair) -> MeasuredPair:
+        """Returns the pair to be measured, on its best threads if the options name no number."""
+        pair = MeasuredPair(
+            target=opened.together.targets[0],
+            drafter=opened.drafters[0],
+            token=max(opened.vocabulary.bos, 0),
+            rows=self.settings.longest_draft + 1,
+            objective=self.settings.objective,
+            slowdown=self.settings.slowdown,
+            facts=(*self.hashes, self.threads, *opened.speed_facts),
         )
-        return Sessions([Session(parts)], SingleSequence(target, drafter))
+        if opened.set_threads is None:
+            return pair
+        if self.options.threads is not None:
+            return replace(pair, facts=(*pair.facts, ThreadCounts.same(self.threads)))
+        return self._with_best_threads(pair, opened.set_threads)
 
-    def load_llama(self, count: int) -> Sessions:
-        """Loads the bundle's GGUF files in one context with `count` sequences."""
-        from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
-
-        options = self.options
-        if options.execution_provider is not None or options.keep_packed:
-            raise RequestError("execution providers and packed weights are onnxruntime's; ask for them with the onnx backend")
-        kv_type = check_kv_type(self.bundle.manifest.cache_layout, options.kv_type or self.settings.kv_type)
-        repack, planned = self._check_memory(kv_type, count)
-        batch, kind, use_extra_bufts, quantizations = self._open_llama(kv_type, count, repack=repack)
-        facts = (kv_type, kind, use_extra_bufts, llama_library().row_kernels, library_version(), system_info(), *quantizations)
-        pair = self._measured_pair(batch.targets[0], batch.drafters[0], batch.vocabulary.bos, *facts)
-        if options.threads is None:
-            pair = self._with_best_threads(pair, batch)
-        else:
-            pair = replace(pair, facts=(*pair.facts, ThreadCounts.same(self.threads)))
-        costs = cache(lambda: measured_costs(pair, options.power, options.notify, waiting=options.waiting))
-        if count > 1 and self.settings.policy == "profit":
-            costs()  # measuring empties the cache, so it is done before any request runs
-        acceptance_cache = self._acceptance_cache("llama", kind, self.bundle.manifest.parity)
-        fingerprint = self._fingerprint(count, *facts)
-        room = EncoderMemory(self.bundle.manifest, "llama", available_memory_bytes, self._memory_limit, planned)
-        encoder = self._encoder("gguf", lambda: batch.open_encoder(self.bundle.path(MEDIA_ENCODER, "gguf")), room)
-        sessions = [
-            Session(
-                self._parts(
-                    target,
-                    drafter,
-                    batch.vocabulary,
-                    kind=kind,
-                    backend="llama",
-                    kernels=llama_library().row_kernels if use_extra_bufts else None,
-                    costs=costs,
-                    acceptance_cache=acceptance_cache,
-                    fingerprint=fingerprint,
-                    encoder=encoder,
-                )
-            )
-            for target, drafter in zip(batch.targets, batch.drafters, strict=True)
-        ]
-        return Sessions(sessions, batch)
-
-    def _with_best_threads(self, pair: MeasuredPair, batch: LlamaSequenceBatch) -> MeasuredPair:
+    def _with_best_threads(self, pair: MeasuredPair, set_phases: SetThreads) -> MeasuredPair:
         """Sets the best threads; returns the pair with them among its facts, and with the slowdown that they leave of what is allowed."""
         power, notify, waiting = self.options.power, self.options.notify, self.options.waiting
 
         def set_threads(counts: ThreadCounts) -> None:
-            batch.set_threads(**counts.to_json())
+            set_phases(**counts.to_json())
 
         if pair.objective != "energy" or power is None or isinstance(power, PhasePower):
             return replace(pair, facts=(*pair.facts, measured_threads(pair, set_threads, notify, waiting=waiting)))
         placement, slower = measured_placement(pair, set_threads, power, notify, waiting=waiting)
         left = None if pair.slowdown is None else max(0.0, (1 + pair.slowdown) / slower - 1)
         return replace(pair, facts=(*pair.facts, placement), slowdown=left)
-
-    def _open_llama(self, kv_type: KvType, count: int, *, repack: bool) -> tuple[LlamaSequenceBatch, DrafterKind, bool, list[str]]:
-        """Returns the loaded sequences, the kind of drafter, whether weights are repacked, and the files' quantizations."""
-        from edge_runtime.backends.llama.context import LlamaOptions
-        from edge_runtime.backends.llama.open import open_batch
-        from edge_runtime.calibration.crash_probe import probe_load_options
-
-        bundle, settings = self.bundle, self.settings
-        has_model = self.drafter not in ("lookup", "none")
-        probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if has_model else [])]
-        paths = [bundle.folder / file.path for file in probed]
-        quantizations = [file.quantization or "unknown" for file in probed]
-        answer = probe_load_options(
-            paths[0], paths[1] if has_model else None, quantizations, notify=self.options.notify, waiting=self.options.waiting
-        )
-        use_extra_bufts = answer.use_extra_bufts and repack
-        llama_options = LlamaOptions(
-            context=settings.context,
-            threads=self.threads,
-            use_extra_bufts=use_extra_bufts,
-            draft=has_model,
-            max_draft_length=settings.longest_draft,
-            max_candidates=settings.max_candidates,
-            sequences=count,
-            kv_type=kv_type,
-            batch=self._batch_rows(),
-            bidirectional=self._bidirectional,
-        )
-        batch, kind = open_batch(bundle, llama_options, self.drafter)
-        return batch, kind, use_extra_bufts, quantizations
-
-    @property
-    def _bidirectional(self) -> bool:
-        media = self.bundle.manifest.media
-        return media is not None and media.bidirectional
-
-    def _batch_rows(self) -> int:
-        """Rows of llama.cpp's largest forward."""
-        from edge_runtime.backends.llama.context import BATCH
-
-        check_budget(self.options.image_rows)
-        return max(BATCH, self.options.image_rows) if self._bidirectional else BATCH
-
-    def _parts(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        vocabulary: Vocabulary,
-        *,
-        kind: DrafterKind,
-        backend: BackendKind,
-        kernels: str | None,
-        costs: Callable[[], Costs],
-        acceptance_cache: AcceptanceCache,
-        fingerprint: str,
-        encoder: LazyEncoder | None = None,
-    ) -> SessionParts:
-        return SessionParts(
-            bundle=self.bundle,
-            generation=self.bundle.manifest.generation,
-            target=target,
-            drafter=drafter,
-            vocabulary=vocabulary,
-            drafter_kind=kind,
-            backend=backend,
-            row_kernels=kernels,
-            settings=self.settings,
-            monitor=self.monitor,
-            costs=costs,
-            acceptance_cache=acceptance_cache,
-            encoder=encoder,
-            memory=self._stored_memory(vocabulary),
-            fingerprint=fingerprint,
-        )
 
     def _fingerprint(self, *facts: object) -> str:
         """Returns a hash of all that an answer depends on beside its request: files, context, code, processor."""
@@ -304,29 +206,11 @@ class _PairLoader:
                 self._memory.remember_file(Path(path))
         return self._memory
 
-    def _encoder(self, format: str, load: Callable[[], Encoder], room: EncoderMemory) -> LazyEncoder | None:
-        roles = (MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER)
-        files = [file for file in self.bundle.manifest.files if file.format.startswith(format) and file.role.removesuffix("_data") in roles]
-        if self.bundle.manifest.media is None or not files or (self._bidirectional and format == "onnx"):
-            return None
-        return LazyEncoder(load, " ".join(file.sha256 for file in files), room)
-
-    def _measured_pair(self, target: Target, drafter: Drafter | None, bos: int, *facts: object) -> MeasuredPair:
-        return MeasuredPair(
-            target=target,
-            drafter=drafter,
-            token=max(bos, 0),
-            rows=self.settings.longest_draft + 1,
-            objective=self.settings.objective,
-            slowdown=self.settings.slowdown,
-            facts=(*self.hashes, self.threads, *facts),
-        )
-
-    def _acceptance_cache(self, backend: str, kind: DrafterKind, parity: object) -> AcceptanceCache:
-        """Drafts of a pair are the same on all machines, but not on both backends, whose weights differ."""
-        drafts = parity.get("drafts") if isinstance(parity, dict) else None
+    def _acceptance_cache(self, backend: BackendKind, opened: OpenedPair) -> AcceptanceCache:
+        """Drafts of a pair are the same on all machines, but not on all backends, whose weights differ."""
+        drafts = opened.exported_parity.get("drafts") if isinstance(opened.exported_parity, dict) else None
         exported = drafts.get("confidence") if isinstance(drafts, dict) else None
-        return AcceptanceCache([backend, kind, *self.hashes], exported=exported)
+        return AcceptanceCache([backend, opened.drafter_kind, *self.hashes], exported=exported)
 
     def _check_energy(self) -> None:
         """Raises RequestError where joules cannot be minimized: another policy, or the power of the phases is not known."""
@@ -337,46 +221,6 @@ class _PairLoader:
                 "the objective energy needs the power of each phase, and there is no usable energy meter here (edge-devices meters) and no"
                 " file of calibrated watts; give --phase-power FILE, or use the objective time"
             )
-
-    @property
-    def _memory_limit(self) -> int | None:
-        limit = self.options.memory_limit
-        return self.settings.memory_limit if limit is None else memory_bytes(limit)
-
-    def _check_memory(self, kv_type: KvType, count: int) -> tuple[bool, int]:
-        """Returns whether there is room for repacked copies of weights, and the bytes of the plan.
-
-        Raises RequestError if the bundle would not fit without copies either.
-
-        Repacked weights are counted, because the probe that decides on repacking runs later.
-        """
-        from edge_runtime.backends.llama.open import drafters_opened
-
-        settings, most = self.settings, self._memory_limit
-        request = MemoryRequest(
-            context=settings.context,
-            kv_type=kv_type,
-            sequences=count,
-            batch=self._batch_rows(),
-            verify_rows=settings.longest_draft + 1,
-            drafters=drafters_opened(self.bundle, self.drafter),
-            repack=True,
-        )
-        repack = check_memory_without_copies(
-            self.bundle.manifest, request, most, available_memory_bytes() if most is None else None, self.options.notify
-        )
-        return repack, memory_plan(self.bundle.manifest, replace(request, repack=repack)).total
-
-    def _check_onnx(self) -> None:
-        """Raises RequestError for options that ONNX graphs do not have: their K/V type and their head's candidates are fixed at export."""
-        options, settings = self.options, self.settings
-        kv_type = options.kv_type or (settings.kv_type if settings.kv_type != "f16" else None)
-        if kv_type is not None:
-            raise RequestError(f"the K/V type of ONNX graphs is fixed at export (--onnx-kv) and cannot be {kv_type}; leave kv_type out")
-        refused = {"memory_limit": options.memory_limit or settings.memory_limit, "max_candidates": settings.max_candidates}
-        for name, value in refused.items():
-            if value is not None:
-                raise RequestError(f"{name} {value} is not for ONNX graphs; leave it out, or use the llama backend")
 
 
 def project_version() -> str:

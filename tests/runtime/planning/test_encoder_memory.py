@@ -37,11 +37,11 @@ def manifest(quantization: str = "f16", **inputs: Any) -> Manifest:
 
 
 def test_weights_are_those_that_are_loaded() -> None:
-    assert encoder_weight_bytes(manifest(), "llama") == 400_000_000
-    assert encoder_weight_bytes(manifest(), "onnx") == 600_002_000
-    assert encoder_weight_bytes(manifest(), "onnx", "sound") == 4000
-    assert encoder_weight_bytes(manifest("int8"), "onnx") == 300_001_000
-    assert encoder_weight_bytes(MANIFEST, "llama") == 0
+    assert encoder_weight_bytes(manifest()) == 400_000_000
+    assert encoder_weight_bytes(manifest(), "image") == 600_002_000
+    assert encoder_weight_bytes(manifest(), "sound") == 4000
+    assert encoder_weight_bytes(manifest("int8"), "image") == 300_001_000
+    assert encoder_weight_bytes(MANIFEST) == 0
 
 
 def test_activations_are_near_those_measured() -> None:
@@ -56,7 +56,7 @@ def test_activations_are_near_those_measured() -> None:
 
 def test_only_what_is_not_yet_taken_is_needed() -> None:
     free = [500_000_000]
-    room = EncoderMemory(manifest(), "llama", lambda: free[0])
+    room = EncoderMemory(manifest(), lambda: free[0], one_file=True)
     room.admit(picture(48, 48, 1))
     free[0] = 100_000_000
     room.admit(picture(48, 48, 2))
@@ -72,7 +72,7 @@ def test_only_what_is_not_yet_taken_is_needed() -> None:
 
 
 def test_a_limit_is_for_all_together() -> None:
-    room = EncoderMemory(manifest(), "llama", lambda: 0, limit=2_000_000_000, beside=1_500_000_000)
+    room = EncoderMemory(manifest(), lambda: 0, one_file=True, limit=2_000_000_000, beside=1_500_000_000)
     room.admit(picture(48, 48, 1))
     with pytest.raises(RequestError, match=r"555\.\d MB .* this image, but the limit of 2\.00 GB leaves 500\.0 MB"):
         room.admit(picture(768, 768, 1))
@@ -80,7 +80,7 @@ def test_a_limit_is_for_all_together() -> None:
 
 def test_each_graph_of_onnx_is_counted_when_it_is_used() -> None:
     free = [700_000_000]
-    room = EncoderMemory(manifest(), "onnx", lambda: free[0])
+    room = EncoderMemory(manifest(), lambda: free[0], one_file=False)
     room.admit(picture(48, 48, 1))
     free[0] = 4_000_000
     with pytest.raises(RequestError, match="for this sound"):
@@ -89,4 +89,4 @@ def test_each_graph_of_onnx_is_counted_when_it_is_used() -> None:
 
 
 def test_where_nothing_is_known_nothing_is_refused() -> None:
-    EncoderMemory(manifest(), "llama", lambda: None).admit(picture(768, 768, 1))
+    EncoderMemory(manifest(), lambda: None, one_file=True).admit(picture(768, 768, 1))

@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_bench.measure.records import KvTypeCost
-from edge_runtime.backends.llama.context import BATCH
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import RequestError
-from edge_runtime.planning.memory import MemoryRequest, cache_bytes
+from edge_runtime.planning.memory import BATCH, MemoryRequest, cache_bytes
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 

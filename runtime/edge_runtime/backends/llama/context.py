@@ -17,10 +17,10 @@ from edge_runtime.bundle.gguf_gemma4 import check_model
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.planning.memory import BATCH
 
 # See `rewind_slack`: with fewer rows per batch the sliding cache could not always be rewound by the longest draft.
 MIN_BATCH = 32
-BATCH = 512
 # llama.cpp pads contexts to this (src/llama-context.cpp, n_ctx); asking for the padded size keeps n_batch from being cut to less.
 _CONTEXT_STEP = 256
 # More sequences could not share a batch of the default size.

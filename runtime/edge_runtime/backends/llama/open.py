@@ -1,20 +1,111 @@
-"""Opens the target of a bundle in llama.cpp with the requested drafter, or with the faster one of the bundle."""
+"""The llama.cpp backend: opens the target of a bundle with the requested drafter, or with the faster one of the bundle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from edge_runtime.backends.llama.context import LlamaOptions
+from edge_devices.machine.memory import available_memory_bytes
+from edge_runtime.backends.interface import OpenedPair, OpenRequest, lazy_encoder
+from edge_runtime.backends.llama.context import MAX_SEQUENCES, LlamaOptions
 from edge_runtime.backends.llama.drafter import LlamaDrafter
+from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
 from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
 from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, check_kv_type
+from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.drafting.drafter_kinds import STEPS, DrafterKind, draft_step_seconds
 from edge_runtime.drafting.prompt_lookup import LookupDrafter
 from edge_runtime.errors import BundleError
 from edge_runtime.interfaces import Drafter, DraftRequest, DraftSampler, Logits, ShouldContinue
+from edge_runtime.media.image import check_budget
+from edge_runtime.planning.encoder_memory import EncoderMemory
+from edge_runtime.planning.memory import BATCH, MemoryRequest, check_memory_without_copies, memory_plan
+
+
+class LlamaBackend:
+    """llama.cpp on the processor. Implements `interface.Backend`."""
+
+    options = frozenset({"kv_type", "memory_limit", "max_candidates"})
+    max_sequences = MAX_SEQUENCES
+
+    def refusal(self, option: str, _value: object) -> str | None:
+        if option in ("execution_provider", "keep_packed"):
+            return "execution providers and packed weights are onnxruntime's; ask for them with the onnx backend"
+        return None
+
+    def open(self, request: OpenRequest) -> OpenedPair:
+        bundle, manifest = request.bundle, request.bundle.manifest
+        probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if _has_model(request) else [])]
+        quantizations = [file.quantization or "unknown" for file in probed]
+        plan, room_for_copies = _checked_memory(request)
+        paths = [bundle.folder / file.path for file in probed]
+        repack = request.may_repack(paths[0], paths[1] if paths[1:] else None, quantizations) and room_for_copies
+        options = _options(request, plan, repack=repack)
+        target, drafter, kind = open_with_drafter(bundle, options, request.drafter)
+        together = LlamaSequenceBatch(target, drafter)
+        kernels = llama_library().row_kernels
+        facts = (options.kv_type, kind, repack, kernels, library_version(), system_info(), *quantizations)
+        taken = memory_plan(manifest, replace(plan, repack=room_for_copies)).total
+        room = EncoderMemory(manifest, available_memory_bytes, one_file=True, limit=request.memory_limit, beside=taken)
+        return OpenedPair(
+            together=together,
+            drafters=together.drafters,
+            drafter_kind=kind,
+            vocabulary=target.vocabulary,
+            speed_facts=facts,
+            answer_facts=(request.sequences, *facts),
+            exported_parity=manifest.parity,
+            row_kernels=kernels if repack else None,
+            encoder=lazy_encoder(bundle, "gguf", lambda: together.open_encoder(bundle.path(MEDIA_ENCODER, "gguf")), room),
+            set_threads=together.set_threads,
+        )
+
+
+BACKEND = LlamaBackend()
+
+
+def _has_model(request: OpenRequest) -> bool:
+    return request.drafter not in ("lookup", "none")
+
+
+def _checked_memory(request: OpenRequest) -> tuple[MemoryRequest, bool]:
+    """Returns what takes memory, with repacked weights, and whether there is room for these. Raises RequestError if it does not fit.
+
+    Repacked weights are counted, because what decides on repacking runs later.
+    """
+    media, settings, limit = request.bundle.manifest.media, request.settings, request.memory_limit
+    check_budget(request.image_rows)
+    plan = MemoryRequest(
+        context=settings.context,
+        kv_type=check_kv_type(request.bundle.manifest.cache_layout, request.kv_type or DEFAULT_KV_TYPE),
+        sequences=request.sequences,
+        batch=max(BATCH, request.image_rows) if media is not None and media.bidirectional else BATCH,
+        verify_rows=settings.longest_draft + 1,
+        drafters=drafters_opened(request.bundle, request.drafter),
+        repack=True,
+    )
+    available = available_memory_bytes() if limit is None else None
+    return plan, check_memory_without_copies(request.bundle.manifest, plan, limit, available, request.notify)
+
+
+def _options(request: OpenRequest, plan: MemoryRequest, *, repack: bool) -> LlamaOptions:
+    media = request.bundle.manifest.media
+    return LlamaOptions(
+        context=plan.context,
+        threads=request.threads,
+        use_extra_bufts=repack,
+        draft=_has_model(request),
+        max_draft_length=request.settings.longest_draft,
+        max_candidates=request.settings.max_candidates,
+        sequences=plan.sequences,
+        kv_type=plan.kv_type,
+        batch=plan.batch,
+        bidirectional=media is not None and media.bidirectional,
+    )
 
 
 class SequenceDrafter:
@@ -98,12 +189,6 @@ def open_pair(target_path: Path, drafter_path: Path | None, options: LlamaOption
     except BaseException:
         target.close()
         raise
-
-
-def open_batch(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaSequenceBatch, DrafterKind]:
-    """Opens all `options.sequences` sequences and returns also the kind of their drafter. Raises as `open_with_drafter` does."""
-    target, drafter, kind = open_with_drafter(bundle, options, wanted)
-    return LlamaSequenceBatch(target, drafter), kind
 
 
 def open_with_drafter(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:

@@ -1,13 +1,17 @@
-"""Opens a bundle's pair on onnxruntime."""
+"""The ONNX Runtime backend: opens a bundle's graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from edge_devices.files.user_cache import cache_folder
+from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
+from edge_devices.machine.memory import available_memory_bytes
+from edge_runtime.backends.interface import OpenedPair, OpenRequest, SingleSequence, lazy_encoder
+from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.onnx.drafter import OrtDrafter
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
-from edge_runtime.backends.onnx.loader import SessionOptions, check_version, provider_and_device
+from edge_runtime.backends.onnx.loader import SessionOptions, check_version, library_version, provider_and_device
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 from edge_runtime.backends.onnx.prepacked import PackingPlace
 from edge_runtime.backends.onnx.static_drafter import StaticOrtDrafter
@@ -21,9 +25,52 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.prompt_lookup import LookupDrafter
 from edge_runtime.errors import BundleError
 from edge_runtime.interfaces import Drafter
+from edge_runtime.planning.encoder_memory import EncoderMemory
 
 __all__ = ["OrtOptions", "PairFiles", "StaticParts", "fallbacks", "open_onnx", "open_pair"]
 AnyOrtDrafter = OrtDrafter | StaticOrtDrafter
+
+
+class OrtBackend:
+    """ONNX Runtime, whose execution providers are its devices. Implements `interface.Backend`."""
+
+    options = frozenset({"execution_provider", "keep_packed"})
+    max_sequences = 1
+
+    def refusal(self, option: str, value: object) -> str | None:
+        if option == "kv_type":
+            return f"the K/V type of ONNX graphs is fixed at export (--onnx-kv) and cannot be {value}; leave kv_type out"
+        return f"{option} {value} is not for ONNX graphs; leave it out, or use the llama backend"
+
+    def open(self, request: OpenRequest) -> OpenedPair:
+        bundle, manifest = request.bundle, request.bundle.manifest
+        groups = processor_groups()
+        keep_to_fastest(sum(map(len, groups)), groups)  # on all: another session may have left this process on some
+        options = OrtOptions(
+            context=request.settings.context,
+            threads=request.threads,
+            provider=request.execution_provider,
+            keep_packed=request.keep_packed,
+            check=request.check,
+        )
+        target, drafter, kind = open_onnx(bundle, options, request.drafter, request.notify)
+        facts = (options, kind, variant())
+        room = EncoderMemory(manifest, available_memory_bytes, one_file=False)
+        whole_images = manifest.media is not None and manifest.media.bidirectional
+        return OpenedPair(
+            together=SingleSequence(target, drafter),
+            drafters=(drafter,),
+            drafter_kind=kind,
+            vocabulary=target.vocabulary,
+            speed_facts=facts,
+            answer_facts=(library_version(), *facts),
+            exported_parity=(manifest.parity or {}).get("onnx"),
+            row_kernels=variant() if target.row_kernels else None,
+            encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options), room),
+        )
+
+
+BACKEND = OrtBackend()
 
 
 def open_onnx(

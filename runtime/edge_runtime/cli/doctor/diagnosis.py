@@ -20,7 +20,7 @@ from edge_devices.machine.detection import Device, detect_device
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding
 from edge_devices.meters.search import find_meters
-from edge_runtime.backends.selection import BACKENDS, LIBRARY, BackendKind
+from edge_runtime.backends.selection import CARDS, BackendKind
 from edge_runtime.calibration.backend_choice import BackendRates, cached_choices
 from edge_runtime.calibration.backend_info import ask_backend
 from edge_runtime.calibration.measured import cache_file
@@ -126,7 +126,7 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         python=platform.python_version(),
         executable=sys.executable,
         device=detect_device(system),
-        backends={kind: ask(kind) if find_spec(LIBRARY[kind]) is not None else None for kind in BACKENDS},
+        backends={kind: ask(kind) if find_spec(card.library) is not None else None for kind, card in CARDS.items()},
         build_tools={tool: next((found for name in names if (found := shutil.which(name))), None) for tool, names in _COMPILED_BY.items()},
         extras=tuple(_extra(name, purpose, requirements) for name, purpose in EXTRAS.items()),
         choices=tuple(cached_choices()),

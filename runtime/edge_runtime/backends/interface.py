@@ -1,0 +1,130 @@
+"""What a backend is to those who open bundles: the options it has, the pair it opens, and what it reports of its library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.integrity import CheckMode
+from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER
+from edge_runtime.config.settings import Settings
+from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.interfaces import Drafter, DraftRequest, Logits, SequenceBatch, Target, Vocabulary
+from edge_runtime.media.soft_rows import Encoder, LazyEncoder, Room
+
+_ENCODERS = (MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER)
+
+
+class SetThreads(Protocol):
+    """Sets how many threads each phase runs on."""
+
+    def __call__(self, prefill: int, verify: int, draft: int) -> None:
+        """Takes effect with the next forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRequest:
+    """A bundle that is to be opened for `sequences` requests at once. Options that are None or False were not asked for.
+
+    `drafter` None takes the fastest kind. `memory_limit` is in bytes. `execution_provider` names a device, or what computes on it.
+    `may_repack` returns whether this processor runs the kernels that the weights of some files are repacked for: of a target, perhaps a
+    drafter, and their quantizations.
+    """
+
+    bundle: Bundle
+    settings: Settings
+    sequences: int
+    threads: int
+    drafter: DrafterKind | None
+    kv_type: str | None
+    memory_limit: int | None
+    image_rows: int
+    execution_provider: str | None
+    keep_packed: bool
+    check: CheckMode
+    notify: Callable[[str], None]
+    may_repack: Callable[[Path, Path | None, Sequence[str]], bool]
+
+    def special_options(self) -> dict[str, object]:
+        """The options asked for that not every backend has."""
+        options = {
+            "kv_type": self.kv_type,
+            "memory_limit": self.memory_limit,
+            "max_candidates": self.settings.max_candidates,
+            "execution_provider": self.execution_provider,
+            "keep_packed": self.keep_packed or None,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedPair:
+    """A pair in memory: a target and a drafter for each sequence, all closed with `together`.
+
+    `speed_facts` are what its speed depends on beside files, threads and machine; `answer_facts` what its answers depend on beside files,
+    context and machine. `exported_parity` is what the export measured with these files. `row_kernels` names the variant of the project's
+    own kernels that multiplies, None for stock ones. `set_threads` is None where all phases run on as many threads.
+    """
+
+    together: SequenceBatch
+    drafters: Sequence[Drafter | None]
+    drafter_kind: DrafterKind
+    vocabulary: Vocabulary
+    speed_facts: tuple[object, ...]
+    answer_facts: tuple[object, ...]
+    exported_parity: object
+    row_kernels: str | None
+    encoder: LazyEncoder | None = None
+    set_threads: SetThreads | None = None
+
+
+class Backend(Protocol):
+    """One library that runs bundles; `open.py` of its folder has one as BACKEND. Importing that loads no library.
+
+    `options` are those of `OpenRequest.special_options` that it has.
+    """
+
+    options: frozenset[str]
+    max_sequences: int
+
+    def refusal(self, option: str, value: object, /) -> str | None:
+        """A sentence about an option that it does not have, where there is more to say than that."""
+
+    def open(self, request: OpenRequest) -> OpenedPair:
+        """Opens the pair; its options were checked.
+
+        Raises RequestError if it does not fit into memory, BundleError if the bundle lacks the drafter, BackendError if a file does not
+        load; then nothing stays open.
+        """
+
+
+class SingleSequence:
+    """A `SequenceBatch` of one sequence, for backends that run one request at a time."""
+
+    def __init__(self, target: Target, drafter: Drafter | None) -> None:
+        self.targets = (target,)
+        self._drafter = drafter
+
+    def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        if (drafter := self._drafter) is None:
+            return [[] for _ in requests]
+        return [drafter.draft(one.last, one.draft_length, one.sampler, one.should_continue) for one in requests]
+
+    def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        return [self.targets[0].verify(tokens) for _, tokens in batches]
+
+    def close(self) -> None:
+        if self._drafter is not None:
+            self._drafter.close()
+        self.targets[0].close()
+
+
+def lazy_encoder(bundle: Bundle, format: str, load: Callable[[], Encoder], room: Room) -> LazyEncoder | None:
+    """Returns the encoder of images and sound from the bundle's files of a format; None if it has none."""
+    files = [file for file in bundle.manifest.files if file.format.startswith(format) and file.role.removesuffix("_data") in _ENCODERS]
+    if bundle.manifest.media is None or not files:
+        return None
+    return LazyEncoder(load, " ".join(file.sha256 for file in files), room)
