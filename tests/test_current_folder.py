@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.child_python import module_command
+from edge_devices.children.commands import module_command
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for folder in ("devices", "runtime", "exporter") for path in (ROOT / folder).rglob("*.py")]
-_NAMED = re.compile(r'module_command\(\s*"(edge_[\w.]+)"')
+_NAMED = re.compile(r'(?:module|limited)_command\(\s*"(edge_[\w.]+)"')
 CHILDREN = sorted({name for path in SOURCES for name in _NAMED.findall(path.read_text(encoding="utf-8"))})
 
 

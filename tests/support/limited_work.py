@@ -7,8 +7,8 @@ import re
 import socket
 import tempfile
 
-from edge_runtime.text.isolation.frames import receive, send
-from edge_runtime.text.isolation.host import limit_step
+from edge_devices.children.frames import receive, send
+from edge_devices.children.limited import limit_step
 
 MEMORY_BYTES = 96 << 20
 STEP_SECONDS = 0.3

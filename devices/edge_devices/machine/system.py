@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+
+from edge_devices.children.running import run_child
+from edge_devices.errors import DeviceError
 
 LONGEST_TEXT = 1 << 20  # bytes kept of a file or a command's output; the longest in practice, dumpsys, has a few kilobytes
-PIECE = 1 << 16
-INTERRUPT_SECONDS = 0.25  # after Ctrl-C, which the command gets too: what it may take to end by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,74 +37,15 @@ def run_command(arguments: Sequence[str], answer: bytes = b"", seconds: float = 
 
     A command that writes more than `most` bytes to one of its outputs is ended, so that it cannot fill this machine's memory.
     """
-    environment = os.environ | {"LC_ALL": "C"}  # no decimal commas
-    pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(list(arguments), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=environment)
-    except PermissionError as error:
-        return CommandResult(code=126, output=b"", errors=str(error))
-    except OSError as error:
-        return CommandResult(code=127, output=b"", errors=str(error))
-    output, errors = (_Reader(process, each, most) for each in (process.stdout, process.stderr))
-    try:
-        ended = _finish(process, answer, (output, errors), time.monotonic() + seconds)
-    except KeyboardInterrupt:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(INTERRUPT_SECONDS)
-        raise
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    if output.cut or errors.cut:
-        return CommandResult(code=125, output=bytes(output.kept[:most]), errors=f"the answer is longer than {most} bytes", cut=True)
-    if not ended:
+        child = run_child(arguments, answer, seconds=seconds, output_bytes=most, environment={"LC_ALL": "C"})  # no decimal commas
+    except DeviceError as error:
+        return CommandResult(code=126 if isinstance(error.__cause__, PermissionError) else 127, output=b"", errors=str(error.__cause__))
+    if child.cut:
+        return CommandResult(code=125, output=child.output, errors=f"the answer is longer than {most} bytes", cut=True)
+    if child.late:
         return CommandResult(code=124, output=b"", errors=f"no answer in {seconds:g} s")
-    return CommandResult(code=process.returncode, output=bytes(output.kept), errors=errors.kept[:4096].decode("utf-8", "replace"))
-
-
-class _Reader(threading.Thread):
-    """Keeps what a command writes to a pipe; one piece beyond the limit, it ends the command. The thread owns the pipe: a child of the
-    command may hold the other end for longer than anybody waits.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes], pipe: IO[bytes] | None, most: int) -> None:
-        super().__init__(daemon=True)
-        self.kept, self.cut = bytearray(), False
-        self._process, self._pipe, self._most = process, pipe, most
-
-    def run(self) -> None:
-        """Reads to the end or the limit."""
-        if self._pipe is None:
-            return
-        with self._pipe:
-            while piece := self._pipe.read(PIECE):
-                self.kept += piece
-                if len(self.kept) > self._most:
-                    self.cut = True
-                    self._process.kill()  # before the pipe is closed, so that the command does nothing after its child fails
-                    return
-
-
-def _finish(process: subprocess.Popen[bytes], answer: bytes, readers: Sequence[_Reader], end: float) -> bool:
-    """Waits until the outputs and the process end, and returns whether they did before the time `end`."""
-    feeder = threading.Thread(target=_feed, args=(process.stdin, answer), daemon=True)
-    for thread in (feeder, *readers):
-        thread.start()
-    for reader in readers:
-        reader.join(max(0.0, end - time.monotonic()))
-        if reader.cut:
-            return True
-    try:
-        process.wait(max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
-    return not any(reader.is_alive() for reader in readers)
-
-
-def _feed(pipe: IO[bytes], answer: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError), pipe:
-        pipe.write(answer)
+    return CommandResult(code=child.code, output=child.output, errors=child.errors[:4096].decode("utf-8", "replace"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,25 +1,23 @@
 """Quantization by llama.cpp itself, in a child process. The only module of the exporter that imports llama-cpp-python.
 
 llama.cpp ends the process on a failed assertion, so it runs in a child, whose death becomes an ExportError.
-The child is this module: `python -m edge_export.quantization.llama_quantize SOURCE DESTINATION FTYPE THREADS [IMPORTANCE]`.
+The child is this module, with the arguments SOURCE DESTINATION FTYPE THREADS [IMPORTANCE].
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.child_python import module_command
+from edge_devices.children.commands import import_paths, limited_command
+from edge_devices.children.running import run_child
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.errors import ExportError
 from edge_export.quantization.importance import Importance
@@ -29,10 +27,8 @@ from edge_runtime.bundle.gguf_types import OFFERED, QUANTIZATIONS
 DIRECT: dict[str, FloatType] = {"f16": "f16", "bf16": "bf16"}
 # llama.cpp's own default is 8 GiB of rows at once; an export must stay below its largest tensor + 500 MB.
 MAX_BUFFER_BYTES = 192 << 20
-_POLL_SECONDS = 0.2
 # enum ggml_log_level in ggml/include/ggml.h
 _LOG_ERROR, _LOG_CONTINUED = 4, 5
-_PR_SET_PDEATHSIG = 1
 
 
 def check_quantization(quantization: str) -> None:
@@ -58,22 +54,26 @@ def quantize_gguf(
     if quantization in DIRECT:
         raise ExportError(f"{quantization} is not made by quantizing; write the GGUF with this weight type instead")
     numbers = str(QUANTIZATIONS[quantization].file_type), str(threads)
-    command = [*module_command("edge_export.quantization.llama_quantize", str(source), str(destination), *numbers)]
-    # The child has this process's import path, as the packages may not be installed; an abort must not start a debugger.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GGML_NO_BACKTRACE": "1"}
+    command = [*limited_command("edge_export.quantization.llama_quantize", str(source), str(destination), *numbers)]
     if not destination.parent.is_dir():
         raise ExportError(f"llama.cpp could not quantize {source.name}: {destination.parent} does not exist; create it first")
-    with tempfile.TemporaryDirectory(dir=destination.parent) as folder, tempfile.TemporaryFile() as log:
+    written = 0
+
+    def report() -> None:
+        nonlocal written
+        size = destination.stat().st_size if destination.exists() else 0
+        progress(size - written)
+        written = size
+
+    with tempfile.TemporaryDirectory(dir=destination.parent) as folder:
         if importance is not None:
             command.append(str(Path(folder) / "importance.npz"))
             np.savez(command[-1], **cast(Any, importance.values))
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, env=environment) as child:
-            try:
-                _follow(child, destination, progress)
-            finally:
-                child.kill()
-        if child.returncode != 0:
-            raise ExportError(f"llama.cpp could not quantize {source.name} to {quantization}{_reason(child.returncode, log)}")
+        child = run_child(command, environment=import_paths(), each_poll=report, failure=ExportError)
+    if child.end:
+        end = "" if child.code > 0 and child.reason else f" (it {child.end})"
+        reason = f": {child.reason}" if child.reason else ""
+        raise ExportError(f"llama.cpp could not quantize {source.name} to {quantization}{end}{reason}")
 
 
 def library_version() -> str:
@@ -87,31 +87,10 @@ def library_version() -> str:
         raise ExportError(message) from error
 
 
-def _follow(child: subprocess.Popen[bytes], destination: Path, progress: Callable[[int], None]) -> None:
-    seen = 0
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_POLL_SECONDS)
-        size = destination.stat().st_size if destination.exists() else 0
-        progress(size - seen)
-        seen = size
-        if child.returncode is not None:
-            return
-
-
-def _reason(code: int, log: IO[bytes]) -> str:
-    log.seek(0)
-    lines = [line.strip() for line in log.read(1 << 20).decode("utf-8", "replace").splitlines() if line.strip()]
-    words = next((line for line in lines if "GGML_ASSERT" in line), lines[0] if lines else "")
-    died = f" (it died by signal {-code})" if code < 0 else ""
-    return f"{died}: {words[:500]}" if words else died or f" (exit code {code}, no message)"
-
-
 def _quantize_here(source: str, destination: str, file_type: int, threads: int, importance: str | None = None) -> int:
     """Runs in the child: prints what llama.cpp logs as errors, returns the exit code."""
     import ctypes
 
-    _die_with_parent()
     try:
         import llama_cpp.llama_cpp as api
     except (ImportError, OSError, RuntimeError) as error:
@@ -136,14 +115,6 @@ def _quantize_here(source: str, destination: str, file_type: int, threads: int, 
         matrix = _imatrix(api, arrays)
         parameters.imatrix = ctypes.cast(matrix, ctypes.POINTER(api.llama_model_imatrix_data))
     return 1 if api.llama_model_quantize(os.fsencode(source), os.fsencode(destination), ctypes.byref(parameters)) else 0
-
-
-def _die_with_parent() -> None:
-    """On Linux, a killed export leaves no quantization running (prctl(2), PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _imatrix(api: Any, arrays: dict[str, NDArray[np.float32]]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +12,7 @@ from edge_bench.measure.prompts import PreparedPrompt
 from edge_bench.measure.records import Run
 from edge_bench.measure.runners import Place
 from edge_bench.measure.variants import FIXED, PLAIN, Variant
+from edge_devices.children.running import run_child
 from edge_runtime.calibration.crash_probe import probe_load_options
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.session.session import Session
@@ -102,13 +102,11 @@ class LlamaTools:
 
     def _output(self, tool: str, *arguments: str) -> str:
         command = [str(self.tools / tool), "-m", str(self.target), "-t", str(self.threads), "-ngl", "0", *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BackendError(f"{tool} did not run ({error}); check the folder of llama.cpp's binaries") from error
-        if done.returncode:
-            raise BackendError(f"{tool} ended with {done.returncode}: {' '.join(done.stderr.splitlines()[-3:])}")
-        return done.stdout if tool == BENCH else done.stdout + done.stderr
+        done = run_child(command, seconds=TIMEOUT_SECONDS, failure=BackendError)
+        if done.end:
+            raise BackendError(f"{tool} {done.end}: {done.reason or 'it printed nothing'}")
+        output, errors = (data.decode("utf-8", "replace") for data in (done.output, done.errors))
+        return output if tool == BENCH else output + errors
 
 
 def llama_tools(session: Session, tools: Path, threads: int) -> LlamaTools:

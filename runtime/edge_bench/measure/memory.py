@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import cast
 
 import click
 
 from edge_bench.measure.records import Memory
-from edge_devices.child_python import module_command
+from edge_devices.children.commands import limited_command
+from edge_devices.children.running import run_child
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_runtime.drafting.drafter_kinds import DrafterKind
@@ -27,16 +27,13 @@ DRAFT_LENGTH = 3
 def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, context: int, threads: int) -> Memory:
     """Opens the bundle in a child process. Raises BackendError if that fails."""
     sizes = map(str, (sequences, context, threads))
-    command = module_command("edge_bench.measure.memory", str(bundle), backend, drafter, *sizes)
-    try:
-        child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise BackendError(f"the memory measurement took more than {TIMEOUT_SECONDS} seconds; try a smaller --context") from error
-    if child.returncode:
-        last_line = child.stderr.strip().splitlines()[-1:] or [f"it ended with {child.returncode}"]
-        raise BackendError(f"the memory measurement failed: {last_line[0].removeprefix('Error: ')}")
-    answer = json.loads(child.stdout.splitlines()[-1])
-    return Memory(drafter=drafter, sequences=sequences, context=context, peak_bytes=int(answer["peak_bytes"]))
+    command = limited_command("edge_bench.measure.memory", str(bundle), backend, drafter, *sizes)
+    child = run_child(command, seconds=TIMEOUT_SECONDS, failure=BackendError)
+    if child.late:
+        raise BackendError(f"the memory measurement took more than {TIMEOUT_SECONDS} seconds; try a smaller --context")
+    if child.end:
+        raise BackendError(f"the memory measurement failed: {child.reason or f'it {child.end}'}")
+    return Memory(drafter=drafter, sequences=sequences, context=context, peak_bytes=int(cast(int, child.answer["peak_bytes"])))
 
 
 @click.command()

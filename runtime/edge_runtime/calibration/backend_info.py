@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
-from edge_devices.child_python import module_command
+from edge_devices.children.commands import limited_command
+from edge_devices.children.running import run_child
 from edge_runtime.backends.selection import BACKENDS, BackendKind
-from edge_runtime.calibration.child_process import ask_child
 from edge_runtime.errors import BackendError, EdgeRuntimeError
 
-CHILD_COMMAND = module_command("edge_runtime.calibration.backend_info")
+CHILD_COMMAND = limited_command("edge_runtime.calibration.backend_info")
 TIMEOUT_SECONDS = 60.0
 
 
@@ -27,7 +27,7 @@ def ask_backend(
     onnx: `version`, `execution_providers`, `only_fixed_shapes` (the version runs only graphs of fixed shapes). Both: `row_kernels` (the
     variant of the project's own kernels that multiplies, None for stock ones). Raises BackendError if no child process can be started.
     """
-    child = ask_child([*child_command, kind], timeout_seconds)
+    child = run_child([*child_command, kind], seconds=timeout_seconds, failure=BackendError)
     if isinstance(child.answer.get("error"), str):
         return {"error": child.answer["error"]}
     if child.end is not None or "version" not in child.answer:

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import click
 
-from edge_devices.child_python import module_command
+from edge_devices.children.commands import limited_command
+from edge_devices.children.running import run_child
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_devices.machine.load import LoadWatch
 from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
-from edge_runtime.calibration.child_process import ask_child
 from edge_runtime.calibration.measured import Measured
 from edge_runtime.errors import BackendError, EdgeRuntimeError
 
 TIMEOUT_SECONDS = 120.0
-CHILD_COMMAND = module_command("edge_runtime.calibration.crash_probe")
+CHILD_COMMAND = limited_command("edge_runtime.calibration.crash_probe")
 _ROWS = 8
 _CONTEXT = 256
 # What -DGGML_NATIVE=ON enables on such a machine, without AMX.
@@ -114,7 +114,7 @@ def _run(command: Sequence[str], timeout_seconds: float) -> tuple[str | None, bo
     """Runs a child process. Returns how it ended, None if it succeeded, and whether it was too late; raises BackendError with the child's
     sentence, if any.
     """
-    child = ask_child(command, timeout_seconds)
+    child = run_child(command, seconds=timeout_seconds, failure=BackendError)
     sentence = child.answer.get("error")
     if isinstance(sentence, str):
         raise BackendError(sentence)

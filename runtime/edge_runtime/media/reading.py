@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from edge_devices.child_python import module_command
+from edge_devices.children.commands import Limits, import_paths, limited_command
+from edge_devices.children.running import ChildBudget, run_child
 from edge_devices.files.limited_read import read_at_most
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.media.formats import MAX_FILE_BYTES, kind_of
-from edge_runtime.media.image import DEFAULT_BUDGET, SIDE, Image, check_budget
+from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET, SIDE, Image, check_budget
 from edge_runtime.media.sound import MAX_SAMPLES, Sound
 
 TIMEOUT_SECONDS = 60
-_COMMAND = module_command("edge_runtime.media.decoder_process")
+# Address space, also of libraries; a picture of the largest size needs 0.6 GB.
+MAX_MEMORY_BYTES = 2 << 30
+MAX_CPU_SECONDS = 30
+# A line, and four bytes for each sample or three for each pixel.
+_MAX_ANSWER_BYTES = 4096 + max(4 * MAX_SAMPLES, 3 * SIDE**2 * max(BUDGETS))
 # The libraries' thread pools would use the child's address space up.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def read_media(source: Path | str | bytes, budget: int = DEFAULT_BUDGET) -> Image | Sound:
+def read_media(source: Path | str | bytes, budget: int = DEFAULT_BUDGET, children: ChildBudget | None = None) -> Image | Sound:
     """Returns the image, resized to at most `budget` soft rows, or the first 30 seconds of the sound, of a file or of its bytes.
+
+    `children`: processor time shared with other calls, and a switch that ends the decoding.
 
     Raises RequestError for a file that cannot be read, is damaged or beyond the limits of `formats`, or for an unknown budget;
     BackendError if the library that decodes the format is missing. The message names the file.
@@ -39,16 +43,16 @@ def read_media(source: Path | str | bytes, budget: int = DEFAULT_BUDGET) -> Imag
     if len(data) > MAX_FILE_BYTES:
         raise RequestError(f"{name} has {len(data)} bytes, at most {MAX_FILE_BYTES} are allowed; reduce it")
     try:
-        return _decoded(data, budget)
+        return _decoded(data, budget, children or ChildBudget())
     except RequestError as error:
         raise RequestError(f"{name}: {error}") from error
     except BackendError as error:
         raise BackendError(f"{name}: {error}") from error
 
 
-def read_image(source: Path | str | bytes, budget: int = DEFAULT_BUDGET) -> Image:
+def read_image(source: Path | str | bytes, budget: int = DEFAULT_BUDGET, children: ChildBudget | None = None) -> Image:
     """Like `read_media`, for an image only."""
-    media = read_media(source, budget)
+    media = read_media(source, budget, children)
     if not isinstance(media, Image):
         raise RequestError("the file is a sound, not an image; give it as sound")
     return media
@@ -62,30 +66,36 @@ def read_sound(source: Path | str | bytes) -> Sound:
     return media
 
 
-def _decoded(data: bytes, budget: int) -> Image | Sound:
+def _command(budget: int, cpu_seconds: float) -> tuple[str, ...]:
+    limits = Limits(memory_bytes=MAX_MEMORY_BYTES, cpu_seconds=cpu_seconds, writes_files=False)
+    return limited_command("edge_runtime.media.decoder_process", str(budget), limits=limits)
+
+
+def _decoded(data: bytes, budget: int, children: ChildBudget) -> Image | Sound:
     kind = kind_of(data)
-    # The paths of this process, so that the child imports the same package wherever it lies.
-    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        child = subprocess.run(
-            [*_COMMAND, str(budget)], input=data, capture_output=True, timeout=TIMEOUT_SECONDS, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RequestError(f"decoding took more than {TIMEOUT_SECONDS} seconds; convert it") from error
-    except OSError as error:
-        raise BackendError(
-            f"the process that decodes media could not be started ({error}); check that {sys.executable} can be run"
-        ) from error
-    line, _, body = child.stdout.partition(b"\n")
+    child = run_child(
+        _command(budget, min(MAX_CPU_SECONDS, children.cpu_seconds_left)),
+        data,
+        seconds=TIMEOUT_SECONDS,
+        output_bytes=_MAX_ANSWER_BYTES,
+        environment=import_paths() | _ENVIRONMENT,
+        budget=children,
+        failure=BackendError,
+    )
+    if child.late:
+        raise RequestError(f"decoding took more than {TIMEOUT_SECONDS} seconds; convert it")
+    if child.cancelled:
+        raise RequestError("its decoding was ended, as its request was, or took too much time; send less")
+    line, _, body = child.output.partition(b"\n")
     try:
         answer = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     answer = answer if isinstance(answer, dict) else {}
     if "error" in answer:
         raise (BackendError if answer.get("missing") else RequestError)(str(answer["error"]))
     shape = answer.get("shape")
-    if child.returncode or not isinstance(shape, list) or not all(type(side) is int for side in shape):
+    if child.end or not isinstance(shape, list) or not all(type(side) is int for side in shape):
         raise RequestError("it cannot be decoded within the limits of memory and time; convert it")
     return _checked(kind, shape, body, budget)
 

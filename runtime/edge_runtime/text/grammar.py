@@ -1,6 +1,6 @@
 """Constraints enforced by llguidance, which computes the tokens that a grammar allows.
 
-A grammar from outside can need minutes and gigabytes, at any step: its matcher is in a child process with limits (`isolation`), except
+A grammar from outside can need minutes and gigabytes, at any step: its matcher is in a child process with limits (`children`), except
 where the system cannot fork."""
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.children import forked
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
+from edge_runtime.text import matcher_child
 from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, ToolCalls
 from edge_runtime.text.forcing.forced_text import ForcedText
 from edge_runtime.text.forcing.json_blanks import BlankStyle
 from edge_runtime.text.grammar_limits import read_grammar, read_pattern, read_schema
-from edge_runtime.text.isolation import matcher_host, process
-from edge_runtime.text.isolation.matcher_host import Matcher
-from edge_runtime.text.isolation.remote_matcher import RemoteMatcher
+from edge_runtime.text.matcher_child import Matcher
+from edge_runtime.text.remote_matcher import RemoteMatcher
 from edge_runtime.text.tool_grammar import tool_call_grammar
 
 INSTALL = "pip install 'edge-mtp[grammar]'"
@@ -46,7 +47,7 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary, size: int) -> None:
         """Raises BackendError if llguidance is not installed, RequestError for a vocabulary without an end token."""
         try:
-            self._library = matcher_host.llguidance_module()
+            self._library = matcher_child.llguidance_module()
         except ImportError as error:
             raise BackendError(f"constrained output needs llguidance, which is not installed; run: {INSTALL}") from error
         if not vocabulary.eog_tokens:
@@ -58,10 +59,10 @@ class Grammars:
         self._vocabulary = weakref.ref(vocabulary)  # which owns this object in `_made`
         self._style = BlankStyle()
         self._host = self._tokenizer = None
-        if process.AVAILABLE:
-            self._host = process.Host(matcher_host.__name__, matcher_host.packed_setup(pieces, ends, [_STRING]))
+        if forked.AVAILABLE:
+            self._host = forked.Host(matcher_child.__name__, matcher_child.packed_setup(pieces, ends, [_STRING]), BackendError)
         else:
-            self._tokenizer = matcher_host.new_tokenizer(self._library, pieces, ends, [_STRING])
+            self._tokenizer = matcher_child.new_tokenizer(self._library, pieces, ends, [_STRING])
 
     def constrain(self, source: ConstraintSource) -> Constraint:
         """Returns a constraint in its initial state. Raises RequestError, with the library's reason, if it cannot be compiled."""
@@ -77,7 +78,7 @@ class Grammars:
         grammar = _HEADER + lark
         if self._host is not None:
             return RemoteMatcher(self._host, grammar)
-        return matcher_host.on_deep_stack(lambda: matcher_host.new_matcher(self._library, self._tokenizer, grammar))
+        return matcher_child.on_deep_stack(lambda: matcher_child.new_matcher(self._library, self._tokenizer, grammar))
 
     def _lark(self, source: ConstraintSource) -> str:
         """Returns the grammar in the library's dialect of Lark."""
@@ -239,7 +240,7 @@ def _blankless(source: JsonSchema) -> str:
 
 def _lark_from_gbnf(text: str) -> str:
     try:
-        return matcher_host.lark_from_gbnf(text)
+        return matcher_child.lark_from_gbnf(text)
     except RecursionError:
         raise RequestError("the grammar is nested too deeply; give its inner parts names") from None
     except Exception as error:  # noqa: BLE001 - the converter raises plain Exception for a rule that is missing or named twice

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.child_python import module_command
+from edge_devices.children.commands import module_command
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import DeviceState
 from edge_devices.remote.incidents import JobHistory, StateSample, find_incidents, read_job_history

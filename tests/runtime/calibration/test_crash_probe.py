@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from edge_devices.children.running import signal_name
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_runtime.calibration import crash_probe as probe
-from edge_runtime.calibration.child_process import signal_name
 from edge_runtime.calibration.crash_probe import probe_load_options
 from edge_runtime.errors import BackendError
 

@@ -72,6 +72,6 @@ def test_a_bomb_ends_the_child_only():
     ],
 )
 def test_a_child_that_dies_or_lies_is_a_sentence(monkeypatch, code):
-    monkeypatch.setattr(reading, "_COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(reading, "_command", lambda *_: (sys.executable, "-c", code))
     with pytest.raises(RequestError, match="the media data: it"):
         reading.read_image((CORPUS / "image" / "photo.jpg").read_bytes())

@@ -18,11 +18,11 @@ import pytest
 pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
 jsonschema = pytest.importorskip("jsonschema", reason="needs edge-mtp[dev]")
 
+from edge_devices.children import forked
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, Regex
 from edge_runtime.text.grammar import Grammars, grammars_for
 from edge_runtime.text.grammar_limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS
-from edge_runtime.text.isolation import process
 from scripted import LetterVocabulary
 from tables import byte_vocabulary
 
@@ -324,7 +324,7 @@ def test_what_is_hostile_is_refused_or_served_within_the_limits(name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not process.AVAILABLE, reason="needs fork")
+@pytest.mark.skipif(not forked.AVAILABLE, reason="needs fork")
 def test_a_compilation_that_takes_too_long_ends_with_the_reason():
     schema = {"type": "object", "properties": {f"p{number}": True for number in range(20000)}}
     with pytest.raises(RequestError, match="more than 5 s of processor time or 640 MB; simplify it"):

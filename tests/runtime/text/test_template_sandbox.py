@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from chat_words import ChatWords
+from edge_devices.children import forked
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.text.chat_template import ChatTemplate
-from edge_runtime.text.isolation import process
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -103,7 +103,7 @@ HOSTILE = {
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_templates_end_soon_in_one_sentence(source, monkeypatch):
     """The sandbox alone, without the limits of a child process."""
-    monkeypatch.setattr(process, "AVAILABLE", False)
+    monkeypatch.setattr(forked, "AVAILABLE", False)
     monkeypatch.setattr("edge_runtime.text.template.limits.MAX_SECONDS", 0.5)
     tracemalloc.start()
     begin = time.monotonic()
@@ -147,7 +147,7 @@ print(json.dumps([seconds, kilobytes]))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not process.AVAILABLE, reason="needs fork")
+@pytest.mark.skipif(not forked.AVAILABLE, reason="needs fork")
 @pytest.mark.parametrize("name", BEHIND_THE_COUNTER)
 def test_what_the_sandbox_cannot_count_ends_with_the_child(name):
     """Ends within the child's limits, written or refused; this process spends neither time nor memory on it."""

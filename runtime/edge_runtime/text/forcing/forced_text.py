@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text.forcing.json_blanks import BlankStyle, JsonText
-from edge_runtime.text.isolation.matcher_host import Matcher
+from edge_runtime.text.matcher_child import Matcher
 
 
 class ForcedText:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from edge_runtime.text.isolation.frames import receive, send
-from edge_runtime.text.isolation.host import limit_step
+from edge_devices.children.frames import receive, send
+from edge_devices.children.limited import limit_step
 from edge_runtime.text.template.sandbox import FAILURES, compile_template
 
 MEMORY_BYTES = 256 << 20

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from edge_runtime.text.isolation import process
+from edge_devices.children import forked
+from edge_runtime.errors import BackendError
 
 _CHILD = "edge_runtime.text.template.child"
 _LIMITS = "it takes more than 5 s of processor time or 256 MB"
@@ -24,8 +25,8 @@ class TemplateError(Exception):
 
 
 @cache
-def _host() -> process.Host:
-    return process.Host(_CHILD, b"")
+def _host() -> forked.Host:
+    return forked.Host(_CHILD, b"", BackendError)
 
 
 class Renderer:
@@ -34,9 +35,9 @@ class Renderer:
     def __init__(self, source: str) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._child: process.Child | None = None
+        self._child: forked.Child | None = None
         self._local: Callable[[dict[str, Any]], str] | None = None
-        if process.AVAILABLE:
+        if forked.AVAILABLE:
             with self._lock:
                 self._connect()
         else:
@@ -53,7 +54,7 @@ class Renderer:
         with self._lock:
             return self._ask(self._child or self._connect(), message)
 
-    def _connect(self) -> process.Child:
+    def _connect(self) -> forked.Child:
         with _lock:
             host = _host()
         child = host.new_child()
@@ -61,10 +62,10 @@ class Renderer:
         self._child = child
         return child
 
-    def _ask(self, child: process.Child, message: bytes) -> str:
+    def _ask(self, child: forked.Child, message: bytes) -> str:
         try:
             answer = child.ask(message)
-        except process.ChildError:
+        except forked.ChildError:
             self._child = None  # the next conversation gets a new one
             raise TemplateError(_LIMITS) from None
         if answer[:1] != b"D":

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from edge_runtime.text.isolation.frames import receive, send
-from edge_runtime.text.isolation.host import limit_step
+from edge_devices.children.frames import receive, send
+from edge_devices.children.limited import limit_step
 
 Result = TypeVar("Result")
 

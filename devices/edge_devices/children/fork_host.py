@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -16,7 +17,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from edge_runtime.text.isolation.frames import receive
+from edge_devices.children.commands import Limits
+from edge_devices.children.frames import receive
+from edge_devices.children.limited import limit_process
 
 
 class Handler(Protocol):
@@ -28,7 +31,7 @@ class Handler(Protocol):
         """Returns what all children share, from the first message."""
 
     def serve(self, shared: Any, connection: socket.socket) -> None:
-        """Answers one job's messages; EOFError ends it. Must call `limit_step` before each piece of work."""
+        """Answers one job's messages; EOFError ends it. Must call `limited.limit_step` before each piece of work."""
 
 
 def main(handler_name: str) -> None:
@@ -39,11 +42,6 @@ def main(handler_name: str) -> None:
     control = socket.socket(fileno=sys.stdin.fileno())
     with contextlib.suppress(EOFError):
         _serve(handler, control, handler.prepare(receive(control)))
-
-
-def limit_step(seconds: float) -> None:
-    """Ends this process if it needs more processor time than this until the next call; 0 ends the limit."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _serve(handler: Handler, control: socket.socket, shared: Any) -> None:
@@ -61,7 +59,7 @@ def _run_child(handler: Handler, control: socket.socket, connection: socket.sock
     code = 1
     try:
         control.close()
-        _limit_memory(handler.MEMORY_BYTES)
+        limit_process(_limits(handler.MEMORY_BYTES))
         with contextlib.suppress(EOFError, OSError):
             handler.serve(shared, connection)
         code = 0
@@ -69,13 +67,8 @@ def _run_child(handler: Handler, control: socket.socket, connection: socket.sock
         os._exit(code)
 
 
-def _limit_memory(allowed: int) -> None:
-    import resource
-
+def _limits(memory_bytes: int) -> Limits:
     used = 0
     with contextlib.suppress(OSError, ValueError):  # elsewhere than on Linux only the time is limited
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0} | ({resource.RLIMIT_AS: used + allowed} if used else {})
-    for kind, limit in limits.items():
-        with contextlib.suppress(OSError, ValueError):  # the user's own limit may be lower
-            resource.setrlimit(kind, (limit, limit))
+    return Limits(memory_bytes=used + memory_bytes if used else None, writes_files=False)

@@ -11,24 +11,24 @@ import subprocess
 import sys
 import threading
 import weakref
+from importlib import import_module
 from pathlib import Path
 
-from edge_runtime.errors import BackendError
-from edge_runtime.text.isolation import frames
+from edge_devices.children import frames
+from edge_devices.errors import DeviceError, EdgeError
 
 # Windows has no fork: there, work is done in this process, within the libraries' own limits.
 AVAILABLE = hasattr(os, "fork") and hasattr(socket, "send_fds") and hasattr(signal, "setitimer")
 # A limit of processor time holds only while a child runs: one that is stopped, or waits for memory, is given up after this.
 MAX_WAIT_SECONDS = 60.0
-_PACKAGE = Path(__file__).parents[2]
-# The package's __init__ would load the whole runtime; its parts are found without it.
+# A package's __init__ may load all of it; the parts of the handler's package are found without it.
 _START = """
 import json, sys, types
-path, package, handler = json.loads(sys.argv[1])
-sys.path[:] = path
-module = sys.modules["edge_runtime"] = types.ModuleType("edge_runtime")
-module.__path__ = [package]
-from edge_runtime.text.isolation.host import main
+sys.path[:], package, folders, handler = json.loads(sys.argv[1])
+if package:
+    module = sys.modules[package] = types.ModuleType(package)
+    module.__path__ = folders
+from edge_devices.children.fork_host import main
 main(handler)
 """
 
@@ -62,14 +62,14 @@ class Child:
 class Host:
     """A process that forks a child per job. `handler` is the module of its work, `setup` the message that prepares it."""
 
-    def __init__(self, handler: str, setup: bytes) -> None:
-        """Raises BackendError if the process cannot start."""
-        self._handler, self._setup = handler, setup
+    def __init__(self, handler: str, setup: bytes, failure: type[EdgeError] = DeviceError) -> None:
+        """Raises `failure` if the process cannot start."""
+        self._handler, self._setup, self._failure = handler, setup, failure
         self._lock = threading.Lock()
         self._start()
 
     def new_child(self) -> Child:
-        """Returns a new child; any thread may call. Raises BackendError if the process is gone and cannot be started again."""
+        """Returns a new child; any thread may call. Raises the host's failure if the process is gone and cannot be started again."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             try:
@@ -82,7 +82,9 @@ class Host:
 
     def _start(self) -> None:
         control, theirs = socket.socketpair()
-        arguments = json.dumps([[str(Path(folder).absolute()) for folder in sys.path], str(_PACKAGE), self._handler])
+        package = self._handler.partition(".")[0] if "." in self._handler else ""
+        folders = list(import_module(package).__path__) if package else []
+        arguments = json.dumps([[str(Path(folder).absolute()) for folder in sys.path], package, folders, self._handler])
         try:
             with theirs:
                 process = subprocess.Popen(
@@ -99,7 +101,7 @@ class Host:
         except OSError as error:
             control.close()
             reason = f"({error}); check that {sys.executable} can be run"
-            raise BackendError(f"the process for hostile input could not be started {reason}") from error
+            raise self._failure(f"the process for hostile input could not be started {reason}") from error
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from edge_runtime.errors import BackendError
-from edge_runtime.text.isolation import frames, process
-from edge_runtime.text.isolation.process import ChildError, Host
+from edge_devices.children import forked, frames
+from edge_devices.children.forked import ChildError, Host
+from edge_devices.errors import DeviceError
 
-pytestmark = pytest.mark.skipif(not process.AVAILABLE or sys.platform != "linux", reason="needs Linux")
+pytestmark = pytest.mark.skipif(not forked.AVAILABLE or sys.platform != "linux", reason="needs Linux")
 
 
 @pytest.fixture
@@ -113,5 +113,5 @@ def test_a_message_that_is_too_long_is_refused():
 
 def test_a_python_that_does_not_start_is_named(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    with pytest.raises(BackendError, match="/nonexistent/python"):
+    with pytest.raises(DeviceError, match="/nonexistent/python"):
         Host("limited_work", b"")

@@ -1,0 +1,243 @@
+"""Runs a command in a child process within limits of time and output; however it ends is a result, told in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from edge_devices.errors import DeviceError, EdgeError
+
+MAX_OUTPUT_BYTES = 16 << 20
+_PIECE = 1 << 16
+_POLL_SECONDS = 0.05
+_INTERRUPT_SECONDS = 0.25  # after Ctrl-C, which the child gets too: what it may take to end by itself
+
+
+class ChildBudget:
+    """Processor time that several children share, one after the other, and the switch that ends them: any thread may cancel."""
+
+    def __init__(self, cpu_seconds: float = math.inf) -> None:
+        self._left = cpu_seconds
+        self._cancelled = threading.Event()
+
+    @property
+    def cpu_seconds_left(self) -> float:
+        """What the next child may use at most."""
+        return max(0.0, self._left)
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Ends the child that runs; no further one is started."""
+        self._cancelled.set()
+
+    def spend(self, cpu_seconds: float) -> None:
+        """Takes the processor time that a child has used."""
+        self._left -= cpu_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildEnd:
+    """How a child ended, and what it wrote, of each output at most what was allowed.
+
+    `end`: None after exit code 0, else the predicate of a sentence, such as "died of SIGSEGV". `code`: the exit code, or minus the signal.
+    `late`: it was ended because it took too long; `cut`: because it wrote too much; `cancelled`: with its budget, or never started.
+    """
+
+    code: int
+    output: bytes = b""
+    errors: bytes = b""
+    end: str | None = None
+    late: bool = False
+    cut: bool = False
+    cancelled: bool = False
+
+    @property
+    def answer(self) -> dict[str, object]:
+        """The JSON object in the last line of the output of a child that ended by itself; empty if there is none."""
+        lines = self.output.decode("utf-8", "replace").strip().splitlines()
+        try:
+            data = json.loads(lines[-1]) if lines and self.code >= 0 else None
+        except (ValueError, RecursionError):
+            return {}
+        return data if isinstance(data, dict) else {}
+
+    @property
+    def reason(self) -> str:
+        """The line that says what failed: the first with an error, or the last; of the errors, or else of the output. Empty without one."""
+        for data in (self.errors, self.output):
+            lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
+            failures = [line for line in lines if _is_error(line)]
+            if lines:
+                return (failures or lines[-1:])[0].removeprefix("Error: ")[:500]
+        return ""
+
+
+def run_child(
+    command: Sequence[str | Path],
+    given: bytes = b"",
+    *,
+    seconds: float = math.inf,
+    output_bytes: int = MAX_OUTPUT_BYTES,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    budget: ChildBudget | None = None,
+    each_poll: Callable[[], None] = lambda: None,
+    failure: type[EdgeError] = DeviceError,
+) -> ChildEnd:
+    """Runs a command with `given` as its standard input and `environment` beside this process's own, and returns how it ended.
+
+    A child that takes more than `seconds`, or writes more than `output_bytes` to one of its outputs, is ended; as is one whose budget is
+    cancelled or used up. `each_poll` is called while it runs, and may raise. Raises `failure` if the child cannot be started.
+    """
+    budget = budget or ChildBudget()
+    if budget.cancelled or not budget.cpu_seconds_left:
+        return ChildEnd(code=-signal.SIGTERM, end="was not started, as nothing is left of its budget", cancelled=True)
+    pipe = subprocess.PIPE
+    # Without the variable, ggml calls a debugger on the dying child to print its stack (ggml/src/ggml.c).
+    variables = {**os.environ, "GGML_NO_BACKTRACE": "1", **(environment or {})}
+    words = [str(word) for word in command]
+    try:
+        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=variables, cwd=folder)
+    except OSError as error:
+        raise failure(f"a child process could not be started ({error}); check that {command[0]} can be run") from error
+    run = _Run(process, output_bytes, budget, seconds)
+    try:
+        run.begin(given)
+        while not run.is_over():
+            each_poll()
+    except KeyboardInterrupt:
+        run.wait(_INTERRUPT_SECONDS)
+        raise
+    finally:
+        run.end()
+    each_poll()
+    return run.result()
+
+
+def signal_name(number: int) -> str:
+    """Returns "SIGSEGV" for 11; "signal N" for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class _Run:
+    """One child while it runs. Only the thread that made this object waits for the process and ends it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output_bytes: int, budget: ChildBudget, seconds: float) -> None:
+        self._process, self._budget, self._seconds, self._output_bytes = process, budget, seconds, output_bytes
+        self._start = time.monotonic()
+        self._readers = [_Reader(pipe, output_bytes) for pipe in (process.stdout, process.stderr) if pipe is not None]
+        self._late = self._cancelled = False
+
+    def begin(self, given: bytes) -> None:
+        for thread in (threading.Thread(target=_feed, args=(self._process.stdin, given), daemon=True), *self._readers):
+            thread.start()
+
+    def is_over(self) -> bool:
+        """Waits a moment; returns whether the child and its outputs ended, or it has to be ended."""
+        reading = next((reader for reader in self._readers if reader.is_alive()), None)
+        if reading is not None:
+            reading.join(_POLL_SECONDS)
+        elif self.wait(_POLL_SECONDS):
+            return True
+        self._cancelled, self._late = self._budget.cancelled, time.monotonic() - self._start > self._seconds
+        return self._cut or self._cancelled or self._late
+
+    def wait(self, seconds: float) -> bool:
+        """Returns whether the process ends within this time."""
+        end = time.monotonic() + seconds
+        while not self._reaped():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def end(self) -> None:
+        """Ends the process if it still runs."""
+        if not self._reaped():
+            self._process.kill()
+            self.wait(math.inf)
+        for reader in self._readers:
+            reader.may_close.set()
+
+    def result(self) -> ChildEnd:
+        code = self._process.returncode
+        if self._cut:
+            end = f"wrote more than {self._output_bytes} bytes"
+        elif self._cancelled:
+            end = "was cancelled"
+        elif self._late:
+            end = f"gave no answer in {self._seconds:g} seconds"
+        elif code < 0:
+            end = f"died of {signal_name(-code)}"
+        else:
+            end = f"ended with exit code {code}" if code else ""
+        output, errors = (bytes(reader.kept[: self._output_bytes]) for reader in self._readers)
+        late = self._late and not (self._cut or self._cancelled)
+        return ChildEnd(code=code, output=output, errors=errors, end=end or None, late=late, cut=self._cut, cancelled=self._cancelled)
+
+    @property
+    def _cut(self) -> bool:
+        return any(reader.cut for reader in self._readers)
+
+    def _reaped(self) -> bool:
+        """Whether the process ended; then its processor time is taken from the budget, where the system says it, else its whole time."""
+        if self._process.returncode is not None:
+            return True
+        if hasattr(os, "wait4"):
+            number, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+            if not number:
+                return False
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+            self._budget.spend(usage.ru_utime + usage.ru_stime)
+        elif self._process.poll() is None:
+            return False
+        else:
+            self._budget.spend(time.monotonic() - self._start)
+        return True
+
+
+class _Reader(threading.Thread):
+    """Keeps what a child writes to a pipe, up to one piece beyond the limit. The thread owns the pipe: a child of the child may hold the
+    other end for longer than anybody waits.
+    """
+
+    def __init__(self, pipe: IO[bytes], output_bytes: int) -> None:
+        super().__init__(daemon=True)
+        self.kept, self.cut = bytearray(), False
+        self.may_close = threading.Event()
+        self._pipe, self._output_bytes = pipe, output_bytes
+
+    def run(self) -> None:
+        """Reads to the end or the limit."""
+        with self._pipe:
+            while piece := self._pipe.read(_PIECE):
+                self.kept += piece
+                if len(self.kept) > self._output_bytes:
+                    self.cut = True
+                    self.may_close.wait()  # until the process has ended, so that it does nothing after its own child fails
+                    return
+
+
+def _feed(pipe: IO[bytes], given: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError), pipe:
+        pipe.write(given)
+
+
+def _is_error(line: str) -> bool:
+    return line.lower().startswith(("error", "e:", "fatal")) or " error: " in line or "GGML_ASSERT" in line

@@ -1,1 +1,0 @@
-"""Work on hostile input in child processes whose time and memory the system limits."""
