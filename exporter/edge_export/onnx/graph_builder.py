@@ -87,6 +87,10 @@ class Graph:
         """A small float32 constant."""
         return self._constant(np.asarray(values, np.float32))
 
+    def bytes(self, values: int | Sequence[int]) -> str:
+        """A small uint8 constant."""
+        return self._constant(np.asarray(values, np.uint8))
+
     def no_rows(self, *shape: int) -> str:
         """A float32 array [0, *shape]."""
         return self._constant(np.empty((0, *shape), np.float32))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import numpy as np
 import pytest
 
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
-ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from edge_export.checkpoint.centroid_rows import cluster_rows
 from edge_export.checkpoint.checkpoint import open_checkpoint
@@ -75,7 +79,20 @@ def test_where_the_keys_are_the_values_they_stand_apart_too(member_folder: Folde
     assert 0 < parities[0]["quantized"]["mean_kl"] < 0.5
 
 
-def test_the_rounded_sparse_head_scores_as_the_rows_it_was_made_of(tmp_path: Path) -> None:
+# Runs a graph on rows [n, hidden size], one at a time.
+RUN = """
+import sys, numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1])
+runs = [session.run(None, {"hidden": row[None, None]}) for row in numpy.load(sys.argv[2])]
+numpy.savez(sys.argv[3], scores=[run[0] for run in runs], tokens=[run[1] for run in runs])
+"""
+
+
+@pytest.mark.parametrize("processor", ["this", "Haswell"])
+def test_the_rounded_sparse_head_scores_as_the_rows_it_was_made_of(processor: str, tmp_path: Path) -> None:
+    """Haswell has no VNNI: its products of uint8 with int8 saturate."""
+    if processor != "this" and (platform.machine() != "x86_64" or shutil.which("qemu-x86_64") is None):
+        pytest.skip("needs qemu-x86_64 on x86")
     checkpoint = open_checkpoint(reference_pair()[1])
     model, order = checkpoint.assistant, token_order(checkpoint)
     format = WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=32))
@@ -88,19 +105,49 @@ def test_the_rounded_sparse_head_scores_as_the_rows_it_was_made_of(tmp_path: Pat
     assert tokens is not None
     graph.output(tokens, "i64", ("n",))
     graph.save(tmp_path / "head.onnx")
-    session = ort.InferenceSession(str(tmp_path / "head.onnx"))
+    values = np.stack([np.random.default_rng(seed).standard_normal(model.hidden_size) + 0.5 * seed for seed in range(5)])
+    np.fill_diagonal(values, 50)  # beside which one of 255 levels is nearly nothing
+    np.save(tmp_path / "rows.npy", values.astype(np.float32))
+    emulator = [] if processor == "this" else ["qemu-x86_64", "-cpu", processor]
+    paths = [str(tmp_path / name) for name in ("head.onnx", "rows.npy", "found.npz")]
+    subprocess.run([*emulator, sys.executable, "-c", RUN, *paths], check=True)
     levels, scales = round_rows(np.concatenate(list(cluster_rows(checkpoint, order))))
     rows: Any = levels * scales[:, None]
     place = np.argsort(order)
-    for seed in range(5):
-        value = np.random.default_rng(seed).standard_normal(model.hidden_size).astype(np.float32) + np.float32(0.5 * seed)
-        value[seed] = 50  # beside which one of 255 levels is nearly nothing
-        found, ids = session.run(None, {"hidden": value[None, None]})
-        wanted = rows[place[ids]] @ value
+    found = np.load(tmp_path / "found.npz")
+    for value, scored, ids in zip(values.astype(np.float32), found["scores"], found["tokens"], strict=True):
         # What two roundings to 8 bits leave of a channel, times the weights.
         left = (value.max() - value.min()) / 255 / 255
-        assert (np.abs(found - wanted) <= 0.51 * left * np.abs(rows[place[ids]]).sum(axis=1) + 1e-4).all()
+        error = np.abs(scored - rows[place[ids]] @ value)
+        assert (error <= 0.51 * left * np.abs(rows[place[ids]]).sum(axis=1) + 1e-4).all()
         assert len(set(ids.tolist())) == len(ids) == model.top_centroids * model.vocab_size // model.centroids
+
+
+@pytest.mark.parametrize("asked", [{}, {"device": "static"}, {"kv": "int8"}])
+def test_no_product_of_integers_saturates(asked: dict[str, Any], onnx_pair: Bundles) -> None:
+    """Where uint8 is multiplied with int8, two products exceed 16 bits from a weight of 65 on."""
+    folder = onnx_pair("int8", **asked)
+    products = 0
+    for path in folder.glob("*.onnx"):
+        graph = onnx.load(path, load_external_data=False).graph
+        types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+        nodes = list(nodes_of(graph))
+        assert not {node.op_type for node in nodes} & {"ConvInteger", "QLinearConv", "QLinearMatMul"}
+        gathered = {node.output[0]: node.input[0] for node in nodes if node.op_type == "Gather"}
+        for node in nodes:
+            if node.op_type == "MatMulInteger":
+                products += 1
+                assert types[gathered[node.input[1]]] == types[node.input[3]] == onnx.TensorProto.UINT8
+    assert products == (0 if "device" in asked else 2)
+
+
+def nodes_of(graph: Any) -> Iterator[Any]:
+    """The nodes of a graph and of those within."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from nodes_of(attribute.g)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (64, 256)])

@@ -24,6 +24,8 @@ from edge_export.onnx.weights import WeightFile, WeightFormat
 Head = Callable[[Graph, str], tuple[str, str | None]]
 # Emits the scores [n] of a hidden row over the selected clusters [k].
 _Scores = Callable[[Graph, str, str], str]
+# The stored level that is zero.
+_ZERO_LEVEL = 128
 
 
 def sparse_head(checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat) -> Head:
@@ -61,9 +63,8 @@ def _float_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np
 def _rounded_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np.int32]) -> _Scores:
     """Products of the row with rounded output rows. The row is split into two rows of 8 bits: its rounded values, and the remainder.
 
-    One row alone would leave few levels to most channels where a few are large. A rounded row is scale * (level - zero). The sum of a row
-    of weights, which `zero` is multiplied with, is stored beside its scale: without zero points MatMulInteger uses its kernel for a
-    single row.
+    One row alone would leave few levels to most channels where a few are large. Levels are stored unsigned, 128 above their value: a
+    processor without VNNI adds pairs of products of uint8 with int8 in 16 bits, where they are cut off.
     """
     model = checkpoint.assistant
     per_centroid, hidden = model.vocab_size // model.centroids, model.hidden_size
@@ -72,27 +73,24 @@ def _rounded_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[
     def pieces() -> Iterator[NDArray[Any]]:
         for rows in cluster_rows(checkpoint, order):
             levels, scales = round_rows(rows)
-            scaling.append(np.stack([scales, scales * levels.sum(axis=1, dtype=np.int32)], axis=1))
-            yield np.ascontiguousarray(levels.reshape(-1, per_centroid, hidden).transpose(0, 2, 1))
+            scaling.append(scales)
+            unsigned = (levels.astype(np.int16) + _ZERO_LEVEL).astype(np.uint8)
+            yield np.ascontiguousarray(unsigned.reshape(-1, per_centroid, hidden).transpose(0, 2, 1))
 
-    stored = weights.pieces(pieces(), "i8", (model.centroids, hidden, per_centroid))
-    both = np.concatenate(scaling).reshape(model.centroids, per_centroid, 2).transpose(0, 2, 1)
-    factors = weights.array(np.ascontiguousarray(both, np.float32), "f32")
+    stored = weights.pieces(pieces(), "u8", (model.centroids, hidden, per_centroid))
+    factors = weights.array(np.concatenate(scaling).reshape(model.centroids, 1, per_centroid), "f32")
 
     def scores(graph: Graph, value: str, best: str) -> str:
-        near = graph.op("Gather", graph.weight(stored), best, axis=0)
-        of_rows, of_zero = graph.ops("Split", [graph.op("Gather", graph.weight(factors), best, axis=0)], 2, axis=1, num_outputs=2)
-        coarse, rest = _product(graph, value, near, of_rows, of_zero)
-        fine, _ = _product(graph, rest, near, of_rows, of_zero)
-        return graph.op("Reshape", graph.op("Add", coarse, fine), graph.integers([-1]))
+        near, of_rows = (graph.op("Gather", graph.weight(part), best, axis=0) for part in (stored, factors))
+        coarse, rest = _product(graph, value, near)
+        fine, _ = _product(graph, rest, near)
+        return graph.op("Reshape", graph.op("Mul", graph.op("Add", coarse, fine), of_rows), graph.integers([-1]))
 
     return scores
 
 
-def _product(graph: Graph, value: str, near: str, of_rows: str, of_zero: str) -> tuple[str, str]:
-    """The product of a row rounded to 8 bits with the weights, and the remainder of the row."""
+def _product(graph: Graph, value: str, near: str) -> tuple[str, str]:
+    """The product of a row rounded to 8 bits with the weights' levels, and the remainder of the row."""
     levels, scale, zero = graph.ops("DynamicQuantizeLinear", [value], 3)
-    products = graph.op("Cast", graph.op("MatMulInteger", levels, near), to=1)
-    taken = graph.op("Mul", of_zero, graph.op("Cast", zero, to=1))
-    found = graph.op("Mul", graph.op("Sub", graph.op("Mul", products, of_rows), taken), scale)
-    return found, graph.op("Sub", value, graph.op("DequantizeLinear", levels, scale, zero))
+    products = graph.op("Cast", graph.op("MatMulInteger", levels, near, zero, graph.bytes(_ZERO_LEVEL)), to=1)
+    return graph.op("Mul", products, scale), graph.op("Sub", value, graph.op("DequantizeLinear", levels, scale, zero))
