@@ -67,7 +67,7 @@ MODULES: dict[str, tuple[str, Sequence[str]]] = {
         (f"{_RUNTIME}/drafting/test_cost_figures.py", f"{_RUNTIME}/drafting/test_cost_model.py"),
     ),
     "graph_memory": (
-        "edge_runtime.backends.onnx_memory.peak",
+        "edge_runtime.backends.onnx.graph_memory",
         (f"{_RUNTIME}/backends/onnx/test_graph_memory.py", "-k", "not before_onnxruntime_has_it"),
     ),
 }

@@ -10,6 +10,7 @@ import numpy as np
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.gguf_header import GgufError, read_gguf_header
 from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.bundle.onnx_file import read_graph
 from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.calibration.cost_probe import COSTS
 from edge_runtime.config.yaml_file import read_config
@@ -49,17 +50,18 @@ def _hashed(data: bytes) -> bytes:
 
 
 def _onnx(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.onnx_memory.parsed_graph import parse_graph
-    from edge_runtime.backends.onnx_memory.peak import check_graph_memory
+    from edge_runtime.backends.onnx.graph_memory import check_graph_memory
+    from edge_runtime.backends.onnx.row_kernels import with_row_kernels
 
     make_weights(folder)
     path = folder / "model.onnx"
     # Sizes that are known at run time only.
-    shapes = {name.decode(): (4,) * 4 for seed in corpus("onnx") for name in parse_graph(seed).inputs}
+    shapes = {name.decode(): (4,) * 4 for seed in corpus("onnx") for name in read_graph(seed).inputs}
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
         check_onnx(path)
+        with_row_kernels(data)
         check_graph_memory(path, shapes)
 
     return read

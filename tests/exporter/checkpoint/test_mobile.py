@@ -23,7 +23,7 @@ from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.weights import WeightFile
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from edge_runtime.backends.onnx.row_kernels.rewrite import with_row_kernels
+from edge_runtime.backends.onnx.row_kernels import with_row_kernels
 from published_formats import packed_codes, to_mobile
 from silent import Silent
 

@@ -13,8 +13,9 @@ onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export-onnx]")
 
 from onnx import TensorProto, helper, numpy_helper
 
-from edge_runtime.bundle import onnx_graph as onnx_header
-from edge_runtime.bundle.onnx_graph import LOOP_INPUT, MAX_GRAPH_BYTES, check_onnx
+from edge_runtime.bundle import onnx_file
+from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES
+from edge_runtime.bundle.onnx_graph import LOOP_INPUT, check_onnx
 from edge_runtime.errors import BundleError
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
@@ -118,16 +119,16 @@ def message(tag: int, data: bytes) -> bytes:
     return bytes([tag]) + length + bytes([size]) + data
 
 
-@pytest.mark.parametrize("kind", ["graphs", "names", "inputs", "nodes", "names of a node"])
+@pytest.mark.parametrize("kind", ["opsets", "names", "inputs", "nodes", "names of a node"])
 def test_fields_without_end_are_refused_and_take_little(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two bytes are the least a field has; as many as are allowed take some 3 seconds."""
-    monkeypatch.setattr(onnx_header, "_MAX_FIELDS", 50_000)
-    pieces = {"graphs": b"\x3a\0", "names": b"\x12\0", "inputs": b"\x5a\0", "nodes": b"\x0a\x05\x22\x03Add", "names of a node": b"\x0a\0"}
+    monkeypatch.setattr(onnx_file, "MAX_FIELDS", 50_000)
+    pieces = {"opsets": b"\x42\0", "names": b"\x12\0", "inputs": b"\x5a\0", "nodes": b"\x0a\x05\x22\x03Add", "names of a node": b"\x0a\0"}
     data = pieces[kind] * ((2 << 20) // len(pieces[kind]))
     if kind == "names of a node":
         data = message(0x0A, data)
     path = tmp_path / "model.onnx"
-    path.write_bytes(data if kind == "graphs" else message(0x3A, data))
+    path.write_bytes(data if kind == "opsets" else message(0x3A, data))
     size = path.stat().st_size
     tracemalloc.start()
     with pytest.raises(BundleError, match=r"more than \d+ fields"):
@@ -135,6 +136,28 @@ def test_fields_without_end_are_refused_and_take_little(kind: str, tmp_path: Pat
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < size + (2 << 20)
+
+
+def field(number: int, value: bytes) -> bytes:
+    return message(number << 3 | 2, value)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (field(7, b"") * 2, "more than one graph"),
+        (field(7, field(1, field(4, b"If") + field(5, field(6, b"") * 2))), "an attribute holds more than one value"),
+        (field(7, field(1, field(4, b"Add") + field(5, b"\x18\x01\x18\x02"))), "an attribute holds more than one value"),
+        (field(7, field(1, field(4, b"Add") + field(5, field(8, b"\1" * 5000)))), "more than 4096 integers"),
+        (field(7, field(11, field(2, b"\x0a\x7f"))), "cut off"),
+        (field(7, b"\x08\x01"), "a number stands where"),
+    ],
+)
+def test_what_readers_could_take_in_two_ways_is_refused(data: bytes, said: str, tmp_path: Path) -> None:
+    """Protobuf joins messages that stand twice; of numbers the last one counts."""
+    (tmp_path / "model.onnx").write_bytes(data)
+    with pytest.raises(BundleError, match=said):
+        check_onnx(tmp_path / "model.onnx")
 
 
 def test_a_file_longer_than_any_graph_is_not_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels.loader import kernels_path
 from edge_runtime.backends.onnx.prepacked import PackingPlace, packed_graph, well_placed
-from edge_runtime.backends.onnx.row_kernels.rewrite import with_row_kernels
+from edge_runtime.backends.onnx.row_kernels import with_row_kernels
 from edge_runtime.errors import BackendError, RequestError
 
 CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"

@@ -10,6 +10,7 @@ from edge_devices.machine.memory import available_memory_bytes
 from edge_runtime.backends.interface import OpenedPair, OpenRequest, SingleSequence, lazy_encoder
 from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.onnx.drafter import OrtDrafter
+from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
 from edge_runtime.backends.onnx.loader import SessionOptions, check_version, library_version, provider_and_device
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
@@ -17,8 +18,6 @@ from edge_runtime.backends.onnx.prepacked import PackingPlace
 from edge_runtime.backends.onnx.static_drafter import StaticOrtDrafter
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget
 from edge_runtime.backends.onnx.target import PREFILL_ROWS, PREFILL_SCORES, OrtOptions, OrtTarget, PairFiles, StaticParts, pair_of
-from edge_runtime.backends.onnx_memory.operator_shapes import Shape
-from edge_runtime.backends.onnx_memory.peak import check_graph_memory
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
 from edge_runtime.drafting.drafter_kinds import DrafterKind

@@ -17,9 +17,7 @@ from onnx import TensorProto, helper
 
 from edge_runtime.backends.kernels import loader
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
-from edge_runtime.backends.onnx.row_kernels.attention import READER, STOCK_ATTENTION, WRITER
-from edge_runtime.backends.onnx.row_kernels.messages import DOMAIN
-from edge_runtime.backends.onnx.row_kernels.rewrite import with_row_kernels
+from edge_runtime.backends.onnx.row_kernels import DOMAIN, READER, STOCK_ATTENTION, WRITER, with_row_kernels
 from edge_runtime.bundle.bundle import open_bundle
 
 Bundles = Callable[[str], Path]

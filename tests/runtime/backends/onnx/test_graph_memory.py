@@ -15,13 +15,13 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 from onnx import TensorProto, helper, numpy_helper
 
 from edge_devices.files.protobuf_wire import bytes_field
+from edge_runtime.backends.onnx import graph_memory
+from edge_runtime.backends.onnx.graph_memory import RULES, Value, check_graph_memory, output_values
 from edge_runtime.backends.onnx.loader import onnxruntime_module
 from edge_runtime.backends.onnx.open import check_pair_memory, open_onnx
 from edge_runtime.backends.onnx.target import OrtOptions, pair_of
-from edge_runtime.backends.onnx_memory import peak
-from edge_runtime.backends.onnx_memory.operator_shapes import RULES, Value, output_values
-from edge_runtime.backends.onnx_memory.parsed_graph import parse_graph
 from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.onnx_file import read_graph
 from edge_runtime.bundle.onnx_graph import CONTRIB_OPS, ONNX_OPS, check_onnx
 from edge_runtime.errors import BackendError, BundleError
 
@@ -104,8 +104,8 @@ def test_shapes_are_those_of_onnxruntime(tmp_path: Path, operator: str, arrays: 
     model = onnx.load(path)
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in outputs)
     given = onnxruntime_module().InferenceSession(onnx.shape_inference.infer_shapes(model).SerializeToString()).run(None, {})
-    parsed = parse_graph(path.read_bytes())
-    values = [Value(array.shape, parsed.constants[name.encode()].items) for name, array in zip(names, arrays, strict=True)]
+    parsed = read_graph(path.read_bytes())
+    values = [Value(array.shape, parsed.constants[name.encode()].integers) for name, array in zip(names, arrays, strict=True)]
     computed = output_values(parsed.nodes[0], values)
     assert [value.shape for value in computed] == [array.shape for array in given]
     assert all(value.bytes >= array.nbytes for value, array in zip(computed, given, strict=True))
@@ -119,7 +119,7 @@ def test_values_count_from_the_node_that_makes_them_to_the_last_reader(tmp_path:
         helper.make_node("MatMul", ["c", "wide"], ["y"]),  # c 400, y 4000
     ]
     path = saved(tmp_path, nodes, {"x": (100, None)}, {"one": f32(10, 1), "wide": f32(1, 10)}, ["y"])
-    assert peak.check_graph_memory(path, {"x": (100, 10)}) == 4400
+    assert check_graph_memory(path, {"x": (100, 10)}) == 4400
 
 
 def test_what_constants_alone_make_is_kept(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_what_constants_alone_make_is_kept(tmp_path: Path) -> None:
         helper.make_node("Add", ["x", "x"], ["y"]),
     ]
     path = saved(tmp_path, nodes, {"x": (1, None)}, {"k": f32(100)}, ["y"])
-    assert peak.check_graph_memory(path, {"x": (1, 1000)}) == 400 + 400 + 4000
+    assert check_graph_memory(path, {"x": (1, 1000)}) == 400 + 400 + 4000
 
 
 def chain(operator: str, count: int, second: str | None = None, **attributes: Any) -> list[Any]:
@@ -211,10 +211,10 @@ def test_graphs_that_ask_for_more_memory_than_there_is_are_refused(name: str, tm
     with (tmp_path / "w").open("wb") as file:
         file.truncate(8 * max((value.size for value in constants.values()), default=0))
     path.write_bytes(model.SerializeToString())
-    monkeypatch.setattr(peak, "available_memory_bytes", lambda: 8 * GB)
+    monkeypatch.setattr(graph_memory, "available_memory_bytes", lambda: 8 * GB)
     check_onnx(path)
     with pytest.raises(BackendError, match=r"needs .* GB or more for its values, 8.00 GB of memory are available"):
-        peak.check_graph_memory(path, {"y0": (1, 100)})
+        check_graph_memory(path, {"y0": (1, 100)})
 
 
 @pytest.mark.parametrize(
@@ -233,13 +233,13 @@ def test_graphs_that_ask_for_more_memory_than_there_is_are_refused(name: str, tm
 def test_graphs_without_a_shape_are_refused(nodes: list[Any], constants: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
     path = saved(tmp_path, nodes, {"y0": (1, "n")}, constants, [])
     with pytest.raises(BundleError, match=said):
-        peak.check_graph_memory(path, {"y0": (1, 100)})
+        check_graph_memory(path, {"y0": (1, 100)})
 
 
 def test_an_input_that_the_runtime_does_not_give_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, [helper.make_node("Add", ["x", "x"], ["y"])], {"x": ("n",)}, {}, ["y"])
     with pytest.raises(BundleError, match="'x' is none that the runtime gives"):
-        peak.check_graph_memory(path, {})
+        check_graph_memory(path, {})
 
 
 def branch(then: list[Any], otherwise: list[Any], *outputs: str) -> Any:
@@ -264,8 +264,8 @@ def test_the_larger_branch_counts_beside_what_is_held(tmp_path: Path, swapped: b
     ]
     path = saved(tmp_path, nodes, {"x": (None,)}, {"yes": np.array(True)}, ["y"])
     # held, and in the branch y1 and y2: 400 + 800 + 1600; after it held, z and a: 400 + 1600 + 1600.
-    assert peak.check_graph_memory(path, {"x": (100,)}) == 3600
-    assert peak.check_graph_memory(path, {"x": (100,)}, {"x": (200,)}, {"x": (10,)}) == 7200
+    assert check_graph_memory(path, {"x": (100,)}) == 3600
+    assert check_graph_memory(path, {"x": (100,)}, {"x": (200,)}, {"x": (10,)}) == 7200
 
 
 def test_what_a_branch_needs_meanwhile_counts_beside_what_is_held(tmp_path: Path) -> None:
@@ -276,8 +276,8 @@ def test_what_a_branch_needs_meanwhile_counts_beside_what_is_held(tmp_path: Path
         helper.make_node("Add", ["held", "z"], ["y"]),
     ]
     path = saved(tmp_path, nodes, {"x": (None,)}, {"yes": np.array(True)}, ["y"])
-    assert peak.check_graph_memory(path, {"x": (100,)}) == 400 + 800 + 1600
-    assert peak.check_graph_memory(path, {"x": (0,)}) == 0, "a cache without rows"
+    assert check_graph_memory(path, {"x": (100,)}) == 400 + 800 + 1600
+    assert check_graph_memory(path, {"x": (0,)}) == 0, "a cache without rows"
 
 
 def test_a_loop_holds_its_start_and_all_that_it_collects(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_loop_holds_its_start_and_all_that_it_collects(tmp_path: Path) -> None
     path = saved(tmp_path, nodes, {"x": (None,)}, {}, ["end", "all"])
     # Inside, values may be int64: y0 in floats (twice: as it is and as the start), v1 and v2 wide. After it: y0, the end and 12 of v2.
     inside, after = 2 * 400 + 2 * 800, 400 + 800 + 12 * 800
-    assert peak.check_graph_memory(path, {"x": (100,)}) == max(inside, after) + 8  # draft_length
+    assert check_graph_memory(path, {"x": (100,)}) == max(inside, after) + 8  # draft_length
 
 
 @pytest.mark.parametrize(("outputs", "said"), [(["v0", "v1"], "grows with each iteration"), (["v0"], None)])
@@ -299,49 +299,49 @@ def test_each_value_that_a_loop_carries_keeps_its_size(tmp_path: Path, outputs: 
     nodes = [helper.make_node("Add", ["x", "x"], ["y0"]), repeated]
     path = saved(tmp_path, nodes, {"x": (None,)}, {}, [])
     if said is None:
-        assert peak.check_graph_memory(path, {"x": (100,)}) > 0
+        assert check_graph_memory(path, {"x": (100,)}) > 0
     else:
         with pytest.raises(BundleError, match=said):
-            peak.check_graph_memory(path, {"x": (100,)})
+            check_graph_memory(path, {"x": (100,)})
 
 
 def test_inputs_of_the_runtime_cost_nothing_and_others_their_size(tmp_path: Path) -> None:
     nodes = [helper.make_node("Add", ["x", "own"], ["y"]), helper.make_node("Add", ["input_ids", "input_ids"], ["z"])]
     path = saved(tmp_path, nodes, {"x": (None,), "own": (50,), "input_ids": (None,)}, {}, ["y", "z"])
     # own 200, y 200, z in int64 80.
-    assert peak.check_graph_memory(path, {"x": (50,), "input_ids": (10,)}) == 480
+    assert check_graph_memory(path, {"x": (50,), "input_ids": (10,)}) == 480
 
 
 def test_a_graph_that_takes_all_there_is_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path, [helper.make_node("Add", ["x", "x"], ["y"])], {"x": (None,)}, {}, ["y"])
-    monkeypatch.setattr(peak, "available_memory_bytes", lambda: 400)
-    assert peak.check_graph_memory(path, {"x": (100,)}) == 400
+    monkeypatch.setattr(graph_memory, "available_memory_bytes", lambda: 400)
+    assert check_graph_memory(path, {"x": (100,)}) == 400
     with pytest.raises(BackendError, match="404 B or more for its values, 400 B of memory"):
-        peak.check_graph_memory(path, {"x": (101,)})
+        check_graph_memory(path, {"x": (101,)})
 
 
 @pytest.mark.parametrize(("size", "fits"), [(2 << 30, True), ((2 << 30) + 1, False)])
 def test_where_the_system_does_not_say_there_are_8_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, fits: bool) -> None:
     path = saved(tmp_path, [helper.make_node("Add", ["x", "x"], ["y"])], {"x": (None,)}, {}, ["y"])
-    monkeypatch.setattr(peak, "available_memory_bytes", lambda: None)
+    monkeypatch.setattr(graph_memory, "available_memory_bytes", lambda: None)
     if fits:
-        assert peak.check_graph_memory(path, {"x": (size,)}) == 4 * size
+        assert check_graph_memory(path, {"x": (size,)}) == 4 * size
     else:
         with pytest.raises(BackendError, match=r"8\.59 GB of memory are available"):
-            peak.check_graph_memory(path, {"x": (size,)})
+            check_graph_memory(path, {"x": (size,)})
 
 
 def test_inputs_that_are_left_out_at_the_end_are_none(tmp_path: Path) -> None:
     nodes = [helper.make_node("Slice", ["x", "from", "to", "", ""], ["y"])]
     path = saved(tmp_path, nodes, {"x": (None,)}, {"from": i64(0), "to": i64(5)}, ["y"])
-    assert peak.check_graph_memory(path, {"x": (100,)}) <= 400
+    assert check_graph_memory(path, {"x": (100,)}) <= 400
 
 
 def test_an_output_of_a_branch_that_nothing_gives_is_refused(tmp_path: Path) -> None:
     empty = branch([helper.make_node("Identity", ["x"], ["s"])], [], "s", "none")
     path = saved(tmp_path, [empty], {"x": (None,)}, {"yes": np.array(True)}, [])
     with pytest.raises(BundleError, match="the output 'none' is given by no node"):
-        peak.check_graph_memory(path, {"x": (100,)})
+        check_graph_memory(path, {"x": (100,)})
 
 
 def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeyp
     files = pair_of(bundle, drafter=True)
     needed = {context: check_pair_memory(files, context) for context in (64, 512, 1024)}
     assert 1_000_000 < needed[64] < needed[1024] < 100_000_000
-    monkeypatch.setattr(peak, "available_memory_bytes", lambda: needed[64])
+    monkeypatch.setattr(graph_memory, "available_memory_bytes", lambda: needed[64])
     monkeypatch.setattr("edge_runtime.backends.onnx.loader._open", lambda *_: pytest.fail("onnxruntime was given a graph"))
     with pytest.raises(BackendError, match="ask for a shorter context"):
         open_onnx(bundle, OrtOptions(context=1024, threads=1), None)
@@ -358,6 +358,6 @@ def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeyp
 def test_a_type_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "g.onnx"
     path.write_bytes(bytes_field(7, bytes_field(11, bytes_field(1, b"x") + bytes_field(2, b"\x0a\x7f"))))
-    check_onnx(path)
-    with pytest.raises(BundleError, match="no sound ONNX graph"):
-        peak.check_graph_memory(path, {"x": (1, 1)})
+    for read in (check_onnx, lambda path: check_graph_memory(path, {"x": (1, 1)})):
+        with pytest.raises(BundleError, match="no sound ONNX graph"):
+            read(path)

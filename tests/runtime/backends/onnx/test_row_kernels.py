@@ -15,10 +15,7 @@ from onnx import TensorProto, helper
 
 from edge_runtime.backends.kernels import loader
 from edge_runtime.backends.onnx import loader as ort_library
-from edge_runtime.backends.onnx.row_kernels.gates import GATED
-from edge_runtime.backends.onnx.row_kernels.messages import DOMAIN
-from edge_runtime.backends.onnx.row_kernels.products import PRODUCT
-from edge_runtime.backends.onnx.row_kernels.rewrite import with_row_kernels
+from edge_runtime.backends.onnx.row_kernels import DOMAIN, GATED, PRODUCT, with_row_kernels
 from edge_runtime.session.open import open_session
 
 Bundles = Callable[[str], Path]

@@ -1,0 +1,148 @@
+"""Puts the project's own operators in the place of stock ones in a graph, before onnxruntime reads it: old bundles gain too.
+
+- Products: MatMulNBits becomes MatMulRows, of which only name and domain differ. Nodes with zero points, or with blocks that do not fill
+  their rows, stay as they are.
+- Attention, as `edge_export.onnx.graphs.attention` writes it: GroupQueryAttention on float32 buffers, and the nodes of attention on rows
+  together, whose sums for a row then depend on nothing else in its batch.
+- The gated feed-forward, as `edge_export.onnx.graphs.blocks` writes it: the product with both halves, their split, GELU and the product
+  of the halves become one operator, so that neither half is written to memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from edge_runtime.bundle.onnx_file import Node, OnnxGraph, Tensor, read_graph, with_graph
+from edge_runtime.bundle.onnx_graph import CONTRIB
+
+DOMAIN = "edge.mtp"
+PRODUCT, STOCK_PRODUCT = "MatMulRows", "MatMulNBits"
+ATTENTION, WRITER, READER, STOCK_ATTENTION = "AttendRows", "AttendBuffers", "ReadBuffers", "GroupQueryAttention"
+GATED = "GatedRows"
+_BITS, _BLOCKS = {2, 4, 8}, {16, 32, 64, 128}
+# MatMulNBits, accuracy_level
+_INT8_ACTIVATIONS = 4
+# What a GroupQueryAttention may say besides its sizes: no soft cap, no sinks, no rotation of neighbours.
+_SIZES, _FIXED = {b"num_heads", b"kv_num_heads", b"local_window_size"}, {b"do_rotary": 1, b"scale": 1.0}
+# Outputs of both halves of a gate that a thread computes together.
+_STEP = 128
+
+
+def with_row_kernels(model: bytes) -> tuple[bytes, int]:
+    """Returns the model with the operators, and how many nodes have one. `model` has passed `check_onnx`."""
+    graph = read_graph(model)
+    products = [node for node in _all_nodes(graph) if _is_product(node)]
+    if not products:
+        return model, 0
+    for node in products:
+        node.operator, node.domain = PRODUCT, DOMAIN
+    joined = _join(graph, {})
+    return with_graph(model, graph, DOMAIN), len(products) + joined
+
+
+def _all_nodes(graph: OnnxGraph) -> Iterator[Node]:
+    for node in graph.nodes:
+        yield node
+        for inner in node.graphs.values():
+            yield from _all_nodes(inner)
+
+
+def _is_product(node: Node) -> bool:
+    """Whether this is a product that the kernels take: activations rounded to int8, no zero points (three inputs), whole blocks."""
+    if (node.operator, node.domain) != (STOCK_PRODUCT, CONTRIB) or len(node.inputs) != 3:
+        return False
+    numbers = node.numbers
+    block = numbers.get(b"block_size", 0)
+    if numbers.get(b"accuracy_level", _INT8_ACTIVATIONS) != _INT8_ACTIVATIONS:
+        return False
+    return numbers.get(b"bits") in _BITS and block in _BLOCKS and numbers.get(b"K", 1) % block == 0
+
+
+def _join(graph: OnnxGraph, outer: Mapping[bytes, Tensor]) -> int:
+    """Puts one operator in the place of several nodes, and drops what nobody reads any more; so in the graphs within.
+
+    `outer` are the constants of the graphs around it. Returns how many operators there are.
+    """
+    constants = {**outer, **graph.constants}
+    within = sum(_join(inner, constants) for node in graph.nodes for inner in node.graphs.values())
+    makers = {name: node for node in graph.nodes for name in node.outputs}
+    for node in graph.nodes:
+        node.sources = [makers.get(name) for name in node.inputs]
+    joins = [attention_on_rows(node) or attention_on_buffers(node) or gated_rows(node, constants) for node in graph.nodes]
+    count = len(joins) - joins.count(None)
+    if not count:
+        return within
+    read = set(graph.outputs)
+    kept: list[Node] = []
+    for node in reversed([new or old for new, old in zip(joins, graph.nodes, strict=True)]):  # nodes stand in the order in which they run
+        if not read.isdisjoint(node.outputs):
+            kept.append(node)
+            read.update(node.inputs, node.names_within)
+    graph.nodes = kept[::-1]
+    return within + count
+
+
+def attention_on_buffers(node: Node) -> Node | None:
+    """The operator for a GroupQueryAttention on float32 buffers; float16 rows are cast before it, scales of int8 ones are more inputs."""
+    casts = any(source is not None and source.operator == "Cast" for source in node.sources[:3])
+    fixed = {name: number for name, number in node.numbers.items() if name not in _SIZES}
+    if node.operator != STOCK_ATTENTION or len(node.inputs) != 10 or casts or fixed != _FIXED or len(node.outputs) not in (1, 3):
+        return None
+    sizes = [attribute for attribute in node.attributes if attribute.name in _SIZES]
+    return Node(WRITER if len(node.outputs) == 3 else READER, node.inputs, node.outputs, sizes, DOMAIN)
+
+
+def attention_on_rows(end: Node) -> Node | None:
+    """The operator for attention on rows, if `end` adds up its two products."""
+    cached, new = _sources(end, "Add", 2) or (None, None)
+    split, _ = _sources(cached, "MatMul", 2) or (None, None)
+    other, _ = _sources(new, "MatMul", 2) or (None, None)
+    softmax, sizes = _sources(split, "Split", 2, axis=-1) or (None, None)
+    (joined,) = _sources(softmax, "Softmax", 1, axis=-1) or (None,)
+    scores, masked = _sources(joined, "Concat", 2, axis=-1) or (None, None)
+    own, mask = _sources(masked, "Add", 2) or (None, None)
+    products = [_sources(product, "FusedMatMul", 2, transB=1) for product in (scores, own)]
+    if other is not split or cached is None or new is None or split is None or None in products or not _is_causal(mask):
+        return None
+    assert scores is not None
+    assert own is not None
+    (queries, past_keys), (same, new_keys) = scores.inputs, own.inputs
+    if same != queries or [cached.inputs[0], new.inputs[0]] != split.outputs or not _are_lengths(sizes):
+        return None
+    return Node(ATTENTION, [queries, past_keys, cached.inputs[1], new_keys, new.inputs[1]], end.outputs, domain=DOMAIN)
+
+
+def _is_causal(mask: Node | None) -> bool:
+    """Whether this is the mask of the rows of one forward, made from the order of their positions."""
+    (spread,) = _sources(mask, "Flatten", 1, axis=2) or (None,)
+    where, _ = _sources(spread, "Expand", 2) or (None, None)
+    seen, _, _ = _sources(where, "Where", 3) or (None, None, None)
+    rows = _sources(seen, "GreaterOrEqual", 2) or (None, None)
+    return all(_sources(row, "Reshape", 2) is not None and row is not None and row.inputs[0] == b"position_ids" for row in rows)
+
+
+def _are_lengths(sizes: Node | None) -> bool:
+    """Whether these are two numbers of rows. All layers take those of the first: they have the same rows."""
+    return all(_sources(size, "Shape", 1, start=2, end=3) is not None for size in _sources(sizes, "Concat", 2, axis=0) or (None,))
+
+
+def gated_rows(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
+    """The operator for a gated feed-forward, if `end` multiplies its halves."""
+    gelu, values = _sources(end, "Mul", 2) or (None, None)
+    (gates,) = _sources(gelu, "Gelu", 1, approximate=0) or (None,)
+    product, _ = _sources(gates, "Split", 2, axis=-1) or (None, None)
+    if gelu is None or gates is None or gates is not values or product is None or product.operator != PRODUCT:
+        return None
+    if [gelu.inputs[0], end.inputs[1]] != gates.outputs or gelu.attributes[0].text != b"tanh":
+        return None
+    outputs, sizes = int(product.numbers.get(b"N", 1)), constants.get(gates.inputs[1])
+    if outputs % _STEP or sizes is None or sizes.integers != (outputs // 2, outputs // 2):
+        return None
+    return Node(GATED, product.inputs, end.outputs, product.attributes, DOMAIN)
+
+
+def _sources(node: Node | None, operator: str, count: int, **numbers: int) -> Sequence[Node | None] | None:
+    """The sources of a node with this operator, this number of inputs and exactly these attributes; None for another node."""
+    expected = {name.encode(): number for name, number in numbers.items()}
+    fits = node is not None and node.operator == operator and len(node.inputs) == count and node.numbers == expected
+    return node.sources if fits and node is not None else None

@@ -1,0 +1,348 @@
+"""The reader of ONNX files: a graph's nodes, tensors, inputs and outputs, and the change of its nodes.
+
+Files are hostile: fields that the exporter does not write are refused, and each list is limited before memory is taken for it. Names stay
+bytes: two that are no UTF-8 must not become one. Field numbers: onnx/onnx.proto. Needs no library.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+
+from edge_devices.files.protobuf_wire import bytes_field, fields_of, varints, whole_fields_of
+
+# Weights are in a file beside the graph, so the graph itself is small: 58 kB for 8 layers; some 8 MB and 900,000 fields for
+# 128 experts in each of 30 layers.
+MAX_GRAPH_BYTES = 16 << 20
+MAX_FIELDS = 2_000_000
+# No node, tensor or attribute has more, and a graph has no more inputs.
+MAX_PARTS = 4096
+MAX_DIMENSIONS = 16
+_MAX_DEPTH = 16
+# More elements are no shape.
+_MAX_CONSTANT = 64
+LARGEST = 1 << 62
+INT64 = 7
+_EXTERNAL = 1
+# Fields by message; those in no list (functions, sparse tensors, descriptions) are refused.
+_GRAPH_OF_MODEL, _OPSETS = 7, 8
+_NODE, _TENSOR, _INPUT, _OUTPUT = 1, 5, 11, 12
+_OPERATOR, _ATTRIBUTE, _DOMAIN = 4, 5, 7
+_SUBGRAPH = 6
+# Attributes' fields of which one has a value, unless the value is a list of integers.
+_SINGLE = {2, 3, 4, _SUBGRAPH}
+_KNOWN = {
+    "model": {1, 2, _GRAPH_OF_MODEL, _OPSETS},
+    "graph": {_NODE, 2, _TENSOR, _INPUT, _OUTPUT},
+    "node": {1, 2, 3, _OPERATOR, _ATTRIBUTE, _DOMAIN},
+    "attribute": {1, 2, 3, 4, _SUBGRAPH, 8, 20},
+    "tensor": {1, 2, 8, 9, 13, 14},
+    "value": {1, 2},
+}
+
+Field = tuple[int, int | memoryview]
+
+
+class UnsoundGraphError(ValueError):
+    """What is wrong with a graph, without the file's name."""
+
+
+@dataclass(slots=True)
+class Tensor:
+    """A constant of a graph, with its bytes (`raw`) or the entries that say where they are (`external`)."""
+
+    name: bytes
+    type: int
+    shape: tuple[int, ...]
+    raw: memoryview | None
+    external: dict[str, str] | None
+
+    @property
+    def integers(self) -> tuple[int, ...] | None:
+        """The elements of a short list of int64, which may be a shape."""
+        if self.raw is None or self.type != INT64 or len(self.raw) > 8 * _MAX_CONSTANT or len(self.raw) % 8:
+            return None
+        return struct.unpack(f"<{len(self.raw) // 8}q", self.raw)
+
+
+@dataclass(slots=True)
+class GraphValue:
+    """An input or output of a graph. A size is None if it is known at run time only."""
+
+    name: bytes
+    shape: tuple[int | None, ...]
+    output: bool
+
+
+@dataclass(slots=True)
+class Attribute:
+    """A node's attribute: of `number`, `integers`, `text` and `graph` those that it has. `message` are its bytes."""
+
+    message: bytes | memoryview
+    name: bytes = b""
+    number: float | None = None
+    integers: tuple[int, ...] = ()
+    text: bytes = b""
+    graph: memoryview | None = None
+
+
+@dataclass(slots=True)
+class Node:
+    """An operator on names. Where a tree of graphs is read, `graphs` are those in it by attribute (`body`, `then_branch`, `else_branch`).
+
+    `sources` are the nodes that its inputs come from, None for inputs and weights of the graph, where somebody has set them.
+    """
+
+    operator: str = ""
+    inputs: list[bytes] = field(default_factory=list)
+    outputs: list[bytes] = field(default_factory=list)
+    attributes: list[Attribute] = field(default_factory=list)
+    domain: str = ""
+    name: bytes = b""
+    graphs: dict[bytes, OnnxGraph] = field(default_factory=dict)
+    sources: list[Node | None] = field(default_factory=list)
+
+    @property
+    def numbers(self) -> dict[bytes, float]:
+        """The attributes by name; 0 for those that are no number."""
+        return {attribute.name: attribute.number or 0 for attribute in self.attributes}
+
+    def integers(self, name: bytes) -> tuple[int, ...] | None:
+        """An attribute that is a list of integers, or one of them."""
+        return next((attribute.integers for attribute in self.attributes if attribute.name == name), None)
+
+    def integer(self, name: bytes, default: int) -> int:
+        """An attribute that is an integer."""
+        return (self.integers(name) or (default,))[0]
+
+    @property
+    def names_within(self) -> set[bytes]:
+        """The names that the graphs in it read or give."""
+        return {name for graph in self.graphs.values() for name in graph.names}
+
+    def encoded(self) -> bytes:
+        """The node as a message."""
+        parts = [(1, name) for name in self.inputs] + [(2, name) for name in self.outputs]
+        parts += [(3, self.name)] * bool(self.name) + [(_OPERATOR, self.operator.encode())]
+        parts += [(_ATTRIBUTE, self._encoded_attribute(attribute)) for attribute in self.attributes]
+        parts += [(_DOMAIN, self.domain.encode())] * bool(self.domain)
+        return b"".join(bytes_field(number, value) for number, value in parts)
+
+    def _encoded_attribute(self, attribute: Attribute) -> bytes:
+        if attribute.graph is None:
+            return bytes(attribute.message)
+        return _replaced(memoryview(attribute.message), _SUBGRAPH, [self.graphs[attribute.name].encoded()])
+
+
+@dataclass
+class OnnxGraph:
+    """A file's graph, a branch of an If or the body of a Loop."""
+
+    message: memoryview
+    nodes: list[Node] = field(default_factory=list)
+    constants: dict[bytes, Tensor] = field(default_factory=dict)
+    inputs: dict[bytes, tuple[int | None, ...]] = field(default_factory=dict)
+    outputs: list[bytes] = field(default_factory=list)
+
+    @cached_property
+    def names(self) -> frozenset[bytes]:
+        """All names that nodes here and in graphs inside read, and those of the outputs."""
+        inner = {name for node in self.nodes for name in node.names_within}
+        return frozenset({name for node in self.nodes for name in node.inputs} | inner | set(self.outputs))
+
+    def encoded(self) -> bytes:
+        """The graph with its nodes as they are now; all else stays as it was read."""
+        return _replaced(self.message, _NODE, [node.encoded() for node in self.nodes])
+
+
+def read_graph(model: bytes) -> OnnxGraph:
+    """Returns a model's graph and those inside. Raises UnsoundGraphError, WireError."""
+    reader = GraphReader()
+    return _tree(reader, reader.graph_of(memoryview(model)), 1)
+
+
+def with_graph(model: bytes, graph: OnnxGraph, domain: str) -> bytes:
+    """Returns the model with another graph, whose operators may be of `domain`, in version 1, too."""
+    return _replaced(memoryview(model), _GRAPH_OF_MODEL, [graph.encoded()]) + bytes_field(
+        _OPSETS, bytes_field(1, domain.encode()) + b"\x10\x01"
+    )
+
+
+def _tree(reader: GraphReader, message: memoryview, depth: int) -> OnnxGraph:
+    graph = OnnxGraph(message)
+    for part in reader.parts(message, depth):
+        if isinstance(part, Node):
+            part.graphs = {inner.name: _tree(reader, inner.graph, depth + 1) for inner in part.attributes if inner.graph is not None}
+            graph.nodes.append(part)
+        elif isinstance(part, Tensor):
+            graph.constants[part.name] = part
+        elif part.output:
+            graph.outputs.append(part.name)
+        else:
+            graph.inputs[part.name] = part.shape
+    return graph
+
+
+class GraphReader:
+    """Reads the messages of one file."""
+
+    def __init__(self) -> None:
+        self._fields_left = MAX_FIELDS
+
+    def graph_of(self, model: memoryview) -> memoryview:
+        """Returns the message of a model's graph. Raises UnsoundGraphError, WireError."""
+        graph = None
+        for number, value in self._fields("model", model):
+            if number == _GRAPH_OF_MODEL:
+                if graph is not None:
+                    raise UnsoundGraphError("it holds more than one graph")
+                graph = _message(value)
+        if graph is None:
+            raise UnsoundGraphError("it holds no graph")
+        return graph
+
+    def parts(self, graph: memoryview, depth: int) -> Iterator[Node | Tensor | GraphValue]:
+        """Yields what a graph holds, one at a time; `depth` counts it and the graphs around it. Raises UnsoundGraphError, WireError."""
+        if depth > _MAX_DEPTH:
+            raise UnsoundGraphError(f"graphs are nested more than {_MAX_DEPTH} deep")
+        for number, value in self._fields("graph", graph):
+            if number == _NODE:
+                yield self._node(_message(value))
+            elif number == _TENSOR:
+                yield self._tensor(_message(value))
+            elif number in (_INPUT, _OUTPUT):
+                yield self._value(_message(value), output=number == _OUTPUT)
+
+    def _fields(self, kind: str, message: memoryview) -> Iterator[Field]:
+        known = _KNOWN[kind]
+        for number, value in fields_of(message):
+            self._fields_left -= 1
+            if self._fields_left < 0:
+                raise UnsoundGraphError(f"it has more than {MAX_FIELDS} fields")
+            if number not in known:
+                raise UnsoundGraphError(f"field {number} of a {kind} is none that this runtime knows")
+            yield number, value
+
+    def _few(self, kind: str, message: memoryview) -> list[Field]:
+        return _limited(self._fields(kind, message), kind)
+
+    def _node(self, message: memoryview) -> Node:
+        node = Node()
+        names = {1: node.inputs, 2: node.outputs}
+        for number, value in self._few("node", message):
+            if number in names:
+                names[number].append(bytes(_message(value)))
+            elif number == 3:
+                node.name = bytes(_message(value))
+            elif number == _OPERATOR:
+                node.operator = _text(value)
+            elif number == _DOMAIN:
+                node.domain = _text(value)
+            elif number == _ATTRIBUTE:
+                node.attributes.append(self._attribute(_message(value)))
+        return node
+
+    def _attribute(self, message: memoryview) -> Attribute:
+        attribute, integers, values = Attribute(message), list[int](), 0
+        for number, value in self._few("attribute", message):
+            values += number in _SINGLE
+            if number == 1:
+                attribute.name = bytes(_message(value))
+            elif number == 2 and isinstance(value, memoryview) and len(value) == 4:
+                (attribute.number,) = struct.unpack("<f", value)
+            elif number == 3:
+                attribute.number = _signed(_number(value))
+                integers.append(attribute.number)
+            elif number == 4:
+                attribute.text = bytes(_message(value))
+            elif number == _SUBGRAPH:
+                attribute.graph = _message(value)
+            elif number == 8:
+                integers += map(_signed, _integers(value, MAX_PARTS))
+        if values > 1 or (values and len(integers) > 1) or len(integers) > MAX_PARTS:
+            raise UnsoundGraphError(f"an attribute holds more than one value, or more than {MAX_PARTS} integers")
+        attribute.integers = tuple(integers)
+        if attribute.graph is None:
+            attribute.message = bytes(message)  # smaller than a view
+        return attribute
+
+    def _tensor(self, message: memoryview) -> Tensor:
+        fields = self._few("tensor", message)
+        last = dict(fields)
+        raw = [value for number, value in fields if number == 9]
+        sizes = [size for number, value in fields if number == 1 for size in _integers(value, MAX_DIMENSIONS)]
+        if len(sizes) > MAX_DIMENSIONS or any(size > LARGEST for size in sizes):  # negative ones are huge here
+            raise UnsoundGraphError("a tensor has a shape that none can have")
+        external = dict(_entry(_message(value)) for number, value in fields if number == 13)
+        return Tensor(
+            name=bytes(_message(last.get(8, memoryview(b"")))),
+            type=_number(last.get(2, 0)),
+            shape=tuple(sizes),
+            raw=_message(raw[0]) if len(raw) == 1 else None,
+            external=external if _number(last.get(14, 0)) == _EXTERNAL else None,
+        )
+
+    def _value(self, message: memoryview, *, output: bool) -> GraphValue:
+        """A ValueInfoProto: of its type the tensor's, of that the shape, of that the dimensions."""
+        fields = self._few("value", message)
+        types = [_message(value) for number, value in fields if number == 2]
+        shape = []
+        for dimension in islice(_inside(types, (1, 2, 1)), MAX_DIMENSIONS + 1):
+            sizes = [size for number, size in _limited(fields_of(dimension), "dimension") if number == 1 and isinstance(size, int)]
+            shape.append(_signed(sizes[-1]) if sizes else None)
+        return GraphValue(bytes(_message(dict(fields).get(1, memoryview(b"")))), tuple(shape), output)
+
+
+def _limited(fields: Iterable[Field], kind: str) -> list[Field]:
+    """The fields of a small message, all at once."""
+    few = list(islice(fields, MAX_PARTS + 1))
+    if len(few) > MAX_PARTS:
+        raise UnsoundGraphError(f"a {kind} has more than {MAX_PARTS} fields")
+    return few
+
+
+def _entry(message: memoryview) -> tuple[str, str]:
+    """Key and value of an external tensor's place."""
+    entry = dict(_limited(fields_of(message), "entry"))
+    return _text(entry.get(1, memoryview(b""))), _text(entry.get(2, memoryview(b"")))
+
+
+def _inside(messages: Iterable[memoryview], path: tuple[int, ...]) -> Iterator[memoryview]:
+    """The messages that lie in others, by the fields from one to the next."""
+    for message in messages:
+        inner = (_message(value) for number, value in fields_of(message) if number == path[0])
+        yield from inner if len(path) == 1 else _inside(inner, path[1:])
+
+
+def _integers(value: int | memoryview, most: int) -> list[int]:
+    """One integer or a packed list, without signs; one more than `most` at the most."""
+    return [value] if isinstance(value, int) else list(islice(varints(value), most + 1))
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _message(value: int | memoryview) -> memoryview:
+    if isinstance(value, int):
+        raise UnsoundGraphError("a number stands where a text or a message belongs")
+    return value
+
+
+def _number(value: int | memoryview) -> int:
+    if not isinstance(value, int):
+        raise UnsoundGraphError("a text stands where a number belongs")
+    return value
+
+
+def _text(value: int | memoryview) -> str:
+    return bytes(_message(value)).decode("utf-8", "replace")
+
+
+def _replaced(message: memoryview, number: int, values: Iterable[bytes]) -> bytes:
+    """The message with other values of a field, behind all others."""
+    kept = b"".join(bytes(whole) for other, _, whole in whole_fields_of(message) if other != number)
+    return kept + b"".join(bytes_field(number, value) for value in values)
