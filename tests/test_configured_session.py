@@ -45,9 +45,8 @@ def test_a_configured_session_is_opened_as_configured_and_stays_lossless(exporte
     file = config_file(
         tmp_path,
         drafter={"sparse_output": True},
-        verifier={"parallel_batch_size": 5},
         cache={"max_context_length": 300},
-        tuning={"policy": "rolling", "initial_horizon": 2},
+        tuning={"policy": "rolling", "draft_length": 2, "longest_draft": 4},
     )
     with open_session(exported_pair, threads=1, config=file, monitoring=MonitorOptions(log=log)) as session:
         assert (session.drafter_kind, session.target.context, session.settings.longest_draft) == ("split", 300, 4)
@@ -58,7 +57,7 @@ def test_a_configured_session_is_opened_as_configured_and_stays_lossless(exporte
         assert 2 < max(lengths) <= 4
         session.record(generation)
         assert plain == session.generate(PROMPT, max_tokens=80).text()
-        with pytest.raises(RequestError, match="needs 6 rows"):
+        with pytest.raises(RequestError, match="draft length 5 is above longest_draft 4"):
             session.generate(PROMPT, draft_length=5)
     (line,) = log.read_text().splitlines()
     assert json.loads(line)["settings"]["drafter"] == "split"
@@ -84,12 +83,11 @@ def test_the_bundles_own_file_is_read(exported_pair: Path, tmp_path: Path) -> No
         open_session(exported_pair, threads=1, config=config_file(tmp_path, verifier={"precision": "q4_0"}))
 
 
-@pytest.mark.parametrize(("rows", "drafter"), [(2, "split"), (5, "dense"), (2, None)])
-def test_only_what_the_target_was_opened_for_is_measured(exported_pair: Path, tmp_path: Path, rows: int, drafter: str | None) -> None:
+@pytest.mark.parametrize(("longest", "drafter"), [(1, "split"), (4, "dense"), (1, None)])
+def test_only_what_the_target_was_opened_for_is_measured(exported_pair: Path, tmp_path: Path, longest: int, drafter: str | None) -> None:
     file = config_file(
         tmp_path,
-        verifier={"parallel_batch_size": rows},
-        tuning={"policy": "profit", "initial_horizon": min(rows - 1, 2), "min_horizon": min(rows - 1, 1), "max_horizon": rows - 1},
+        tuning={"policy": "profit", "draft_length": min(longest, 2), "max_horizon": longest, "longest_draft": longest},
     )
     with open_session(exported_pair, threads=1, config=file, context=300, drafter=drafter, check="none") as session:
         plain = session.generate(PROMPT, max_tokens=40, draft_length=0).text()

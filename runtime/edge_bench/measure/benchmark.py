@@ -135,7 +135,7 @@ class Benchmark:
         yield self._header(drafters, lengths)
         for length in request.lengths:
             if length > longest:
-                yield Note(text=f"draft length {length} is left out: parallel_batch_size is {longest + 1}")
+                yield Note(text=f"draft length {length} is left out: longest_draft is {longest}")
         yield from self._memory(drafters)
         with ExitStack() as stack:
             edge_runners = {

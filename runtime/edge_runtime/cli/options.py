@@ -248,7 +248,7 @@ class DraftingValues:
 
     def configuration(self, objective: str | None, slowdown: float | None) -> SpeculativeConfig:
         """Returns the configuration file, overridden by the draft options of the command line."""
-        tuning = TuningConfig(policy=self.policy, initial_horizon=self.draft_length, objective=objective, slowdown=slowdown)
+        tuning = TuningConfig(policy=self.policy, draft_length=self.draft_length, objective=objective, slowdown=slowdown)
         options = SpeculativeConfig(tuning=tuning)
         return options if self.config is None else options.over(expanded(read_config(self.config)))
 

@@ -17,7 +17,7 @@ class Preset:
 
 
 def _range(start: int, shortest: int, longest: int) -> SpeculativeConfig:
-    return SpeculativeConfig(tuning=TuningConfig(policy="rolling", initial_horizon=start, min_horizon=shortest, max_horizon=longest))
+    return SpeculativeConfig(tuning=TuningConfig(policy="rolling", draft_length=start, min_horizon=shortest, max_horizon=longest))
 
 
 PRESETS = {

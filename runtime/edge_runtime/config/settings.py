@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, RuntimeSettings
 from edge_runtime.config.presets import expanded, preset_of
-from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, StreamingConfig, TuningConfig, VerifierConfig
+from edge_runtime.config.schema import CacheConfig, SpeculativeConfig, StreamingConfig, TuningConfig
 from edge_runtime.config.validators import bytes_of
 from edge_runtime.config.yaml_file import CONFIG_NAME, read_bundle_config, read_config
 from edge_runtime.drafting.drafter_kinds import DrafterKind
@@ -28,8 +28,8 @@ WINDOW_TOKENS = 50
 class Settings:
     """Every setting with its value. `drafter` and `max_candidates` None: the faster kind, the head's own number.
 
-    `longest_draft` bounds any draft; `start`, `shortest` and `longest` are draft lengths of the policy; `window` is in drafted tokens;
-    `memory_limit` in bytes, None for no limit.
+    `longest_draft` bounds any draft; `draft_length`, the first, `shortest` and `longest` are those of the policy; `window` is in drafted
+    tokens; `memory_limit` in bytes, None for no limit.
     """
 
     context: int
@@ -42,7 +42,7 @@ class Settings:
     policy: str
     objective: str
     slowdown: float | None
-    start: int
+    draft_length: int
     shortest: int
     longest: int
     threshold: float
@@ -53,10 +53,10 @@ class Settings:
     def new_policy(self) -> DraftLengthPolicy:
         """Returns a policy for one request. `profit` becomes a fixed length here, since it needs measured costs (`Session.profit`)."""
         name = "fixed" if self.policy == "profit" else self.policy
-        start = self.start if name == "fixed" else max(self.start, 1)
+        first = self.draft_length if name == "fixed" else max(self.draft_length, 1)
         return draft_length_policy(
             name,
-            start,
+            first,
             shortest=max(self.shortest, 1),
             longest=self.longest,
             threshold=self.threshold,
@@ -73,22 +73,19 @@ def defaults(runtime: RuntimeSettings) -> SpeculativeConfig:
     """Returns the lowest layer: the manifest's recommendation and the defaults. Raises ConfigError if the former is out of range."""
     first = runtime.draft_length
     return SpeculativeConfig(
-        drafter=DrafterConfig(),
-        verifier=VerifierConfig(parallel_batch_size=MAX_DRAFT_LENGTH + 1),
-        cache=CacheConfig(
-            shared_kv=True, eviction_policy="sliding_window", max_context_length=runtime.context, kv_type="f16", overflow="drop_oldest"
-        ),
+        cache=CacheConfig(max_context_length=runtime.context, kv_type="f16", overflow="drop_oldest"),
         tuning=TuningConfig(
             policy="profit",
             objective="time",
-            initial_horizon=first,
+            draft_length=first,
             min_horizon=min(1, first),
             max_horizon=max(LONGEST, first),
+            longest_draft=MAX_DRAFT_LENGTH,
             acceptance_threshold=0.7,
             rejection_penalty=1.0,
             monitoring_window=WINDOW_TOKENS,
         ),
-        streaming=StreamingConfig(commit_on_accept=True, fallback_always_append=True, chunk_size=1),
+        streaming=StreamingConfig(chunk_size=1),
     )
 
 
@@ -131,19 +128,18 @@ def resolve_settings(layers: Iterable[SpeculativeConfig], bundle: Bundle) -> Set
     config = reduce(lambda upper, lower: upper.over(lower), [*(expanded(layer) for layer in layers), lowest])
     _check_files(config, bundle)
     tuning, sparse, memory = config.tuning, config.drafter.sparse_output, config.cache.memory_limit
-    longest_draft = _required(config.verifier.parallel_batch_size) - 1
     return Settings(
         context=_required(config.cache.max_context_length),
         drafter=None if sparse is None else "split" if sparse else "dense",
         max_candidates=config.drafter.max_candidates,
-        longest_draft=longest_draft,
+        longest_draft=_required(tuning.longest_draft),
         kv_type=_required(config.cache.kv_type),
         memory_limit=None if memory is None else bytes_of(memory),
         overflow=_required(config.cache.overflow),
         policy=_required(tuning.policy),
         objective=_required(tuning.objective),
         slowdown=tuning.slowdown,
-        start=_required(tuning.initial_horizon),
+        draft_length=_required(tuning.draft_length),
         shortest=_required(tuning.min_horizon),
         longest=_required(tuning.max_horizon),
         threshold=_required(tuning.acceptance_threshold),

@@ -30,17 +30,6 @@ class Check:
             raise ConfigError(f"{key} is {shown(value)}{self.advice}")
 
 
-def always_true(reason: str) -> Callable[[str, Any], None]:
-    """Accepts true only; `reason` explains why."""
-    only_true = Check(bool, f", which cannot be honoured: {reason}; write true or leave it out")
-
-    def check(key: str, value: Any) -> None:
-        FLAG(key, value)
-        only_true(key, value)
-
-    return check
-
-
 def integer(low: int, high: int) -> Check:
     """Accepts an integer from `low` to `high`."""
     return Check(lambda value: type(value) is int and low <= value <= high, f"; write an integer from {low} to {high}")

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from edge_devices.files.limited_read import FileTooLarge, read_at_most, read_regular
-from edge_runtime.config.schema import BLOCK, SECTIONS, Section, SpeculativeConfig
+from edge_runtime.config.schema import BLOCK, OLD_KEYS, SECTIONS, Section, SpeculativeConfig
 from edge_runtime.config.validators import shown
 from edge_runtime.errors import ConfigError
 
@@ -53,7 +53,7 @@ def parse_config(text: str, where: str) -> SpeculativeConfig:
     """Parses the text of a configuration; `where` names it in errors. Raises ConfigError."""
     data = _load(text, where)
     block = _known(data, {BLOCK}, where, "").get(BLOCK) if data is not None else None
-    sections = _known({} if block is None else block, set(SECTIONS), where, BLOCK)
+    sections = _renamed(_known({} if block is None else block, set(SECTIONS), where, BLOCK), where)
     try:
         parsed: dict[str, Any] = {name: _section(SECTIONS[name], values, where) for name, values in sections.items()}
         return SpeculativeConfig(**parsed)
@@ -71,6 +71,24 @@ def config_text(config: SpeculativeConfig) -> str:
         for each in dataclasses.fields(section):
             lines.append(f"    # {each.metadata['comment']}\n    {each.name}: {_scalar(getattr(section, each.name))}\n")
     return "".join(lines)
+
+
+def _renamed(sections: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the sections with the keys of older files as they are called now."""
+    renamed = {name: dict(section) if isinstance(section, dict) else section for name, section in sections.items()}
+    for (name, key), now in OLD_KEYS.items():
+        section = renamed.get(name)
+        if not isinstance(section, dict) or key not in section:
+            continue
+        value = section.pop(key)
+        if (new := now(value)) is None or value is None:
+            continue
+        target = renamed.setdefault(new[0], {})
+        if target is None:
+            target = renamed[new[0]] = {}
+        if isinstance(target, dict) and target.setdefault(new[1], new[2]) != new[2]:
+            raise ConfigError(f"{where}: {BLOCK}.{name}.{key} is the older name of {new[0]}.{new[1]}, which has another value; remove one")
+    return renamed
 
 
 def _section(kind: type[Section], values: Any, where: str) -> Section:

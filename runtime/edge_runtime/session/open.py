@@ -97,7 +97,7 @@ class _PairLoader:
         fitting = fitting_backends(self._request(count), options.backend)
         if len(fitting) == 1 or self.bundle.manifest.media is not None or self.drafter not in (None, "none", "lookup"):
             return fitting[0]
-        policy = [settings.context, settings.policy, settings.start, settings.longest, settings.longest_draft, settings.objective]
+        policy = [settings.context, settings.policy, settings.draft_length, settings.longest, settings.longest_draft, settings.objective]
 
         def rate_of(kind: BackendKind) -> float:
             with self.load(kind, 1) as sessions:

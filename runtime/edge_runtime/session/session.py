@@ -271,7 +271,7 @@ class Session:
         if self._parts.costs is None:
             raise RequestError("this session was opened without a way to measure costs")
         longest = min(self.settings.longest, self.settings.longest_draft)
-        lengths = range(longest + 1) if self.settings.policy == "profit" else [min(self.settings.start, longest)]
+        lengths = range(longest + 1) if self.settings.policy == "profit" else [min(self.settings.draft_length, longest)]
         drafts = (self.bundle.manifest.parity or {}).get("drafts")
         exported = drafts.get("confidence") if isinstance(drafts, dict) else None
         with self._open():
@@ -288,11 +288,8 @@ class Session:
         if requested is not None and (not isinstance(requested, int) or isinstance(requested, bool)):
             raise RequestError(f"draft_length is {requested!r}, not a whole number; give an int of 0 to {longest}")
         if requested is not None and longest < requested <= MAX_DRAFT_LENGTH:
-            raise RequestError(
-                f"draft length {requested} needs {requested + 1} rows, but parallel_batch_size is {longest + 1};"
-                f" draft at most {longest} or raise it"
-            )
-        return self.settings.start if requested is None else requested
+            raise RequestError(f"draft length {requested} is above longest_draft {longest}; draft at most {longest} or raise it")
+        return self.settings.draft_length if requested is None else requested
 
     def record(self, generation: Generation) -> dict[str, Any]:
         """Counts a finished request, appends its record to the monitor's log if there is one, and returns the record."""
@@ -305,7 +302,7 @@ class Session:
         if policy is not None:
             values["policy"] = type(policy).__name__.lower()
         elif draft_length is not None:
-            values |= {"policy": "fixed", "start": draft_length}
+            values |= {"policy": "fixed", "draft_length": draft_length}
         return {**values, "max_tokens": options.max_tokens, "acceptance": options.acceptance, "sampling": options.sampling.to_json()}
 
     def save_state(self, path: Path | str) -> None:

@@ -37,7 +37,7 @@ def test_a_bundle_says_how_it_is_run(pair: list[Path], tmp_path: Path) -> None:
     assert (config.verifier.precision, config.drafter.precision) == ("q4_0", "q8_0")
     assert (config.tuning.min_horizon, config.tuning.max_horizon, config.tuning.preset) == (2, 4, None)
     settings = load_settings(bundle)
-    assert (settings.context, settings.policy, settings.start, settings.longest_draft) == (100, "rolling", 3, 12)
+    assert (settings.context, settings.policy, settings.draft_length, settings.longest_draft) == (100, "rolling", 3, 12)
     assert CONFIG_NAME not in {entry.path for entry in bundle.manifest.files}, "it may be edited, so it is not hashed"
     (tmp_path / "out" / CONFIG_NAME).unlink()
     assert load_settings(open_bundle(tmp_path / "out")).policy == "profit"
@@ -49,7 +49,7 @@ def test_a_file_names_models_precisions_and_context(pair: list[Path], tmp_path: 
         "verifier": {"model": str(pair[0]), "precision": "f16"},
         "drafter": {"model": str(pair[1]), "precision": "bf16"},
         "cache": {"max_context_length": 120},
-        "tuning": {"initial_horizon": 5},
+        "tuning": {"draft_length": 5},
     }
     file.write_text(json.dumps({"speculative_decoding": block}))
     result = invoke("-o", tmp_path / "out", "--config", file, "--drafter-quant", "f16", "--preset", "chat")
@@ -58,7 +58,7 @@ def test_a_file_names_models_precisions_and_context(pair: list[Path], tmp_path: 
     assert [bundle.file(role).quantization for role in ("target", "drafter")] == ["f16", "f16"]
     config = read_config(tmp_path / "out" / CONFIG_NAME)
     assert config.drafter.precision == "f16", "what came out, not what the file asked for"
-    assert (config.cache.max_context_length, config.tuning.initial_horizon, config.tuning.max_horizon) == (120, 5, 8)
+    assert (config.cache.max_context_length, config.tuning.draft_length, config.tuning.max_horizon) == (120, 5, 8)
 
 
 @pytest.mark.parametrize(

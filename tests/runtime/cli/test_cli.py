@@ -202,19 +202,17 @@ def test_the_command_line_goes_over_the_config_file(monkeypatch, tmp_path):
     file.write_text("speculative_decoding: {tuning: {preset: chat, rejection_penalty: 2}}")
     _, opened = opened_with(monkeypatch, "--config", str(file), "--preset", "code", "--policy", "rolling", "--draft-length", "4")
     tuning = opened.config.tuning
-    assert (tuning.policy, tuning.initial_horizon, tuning.min_horizon, tuning.max_horizon) == ("rolling", 4, 4, 8)
+    assert (tuning.policy, tuning.draft_length, tuning.min_horizon, tuning.max_horizon) == ("rolling", 4, 4, 8)
     assert tuning.rejection_penalty == 2
     assert opened.preset == "code"
 
 
 def test_a_bad_config_file_is_one_sentence(run, tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("speculative_decoding: {streaming: {fallback_always_append: false}}")
+    file.write_text("speculative_decoding: {streaming: {chunk_size: 0}}")
     result = run("bundle", "abc", "--config", str(file))
     assert result.exit_code == 1
-    assert result.stderr.startswith(
-        f"Error: {file}: speculative_decoding.streaming.fallback_always_append is false, which cannot be honoured"
-    )
+    assert result.stderr.startswith(f"Error: {file}: speculative_decoding.streaming.chunk_size is 0; write an integer")
 
 
 def test_warnings_go_to_the_person_and_the_log_gets_a_line(monkeypatch, tmp_path):

@@ -39,8 +39,9 @@ def tunings(draw: st.DrawFn) -> TuningConfig:
         preset=draw(maybe | st.sampled_from(PRESET_NAMES)),
         policy=draw(maybe | st.sampled_from(POLICIES)),
         min_horizon=draw(maybe | st.just(shortest)),
-        initial_horizon=draw(maybe | st.just(first)),
+        draft_length=draw(maybe | st.just(first)),
         max_horizon=draw(maybe | st.just(max(longest, 1))),
+        longest_draft=draw(maybe | st.integers(max(longest, 1), 12)),
         acceptance_threshold=draw(maybe | st.floats(0, 1)),
         rejection_penalty=draw(maybe | st.floats(0.01, 12)),
         monitoring_window=draw(maybe | st.integers(5, 10_000)),
@@ -49,8 +50,6 @@ def tunings(draw: st.DrawFn) -> TuningConfig:
 
 @st.composite
 def configs(draw: st.DrawFn) -> SpeculativeConfig:
-    tuning = draw(tunings())
-    needed = max(draw(st.just(SpeculativeConfig(tuning=tuning))).horizons, default=1) + 1
     return SpeculativeConfig(
         drafter=DrafterConfig(
             model=draw(texts),
@@ -58,23 +57,15 @@ def configs(draw: st.DrawFn) -> SpeculativeConfig:
             sparse_output=draw(maybe | st.booleans()),
             max_candidates=draw(maybe | st.integers(1, 1 << 24)),
         ),
-        verifier=VerifierConfig(
-            model=draw(texts), precision=draw(texts), parallel_batch_size=draw(maybe | st.integers(max(needed, 2), 13))
-        ),
+        verifier=VerifierConfig(model=draw(texts), precision=draw(texts)),
         cache=CacheConfig(
-            shared_kv=draw(maybe | st.just(True)),
-            eviction_policy=draw(maybe | st.just("sliding_window")),
             max_context_length=draw(maybe | st.integers(1, 1 << 24)),
             kv_type=draw(maybe | st.sampled_from(["f16", "q8_0", "q4_0"])),
             memory_limit=draw(maybe | st.integers(1, 1 << 60) | st.sampled_from(["2GB", "1.5 GiB", "900"])),
             overflow=draw(maybe | st.sampled_from(["stop", "drop_oldest"])),
         ),
-        tuning=tuning,
-        streaming=StreamingConfig(
-            commit_on_accept=draw(maybe | st.just(True)),
-            fallback_always_append=draw(maybe | st.just(True)),
-            chunk_size=draw(maybe | st.integers(1, 4096)),
-        ),
+        tuning=draw(tunings()),
+        streaming=StreamingConfig(chunk_size=draw(maybe | st.integers(1, 4096))),
     )
 
 
@@ -100,16 +91,15 @@ def test_what_is_said_above_holds_and_what_is_said_at_all_stays_said(upper, midd
     assert said(upper).items() <= said(merged).items()
     assert said(merged).keys() == said(upper).keys() | said(middle).keys() | said(lower).keys()
     tuning = merged.tuning
-    if None not in (tuning.min_horizon, tuning.initial_horizon, tuning.max_horizon):
-        assert tuning.min_horizon <= tuning.initial_horizon <= tuning.max_horizon <= MAX_DRAFT_LENGTH
+    if None not in (tuning.min_horizon, tuning.draft_length, tuning.max_horizon, tuning.longest_draft):
+        assert tuning.min_horizon <= tuning.draft_length <= tuning.max_horizon <= tuning.longest_draft <= MAX_DRAFT_LENGTH
 
 
 @given(configs(), configs())
 def test_lower_values_move_only_where_they_must(upper, lower):
     moved = {key for key, value in said(upper.over(lower)).items() if key not in said(upper) and said(lower)[key] != value}
-    horizons = {("tuning", name) for name in ("min_horizon", "initial_horizon", "max_horizon")}
-    assert moved <= horizons | {("verifier", "parallel_batch_size")}
-    if not upper.horizons and upper.verifier.parallel_batch_size is None:
+    assert moved <= {("tuning", name) for name in ("min_horizon", "draft_length", "max_horizon", "longest_draft")}
+    if not upper.tuning.lengths and upper.tuning.longest_draft is None:
         assert not moved
 
 
@@ -119,20 +109,25 @@ def test_a_config_under_or_over_nothing_is_itself(config):
 
 
 def test_a_range_moves_the_lower_layers_start():
-    lower = SpeculativeConfig(
-        tuning=TuningConfig(initial_horizon=3, min_horizon=1, max_horizon=8), verifier=VerifierConfig(parallel_batch_size=9)
-    )
+    lower = SpeculativeConfig(tuning=TuningConfig(draft_length=3, min_horizon=1, max_horizon=8, longest_draft=8))
 
-    def over(rows: int | None = None, **tuning: int) -> tuple[int | None, ...]:
-        merged = SpeculativeConfig(tuning=TuningConfig(**tuning), verifier=VerifierConfig(parallel_batch_size=rows)).over(lower)
-        horizons = merged.tuning
-        return horizons.min_horizon, horizons.initial_horizon, horizons.max_horizon, merged.verifier.parallel_batch_size
+    def over(**tuning: int) -> tuple[int | None, ...]:
+        merged = SpeculativeConfig(tuning=TuningConfig(**tuning)).over(lower).tuning
+        return merged.min_horizon, merged.draft_length, merged.max_horizon, merged.longest_draft
 
-    assert over(max_horizon=2) == (1, 2, 2, 9)
-    assert over(min_horizon=5) == (5, 5, 8, 9)
-    assert over(initial_horizon=10) == (1, 10, 10, 11)
-    assert over(initial_horizon=0) == (0, 0, 8, 9)
-    assert over(rows=3) == (1, 2, 2, 3)
+    assert over(max_horizon=2) == (1, 2, 2, 8)
+    assert over(min_horizon=5) == (5, 5, 8, 8)
+    assert over(draft_length=10) == (1, 10, 10, 10)
+    assert over(draft_length=0) == (0, 0, 8, 8)
+    assert over(longest_draft=2) == (1, 2, 2, 2)
+
+
+def test_keys_of_older_files_are_read_by_their_new_names():
+    old = "speculative_decoding: {verifier: {parallel_batch_size: 9}, tuning: {initial_horizon: 3}, cache: {shared_kv: true}}"
+    assert parse_config(old, "file") == SpeculativeConfig(tuning=TuningConfig(draft_length=3, longest_draft=8))
+    both = "speculative_decoding: {tuning: {initial_horizon: 3, draft_length: 4}}"
+    with pytest.raises(ConfigError, match=r"initial_horizon is the older name of .*draft_length, which has another value"):
+        parse_config(both, "file")
 
 
 @pytest.mark.parametrize(
@@ -148,13 +143,11 @@ def test_a_range_moves_the_lower_layers_start():
         ("tuning: {acceptance_threshold: .nan}", "acceptance_threshold is nan; write a number from 0 to 1"),
         ("tuning: {rejection_penalty: .inf}", "rejection_penalty is inf"),
         ("tuning: {policy: clever}", "policy is 'clever'; choose one of profit, fixed, rolling, stepped"),
-        ("tuning: {initial_horizon: 5, max_horizon: 4}", "initial_horizon 5, max_horizon 4; min_horizon <= initial_horizon"),
-        ("{tuning: {max_horizon: 6}, verifier: {parallel_batch_size: 4}}", "up to 6 tokens, which need 7 rows, .* is 4; raise it to 7"),
-        ("streaming: {fallback_always_append: false}", "cannot be honoured: every round ends with the target's own token"),
-        ("streaming: {commit_on_accept: false}", "cannot be honoured: accepted tokens are final"),
-        ("cache: {shared_kv: false}", "cannot be honoured: Gemma 4's drafter has no K/V of its own"),
-        ("cache: {shared_kv: 'no'}", "shared_kv is 'no'; write true or false"),
-        ("cache: {eviction_policy: lru}", "eviction_policy is 'lru'; write sliding_window"),
+        ("tuning: {draft_length: 5, max_horizon: 4}", "draft_length 5, max_horizon 4; min_horizon <= draft_length"),
+        ("tuning: {initial_horizon: '5'}", "draft_length is '5'; write an integer"),
+        ("{tuning: {max_horizon: 6}, verifier: {parallel_batch_size: 4}}", "max_horizon 6, longest_draft 3; .*<= longest_draft must hold"),
+        ("drafter: {sparse_output: 'no'}", "sparse_output is 'no'; write true or false"),
+        ("cache: {kv_type: lru}", "kv_type is 'lru'; choose one of f16"),
         ("cache: {memory_limit: 2 parsecs}", "memory_limit is '2 parsecs'; write a number of bytes"),
         ("cache: {memory_limit: 0}", "memory_limit is 0"),
         ("cache: {memory_limit: 99999999999999 TB}", "memory_limit is"),
@@ -235,13 +228,13 @@ def test_sizes(text, size):
 )
 def test_presets(name, start, shortest, longest):
     tuning = expanded(SpeculativeConfig(tuning=TuningConfig(preset=name))).tuning
-    assert (tuning.initial_horizon, tuning.min_horizon, tuning.max_horizon) == (start, shortest, longest)
+    assert (tuning.draft_length, tuning.min_horizon, tuning.max_horizon) == (start, shortest, longest)
     assert set(PRESETS) == set(PRESET_NAMES)
 
 
 def test_what_stands_beside_a_preset_goes_over_it():
     tuning = expanded(parse_config(f"{BLOCK}: {{tuning: {{preset: chat, max_horizon: 4}}}}", "file")).tuning
-    assert (tuning.initial_horizon, tuning.min_horizon, tuning.max_horizon) == (4, 4, 4)
+    assert (tuning.draft_length, tuning.min_horizon, tuning.max_horizon) == (4, 4, 4)
 
 
 def test_unknown_presets_are_refused():

@@ -53,28 +53,34 @@ def test_the_bundles_file_is_no_way_to_another_file(bundle, tmp_path, harm):
 
 def test_without_any_file_the_manifest_recommends(bundle):
     settings = load_settings(bundle)
-    assert (settings.policy, settings.start, settings.context, settings.longest_draft, settings.chunk_size) == ("profit", 2, 64, 12, 1)
+    assert (settings.policy, settings.draft_length, settings.context, settings.longest_draft, settings.chunk_size) == (
+        "profit",
+        2,
+        64,
+        12,
+        1,
+    )
     assert isinstance(settings.new_policy(), Fixed)
     assert settings.drafter is None
 
 
 def test_the_order_is_call_config_preset_bundle_defaults(bundle):
-    write(bundle, tuned(policy="stepped", initial_horizon=1, monitoring_window=77, rejection_penalty=0.5))
+    write(bundle, tuned(policy="stepped", draft_length=1, monitoring_window=77, rejection_penalty=0.5))
     assert load_settings(bundle).policy == "stepped"
     assert load_settings(bundle, preset="chat").policy == "rolling"
-    settings = load_settings(bundle, config=tuned(initial_horizon=7), preset="chat", context=40)
-    assert (settings.start, settings.shortest, settings.longest) == (7, 5, 8)
+    settings = load_settings(bundle, config=tuned(draft_length=7), preset="chat", context=40)
+    assert (settings.draft_length, settings.shortest, settings.longest) == (7, 5, 8)
     assert (settings.window, settings.penalty, settings.context) == (77, 0.5, 40)
     assert load_settings(bundle, config=tuned(preset="code"), preset="chat").longest == 3, "a file's own preset stands right under it"
 
 
 def test_a_file_is_as_good_as_an_object(bundle, tmp_path):
-    (tmp_path / "mine.yaml").write_text(config_text(tuned(initial_horizon=5)))
-    assert load_settings(bundle, config=tmp_path / "mine.yaml") == load_settings(bundle, config=tuned(initial_horizon=5))
+    (tmp_path / "mine.yaml").write_text(config_text(tuned(draft_length=5)))
+    assert load_settings(bundle, config=tmp_path / "mine.yaml") == load_settings(bundle, config=tuned(draft_length=5))
 
 
 def test_policies_are_made_of_the_tuning(bundle):
-    policy = load_settings(bundle, config=tuned(policy="rolling", initial_horizon=4, min_horizon=3, rejection_penalty=2.0)).new_policy()
+    policy = load_settings(bundle, config=tuned(policy="rolling", draft_length=4, min_horizon=3, rejection_penalty=2.0)).new_policy()
     assert isinstance(policy, Rolling)
     assert policy.plan().draft_length == 4
     policy.observe(RoundResult(4, 0))
@@ -91,13 +97,13 @@ def test_policies_are_made_of_the_tuning(bundle):
 
 
 def test_plain_decoding_by_configuration(bundle):
-    assert load_settings(bundle, config=tuned(initial_horizon=0)).new_policy().plan().draft_length == 0
-    assert load_settings(bundle, config=tuned(policy="rolling", initial_horizon=0)).new_policy().plan().draft_length == 1
+    assert load_settings(bundle, config=tuned(draft_length=0)).new_policy().plan().draft_length == 0
+    assert load_settings(bundle, config=tuned(policy="rolling", draft_length=0)).new_policy().plan().draft_length == 1
 
 
 def test_rows_bound_every_draft(bundle):
-    settings = load_settings(bundle, config=SpeculativeConfig(verifier=VerifierConfig(parallel_batch_size=3)), preset="batch")
-    assert (settings.longest_draft, settings.longest, settings.start) == (2, 2, 2)
+    settings = load_settings(bundle, config=SpeculativeConfig(tuning=TuningConfig(longest_draft=2)), preset="batch")
+    assert (settings.longest_draft, settings.longest, settings.draft_length) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(("sparse", "kind"), [(True, "split"), (False, "dense"), (None, None)])
@@ -133,7 +139,7 @@ def test_a_damaged_config_in_the_bundle_is_refused(bundle):
 
 def test_a_manifest_that_recommends_nonsense_is_the_bundles_fault(bundle):
     odd = Bundle(bundle.folder, replace(bundle.manifest, runtime=RuntimeSettings(draft_length=99)))
-    with pytest.raises(BundleError, match="initial_horizon is 99"):
+    with pytest.raises(BundleError, match="draft_length is 99"):
         resolve_settings([], odd)
 
 
@@ -149,7 +155,7 @@ def opened(bundle: Bundle, config: SpeculativeConfig) -> Session:
 
 def test_a_session_runs_as_configured(bundle):
     config = SpeculativeConfig(
-        tuning=TuningConfig(policy="rolling", initial_horizon=3, max_horizon=4), streaming=StreamingConfig(chunk_size=20)
+        tuning=TuningConfig(policy="rolling", draft_length=3, max_horizon=4), streaming=StreamingConfig(chunk_size=20)
     )
     session = opened(bundle, config)
     generation = session.generate([1, 2], max_tokens=40)
@@ -159,7 +165,7 @@ def test_a_session_runs_as_configured(bundle):
 
 
 def test_a_draft_that_needs_more_rows_than_there_are_is_refused(bundle):
-    session = opened(bundle, SpeculativeConfig(verifier=VerifierConfig(parallel_batch_size=4)))
+    session = opened(bundle, SpeculativeConfig(tuning=TuningConfig(longest_draft=3)))
     session.generate([1], draft_length=3).text()
-    with pytest.raises(RequestError, match="draft length 4 needs 5 rows, but parallel_batch_size is 4; draft at most 3"):
+    with pytest.raises(RequestError, match="draft length 4 is above longest_draft 3; draft at most 3"):
         session.generate([1], draft_length=4)

@@ -51,7 +51,7 @@ def test_what_the_command_passes_on(monkeypatch):
     assert isinstance(watch, SharedWatch), "without a meter it gives the reason"
     assert asked == options(port=8080, sessions=3, waiting=16, api_key="from the environment")
     assert load.context == 256
-    assert load.config.tuning.initial_horizon == 2
+    assert load.config.tuning.draft_length == 2
 
 
 def test_loopback_and_other_addresses():
