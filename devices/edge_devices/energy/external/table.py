@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import chain, islice, pairwise, permutations
 from pathlib import Path
 from statistics import fmean
 
 from edge_devices.energy.external.columns import AUTOMATIC, COARSE, Choice, Column, columns_of
-from edge_devices.energy.external.times import CLOCK, continued, number, seconds_of
 from edge_devices.errors import MeterError
 from edge_devices.files.limited_read import lines_at_most
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
@@ -30,36 +31,74 @@ WATTS_STATED = (0.001, 3000.0)
 RESTART_SHARE = 0.1  # a counter that falls below this share of its value began again
 
 
+DAY_S = 86400.0
+EPOCHS = ((1e17, 1e-9), (1e14, 1e-6), (1e11, 1e-3))  # numbers from here on are an epoch in nano-, micro- or milliseconds
+CLOCK = re.compile(r"(\d{1,3}):(\d{2})(?::(\d{2}(?:[.,:]\d{1,9})?))?\s*([ap]m)?", re.IGNORECASE)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How the rows of one table are read. `date`: the column that precedes the time's, if it is apart."""
+class TableLayout:
+    """How the rows of one table are read."""
 
     time: Column
-    date: int | None
     factors: tuple[Column, ...]
     counter: bool
     volts: float
-    decimal_comma: bool
     header: Sequence[str]
 
     def row(self, path: Path, at: int, row: Sequence[str]) -> tuple[float, float] | None:
         """Returns seconds and watts or joules; None for a repeated header or a reading that is missing. Raises MeterError."""
         if [cell.lower() for cell in row] == [cell.lower() for cell in self.header]:
             return None
-        cells = [row[column.index] if column.index < len(row) else "" for column in (self.time, *self.factors)]
-        if any(cell.lower() in NO_VALUE for cell in cells):
+        time, *cells = (row[column.index] if column.index < len(row) else "" for column in (self.time, *self.factors))
+        if any(cell.lower() in NO_VALUE for cell in (time, *cells)):
             return None
-        text = f"{row[self.date]} {cells[0]}" if self.date is not None and self.date < len(row) else cells[0]
-        seconds = seconds_of(text, self.time.factor, self.time.unit, decimal_comma=self.decimal_comma)
-        figures = [number(cell, decimal_comma=self.decimal_comma) for cell in cells[1:]]
+        seconds = seconds_of(time, self.time.factor, self.time.unit)
         if seconds is None or not math.isfinite(seconds):
-            raise MeterError(f"{path}: row {at} holds {text!r} where a time is needed")
+            raise MeterError(f"{path}: row {at} holds {time!r} where a time is needed")
         value = self.volts
-        for cell, figure, column in zip(cells[1:], figures, self.factors, strict=True):
+        for cell, column in zip(cells, self.factors, strict=True):
+            figure = number(cell)
             if figure is None or not math.isfinite(figure):
                 raise MeterError(f"{path}: row {at} holds {cell!r} where a number is needed")
             value *= figure * column.factor
         return seconds, value
+
+
+def number(text: str) -> float | None:
+    """Returns a number, also one with a decimal comma; None for anything else."""
+    try:
+        return float(text.replace(",", "."))
+    except ValueError:
+        return None
+
+
+def seconds_of(text: str, factor: float, unit: str) -> float | None:
+    """Returns the seconds of a time cell, of which only differences count: a number, an epoch, ISO 8601, or a clock time.
+
+    None for anything else. Of a date that is not ISO 8601 the clock time is read alone; `continued` counts the days.
+    """
+    plain = number(text)
+    if plain is not None:
+        return plain * (factor if unit else next((scale for least, scale in EPOCHS if abs(plain) >= least), factor))
+    try:
+        moment = datetime.fromisoformat(text.strip().replace(",", "."))
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except ValueError:
+        clock = CLOCK.search(text)
+    if clock is None:
+        return None
+    hours = int(clock[1]) % 12 + 12 * (clock[4].lower() == "pm") if clock[4] else int(clock[1])
+    return hours * 3600.0 + int(clock[2]) * 60 + (float(re.sub("[,:]", ".", clock[3])) if clock[3] else 0.0)
+
+
+def continued(seconds: float, before: float | None) -> float:
+    """Returns a clock time after midnight as later than the one before it; a time a little in the past is held (packets)."""
+    if before is None or seconds >= before:
+        return seconds
+    if before - seconds > DAY_S / 2:
+        return seconds + DAY_S * -(-(before - seconds) // DAY_S)
+    return before
 
 
 def import_csv(path: Path, choice: Choice = AUTOMATIC, *, scope: Scope = Scope.EXTERNAL) -> Trace:
@@ -70,32 +109,31 @@ def import_csv(path: Path, choice: Choice = AUTOMATIC, *, scope: Scope = Scope.E
     """
     rows = _rows(path)
     first = list(islice(rows, PREAMBLE))
-    reading, skipped = _reading(path, first, choice)
+    layout, skipped = _layout(path, first, choice)
     samples: list[Sample] = []
     restarts, base, last_time, last_value = 0, 0.0, None, -math.inf
     for at, row in enumerate(chain(first[skipped:], rows), start=skipped + 1):
         if at > MAX_ROWS:
             raise MeterError(f"{path} has more than {MAX_ROWS} rows; cut it to the measured part")
-        found = reading.row(path, at, row)
-        if found is None:
+        figures = layout.row(path, at, row)
+        if figures is None:
             continue
-        last_time = continued(found[0], last_time)
-        value = found[1]
-        if reading.counter and value < last_value:
+        last_time, value = continued(figures[0], last_time), figures[1]
+        if layout.counter and value < last_value:
             if value > RESTART_SHARE * last_value:
                 raise MeterError(f"{path}: row {at} has less energy than the row before ({value:g} after {last_value:g} J)")
             base, restarts = base + last_value, restarts + 1
         last_value = value
-        samples.append(Sample(last_time, base + value if reading.counter else abs(value)))
+        samples.append(Sample(last_time, base + value if layout.counter else abs(value)))
     if len(samples) < 2:
         raise MeterError(f"{path} has {len(samples)} rows of figures; at least 2 are needed")
-    _question(path, samples, reading)
+    _check_power(path, samples, layout)
     gaps = sorted(b.time_s - a.time_s for a, b in pairwise(samples) if b.time_s > a.time_s)
     spacing = gaps[len(gaps) // 2] if gaps else 1.0
     notes = (f"the counter began again {restarts} times and was continued",) if restarts else ()
     facts = MeterFacts(
         name=f"csv:{path.name}",
-        kind=Kind.COUNTER if reading.counter else Kind.SAMPLER,
+        kind=Kind.COUNTER if layout.counter else Kind.SAMPLER,
         scope=scope,
         source=str(path.name),
         refresh_s=spacing,
@@ -127,20 +165,22 @@ def _rows(path: Path) -> Iterator[list[str]]:
         raise MeterError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _reading(path: Path, first: Sequence[Sequence[str]], choice: Choice) -> tuple[Reading, int]:
+def _layout(path: Path, first: Sequence[Sequence[str]], choice: Choice) -> tuple[TableLayout, int]:
     """Returns how to read the table, and how many of its first rows precede the figures."""
     for at, row in enumerate(first):
         if _is_figures(row):
-            return _headless(path, first[at:], choice), at
+            header = [str(i + 1) for i in range(len(row))]
+            chosen = choice if "time" in choice.names else _headless(path, first[at:], choice)
+            return _chosen(path, header, columns_of(header, chosen), choice), at
         if {"state", "last_changed"} <= {cell.lower() for cell in row}:
-            return _home_assistant(path, row, first[at + 1 :], choice), at + 1
+            choice = _home_assistant(path, row, first[at + 1 :], choice)
+            return _chosen(path, row, columns_of(row, choice), choice), at + 1
         columns = columns_of(row, choice if at + 1 < len(first) and _is_figures(first[at + 1]) else AUTOMATIC)
         if "time" in columns and len(columns) > 1:
-            columns = columns_of(row, choice)
-            return _chosen(path, row, columns, choice, decimal_comma=_has_commas(first[at + 1 :])), at + 1
-    header = ", ".join(first[0]) if first else "(none)"
+            return _chosen(path, row, columns_of(row, choice), choice), at + 1
+    names = ", ".join(first[0]) if first else "(none)"
     raise MeterError(
-        f"{path}: the columns {header} have no time with joules, watts, or volts and amperes; name them with"
+        f"{path}: the columns {names} have no time with joules, watts, or volts and amperes; name them with"
         " --columns time=NAME,power=NAME,unit=mW (or voltage= and current=, or energy=)"
     )
 
@@ -148,15 +188,11 @@ def _reading(path: Path, first: Sequence[Sequence[str]], choice: Choice) -> tupl
 def _is_figures(row: Sequence[str]) -> bool:
     """Returns whether a row holds figures only: a time and at least one number."""
     times = [bool(CLOCK.fullmatch(cell.strip())) for cell in row]
-    numbers = [number(cell, decimal_comma=True) is not None for cell in row]
+    numbers = [number(cell) is not None for cell in row]
     return len(row) > 1 and all(a or b for a, b in zip(times, numbers, strict=True)) and any(numbers[1:])
 
 
-def _has_commas(rows: Sequence[Sequence[str]]) -> bool:
-    return any("," in cell and number(cell, decimal_comma=True) is not None for row in rows for cell in row)
-
-
-def _chosen(path: Path, header: Sequence[str], columns: dict[str, Column], choice: Choice, *, decimal_comma: bool) -> Reading:
+def _chosen(path: Path, header: Sequence[str], columns: dict[str, Column], choice: Choice) -> TableLayout:
     energy, power = columns.get("energy"), columns.get("power")
     pair = tuple(columns[name] for name in ("voltage", "current") if name in columns)
     volts = 1.0
@@ -175,35 +211,25 @@ def _chosen(path: Path, header: Sequence[str], columns: dict[str, Column], choic
     else:
         raise MeterError(f"{path}: the columns {', '.join(header)} have no time with joules, watts, or volts and amperes; use --columns")
     words = [name.strip().lower() for name in header]
-    date = words.index("date") if "date" in words and "time" in words else None
-    time = Column(index=words.index("time")) if date is not None else columns["time"]
-    return Reading(
-        time=time, date=date, factors=factors, counter=factors[0] is energy, volts=volts, decimal_comma=decimal_comma, header=header
-    )
+    apart = "date" in words and "time" in words  # the clock time is enough, in the column after the date's
+    time = Column(index=words.index("time")) if apart else columns["time"]
+    return TableLayout(time=time, factors=factors, counter=factors[0] is energy, volts=volts, header=header)
 
 
-def _headless(path: Path, rows: Sequence[Sequence[str]], choice: Choice) -> Reading:
+def _headless(path: Path, rows: Sequence[Sequence[str]], choice: Choice) -> Choice:
+    """Returns which columns of a table without a header hold what: volts and amperes after a clock time, or watts as a product."""
     width = len(rows[0])
-    header = [str(i + 1) for i in range(width)]
-    commas = _has_commas(rows)
-    if choice.names:
-        columns = columns_of(header, choice)
-        if "time" in columns:
-            return _chosen(path, header, columns, choice, decimal_comma=commas)
-    found = _product(rows, commas) if width > 3 else None
-    if found is not None:
-        return Reading(
-            time=Column(index=0), date=None, factors=(Column(index=found),), counter=False, volts=1.0, decimal_comma=commas, header=header
-        )
-    if width == 3 and CLOCK.fullmatch(rows[0][0]):  # WITRN: clock time, volts, amperes
-        factors = (Column(index=1), Column(index=2))
-        return Reading(time=Column(index=0), date=None, factors=factors, counter=False, volts=1.0, decimal_comma=commas, header=header)
+    power = _product(rows) if width > 3 else None
+    if power is not None:
+        return replace(choice, names={"time": "1", "power": str(power + 1)})
+    if width == 3 and CLOCK.fullmatch(rows[0][0]):  # WITRN
+        return replace(choice, names={"time": "1", "voltage": "2", "current": "3"})
     raise MeterError(f"{path} has no header; say which columns are what, such as --columns time=1,current=2,voltage=3")
 
 
-def _product(rows: Sequence[Sequence[str]], commas: bool) -> int | None:
+def _product(rows: Sequence[Sequence[str]]) -> int | None:
     """Returns the column that is the product of two others in every row: watts, of volts and amperes."""
-    table = [[number(cell, decimal_comma=commas) for cell in row[1:]] for row in rows]
+    table = [[number(cell) for cell in row[1:]] for row in rows]
     if len(table) < 3 or any(cell is None for row in table for cell in row) or len({len(row) for row in table}) > 1:
         return None
     figures = [[cell or 0.0 for cell in row] for row in table]
@@ -213,9 +239,10 @@ def _product(rows: Sequence[Sequence[str]], commas: bool) -> int | None:
     return None
 
 
-def _home_assistant(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]], choice: Choice) -> Reading:
+def _home_assistant(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]], choice: Choice) -> Choice:
+    """Returns which columns of a history export hold what: its sensor's name says whether it counts power or energy."""
     words = [cell.lower() for cell in header]
-    state, entity = words.index("state"), words.index("entity_id") if "entity_id" in words else None
+    entity = words.index("entity_id") if "entity_id" in words else None
     entities = {row[entity] for row in rows if entity is not None and entity < len(row)}
     if len(entities) > 1:
         raise MeterError(f"{path} has {len(entities)} sensors ({', '.join(sorted(entities)[:4])}, ...); export the power sensor alone")
@@ -223,28 +250,17 @@ def _home_assistant(path: Path, header: Sequence[str], rows: Sequence[Sequence[s
     quantity = "energy" if "energy" in name and "power" not in name else "power"
     if quantity == "energy" and not choice.unit:
         raise MeterError(f"{path}: {name} counts energy, and its unit is not in the table; add it: --columns unit=kWh")
-    column = columns_of([quantity], Choice(unit=choice.unit))[quantity]
-    figure = Column(index=state, factor=column.factor, unit=column.unit)
-    return Reading(
-        time=Column(index=words.index("last_changed")),
-        date=None,
-        factors=(figure,),
-        counter=quantity == "energy",
-        volts=1.0,
-        decimal_comma=False,
-        header=header,
-    )
+    return replace(choice, names={"time": "last_changed", quantity: "state"})
 
 
-def _question(path: Path, samples: Sequence[Sample], reading: Reading) -> None:
+def _check_power(path: Path, samples: Sequence[Sample], layout: TableLayout) -> None:
     """Raises MeterError for a mean power that a unit must have gone wrong for."""
     span = samples[-1].time_s - samples[0].time_s
-    if reading.counter:
+    if layout.counter:
         watts = (samples[-1].value - samples[0].value) / span if span > 0 else 0.0
     else:
         watts = fmean(sample.value for sample in samples)
-    stated = all(column.unit for column in reading.factors)
-    least, most = WATTS_STATED if stated else WATTS_ASSUMED
+    least, most = WATTS_STATED if all(column.unit for column in layout.factors) else WATTS_ASSUMED
     if not least <= watts <= most:
         raise MeterError(
             f"{path}: {watts:.3g} W on average over {span:.4g} s is no plausible power of such a device; if a unit is not what the table"
