@@ -25,7 +25,7 @@ from edge_bench.options import EXAMPLES, add_modes, measuring_options, result_op
 from edge_bench.report.figures import Figures, figures
 from edge_bench.report.terminal import BenchProgress, note, print_report
 from edge_devices.command_line import CONTEXT, CommandWithModes, one_sentence_errors
-from edge_devices.energy.report import Report
+from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import report_lines
 from edge_devices.energy.virtual_meters import ESTIMATE, EXTERNAL
@@ -60,7 +60,7 @@ class Outputs:
         if self._write_json(result.to_json()):
             print_report(result)
 
-    def write_energy(self, report: Report, log: RunLog) -> None:
+    def write_energy(self, report: EnergyReport, log: RunLog) -> None:
         """Writes an energy measurement to all outputs."""
         if self.html is not None:
             from edge_bench.report.html import energy_page
@@ -137,7 +137,7 @@ def said_before(progress: BenchProgress) -> str:
     return text
 
 
-def measure_joules(request: BenchRequest, path: Path, meter: Meter, minutes: int | None) -> tuple[Report | None, RunLog]:
+def measure_joules(request: BenchRequest, path: Path, meter: Meter, minutes: int | None) -> tuple[EnergyReport | None, RunLog]:
     """Runs the energy protocol over the same variants. Raises DeviceError where it cannot be done."""
     with ExitStack() as stack, BenchProgress() as progress:
         said_before(progress)

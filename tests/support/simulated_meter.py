@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from edge_devices.energy.characteristics import characterise
-from edge_devices.energy.run_log import Run, RunLog
+from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.meters.android.phone_battery import AMPERES, current_unit
 from edge_devices.meters.base import Kind, MeterFacts, Scope, Unwrapped
 from edge_devices.meters.trace import Trace
@@ -255,7 +255,7 @@ def simulate(scenario: Scenario) -> tuple[RunLog, Block]:
     device = Device(s, [(a, b, w) for (a, b), w in zip(block.runs, block.watts, strict=True)], end_s, 4)
     marks = np.array([t for span in (*block.idles, *block.runs) for t in span])
     polls = np.sort(np.concatenate([poll_times(0.0, end_s, facts.poll_s, r), marks]))
-    runs = [Run(variant="decode", repeat=i, start_s=a, end_s=b, emitted_tokens=block.tokens) for i, (a, b) in enumerate(block.runs)]
+    runs = [LoggedRun(variant="decode", repeat=i, start_s=a, end_s=b, emitted_tokens=block.tokens) for i, (a, b) in enumerate(block.runs)]
     trace = read(s, device, polls, r)
     block.run_joules.extend(float(np.diff(device.joules(np.array(span)))[0]) for span in block.runs)
     return RunLog(facts=facts, characteristics=measured, trace=trace, idles=block.idles, runs=runs), block

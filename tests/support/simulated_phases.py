@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edge_devices.energy.characteristics import characterise
-from edge_devices.energy.run_log import Run, RunLog
+from edge_devices.energy.run_log import LoggedRun, RunLog
 from simulated_meter import (
     COUNTER,
     GAUGE,
@@ -128,7 +128,7 @@ class Timeline:
             taken += part
         return taken
 
-    def run(self, window_s: float, repeat: int) -> Run:
+    def run(self, window_s: float, repeat: int) -> LoggedRun:
         """Requests until the window is full."""
         s, start_s, phases = self.s, self.at, dict.fromkeys(PHASES, 0.0)
         factor, requests = 1 + s.base.scatter * self._random.standard_normal(), 0
@@ -144,15 +144,17 @@ class Timeline:
         tokens = requests * s.request_tokens
         self.truth.tokens += tokens
         self.truth.requests += requests
-        return Run(
+        return LoggedRun(
             variant="drafted", repeat=repeat, start_s=start_s, end_s=self.at, emitted_tokens=tokens, requests=requests, phases=phases
         )
 
-    def loop(self, phase: str, window_s: float, repeat: int) -> Run:
+    def loop(self, phase: str, window_s: float, repeat: int) -> LoggedRun:
         """One phase alone."""
         start_s, factor = self.at, self.s.loop_bias[phase] * (1 + self.s.base.scatter * self._random.standard_normal())
         seconds = self.work(phase, window_s, factor)
-        return Run(variant=f"calibrate:{phase}", repeat=repeat, start_s=start_s, end_s=self.at, emitted_tokens=0, phases={phase: seconds})
+        return LoggedRun(
+            variant=f"calibrate:{phase}", repeat=repeat, start_s=start_s, end_s=self.at, emitted_tokens=0, phases={phase: seconds}
+        )
 
 
 def simulate_phased(scenario: Phased) -> tuple[RunLog, Truth]:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from edge_devices.energy.characteristics import Characteristics, characterise
 from edge_devices.energy.recorder import Recorder
-from edge_devices.energy.run_log import Run, RunLog
+from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.energy.windows import measure_window
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.detection import environment
@@ -206,7 +206,7 @@ def measure(
     return log
 
 
-def _failed(log: RunLog, run: Run) -> bool:
+def _failed(log: RunLog, run: LoggedRun) -> bool:
     return any(run.start_s <= time_s <= run.end_s for time_s, _ in log.faults)
 
 
@@ -223,7 +223,7 @@ def _idle(system: System, recorder: Recorder, characteristics: Characteristics) 
     return begin, recorder.mark()
 
 
-def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: Workload, window_s: float, log: RunLog) -> Run:
+def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: Workload, window_s: float, log: RunLog) -> LoggedRun:
     """Repeats one workload until the window is full; its expected time follows from the variant's earlier runs."""
     _prepare(workload)
     before = read_state(system)
@@ -237,7 +237,7 @@ def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: W
     for work in done:
         for phase, seconds in work.phases.items():
             phases[phase] = phases.get(phase, 0.0) + seconds
-    return Run(
+    return LoggedRun(
         variant=name,
         repeat=repeat,
         start_s=start_s,

@@ -12,7 +12,7 @@ from typing import Any
 
 from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, of_model, ratio_interval, widened
 from edge_devices.energy.phases import NO_DECODING, PREFILL, PhaseShares, PhaseWatts, share_out
-from edge_devices.energy.run_log import Run, RunLog
+from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.energy.windows import MIN_UPDATES, WindowEnergy, change_within, measure_window
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import disturbances
@@ -35,7 +35,7 @@ class Idle:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class VariantEnergy:
     """The energy of one variant; joules are gross unless named net. None: unknown, or lost in noise.
 
     `refused`: reasons of the repeats that do not count; `phase_joules`: joules per request by phase, separated by `phase_method`;
@@ -60,7 +60,7 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class EnergyReport:
     """All figures of one measurement and their meter. `phase_watts`: mean watts of the phases with calibration loops."""
 
     meter: str
@@ -69,7 +69,7 @@ class Report:
     refresh_s: float
     systematic: str
     idle: Idle | None
-    variants: list[Variant]
+    variants: list[VariantEnergy]
     warnings: list[str] = field(default_factory=list)
     phase_watts: dict[str, float] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ class Report:
 class ValidRun:
     """A run that counts, with its window and its energy by phase."""
 
-    run: Run
+    run: LoggedRun
     window: WindowEnergy
     shares: PhaseShares
 
@@ -117,7 +117,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
+def make_report(log: RunLog, *, baseline: str | None = None) -> EnergyReport:
     """Computes the report; raises MeasurementError if no run counts, or if the external meter's table is missing."""
     if not log.trace.times:
         raise MeasurementError("the log holds no readings because its meter is external; give that meter's table with --external TABLE")
@@ -142,7 +142,7 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
     variants = [_variant(name, runs, refused.get(name, []), idle, base if name != baseline else None) for name, runs in counted.items()]
     if log.facts.model_error:
         variants = [_modelled(variant, log.facts.model_error) for variant in variants]
-    return Report(
+    return EnergyReport(
         meter=log.facts.name,
         scope=log.facts.scope,
         estimate=log.facts.is_estimate,
@@ -155,7 +155,7 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> Report:
     )
 
 
-def _modelled(variant: Variant, model_error: float) -> Variant:
+def _modelled(variant: VariantEnergy, model_error: float) -> VariantEnergy:
     """Returns a variant with the range of the power model in every interval."""
 
     def wide(interval: Interval | None) -> Interval | None:
@@ -175,12 +175,12 @@ def _modelled(variant: Variant, model_error: float) -> Variant:
     )
 
 
-def exclusion_reasons(log: RunLog, run: Run) -> list[str]:
+def exclusion_reasons(log: RunLog, run: LoggedRun) -> list[str]:
     """Returns the reasons why a run does not count; an empty list if it counts."""
     return _count(log, run, {})[1]
 
 
-def _count(log: RunLog, run: Run, powers: Mapping[str, PhaseWatts], idle: Idle | None = None) -> tuple[ValidRun | None, list[str]]:
+def _count(log: RunLog, run: LoggedRun, powers: Mapping[str, PhaseWatts], idle: Idle | None = None) -> tuple[ValidRun | None, list[str]]:
     try:
         window = measure_window(log.trace, run.start_s, run.end_s, log.characteristics)
     except MeasurementError as error:
@@ -240,11 +240,13 @@ def _idle_warnings(idle: Idle | None) -> list[str]:
     return ["idle power was measured once: its drift is not in the intervals above idle"] if idle.windows < 2 else []
 
 
-def _variant(name: str, runs: Sequence[ValidRun], refused: list[str], idle: Idle | None, baseline: Sequence[ValidRun] | None) -> Variant:
+def _variant(
+    name: str, runs: Sequence[ValidRun], refused: list[str], idle: Idle | None, baseline: Sequence[ValidRun] | None
+) -> VariantEnergy:
     if not runs:
-        return Variant(name=name, n=0, refused=refused)
+        return VariantEnergy(name=name, n=0, refused=refused)
     ratio = _ratio(runs, baseline) if baseline is not None else None
-    return Variant(
+    return VariantEnergy(
         name=name,
         n=len(runs),
         refused=refused,
@@ -359,7 +361,7 @@ def too_short(log: RunLog, seconds: float) -> str | None:
     return f"too short: {seconds:.3g} s, and {log.facts.name} needs {need:.3g} s ({refresh}, at least 10 s, and its lag)"
 
 
-def exclusions(log: RunLog, run: Run, window: WindowEnergy) -> list[str]:
+def exclusions(log: RunLog, run: LoggedRun, window: WindowEnergy) -> list[str]:
     """Returns the reasons to exclude a run, from its state, length and readings."""
     found = disturbances(run.before, run.after)
     short = too_short(log, window.seconds)

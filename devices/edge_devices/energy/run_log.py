@@ -44,7 +44,7 @@ LISTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class LoggedRun:
     """One window of work. `phases`: seconds per phase (prefill, draft, verify, ...); `emitted_tokens`: without drafted tokens;
     `prompt_tokens`: those not in the cache; `expected_s`: duration expected from the variant's earlier runs, None for its first.
     """
@@ -77,7 +77,7 @@ class RunLog:
     environment: dict[str, Any] = field(default_factory=dict)
     idles: list[tuple[float, float]] = field(default_factory=list)
     loads: list[tuple[float, float]] = field(default_factory=list)  # plain load steps, for the clock of an external meter
-    runs: list[Run] = field(default_factory=list)
+    runs: list[LoggedRun] = field(default_factory=list)
     faults: list[tuple[float, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     others: list[MachineLoad] = field(default_factory=list)  # of the whole measurement, at its end
@@ -223,14 +223,14 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
     return log
 
 
-def _run(record: dict[str, Any]) -> Run:
+def _run(record: dict[str, Any]) -> LoggedRun:
     record["before"], record["after"] = DeviceState.from_json(record["before"]), DeviceState.from_json(record["after"])
     if len(record["phases"]) > MAX_PHASES:
         raise ValueError(f"a run of {len(record['phases'])} phases; {MAX_PHASES} are the most")
     record["phases"] = {str(k): float(v) for k, v in record["phases"].items()}
     record |= {k: int(record[k]) for k in ("repeat", "emitted_tokens", "prompt_tokens", "requests")}
     record |= {k: float(record[k]) for k in ("start_s", "end_s")}
-    run = Run(**record)
+    run = LoggedRun(**record)
     if run.expected_s is not None and not isinstance(run.expected_s, float | int):
         raise ValueError(f"an expected time of {run.expected_s!r}")
     if not run.start_s < run.end_s or run.emitted_tokens < 0 or run.prompt_tokens < 0 or run.requests < 0:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.intervals import Interval
-from edge_devices.energy.report import Report, Variant
+from edge_devices.energy.report import EnergyReport, VariantEnergy
 from edge_devices.errors import printable
 from edge_devices.meters.base import Finding, MeterState
 from edge_devices.meters.search import NO_METER
@@ -56,7 +56,7 @@ def _measured(found: Characteristics) -> str:
     )
 
 
-def report_lines(report: Report) -> list[str]:
+def report_lines(report: EnergyReport) -> list[str]:
     """Returns a report as text; every figure with its interval, the meter and scope above them."""
     mark = "ESTIMATE, nothing was measured: " if report.estimate else ""
     lines = [
@@ -70,7 +70,7 @@ def report_lines(report: Report) -> list[str]:
     return list(map(printable, lines))
 
 
-def _variant_lines(variant: Variant) -> list[str]:
+def _variant_lines(variant: VariantEnergy) -> list[str]:
     lines = [f"{variant.name}: {variant.n} repeats count, {len(variant.refused)} do not"]
     lines += [f"  refused: {reason}" for reason in variant.refused]
     figures = {
@@ -90,7 +90,7 @@ def _variant_lines(variant: Variant) -> list[str]:
     return lines
 
 
-def _phase_lines(variant: Variant) -> list[str]:
+def _phase_lines(variant: VariantEnergy) -> list[str]:
     if variant.phase_method == "measured":
         return []
     head = f"  J/request by phase, {variant.phase_method}"

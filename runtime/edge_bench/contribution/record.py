@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_bench.measure.variants import PLAIN
-from edge_devices.energy.report import Report, make_report
+from edge_devices.energy.report import EnergyReport, make_report
 from edge_devices.energy.run_log import RunLog, read_log
 from edge_devices.errors import DeviceError
 from edge_devices.files.atomic_write import write_text
@@ -69,7 +69,7 @@ class CheckedRecord:
 
     path: Path
     record: EnergyRecord
-    report: Report
+    report: EnergyReport
     run_log: RunLog
 
     @property
@@ -163,11 +163,11 @@ def check_record(path: Path, data: bytes) -> CheckedRecord:
     return CheckedRecord(path=path, record=record, report=report, run_log=log)
 
 
-def _figures(log: RunLog) -> Report:
+def _figures(log: RunLog) -> EnergyReport:
     return make_report(log, baseline=PLAIN if any(run.variant == PLAIN for run in log.runs) else None)
 
 
-def _claims(report: Report) -> dict[str, tuple[float, ...]]:
+def _claims(report: EnergyReport) -> dict[str, tuple[float, ...]]:
     found = {variant.name: variant.joules_per_output_token for variant in report.variants}
     return {name: tuple(x for x in (one.value, one.low, one.high) if math.isfinite(x)) for name, one in found.items() if one}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edge_bench.contribution.record import CheckedRecord
 from edge_bench.measure.variants import PLAIN
-from edge_devices.energy.report import Variant
+from edge_devices.energy.report import VariantEnergy
 
 MIN_REPEATS = 3
 MAX_REFUSED_SHARE = 1 / 3
@@ -36,7 +36,7 @@ def invalid(checked: CheckedRecord) -> list[str]:
     return reasons + [f"busy: {load.sentence()}" for load in checked.run_log.others if load.is_busy]
 
 
-def _of_variant(variant: Variant, *, estimate: bool) -> list[str]:
+def _of_variant(variant: VariantEnergy, *, estimate: bool) -> list[str]:
     reasons, joules = [], variant.joules_per_output_token
     if variant.n < MIN_REPEATS:
         reasons.append(f"{variant.n} repeats count, {MIN_REPEATS} are needed")

@@ -29,7 +29,7 @@ from edge_devices.energy.protocol import (
     planned_seconds,
 )
 from edge_devices.energy.recorder import Recorder
-from edge_devices.energy.report import CALIBRATION, Report, make_report
+from edge_devices.energy.report import CALIBRATION, EnergyReport, make_report
 from edge_devices.energy.run_log import MAX_LINE_CHARS, LogFile, RunLog, read_log
 from edge_devices.energy.virtual_meters import EXTERNAL, PendingExternalMeter, requested_meter
 from edge_devices.machine.system import System
@@ -68,7 +68,7 @@ def is_energy_log(path: Path) -> bool:
     return isinstance(first, dict) and first.get("kind") == "header" and "meter" in first
 
 
-def read_energy(path: Path, external: Path | None = None, columns: str | None = None) -> tuple[Report, RunLog]:
+def read_energy(path: Path, external: Path | None = None, columns: str | None = None) -> tuple[EnergyReport, RunLog]:
     """Computes the figures of a log of `measure_energy`, from the table of an `external` meter if given, with `columns` as
     `--columns` takes them.
 
@@ -90,7 +90,7 @@ def measure_energy(
     repeats: int = REPEATS,
     minutes: float | None = None,
     waiting: Waiting = silent_wait,
-) -> tuple[Report | None, RunLog]:
+) -> tuple[EnergyReport | None, RunLog]:
     """Runs the protocol, writes its log window by window and computes the figures. `minutes`: about how long it may take.
 
     The report is None for an external meter, whose table is not available yet. Ctrl-C after the first window ends it with what there is
@@ -138,7 +138,7 @@ def fitted(
     return next((one for one in tries if planned_seconds(*one, characteristics) <= seconds), tries[-1])
 
 
-def _figures(log: RunLog) -> Report:
+def _figures(log: RunLog) -> EnergyReport:
     variants = {run.variant for run in log.runs}
     return make_report(log, baseline=PLAIN if PLAIN in variants else None)
 

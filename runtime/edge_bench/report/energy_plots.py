@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from edge_bench.report.svg import COLOURS, INK, Plot, draw_svg, label_text, legend
 from edge_devices.energy.intervals import Interval
-from edge_devices.energy.report import Report, Variant, exclusion_reasons
+from edge_devices.energy.report import EnergyReport, VariantEnergy, exclusion_reasons
 from edge_devices.energy.run_log import RunLog
 from edge_devices.meters.base import Kind
 from edge_devices.meters.trace import Trace
@@ -21,7 +21,7 @@ LONG_S = 600.0  # longer recordings have their time axis in minutes
 IDLE_COLOUR, REFUSED_HATCH = "#8c8c8c", "xx"
 
 
-def energy_plots(report: Report, log: RunLog | None = None) -> list[Plot]:
+def energy_plots(report: EnergyReport, log: RunLog | None = None) -> list[Plot]:
     """Returns all plots that have data; the power plot needs the log."""
     where = f"scope {report.scope} ({report.meter})"
     mark = "ESTIMATE, nothing was measured: " if report.estimate else ""
@@ -90,7 +90,7 @@ def _draw_power(axes: Axes, log: RunLog) -> None:
     axes.set_ylabel(f"W, scope {log.facts.scope}")
 
 
-def _draw_tokens(axes: Axes, report: Report) -> None:
+def _draw_tokens(axes: Axes, report: EnergyReport) -> None:
     """Draws bars that include idle power, and the part above idle as a second, thinner bar."""
     variants = [v for v in report.variants if v.joules_per_output_token]
     with legend(axes):
@@ -110,7 +110,7 @@ def _draw_tokens(axes: Axes, report: Report) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def _reaches_below_zero(variants: Sequence[Variant]) -> bool:
+def _reaches_below_zero(variants: Sequence[VariantEnergy]) -> bool:
     every = [joules for v in variants for joules in (v.joules_per_output_token, v.net_joules_per_output_token) if joules is not None]
     return any(joules.half < float("inf") and joules.value < joules.half for joules in every)
 
@@ -120,11 +120,11 @@ def _interval(axes: Axes, joules: Interval, place: float) -> None:
         axes.errorbar(joules.value, place, xerr=joules.half, color=INK, linewidth=1, capsize=3)
 
 
-def _split(report: Report) -> list[bool]:
+def _split(report: EnergyReport) -> list[bool]:
     return [len(v.phase_joules) > 1 for v in report.variants]
 
 
-def _draw_phases(axes: Axes, report: Report) -> None:
+def _draw_phases(axes: Axes, report: EnergyReport) -> None:
     variants = [v for v in report.variants if len(v.phase_joules) > 1]
     phases = list(dict.fromkeys(phase for v in variants for phase in v.phase_joules))
     left = [0.0] * len(variants)

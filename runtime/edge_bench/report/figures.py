@@ -12,7 +12,7 @@ from edge_bench.measure.records import Concurrency, ImageCost, Memory, Records, 
 from edge_bench.measure.schedule import CONTEXTS_PART, DOMAINS_PART
 from edge_bench.measure.variants import FIXED, OURS, PLAIN, Variant
 from edge_bench.report.ratios import Ratio, paired_logs, ratio
-from edge_devices.energy.report import Report
+from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
 from edge_devices.files.typed_json import to_json
 from edge_runtime.session.stats import Latencies
@@ -91,7 +91,7 @@ class Figures:
     against: tuple[Against, ...]
     levels: tuple[Level, ...]
     images: tuple[ImageRow, ...] = ()
-    energy: Report | None = None
+    energy: EnergyReport | None = None
     energy_log: RunLog | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _row_json(row: Row) -> dict[str, Any]:
     return {"label": row.variant.label, **to_json(row), "tokens_per_round": row.mean_acceptance_length}
 
 
-def figures(records: Records, energy: Report | None = None, energy_log: RunLog | None = None) -> Figures:
+def figures(records: Records, energy: EnergyReport | None = None, energy_log: RunLog | None = None) -> Figures:
     """Computes all figures that the records allow; those not measured stay empty."""
     domains = [run for run in records.runs if run.part == DOMAINS_PART]
     contexts = [run for run in records.runs if run.part == CONTEXTS_PART]

@@ -11,7 +11,7 @@ from edge_bench.report.plots import all_plots
 from edge_bench.report.svg import Plot
 from edge_bench.report.tables import TextTable, all_tables, energy_tables, machine_line, meter_table, notes
 from edge_bench.report.verdict import verdict
-from edge_devices.energy.report import Report
+from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import report_lines
 
@@ -46,7 +46,7 @@ def report_page(figures: Figures) -> str:
     return _document(title, head, notes(figures), all_tables(figures), all_plots(figures), verdict(figures))
 
 
-def energy_page(report: Report, log: RunLog) -> str:
+def energy_page(report: EnergyReport, log: RunLog) -> str:
     """Returns the page of an energy measurement alone. Raises RequestError if the plotting library is missing."""
     machine, meter = log.environment, report_lines(report)
     processor = machine.get("processor") or machine.get("model") or "unknown processor"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edge_bench.measure.records import Header
 from edge_bench.report.figures import Figures, Row
 from edge_bench.report.ratios import Ratio
-from edge_devices.energy.report import Report
+from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import figure_text, report_lines
 from edge_devices.energy.text import ratio_text as energy_ratio_text
@@ -240,13 +240,13 @@ def _images(figures: Figures) -> TextTable:
     return TextTable(name="images", title="Images", columns=columns, rows=rows, note=note)
 
 
-def energy_tables(report: Report) -> list[TextTable]:
+def energy_tables(report: EnergyReport) -> list[TextTable]:
     """Returns the tables of an energy measurement: all variants, and by phase if there are several."""
     tables = [_energy(report), _energy_phases(report)]
     return [table for table in tables if table.rows]
 
 
-def _energy(report: Report) -> TextTable:
+def _energy(report: EnergyReport) -> TextTable:
     rows = []
     for one in report.variants:
         ratio = one.ratio_to_baseline
@@ -266,7 +266,7 @@ def _energy(report: Report) -> TextTable:
     return TextTable(name="energy", title=_energy_title("Energy", report), columns=columns, rows=tuple(rows), note=note)
 
 
-def _energy_phases(report: Report) -> TextTable:
+def _energy_phases(report: EnergyReport) -> TextTable:
     phases = tuple(dict.fromkeys(phase for one in report.variants if len(one.phase_joules) > 1 for phase in one.phase_joules))
     rows = tuple(
         (
@@ -307,7 +307,7 @@ def meter_table(log: RunLog) -> TextTable:
     return TextTable(name="meter", title=f"The meter {facts.name}", columns=("", ""), rows=tuple(rows))
 
 
-def _energy_title(title: str, report: Report) -> str:
+def _energy_title(title: str, report: EnergyReport) -> str:
     return f"{title}, scope {report.scope}" + (" (ESTIMATE, nothing was measured)" if report.estimate else "")
 
 

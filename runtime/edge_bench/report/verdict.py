@@ -5,7 +5,7 @@ from __future__ import annotations
 from edge_bench.measure.variants import OURS
 from edge_bench.report.figures import Figures, Row
 from edge_bench.report.ratios import WIDEST
-from edge_devices.energy.report import Report
+from edge_devices.energy.report import EnergyReport
 
 # The policy that users get; it is judged rather than the variant that came out best by chance.
 _DEFAULT_POLICY = "profit"
@@ -51,7 +51,7 @@ def _output(row: Row) -> str:
     return f"; the output is the same in {row.equal} of {row.compared} runs"
 
 
-def _joules(row: Row, energy: Report | None) -> str:
+def _joules(row: Row, energy: EnergyReport | None) -> str:
     measured = next((one for one in energy.variants if one.name == row.variant.label), None) if energy else None
     if energy is None or measured is None or measured.ratio_to_baseline is None:
         return ""

@@ -10,7 +10,7 @@ from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_devices.waiting import Report
 from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.selection import BACKENDS, CARDS, BackendKind
-from edge_runtime.calibration.measured import Measured
+from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.errors import EdgeRuntimeError
 
 _LIBRARIES = ("llama-cpp-python", "onnxruntime")
@@ -42,7 +42,7 @@ class BackendRates:
         return f"{CARDS[best].title}, {', '.join(others)}" if others else f"{CARDS[best].title}, the only one that opens it"
 
 
-_RATES = Measured(kind="backends", value_class=BackendRates, doing="measuring which backend is faster", times=1)
+_RATES = MeasuredValue(kind="backends", value_class=BackendRates, doing="measuring which backend is faster", times=1)
 
 
 def measured_rates(

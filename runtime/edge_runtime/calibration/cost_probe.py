@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from edge_devices.waiting import Report, unseen
-from edge_runtime.calibration.measured import Measured
+from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.drafting.cost_model import LEAST_SECONDS, MAX_ROWS, MeasuredCosts, extrapolated
 from edge_runtime.interfaces import Drafter, Target
 
-COSTS = Measured(kind="costs", value_class=MeasuredCosts, doing="measuring what drafts cost on this machine")
+COSTS = MeasuredValue(kind="costs", value_class=MeasuredCosts, doing="measuring what drafts cost on this machine")
 MAX_SECONDS = 2.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
 # Text the rows are verified after.

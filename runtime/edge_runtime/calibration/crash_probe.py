@@ -22,7 +22,7 @@ from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_devices.machine.load import LoadWatch
 from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
-from edge_runtime.calibration.measured import Measured
+from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.errors import BackendError, EdgeRuntimeError
 
 TIMEOUT_SECONDS = 120.0
@@ -50,7 +50,7 @@ class ProbeAnswer:
 
 
 # Whether a build crashes does not depend on other programs, but how long a child takes does.
-PROBES = Measured(
+PROBES = MeasuredValue(
     kind="probe",
     value_class=ProbeAnswer,
     doing="trying llama.cpp in a child process",

@@ -43,7 +43,7 @@ class Known(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured(Generic[T]):
+class MeasuredValue(Generic[T]):
     """A kind of value: the name of its entries, its dataclass, and what a command shows while it is measured on the first `times` uses.
 
     The dataclass refuses what cannot be by ValueError or an EdgeError. `disturbed_by_load`: whether load may have changed a value.

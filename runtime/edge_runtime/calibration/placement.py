@@ -15,7 +15,7 @@ from typing import Protocol
 
 from edge_devices.machine.cpu_affinity import fastest
 from edge_devices.waiting import Report, unseen
-from edge_runtime.calibration.measured import Measured
+from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.calibration.thread_probe import DRAFTS, MOST_SECONDS, VERIFIES, ThreadCounts
 from edge_runtime.drafting.phase_power import MOST_WATTS, PhasePower
 from edge_runtime.interfaces import Drafter, Target
@@ -136,7 +136,7 @@ class PlacementFigures:
         return {name: one for name, one in self.rounds.items() if one.seconds <= limit or name == self.fastest}
 
 
-FIGURES = Measured(kind="placements", value_class=PlacementFigures, doing="measuring the joules of cores and threads")
+FIGURES = MeasuredValue(kind="placements", value_class=PlacementFigures, doing="measuring the joules of cores and threads")
 
 
 def placements(groups: Sequence[Sequence[int]], best: ThreadCounts) -> list[Placement]:

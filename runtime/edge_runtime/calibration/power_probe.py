@@ -12,13 +12,13 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.calibration.cost_probe import TEXT
-from edge_runtime.calibration.measured import Measured
+from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.calibration.placement import Spent
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target
 
-WATTS = Measured(kind="power", value_class=PhasePower, doing="measuring the power of each phase", times=1)
+WATTS = MeasuredValue(kind="power", value_class=PhasePower, doing="measuring the power of each phase", times=1)
 ROWS = 4  # of the verify whose power is taken for all verifies of several rows
 STEPS = 3  # of a draft
 ROOM = 1.1  # measuring window / the shortest window that gives a figure

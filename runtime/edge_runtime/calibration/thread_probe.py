@@ -15,7 +15,7 @@ from typing import Literal
 
 from edge_devices.waiting import Report, unseen
 from edge_runtime.calibration.cost_probe import timed_rounds
-from edge_runtime.calibration.measured import Measured
+from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.interfaces import Drafter, Target
 
 MAX_SECONDS = 2.0
@@ -79,7 +79,7 @@ class ThreadTimes:
         return {phase: [*taken] for phase, taken in self.seconds.items()} == {phase: [*numbers] for phase, numbers in tries.items()}
 
 
-THREADS = Measured(kind="threads", value_class=ThreadTimes, doing="finding the fastest numbers of threads")
+THREADS = MeasuredValue(kind="threads", value_class=ThreadTimes, doing="finding the fastest numbers of threads")
 
 
 def candidates(groups: Sequence[Sequence[int]]) -> dict[Phase, list[int]]:

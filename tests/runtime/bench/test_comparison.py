@@ -13,15 +13,15 @@ from edge_bench.devices.results import DeviceResult
 from edge_bench.measure.records import collect
 from edge_bench.report.figures import figures
 from edge_devices.energy.intervals import of_error
-from edge_devices.energy.report import Report, Variant
+from edge_devices.energy.report import EnergyReport, VariantEnergy
 from edge_devices.meters.base import Scope
 
 
 def result(device: str, scope: Scope | None = None, *, estimate: bool = False, joules: float = 1.0) -> DeviceResult:
     energy = None
     if scope is not None:
-        variant = Variant(name="plain", n=5, refused=[], joules_per_output_token=of_error(joules, 0.01, 4, 5))
-        energy = Report(
+        variant = VariantEnergy(name="plain", n=5, refused=[], joules_per_output_token=of_error(joules, 0.01, 4, 5))
+        energy = EnergyReport(
             meter=f"meter of {device}",
             scope=scope,
             estimate=estimate,

@@ -18,7 +18,7 @@ from edge_devices.files.user_cache import CACHE_VARIABLE, MAX_CACHE_BYTES, MAX_E
 from edge_devices.machine.load import MachineLoad
 from edge_devices.waiting import Report
 from edge_runtime.calibration import backend_choice, crash_probe, measured
-from edge_runtime.calibration.measured import RETRY_SECONDS, TIMES, Known, Measured, cache_file, without_repeats
+from edge_runtime.calibration.measured import RETRY_SECONDS, TIMES, Known, MeasuredValue, cache_file, without_repeats
 
 BUSY = MachineLoad(others=0.5, seconds=2.0)
 QUIET = MachineLoad(others=0.0, seconds=2.0, waiting=0.05)
@@ -38,7 +38,7 @@ class Figure:
             raise ValueError(self.seconds)
 
 
-FIGURES = Measured(kind="figures", value_class=Figure, doing="measuring a figure")
+FIGURES = MeasuredValue(kind="figures", value_class=Figure, doing="measuring a figure")
 
 
 class Machine:
