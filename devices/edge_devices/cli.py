@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def detect(bandwidth: bool, as_json: bool) -> None:
 def list_profiles(as_json: bool) -> None:
     """List the device profiles, for edge-run plan --profile NAME."""
     if as_json:
-        click.echo(json.dumps({name: found.to_json() for name, found in profiles().items()}))
+        click.echo(json.dumps({name: asdict(found) for name, found in profiles().items()}))
         return
     for name, found in profiles().items():
         click.echo(f"{name:<20} {found.title}; {found.quantization}; drafts {found.draft_length[0]}-{found.draft_length[1]}")
@@ -143,7 +144,7 @@ def meters(measure: bool, as_json: bool) -> None:
     findings = find_meters(system)
     seen = {f.name: measured_meter(system, f.meter) for f in findings if f.meter} if measure else {}
     if as_json:
-        facts = {name: what if isinstance(what, str) else what.to_json() for name, what in seen.items()}
+        facts = {name: what if isinstance(what, str) else asdict(what) for name, what in seen.items()}
         click.echo(json.dumps({"meters": [f.to_json() | ({"measured": facts.get(f.name)} if measure else {}) for f in findings]}))
         return
     for line in meter_lines(findings, seen):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
 
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, MeterFacts
@@ -49,10 +48,6 @@ class Characteristics:
     def expected(facts: MeterFacts) -> Characteristics:
         """Returns the characteristics that a meter's facts state, for use without measuring them."""
         return Characteristics(refresh_s=facts.refresh_s, longest_gap_s=3 * facts.refresh_s, lag_s=facts.lag_s, zero_rate=0.0, read_s=0.0)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
-        return asdict(self)
 
 
 def characterise(trace: Trace, steps: Sequence[float], *, reads: int, read_s: float) -> Characteristics:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
 from edge_devices.errors import MeasurementError
+from edge_devices.files.typed_json import finite_json
 
 CONFIDENCE = 0.95
 # Below it, t is beyond a million for any probability that a figure is given with.
@@ -35,7 +36,8 @@ class Interval:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys; an interval without bounds has null there."""
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+        record: dict[str, Any] = finite_json(self)
+        return record
 
 
 def of_error(value: float, error: float, freedom: float, n: int) -> Interval:

@@ -6,7 +6,7 @@ import contextlib
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +15,7 @@ from edge_devices.energy.phases import NO_DECODING, PREFILL, PhaseShares, PhaseW
 from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.energy.windows import MIN_UPDATES, WindowEnergy, change_within, measure_window
 from edge_devices.errors import MeasurementError
+from edge_devices.files.typed_json import finite_json
 from edge_devices.machine.state import disturbances
 from edge_devices.meters.base import Kind
 
@@ -75,7 +76,7 @@ class EnergyReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys; null for what has no bound, such as the degrees of freedom of an error that is known."""
-        record: dict[str, Any] = _finite(asdict(self))
+        record: dict[str, Any] = finite_json(self)
         return record
 
 
@@ -106,15 +107,6 @@ class ValidRun:
     def middle_s(self) -> float:
         """The window's middle."""
         return (self.run.start_s + self.run.end_s) / 2
-
-
-def _finite(value: Any) -> Any:
-    """Returns the value with None for every infinite figure, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def make_report(log: RunLog, *, baseline: str | None = None) -> EnergyReport:

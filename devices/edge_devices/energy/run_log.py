@@ -21,6 +21,7 @@ from edge_devices.energy.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
 from edge_devices.files.atomic_write import destination_of
 from edge_devices.files.limited_read import lines_at_most
+from edge_devices.files.typed_json import from_json
 from edge_devices.machine.load import MachineLoad
 from edge_devices.machine.state import DeviceState
 from edge_devices.meters.base import MeterFacts, Sample
@@ -115,7 +116,7 @@ class LogFile:
         if self._samples < 0:
             self._samples = 0
             yield {"kind": "header", "schema": SCHEMA, "meter": log.facts.to_json(), "environment": log.environment}
-            yield {"kind": "characteristics", **log.characteristics.to_json()}
+            yield {"kind": "characteristics", **asdict(log.characteristics)}
         readings = len(raw) if raw else len(log.trace.values)  # the recorder's thread may be adding one
         for i in range(self._samples, min(readings, len(log.trace.times), len(log.trace.values))):
             yield {"kind": "sample", "t": log.trace.times[i], "v": log.trace.values[i], "raw": raw[i] if raw else ""}
@@ -197,13 +198,13 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
             raise ValueError(f"a {kind!r} line where a header is needed")
         if record["schema"] != SCHEMA:
             raise ValueError(f"schema {str(record['schema'])[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
-        facts = MeterFacts.from_json(record["meter"])
+        facts = from_json(MeterFacts, record["meter"], "meter")
         unknown = Characteristics(refresh_s=0.0, longest_gap_s=0.0, lag_s=0.0, zero_rate=0.0, read_s=0.0)
         return RunLog(facts=facts, characteristics=unknown, trace=Trace(facts=facts), environment=dict(record["environment"]))
     if kind == "sample":
         log.trace.add(Sample(float(record["t"]), float(record["v"])))
     elif kind == "characteristics":
-        log.characteristics = Characteristics(**{k: float(v) for k, v in record.items()})
+        log.characteristics = from_json(Characteristics, record, "characteristics", exact=True)
     elif kind == "fault":
         time_s = float(record["t"])
         if log.faults and not time_s >= log.faults[-1][0]:
@@ -214,8 +215,7 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
     elif kind == "run":
         log.runs.append(_run(record))
     elif kind == "others":
-        share, waiting = (None if each is None else float(each) for each in (record["share"], record.get("waiting")))
-        log.others.append(MachineLoad(others=share, waiting=waiting, seconds=float(record["seconds"])))
+        log.others.append(from_json(MachineLoad, {**record, "others": record["share"]}, "others"))
     elif kind == "warning":
         log.warnings.append(str(record["text"]))
     else:
@@ -224,15 +224,9 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
 
 
 def _run(record: dict[str, Any]) -> LoggedRun:
-    record["before"], record["after"] = DeviceState.from_json(record["before"]), DeviceState.from_json(record["after"])
     if len(record["phases"]) > MAX_PHASES:
         raise ValueError(f"a run of {len(record['phases'])} phases; {MAX_PHASES} are the most")
-    record["phases"] = {str(k): float(v) for k, v in record["phases"].items()}
-    record |= {k: int(record[k]) for k in ("repeat", "emitted_tokens", "prompt_tokens", "requests")}
-    record |= {k: float(record[k]) for k in ("start_s", "end_s")}
-    run = LoggedRun(**record)
-    if run.expected_s is not None and not isinstance(run.expected_s, float | int):
-        raise ValueError(f"an expected time of {run.expected_s!r}")
+    run = from_json(LoggedRun, record, "run", exact=True)
     if not run.start_s < run.end_s or run.emitted_tokens < 0 or run.prompt_tokens < 0 or run.requests < 0:
         raise ValueError(f"a run from {run.start_s} to {run.end_s} s with {run.emitted_tokens} tokens")
     return run

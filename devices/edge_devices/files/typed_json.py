@@ -1,8 +1,9 @@
-"""JSON to frozen dataclasses and back, with types checked. Supports dataclasses, scalars, lists and dicts."""
+"""JSON to frozen dataclasses and back, with types checked. Supports dataclasses, scalars, enumerations, literals, lists and dicts."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
 import types
@@ -30,15 +31,28 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def from_json(cls: type[T], data: Any, where: str) -> T:
-    """Builds `cls` from parsed JSON. Unknown keys are ignored (a newer minor version may add some); missing ones are errors.
+def finite_json(value: Any) -> Any:
+    """As `to_json`, with None for every infinite figure: JSON has no such number."""
+    plain = to_json(value)
+    if isinstance(plain, dict):
+        return {k: finite_json(v) for k, v in plain.items()}
+    if isinstance(plain, list):
+        return [finite_json(v) for v in plain]
+    return None if isinstance(plain, float) and not math.isfinite(plain) else plain
+
+
+def from_json(cls: type[T], data: Any, where: str, *, exact: bool = False) -> T:
+    """Builds `cls` from parsed JSON. Unknown keys are ignored (a newer minor version may add some) unless `exact`; missing ones are errors.
 
     Raises StructureError with the path of the first value that does not fit.
     """
     if not isinstance(data, dict):
         raise StructureError(f"{where} is {_kind(data)}, not an object")
     hints = _hints(typing.cast(Any, cls))
-    values = {}
+    values: dict[str, Any] = {}
+    unknown = data.keys() - hints.keys()
+    if exact and unknown:
+        raise StructureError(f"{where} has unknown keys: {', '.join(sorted(unknown))[:80]}")
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.name in data:
             values[field.name] = _value(hints[field.name], data[field.name], f"{where}.{field.name}")
@@ -63,12 +77,22 @@ def _value(hint: Any, data: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(data, list):
             raise StructureError(f"{where} is {_kind(data)}, not a list")
+        if ... not in arguments and len(data) != len(arguments):
+            raise StructureError(f"{where} has {len(data)} entries, not {len(arguments)}")
         return tuple(_value(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if origin in (dict, Mapping):
         if not isinstance(data, dict):
             raise StructureError(f"{where} is {_kind(data)}, not an object")
         return {_key(arguments[0], k, where): _value(arguments[1], v, f"{where}.{k}") for k, v in data.items()}
+    if origin is typing.Literal or (isinstance(hint, type) and issubclass(hint, enum.Enum)):
+        return _choice(hint, arguments or tuple(hint), data, where)
     return _scalar(hint, data, where)
+
+
+def _choice(hint: Any, choices: tuple[Any, ...], data: Any, where: str) -> Any:
+    if not isinstance(data, str) or data not in choices:
+        raise StructureError(f"{where} is {_kind(data)}, none of {', '.join(map(str, choices))}")
+    return data if typing.get_origin(hint) else hint(data)
 
 
 def _key(hint: Any, key: str, where: str) -> str | int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from edge_devices.machine.cpu_affinity import processor_numbers
 from edge_devices.machine.memory import available_memory_bytes
@@ -35,10 +34,6 @@ class Machine:
     usable_processors: int
     features: tuple[str, ...]
     memory_available: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
-        return asdict(self)
 
 
 def read_machine(root: Path = Path("/")) -> Machine:

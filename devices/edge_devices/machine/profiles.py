@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, cast, get_args
+from typing import Literal
 
 from edge_devices.errors import DeviceError
+from edge_devices.files.typed_json import from_json
 
 BITS_PER_BYTE = 8
 WattsOf = Literal["device", "laptop", "processor"]
@@ -61,10 +62,6 @@ class Profile:
     threads: int | None = None
     draft_length: tuple[int, int] = (0, 6)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
-        return asdict(self)
-
 
 @cache
 def profiles() -> dict[str, Profile]:
@@ -86,56 +83,20 @@ def parse_profile(name: str, text: str) -> Profile:
     """Reads a profile's TOML; raises ProfileError for an unknown key or an invalid value."""
     try:
         table = tomllib.loads(text)
-        match, processor, memory, energy, runtime = (table.pop(k) for k in ("match", "processor", "memory", "energy", "runtime"))
-        rate, bits = memory.pop("transfers_per_us", None), memory.pop("bus_bits", None)
-        effective, operations = memory.pop("effective_gb_per_s", None), processor.pop("giga_operations", None)
-        found = Profile(
-            name=name,
-            title=str(table.pop("title")),
-            sources=_texts(table.pop("sources")),
-            match=Match(**{k: _texts(v) for k, v in match.items()}),
-            clusters=_texts(processor.pop("clusters")),
-            features=_texts(processor.pop("features")),
-            peak_gb_per_s=rate * bits / BITS_PER_BYTE / 1000 if rate and bits else None,
-            effective_gb_per_s=_pair(effective),
-            giga_operations=_pair(operations),
-            idle_watts=_pair(energy.pop("idle_watts", None)),
-            core_watts=_pair(energy.pop("core_watts", None)),
-            watts_of=_watts_of(energy.pop("watts_of", "device")),
-            meters=_texts(energy.pop("meters")),
-            energy_note=str(energy.pop("note")),
-            execution_providers=_texts(runtime.pop("execution_providers")),
-            quantization=str(runtime.pop("quantization")),
-            threads=runtime.pop("threads", None),
-            draft_length=tuple(runtime.pop("draft_length")),
-        )
-        left = [*table, *processor, *memory, *energy, *runtime]
-        for pattern in found.match.processors:
+        parts = [table.pop(part) for part in ("processor", "memory", "energy", "runtime")]
+        entries = {"name": name, **table, **{key: value for part in parts for key, value in part.items()}}
+        rate, bits = entries.pop("transfers_per_us", None), entries.pop("bus_bits", None)
+        entries["peak_gb_per_s"] = rate * bits / BITS_PER_BYTE / 1000 if rate and bits else None
+        entries["energy_note"] = entries.pop("note")
+        from_json(Match, entries["match"], "match", exact=True)
+        profile = from_json(Profile, entries, name, exact=True)
+        for low, high in filter(None, (profile.effective_gb_per_s, profile.giga_operations, profile.idle_watts, profile.core_watts)):
+            if not 0 < low <= high:
+                raise ValueError(f"{low} to {high} is no range")
+        for pattern in profile.match.processors:
             re.compile(pattern)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, re.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
         raise ProfileError(f"the device profile {name} is malformed: {error!r}") from error
-    if left or not found.sources:
-        raise ProfileError(f"the device profile {name} has unknown keys {left} or no sources")
-    return found
-
-
-def _pair(values: Any) -> tuple[float, float] | None:
-    if values is None:
-        return None
-    low, high = map(float, values)
-    if not 0 < low <= high:
-        raise ValueError(f"{values!r} is no range")
-    return low, high
-
-
-def _watts_of(value: Any) -> WattsOf:
-    found = next((one for one in get_args(WattsOf) if one == value), None)
-    if found is None:
-        raise ValueError(f"watts_of {value!r} is none of {', '.join(get_args(WattsOf))}")
-    return cast(WattsOf, found)
-
-
-def _texts(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
-        raise TypeError(f"{values!r} is not a list of strings")
-    return tuple(values)
+    if not profile.sources:
+        raise ProfileError(f"the device profile {name} has no sources")
+    return profile

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from edge_devices.machine.android import MODERATE, read_phone, thermal_name
 from edge_devices.machine.memory import byte_text
@@ -32,20 +32,6 @@ class DeviceState:
     governors: tuple[str, ...] = ()
     frequency_caps: tuple[int, ...] = ()
     temperature_c: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(record: dict[str, Any]) -> DeviceState:
-        """Reads what `to_json` wrote; raises TypeError or ValueError for anything else."""
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
-        state = DeviceState(**fields)
-        numbers = (state.throttled, state.charge_percent, state.swap_used, state.thermal_status, *state.frequency_caps)
-        if not all(n is None or isinstance(n, int) for n in numbers):
-            raise ValueError(f"a device state of {numbers}")
-        return state
 
 
 def read_state(system: System) -> DeviceState:

@@ -73,16 +73,6 @@ class MeterFacts:
         """Plain values under stable keys."""
         return asdict(self) | {"notes": list(self.notes), "estimate": self.is_estimate}
 
-    @staticmethod
-    def from_json(record: dict[str, Any]) -> MeterFacts:
-        """Reads what `to_json` wrote; raises KeyError, TypeError or ValueError for anything else."""
-        fields = {k: v for k, v in record.items() if k != "estimate"}
-        fields["kind"], fields["scope"] = Kind(fields["kind"]), Scope(fields["scope"])
-        fields["notes"] = tuple(str(n) for n in fields.get("notes", ()))
-        for name in ("refresh_s", "resolution", "poll_s", "lag_s", "model_error"):
-            fields[name] = float(fields.get(name, 0.0))
-        return MeterFacts(**fields)
-
 
 class Meter(Protocol):
     """Reads one source. A counter's value never decreases: the meter undoes the wrap of its registers."""

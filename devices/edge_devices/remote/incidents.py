@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_devices.errors import MeasurementError
+from edge_devices.files.typed_json import from_json
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.state import DeviceState, disturbances
 from edge_devices.transports.jobs import JobState, JobStatus
@@ -76,7 +77,9 @@ def read_job_history(path: Path) -> JobHistory:
 
 def _sample(t: float, record: dict[str, Any]) -> StateSample:
     memory = record["memory"]
-    return StateSample(t=t, state=DeviceState.from_json(record["state"]), memory=None if memory is None else int(memory))
+    return StateSample(
+        t=t, state=from_json(DeviceState, record["state"], "state", exact=True), memory=None if memory is None else int(memory)
+    )
 
 
 def find_incidents(history: JobHistory, status: JobStatus) -> list[str]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from edge_devices.files.typed_json import to_json
 from edge_devices.machine.memory import available_memory_bytes
 from edge_devices.machine.state import DeviceState, read_state
 from edge_devices.machine.system import System
@@ -37,7 +38,7 @@ class StateRecorder:
     def sample(self) -> DeviceState:
         """Reads the state, writes it and returns it."""
         state = read_state(self._system)
-        self.write("look", memory=available_memory_bytes(self._system.root), state=state.to_json())
+        self.write("look", memory=available_memory_bytes(self._system.root), state=to_json(state))
         return state
 
     def write(self, kind: str, **fields: Any) -> None:

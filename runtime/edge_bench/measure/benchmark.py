@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path, PurePath
 from typing import Protocol, cast
@@ -164,7 +164,7 @@ class Benchmark:
             bundle=request.bundle.resolve().name,
             target=PurePath(source.origin).name if source else "",
             files=_files(self._bundle),
-            machine=read_machine().to_json(),
+            machine=asdict(read_machine()),
             settings={
                 "threads": self._threads,
                 "tokens": request.tokens,

@@ -12,6 +12,7 @@ from edge_devices.energy.run_log import write_log
 from edge_devices.energy.text import report_lines
 from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter, virtual_meter
 from edge_devices.errors import DeviceError, MeterError
+from edge_devices.files.typed_json import from_json
 from edge_devices.machine import detection
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.profiles import profile
@@ -39,7 +40,7 @@ def test_an_estimate_has_the_range_of_its_profiles_watts():
     assert "profile raspberry-pi-5" in meter.facts.source
     assert "2.65 W idle + 1.55 W" in meter.facts.source
     assert meter.facts.model_error == pytest.approx(1.5 / 3.1)  # the cores', the widest
-    assert MeterFacts.from_json(meter.facts.to_json()) == meter.facts
+    assert from_json(MeterFacts, meter.facts.to_json(), "meter") == meter.facts
     times = [0.1 * i for i in range(200)]
     energy = run_energy(Trace(facts=meter.facts, times=times, values=[4.2 * t for t in times]), [], 1.0, 19.0, 100)
     assert energy.joules_per_token.value == pytest.approx(4.2 * 18 / 100, rel=1e-3)
