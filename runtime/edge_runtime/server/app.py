@@ -23,12 +23,11 @@ from edge_runtime.server.requests.completions import ApiRequest, read_chat, read
 from edge_runtime.server.requests.ollama import only_loads, read_ollama_chat, read_ollama_generate
 from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.server.requests.tokenize import read_detokenize, read_tokenize
-from edge_runtime.server.responses.chat import ChatFormat
-from edge_runtime.server.responses.completion import CompletionFormat
-from edge_runtime.server.responses.energy_metrics import energy_metrics
 from edge_runtime.server.responses.ollama import OllamaFormat
+from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
 from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
 from edge_runtime.server.responses.responses_api import ResponsesFormat
+from edge_runtime.server.responses.usage import energy_metrics
 from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, unless_disconnected
 from edge_runtime.session.monitoring.monitor import Monitor
 from edge_runtime.session.monitoring.prometheus import CONTENT_TYPE, exposition

@@ -11,7 +11,7 @@ from edge_runtime.server.engine.jobs import Failed, Finished, Output, StreamEven
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import to_api_error
 from edge_runtime.server.requests.completions import ApiRequest
-from edge_runtime.server.responses.response_format import Answer, Json, ResponseFormat
+from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat
 
 Result = TypeVar("Result")
 
@@ -57,7 +57,7 @@ class PendingResponse:
                 finished[choice] = event
         return self._form.complete(
             [
-                Answer(
+                ChoiceAnswer(
                     events=[event for output in outputs[i] for event in output.events],
                     logprobs=[one for output in outputs[i] for one in output.logprobs],
                     finished=finished[i],

@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 
 from edge_runtime.server.engine.jobs import Finished, Output, OutputLogprob
 from edge_runtime.server.errors import ApiError
-from edge_runtime.server.responses.logprobs import chat_logprobs
-from edge_runtime.server.responses.response_format import Answer, Json, encoded
+from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat, chat_logprobs, encoded
 from edge_runtime.server.responses.usage import timings
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Event, Text, Thought
@@ -17,7 +16,7 @@ from edge_runtime.text.tool_calls import ToolCall
 _NANOSECONDS = 1_000_000_000
 
 
-class OllamaFormat:
+class OllamaFormat(ResponseFormat):
     """One response; `chat` says which of the two."""
 
     media_type = "application/x-ndjson"
@@ -26,28 +25,16 @@ class OllamaFormat:
         self._model = model
         self._chat = chat
 
-    def begin(self) -> list[bytes]:
-        """Returns nothing: nothing precedes the text."""
-        return []
-
     def output(self, choice: int, output: Output) -> list[bytes]:  # noqa: ARG002
-        """Returns one line."""
         return [self._line(self._body(output.events, output.logprobs) | {"done": False})]
 
     def end(self, choice: int, finished: Finished) -> list[bytes]:  # noqa: ARG002
-        """Returns the last line, with the reason and the figures."""
         return [self._line(self._body((), ()) | _end(finished))]
 
-    def finish(self) -> list[bytes]:
-        """Returns nothing: the last line is the end."""
-        return []
-
     def failed(self, error: ApiError) -> list[bytes]:
-        """Returns the error as a line."""
         return [encoded({"error": str(error)}) + b"\n"]
 
-    def complete(self, answers: Sequence[Answer]) -> Json:
-        """Returns the response."""
+    def complete(self, answers: Sequence[ChoiceAnswer]) -> Json:
         answer = answers[0]
         return self._stem() | self._body(answer.events, answer.logprobs) | _end(answer.finished)
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from edge_runtime.server.engine.jobs import Finished, Output, OutputLogprob
 from edge_runtime.server.errors import ApiError
-from edge_runtime.server.responses.logprobs import chat_logprobs
-from edge_runtime.server.responses.response_format import Answer, Json, server_sent
+from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat, chat_logprobs, server_sent
 from edge_runtime.server.responses.usage import responses_usage
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import ToolCall
@@ -32,10 +31,8 @@ _REPEATED: Mapping[str, Any] = {
 }
 
 
-class ResponsesFormat:
+class ResponsesFormat(ResponseFormat):
     """One response to the request `body`."""
-
-    media_type = "text/event-stream"
 
     def __init__(self, model: str, body: Mapping[str, Any]) -> None:
         repeated = {name: body[name] if body.get(name) is not None else default for name, default in _REPEATED.items()}
@@ -60,7 +57,6 @@ class ResponsesFormat:
         self._logprobs: list[Json] = []
 
     def begin(self) -> list[bytes]:
-        """Returns the events that the response was created and is in progress."""
         return [self._event("response.created", response=self._response), self._event("response.in_progress", response=self._response)]
 
     def output(self, choice: int, output: Output) -> list[bytes]:  # noqa: ARG002
@@ -73,7 +69,6 @@ class ResponsesFormat:
         return events
 
     def end(self, choice: int, finished: Finished) -> list[bytes]:  # noqa: ARG002
-        """Returns the end of the last item, and of the response."""
         status = "completed" if finished.reason == "stop" else "incomplete"
         events = self._close(status)
         self._response |= {
@@ -83,18 +78,12 @@ class ResponsesFormat:
         }
         return [*events, self._event(f"response.{status}", response=self._response)]
 
-    def finish(self) -> list[bytes]:
-        """Returns nothing: the response's last event is the end."""
-        return []
-
     def failed(self, error: ApiError) -> list[bytes]:
-        """Returns the error event and the failed response."""
         reason = {"code": error.code or "server_error", "message": str(error)}
         self._response |= {"status": "failed", "error": reason}
         return [self._event("error", **reason, param=error.param), self._event("response.failed", response=self._response)]
 
-    def complete(self, answers: Sequence[Answer]) -> Json:
-        """Returns the response."""
+    def complete(self, answers: Sequence[ChoiceAnswer]) -> Json:
         answer = answers[0]
         self.output(0, Output(events=tuple(answer.events), stats=answer.finished.stats, logprobs=tuple(answer.logprobs)))
         self.end(0, answer.finished)
@@ -110,42 +99,45 @@ class ResponsesFormat:
         assert self._open is not None
         self._text += event.text
         self._logprobs += logprobs
-        place = {"item_id": self._open["id"], "output_index": self._index, "content_index": 0, "delta": event.text}
-        if kind == "reasoning":
-            return [*begun, self._event("response.reasoning_text.delta", **place)]
-        return [*begun, self._event("response.output_text.delta", **place, logprobs=logprobs)]
+        added = {} if kind == "reasoning" else {"logprobs": logprobs}
+        return [*begun, self._event(f"response.{self._part()['type']}.delta", **self._place(), delta=event.text, **added)]
 
     def _begin(self, kind: str) -> list[bytes]:
         """Opens an item, unless one of this kind is open."""
         if self._open is not None and self._open["type"] == kind:
             return []
         closed = self._close()
-        if kind == "reasoning":
-            self._open = {"id": f"rs_{secrets.token_hex(12)}", "type": kind, "status": "in_progress", "summary": [], "content": []}
-        else:
-            self._open = {"id": f"msg_{secrets.token_hex(12)}", "type": kind, "role": "assistant", "status": "in_progress", "content": []}
+        besides: Json = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        self._open = {
+            "id": f"{'rs' if kind == 'reasoning' else 'msg'}_{secrets.token_hex(12)}",
+            "type": kind,
+            "status": "in_progress",
+            **besides,
+            "content": [],
+        }
         self._text, self._logprobs = "", []
         added = self._event("response.output_item.added", output_index=self._index, item=self._open)
-        place = {"item_id": self._open["id"], "output_index": self._index, "content_index": 0}
-        return [*closed, added, self._event("response.content_part.added", **place, part=self._part())]
+        return [*closed, added, self._event("response.content_part.added", **self._place(), part=self._part())]
 
     def _close(self, status: str = "completed") -> list[bytes]:
         """Closes the open item; its text is complete."""
         if (item := self._open) is None:
             return []
-        part = self._part()
-        place = {"item_id": item["id"], "output_index": self._index, "content_index": 0}
-        name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+        part, place = self._part(), self._place()
         logprobs = {} if item["type"] == "reasoning" else {"logprobs": self._logprobs}
         item |= {"status": status, "content": [part]}
         events = [
-            self._event(f"response.{name}.done", **place, text=self._text, **logprobs),
+            self._event(f"response.{part['type']}.done", **place, text=self._text, **logprobs),
             self._event("response.content_part.done", **place, part=part),
             self._event("response.output_item.done", output_index=self._index, item=item),
         ]
         self._response["output"].append(item)
         self._open = None
         return events
+
+    def _place(self) -> Json:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": self._index, "content_index": 0}
 
     def _part(self) -> Json:
         assert self._open is not None

@@ -1,10 +1,11 @@
-"""The `usage` object: tokens, drafts, times and energy of a request."""
+"""The `usage` object: tokens, drafts, times and energy of a request; and the energy of all, for Prometheus."""
 
 from __future__ import annotations
 
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.live import RunEnergy
 from edge_runtime.server.responses.response_format import Json
+from edge_runtime.session.monitoring.prometheus import Metric, Sample
 from edge_runtime.session.stats import DecodeStats
 
 
@@ -57,9 +58,12 @@ def usage(stats: DecodeStats, energy: RunEnergy | None = None) -> Json:
             "accepted_prediction_tokens": stats.accepted,
             "rejected_prediction_tokens": stats.drafted - stats.accepted,
         },
-        **timings(stats),
     }
-    return counts if energy is None else counts | {"energy": energy_usage(energy)}
+    return counts | _additions(stats, energy)
+
+
+def _additions(stats: DecodeStats, energy: RunEnergy | None) -> Json:
+    return timings(stats) | ({} if energy is None else {"energy": energy_usage(energy)})
 
 
 def timings(stats: DecodeStats) -> Json:
@@ -81,9 +85,8 @@ def responses_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy |
         "output_tokens": stats.tokens,
         "output_tokens_details": {"reasoning_tokens": thought_tokens},
         "total_tokens": stats.prompt_tokens + stats.tokens,
-        **timings(stats),
     }
-    return counts if energy is None else counts | {"energy": energy_usage(energy)}
+    return counts | _additions(stats, energy)
 
 
 def energy_usage(energy: RunEnergy) -> Json:
@@ -108,3 +111,24 @@ def energy_usage(energy: RunEnergy) -> Json:
         "shared_with": energy.shared_with,
         "reason": energy.reason or None,
     }
+
+
+def energy_metrics(total: RunEnergy) -> list[Metric]:
+    """Returns what is known of all requests together; the info metric has the kind (measured, estimate, none), and why there is no figure.
+
+    Joules are the machine's while requests ran, idle power included.
+    """
+    facts = total.facts
+    labels = {"meter": facts.name, "scope": str(facts.scope)} if facts else {}
+    info = {"kind": total.kind, **labels, "reason": total.sentence() if total.kind == "none" else ""}
+    metrics = [Metric(name="edge_mtp_energy_info", kind="gauge", description="The energy figure.", samples=[Sample(value=1, labels=info)])]
+    figures = (
+        ("edge_mtp_energy_joules", "Joules while requests ran, idle power included.", total.joules),
+        ("edge_mtp_energy_joules_per_token", "Joules per emitted token of all requests.", total.joules_per_token),
+    )
+    for name, description, interval in figures:
+        if interval is not None:
+            every = (("value", interval.value), ("low", interval.low), ("high", interval.high))
+            samples = [Sample(value=value, labels={**labels, "bound": bound}) for bound, value in every]
+            metrics.append(Metric(name=name, kind="gauge", description=description, samples=samples))
+    return metrics
