@@ -12,13 +12,14 @@ from click.testing import CliRunner
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_bench.cli import main as bench
+from edge_devices.cli import main as devices
 from edge_devices.command_line import CommandWithModes
 from edge_export.cli.command import main as export
 from edge_runtime.cli import run as cli
 from scripted import make_session
 
 COMMANDS: dict[str, CommandWithModes] = {"edge-run": cli.main, "edge-bench": bench}
-GROUPS: dict[str, click.Group] = {"edge-export": export}
+GROUPS: dict[str, click.Group] = {"edge-export": export, "edge-devices": devices}
 # The spellings of all options of each sub-command: an option comes, goes or is renamed together with a change of this file.
 OPTIONS = Path(__file__).parent / "data" / "command_options.json"
 MODES = [(name, mode) for name, command in COMMANDS.items() for mode in command.modes]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
-from edge_devices.command_line import one_sentence_errors
+from edge_devices.command_line import PanelGroup
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.columns import COLUMNS_HELP, parse_choice
@@ -51,15 +50,6 @@ SPEED_FEATURES = {
 }
 
 
-class Commands(click.Group):
-    """Commands whose errors end in one sentence."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command."""
-        with one_sentence_errors():
-            return super().invoke(ctx)
-
-
 EXAMPLES = """
 \b
 Examples:
@@ -73,7 +63,7 @@ Examples:
 """
 
 
-@click.group(cls=Commands, epilog=EXAMPLES)
+@click.group(cls=PanelGroup, epilog=EXAMPLES)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
     """Describe this device and its energy meters, and read energy logs.
@@ -116,18 +106,18 @@ def detect(bandwidth: bool, as_json: bool) -> None:
 def list_profiles(as_json: bool) -> None:
     """List the device profiles, for edge-run plan --profile NAME."""
     if as_json:
-        click.echo(json.dumps({name: asdict(found) for name, found in profiles().items()}))
+        click.echo(json.dumps({name: asdict(profile) for name, profile in profiles().items()}))
         return
-    for name, found in profiles().items():
-        click.echo(f"{name:<20} {found.title}; {found.quantization}; drafts {found.draft_length[0]}-{found.draft_length[1]}")
-        click.echo(f"{'':<20} {memory_text(found)}; energy: {', '.join(found.meters)} ({found.energy_note})")
+    for name, profile in profiles().items():
+        click.echo(f"{name:<20} {profile.title}; {profile.quantization}; drafts {profile.draft_length[0]}-{profile.draft_length[1]}")
+        click.echo(f"{'':<20} {memory_text(profile)}; energy: {', '.join(profile.meters)} ({profile.energy_note})")
 
 
-def memory_text(found: Profile) -> str:
+def memory_text(profile: Profile) -> str:
     """Returns a profile's memory speed as text."""
-    if found.effective_gb_per_s is not None:
-        return "memory {:g} to {:g} GB/s, measured by others".format(*found.effective_gb_per_s)
-    return f"memory {found.peak_gb_per_s:.3g} GB/s at most" if found.peak_gb_per_s else "memory speed not known"
+    if profile.effective_gb_per_s is not None:
+        return "memory {:g} to {:g} GB/s, measured by others".format(*profile.effective_gb_per_s)
+    return f"memory {profile.peak_gb_per_s:.3g} GB/s at most" if profile.peak_gb_per_s else "memory speed not known"
 
 
 @main.command()
@@ -142,12 +132,12 @@ def meters(measure: bool, as_json: bool) -> None:
     """List the energy meters: usable here, present but not usable and why, absent."""
     system = System()
     findings = find_meters(system)
-    seen = {f.name: measured_meter(system, f.meter) for f in findings if f.meter} if measure else {}
+    measured = {f.name: measured_meter(system, f.meter) for f in findings if f.meter} if measure else {}
     if as_json:
-        facts = {name: what if isinstance(what, str) else asdict(what) for name, what in seen.items()}
+        facts = {name: found if isinstance(found, str) else asdict(found) for name, found in measured.items()}
         click.echo(json.dumps({"meters": [f.to_json() | ({"measured": facts.get(f.name)} if measure else {}) for f in findings]}))
         return
-    for line in meter_lines(findings, seen):
+    for line in meter_lines(findings, measured):
         click.echo(line)
 
 
@@ -197,10 +187,10 @@ def captured_lines(recording: Recording) -> list[str]:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def energy(log: Path, baseline: str | None, external: Path | None, columns: str | None, as_json: bool) -> None:
     """Compute joules per token from the raw log of a run; needs no device."""
-    measured = read_log(log)
+    recorded = read_log(log)
     if external is not None:
-        measured = with_external_meter(measured, import_csv(external, parse_choice(columns or "")))
-    report = make_report(measured, baseline=baseline)
+        recorded = with_external_meter(recorded, import_csv(external, parse_choice(columns or "")))
+    report = make_report(recorded, baseline=baseline)
     if as_json:
         click.echo(json.dumps(report.to_json()))
         return

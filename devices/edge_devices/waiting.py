@@ -15,7 +15,7 @@ class Report(Protocol):
         """`share` of the wait that is over, 0 to 1; `step`: what is done now, if that changes."""
 
 
-def unseen(_: float, __: str = "") -> None:
+def no_report(_: float, __: str = "") -> None:
     """A report that shows nothing."""
 
 
@@ -26,14 +26,14 @@ Waiting = Callable[[str], AbstractContextManager[Report]]
 @contextmanager
 def silent_wait(_: str) -> Iterator[Report]:
     """Shows nothing."""
-    yield unseen
+    yield no_report
 
 
 @contextmanager
 def terminal_wait(title: str) -> Iterator[Report]:
     """Shows a bar with the time so far and the time left on standard error, and removes it at the end. Without a terminal, nothing."""
     if sys.stderr is None or not sys.stderr.isatty():
-        yield unseen
+        yield no_report
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

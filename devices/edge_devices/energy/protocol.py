@@ -21,7 +21,7 @@ from edge_devices.machine.state import read_state, refusals, warnings
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, Scope
 from edge_devices.meters.trace import Trace
-from edge_devices.waiting import Report, unseen
+from edge_devices.waiting import Report, no_report
 
 BLOCK = bytes(1 << 20)  # hashing blocks of this size releases the interpreter's lock, so every thread keeps a core busy
 
@@ -99,7 +99,7 @@ class Plan:
     soak: bool = True
 
 
-def characterise_meter(system: System, meter: Meter, load: Load, report: Report = unseen) -> Characteristics:
+def characterise_meter(system: System, meter: Meter, load: Load, report: Report = no_report) -> Characteristics:
     """Polls a meter as fast as it allows while a light load goes on and off; takes a few seconds, one to two minutes with a slow gauge."""
     facts = meter.facts
     half_s = max(0.5 if facts.kind is Kind.COUNTER else 3.0, 5 * facts.refresh_s, 2 * facts.lag_s)
@@ -142,7 +142,7 @@ def measure(
     plan: Plan = Plan(),
     load_step: Load | None = None,
     keep: Callable[[RunLog], None] = lambda _: None,
-    report: Report = unseen,
+    report: Report = no_report,
 ) -> RunLog:
     """Measures every workload `plan.repeats` times, in turn, every second round in reverse order, between two idle windows.
 
@@ -158,7 +158,7 @@ def measure(
     window_s, idle_s = _window_seconds(plan, characteristics), characteristics.shortest_idle_s
     begin, planned_s, load = system.clock(), planned_seconds(plan, workloads, characteristics), LoadWatch()
 
-    def tell(step: str) -> None:
+    def announce(step: str) -> None:
         report(min(0.99, (system.clock() - begin) / planned_s), step)
 
     log = RunLog(
@@ -174,24 +174,24 @@ def measure(
         for load_s, rest_s in LOAD_STEPS_S:
             log.loads.append(_load(system, load_step, load_s))
             system.sleep(rest_s)
-    tell(f"idle, {idle_s:.0f} s")
+    announce(f"idle, {idle_s:.0f} s")
     quiet = LoadWatch()
     log.idles.append(_idle(system, recorder, characteristics))
     if (before := quiet.load()).is_busy:
         log.warnings.append(f"in the idle window before the first run, {before.words()}")
     keep(log)
-    tell("warm-up")
+    announce("warm-up")
     for workload in workloads.values():
         _prepare(workload)
         for _ in range(plan.warm_ups):
             workload()
-    tell(f"warm-up until power, speed and temperature are steady, at least {SOAK_WINDOWS} times {window_s:.0f} s")
+    announce(f"warm-up until power, speed and temperature are steady, at least {SOAK_WINDOWS} times {window_s:.0f} s")
     if plan.soak and workloads and not _soak(system, recorder, next(iter(workloads.values())), log, window_s):
         log.warnings.append(f"power, speed and temperature were not steady within {MAX_SOAK_S:g} s")
     for repeat in range(plan.repeats):
         names = list(workloads)
         for name in names if repeat % 2 == 0 else reversed(names):
-            tell(f"{name}, {window_s:.0f} s, repeat {repeat + 1} of {plan.repeats}")
+            announce(f"{name}, {window_s:.0f} s, repeat {repeat + 1} of {plan.repeats}")
             log.runs.append(_run(system, recorder, name, repeat, workloads[name], window_s, log))
             keep(log)
             system.sleep(plan.rest_s)
@@ -199,7 +199,7 @@ def measure(
             log.warnings.append(f"stopped after {repeat + 1} of {plan.repeats} repeats: {log.faults[-1][1]}")
             keep(log)
             return log
-    tell(f"idle again, {idle_s:.0f} s")
+    announce(f"idle again, {idle_s:.0f} s")
     log.idles.append(_idle(system, recorder, characteristics))
     log.others.append(load.load())
     keep(log)

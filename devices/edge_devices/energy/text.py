@@ -15,10 +15,10 @@ from edge_devices.meters.search import NO_METER
 WIDEST_RATIO = 4.0
 
 
-def meter_lines(findings: Sequence[Finding], seen: Mapping[str, Characteristics | str] | None = None) -> list[str]:
+def meter_lines(findings: Sequence[Finding], measured: Mapping[str, Characteristics | str] | None = None) -> list[str]:
     """Returns the lines of `edge-devices meters`: usable first, then present with reason and remedy, then absent.
 
-    `seen`: the measured characteristics of the usable ones, or why there are none.
+    `measured`: characteristics of the usable ones, or why there are none.
     """
     lines = []
     for finding in (f for f in findings if f.meter):
@@ -32,9 +32,9 @@ def meter_lines(findings: Sequence[Finding], seen: Mapping[str, Characteristics 
             )
             lines.append(f"usable   {facts.name}: {facts.kind}, scope {facts.scope}, {expected}, {facts.resolution:g} {unit} steps")
             lines += [f"           {note}" for note in (*([f"needs {facts.needs}"] if facts.needs else []), *facts.notes)]
-            measured = (seen or {}).get(facts.name)
-            if measured is not None:
-                lines.append(f"           {measured if isinstance(measured, str) else _measured(measured)}")
+            figures = (measured or {}).get(facts.name)
+            if figures is not None:
+                lines.append(f"           {figures if isinstance(figures, str) else _measured(figures)}")
     for finding in (f for f in findings if f.state is MeterState.PRESENT):
         lines.append(f"present  {finding.name}: {finding.reason}")
         if finding.remedy:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from edge_devices.waiting import Report, unseen
+from edge_devices.waiting import Report, no_report
 from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.drafting.cost_model import LEAST_SECONDS, MAX_ROWS, MeasuredCosts, extrapolated
 from edge_runtime.interfaces import Drafter, Target
@@ -28,7 +28,7 @@ def measure_costs(
     most_rows: int = MAX_ROWS,
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
-    report: Report = unseen,
+    report: Report = no_report,
 ) -> MeasuredCosts:
     """Times a draft and then a verify, as in real rounds, of 1 to `most_rows` rows after a short text of one `token`.
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from edge_devices.machine.cpu_affinity import fastest
-from edge_devices.waiting import Report, unseen
+from edge_devices.waiting import Report, no_report
 from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.calibration.thread_probe import DRAFTS, MOST_SECONDS, VERIFIES, ThreadCounts
 from edge_runtime.drafting.phase_power import MOST_WATTS, PhasePower
@@ -215,7 +215,7 @@ class PlacementProbe:
         first, *others = self.tries
         return [first.name, *(one.name for one in others if seconds[one.name] < TOO_SLOW * seconds[first.name] and not beaten(one))]
 
-    def measured(self, names: Sequence[str], report: Report = unseen) -> dict[str, Spent]:
+    def measured(self, names: Sequence[str], report: Report = no_report) -> dict[str, Spent]:
         """Returns what a round takes on each of these placements; leaves the KV cache empty. `report` gets the share that is done."""
         found = {}
         for done, name in enumerate(names):

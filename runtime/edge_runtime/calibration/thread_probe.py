@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Literal
 
-from edge_devices.waiting import Report, unseen
+from edge_devices.waiting import Report, no_report
 from edge_runtime.calibration.cost_probe import timed_rounds
 from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.interfaces import Drafter, Target
@@ -99,7 +99,7 @@ def measure_threads(
     *,
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
-    report: Report = unseen,
+    report: Report = no_report,
 ) -> ThreadTimes:
     """Times each phase with each number of `tries`, in turn; leaves the cache empty. `use` sets the thread counts of the pair.
 
