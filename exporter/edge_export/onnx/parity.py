@@ -6,35 +6,20 @@ Here the reference's assistant runs unchanged: with its sparse head, if it has o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.machine.facts import installed_version
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
 from edge_export.onnx.request import KvKind, MediaWeights, OnnxWeights
-from edge_export.parity.divergence import Divergence, divergence
-from edge_export.parity.drafter_confidence import ROOM
+from edge_export.parity.comparison import ROOM, Judgement, Limits, check_tokenizer, compare_export, export_rowset
 from edge_export.parity.media import MediaParityRequest, Rows, measure_media_parity
-from edge_export.parity.reference import (
-    DRAFT_LENGTH,
-    MIN_CONTEXT,
-    ROWS,
-    TEXT,
-    Limits,
-    ReferenceRequest,
-    Rowset,
-    check_tokenizer,
-    demand,
-    export_rowset,
-    parity_tokens,
-    reference_rows,
-    why_not,
-)
+from edge_export.parity.reference import MIN_CONTEXT, TEXT, ReferenceRequest, Rowset, why_not
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER, CacheLayout, MediaInputs, OnnxGraphs, StaticGraphs
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.media.soft_rows import Media
@@ -79,16 +64,17 @@ def measure_onnx_parity(request: OnnxParityRequest) -> dict[str, Any]:
 
     Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond its limit, or if the graphs do not run.
     """
-    tokens = parity_tokens(request)
-    try:
-        plain = _rows(request, request.plain, request.plain_layout, tokens)
-        final = plain if request.plain == request.exported else _rows(request, request.exported, request.layout, tokens)
-    except EdgeRuntimeError as error:
-        raise ParityError(f"the export does not run in onnxruntime: {error}; correct that, or export with --no-verify") from error
-    logits, agreements = reference_rows(request, tokens, [plain, final], as_llama=False)
-    figures = _judged(request, len(tokens), divergence(logits, plain.logits), divergence(logits, final.logits), agreements)
-    figures["drafts"]["confidence"] = final.confidence
-    return figures
+    judgement = Judgement(
+        library="onnxruntime",
+        noun="graph",
+        weight_type="f32",
+        quantization=request.weights,
+        limits=ROUNDED_LIMITS if request.rounded else LIMITS,
+        kl_limit=max(QUANTIZED_KL_LIMITS[request.weights], QUANTIZED_KL_LIMITS[request.kv]),
+    )
+    plain = partial(_rows, request, request.plain, request.plain_layout)
+    final = None if request.plain == request.exported else partial(_rows, request, request.exported, request.layout)
+    return compare_export(request, plain, final, judgement, as_llama=False)
 
 
 def encoder_parity(
@@ -113,26 +99,6 @@ def encoder_parity(
             most=ENCODER_LIMITS[weights],
         )
     )
-
-
-def _judged(request: OnnxParityRequest, length: int, plain: Divergence, final: Divergence, agreements: list[float]) -> dict[str, Any]:
-    limits = ROUNDED_LIMITS if request.rounded else LIMITS
-    kl_limit = max(QUANTIZED_KL_LIMITS[request.weights], QUANTIZED_KL_LIMITS[request.kv])
-    demand("largest logit difference of the f32 graph", plain.max_abs_difference, most=limits.max_abs_difference)
-    demand("mean KL of the f32 graph", plain.mean_kl, most=limits.mean_kl)
-    demand("greedy agreement of the f32 graph", plain.greedy_agreement, least=limits.greedy_agreement)
-    demand("share of the f32 graph's drafts that are the reference assistant's", agreements[0], least=limits.draft_agreement)
-    demand(f"mean KL of the {request.weights} graph", final.mean_kl, most=kl_limit)
-    return {
-        "reference": "transformers in float32",
-        "versions": {name: installed_version(name) for name in ("torch", "transformers", "onnxruntime")},
-        "tokens": length,
-        "rows": ROWS,
-        "unquantized": {"weight_type": "f32", **asdict(plain)},
-        "quantized": {"quantization": request.weights, **asdict(final)},
-        "drafts": {"draft_length": DRAFT_LENGTH, "unquantized_agreement": agreements[0], "quantized_agreement": agreements[1]},
-        "limits": {"unquantized": asdict(limits), "quantized": {"mean_kl": kl_limit}},
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,33 +6,16 @@ With the comparison of ONNX graphs, the only module of the exporter that may ope
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edge_devices.machine.facts import installed_version
-from edge_export.errors import ParityError
-from edge_export.parity.divergence import Divergence, divergence
-from edge_export.parity.drafter_confidence import ROOM
+from edge_export.parity.comparison import ROOM, Judgement, Limits, check_tokenizer, compare_export, export_rowset
 from edge_export.parity.media import MediaParityRequest, Rows, measure_media_parity
-from edge_export.parity.reference import (
-    DRAFT_LENGTH,
-    MIN_CONTEXT,
-    ROWS,
-    TEXT,
-    Limits,
-    ReferenceRequest,
-    Rowset,
-    check_tokenizer,
-    demand,
-    export_rowset,
-    parity_tokens,
-    reference_rows,
-    why_not,
-)
+from edge_export.parity.reference import MIN_CONTEXT, TEXT, ReferenceRequest, Rowset, why_not
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MediaInputs
-from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.media.soft_rows import Media
 
 # llama.cpp multiplies with activations rounded to the weights' type and keeps K/V in float16, transformers does not. Logits are capped
@@ -81,21 +64,10 @@ def measure_parity(request: ParityRequest, notify: Callable[[str], None] = lambd
         reason = f"the comparison takes {MIN_CONTEXT} tokens, the target's context is {request.context}"
     if reason is not None:
         return {"skipped": reason}
-    tokens = parity_tokens(request)
-    try:
-        plain = _export_rows(request, request.unquantized_target, request.unquantized_drafter, request.weight_types, tokens, notify)
-        same = request.unquantized_target == request.exported_target and request.unquantized_drafter == request.exported_drafter
-        final = (
-            plain
-            if same
-            else _export_rows(request, request.exported_target, request.exported_drafter, request.quantizations, tokens, notify)
-        )
-    except EdgeRuntimeError as error:
-        raise ParityError(f"the export does not run in llama.cpp: {error}; correct that, or export with --no-verify") from error
-    logits, agreements = reference_rows(request, tokens, [plain, final], as_llama=True)
-    figures = _judged(request, len(tokens), divergence(logits, plain.logits), divergence(logits, final.logits), agreements, plain.contexts)
-    figures["drafts"]["confidence"] = final.confidence
-    return figures
+    plain = partial(_export_rows, request, request.unquantized_target, request.unquantized_drafter, request.weight_types, notify)
+    final = partial(_export_rows, request, request.exported_target, request.exported_drafter, request.quantizations, notify)
+    same = request.unquantized_target == request.exported_target and request.unquantized_drafter == request.exported_drafter
+    return compare_export(request, plain, None if same else final, judgement_of(request), as_llama=True)
 
 
 def encoder_parity(request: ParityRequest, encoder: Path, quantization: str, inputs: MediaInputs) -> dict[str, Any]:
@@ -122,35 +94,20 @@ def encoder_parity(request: ParityRequest, encoder: Path, quantization: str, inp
     )
 
 
-def _judged(
-    request: ParityRequest, length: int, plain: Divergence, final: Divergence, agreements: list[float], contexts: tuple[int, ...]
-) -> dict[str, Any]:
-    weight_type = request.weight_types[0]
-    # Of the quantized file mean KL alone is judged: near-ties on unusual text flip greedy tokens easily.
-    limits, kl_limit = unquantized_limits(weight_type, request.experts), QUANTIZATIONS[request.quantizations[0]].kl_limit or 0.0
-    draft_limit = min(unquantized_limits(kind, request.experts).draft_agreement for kind in request.weight_types)
-    if request.experts:
-        demand(f"median KL of the {weight_type} export", plain.median_kl, most=UNQUANTIZED_LIMITS[weight_type].mean_kl)
-    demand(f"largest logit difference of the {weight_type} export", plain.max_abs_difference, most=limits.max_abs_difference)
-    demand(f"mean KL of the {weight_type} export", plain.mean_kl, most=limits.mean_kl)
-    demand(f"greedy agreement of the {weight_type} export", plain.greedy_agreement, least=limits.greedy_agreement)
-    demand(f"mean KL of the {request.quantizations[0]} target", final.mean_kl, most=max(kl_limit, limits.mean_kl))
-    demand("share of drafts that are the reference assistant's", agreements[0], least=draft_limit)
-    return {
-        "reference": "transformers in float32",
-        "versions": {name: installed_version(name) for name in ("torch", "transformers", "llama-cpp-python")},
-        "tokens": length,
-        "rows": ROWS,
-        "unquantized": {"weight_type": weight_type, **asdict(plain)},
-        "quantized": {"quantization": request.quantizations[0], **asdict(final)},
-        "drafts": {
-            "draft_length": DRAFT_LENGTH,
-            "contexts": list(contexts),
-            "unquantized_agreement": agreements[0],
-            "quantized_agreement": agreements[1],
-        },
-        "limits": {"unquantized": asdict(limits), "quantized": {"mean_kl": max(kl_limit, limits.mean_kl)}},
-    }
+def judgement_of(request: ParityRequest) -> Judgement:
+    """Returns the limits for these files."""
+    weight_type, quantization = request.weight_types[0], request.quantizations[0]
+    limits = unquantized_limits(weight_type, request.experts)
+    drafts = min(unquantized_limits(kind, request.experts).draft_agreement for kind in request.weight_types)
+    return Judgement(
+        library="llama-cpp-python",
+        noun="export",
+        weight_type=weight_type,
+        quantization=quantization,
+        limits=replace(limits, draft_agreement=drafts),
+        kl_limit=max(QUANTIZATIONS[quantization].kl_limit or 0.0, limits.mean_kl),
+        median_kl=UNQUANTIZED_LIMITS[weight_type].mean_kl if request.experts else float("inf"),
+    )
 
 
 def unquantized_limits(weight_type: str, experts: int) -> Limits:
@@ -164,8 +121,8 @@ def _export_rows(
     target_path: Path,
     drafter_path: Path,
     quantizations: tuple[str, str],
-    tokens: list[int],
     notify: Callable[[str], None],
+    tokens: list[int],
 ) -> Rowset:
     """Runs one pair of files in llama.cpp. Raises EdgeRuntimeError, ParityError."""
     from edge_runtime.backends.llama.context import LlamaOptions

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.errors import ParityError
-from edge_export.parity.reference import SEED, demand, load_reference
+from edge_export.parity.comparison import demand
+from edge_export.parity.reference import SEED, load_reference
 from edge_runtime.bundle.manifest import MediaInputs
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.media.image import SIDE, Image

@@ -18,8 +18,6 @@ from edge_devices.machine.facts import installed_version
 from edge_devices.machine.memory import available_memory_bytes
 from edge_export.errors import ParityError
 from edge_export.parity.divergence import Rows, agrees
-from edge_export.parity.drafter_confidence import drafter_confidence
-from edge_runtime.interfaces import Drafter, Target
 
 # transformers 5.19 added the assistant; 5.23.0 cannot build it ("cache-producing layer types").
 FIRST_TRANSFORMERS, END_TRANSFORMERS = (5, 19), (5, 23)
@@ -28,8 +26,6 @@ SEED = 20260101
 ROWS = 64
 MIN_CONTEXT = ROWS + 16
 MAX_WINDOW = 1024
-# Rows per forward of the export; a draft starts after each, so there are ROWS / ROWS_PER_FORWARD contexts of drafts.
-ROWS_PER_FORWARD = 8
 DRAFT_LENGTH = 3
 # Besides the float32 weights: activations, the pages of the export, towers of other modalities that transformers loads too.
 MEMORY_MARGIN = 1.2
@@ -45,23 +41,13 @@ def running_mean(values, width):
         means.append(total / min(index + 1, width))
     return means
 """
-_REFUSED = "the bundle is refused (--no-verify skips this check)"
+REFUSED = "the bundle is refused (--no-verify skips this check)"
 # Weights that the text model does not use: other modalities, tied heads, the sparse head.
 _NOT_COMPARED = re.compile(r"vision|audio|lm_head|masked_embedding")
 
 
 # Values by the names of a text-only checkpoint, read one tensor at a time.
 Weights = Mapping[str, Callable[[], NDArray[Any]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of equality: largest logit difference, mean KL in nats, shares of equal greedy tokens and drafts."""
-
-    max_abs_difference: float
-    mean_kl: float
-    greedy_agreement: float
-    draft_agreement: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +72,7 @@ class ReferenceRequest:
 class Rowset:
     """What one implementation gave: logits [ROWS, vocabulary], and `drafts[i]` of DRAFT_LENGTH tokens at context `contexts[i]`.
 
-    `confidence` is the accuracy of its drafter's confidence (`drafter_confidence`).
+    `confidence` is the accuracy of its drafter's confidence (see comparison.py).
     """
 
     logits: Rows
@@ -120,13 +106,6 @@ def why_no_reference(parameters: int) -> str | None:
     return None
 
 
-def demand(what: str, value: float, *, most: float = float("inf"), least: float = 0.0) -> None:
-    """Raises ParityError for a figure that is beyond its limit."""
-    if not least <= value <= most:
-        bound = f"at most {most:g}" if value > most else f"at least {least:g}"
-        raise ParityError(f"parity failed: the {what} is {value:.4g}, {bound} is wanted; {_REFUSED}")
-
-
 def parity_tokens(request: ReferenceRequest) -> list[int]:
     """TEXT as the reference tokenizes it, after a seeded shuffle of its own tokens that is as long as the window."""
     from transformers import PreTrainedTokenizerFast
@@ -138,33 +117,6 @@ def parity_tokens(request: ReferenceRequest) -> list[int]:
     shuffled = min(request.window, MAX_WINDOW, request.context - len(begin) - len(text))
     chosen = np.random.default_rng(SEED).integers(len(ids), size=shuffled)
     return [*begin, *(ids[i] for i in chosen), *text]
-
-
-def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int]) -> Rowset:
-    """Runs a loaded export over the tokens. The last token is not decoded: it only starts the last draft."""
-    first = len(tokens) - 1 - ROWS
-    target.prefill(tokens[:first])
-    logits: list[Rows] = []
-    drafts: list[tuple[int, ...]] = []
-    contexts = tuple(range(first + ROWS_PER_FORWARD, len(tokens), ROWS_PER_FORWARD))
-    for end in contexts:
-        logits.append(np.array(target.verify(tokens[end - ROWS_PER_FORWARD : end])))
-        if drafter is not None:
-            drafts.append(tuple(drafter.draft(tokens[end], DRAFT_LENGTH)))
-    confidence = drafter_confidence(target, drafter, tokens[-1])
-    return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts), confidence=confidence)
-
-
-def check_tokenizer(request: ReferenceRequest, found: list[int], whose: str) -> None:
-    """Raises ParityError if `found`, the tokens of TEXT, are not those of the checkpoint's own tokenizer."""
-    from transformers import PreTrainedTokenizerFast
-
-    wanted = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / "tokenizer.json")).encode(TEXT, add_special_tokens=False)
-    if found != wanted:
-        first = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), min(len(found), len(wanted)))
-        raise ParityError(
-            f"parity failed: {whose}'s tokenizer differs from the checkpoint's from token {first} of the test text on; {_REFUSED}"
-        )
 
 
 def reference_rows(request: ReferenceRequest, tokens: list[int], rowsets: list[Rowset], *, as_llama: bool) -> tuple[Rows, list[float]]:
@@ -248,7 +200,7 @@ def load_reference(folder: Path, weights: Weights | None = None) -> Any:
             logging.enable_progress_bar()
     missing = sorted(name for name in lacking if not _NOT_COMPARED.search(name))
     if missing:
-        raise ParityError(f"transformers finds no {missing[0]} in {folder}; it cannot be the reference; {_REFUSED}")
+        raise ParityError(f"transformers finds no {missing[0]} in {folder}; it cannot be the reference; {REFUSED}")
     return model.eval()
 
 

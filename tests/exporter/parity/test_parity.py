@@ -20,7 +20,7 @@ from edge_export.errors import ParityError
 from edge_export.gguf.writer import GgufPlan
 from edge_export.parity import reference
 from edge_export.parity.divergence import Divergence, agrees, divergence
-from edge_export.parity.gguf import _judged, unquantized_limits
+from edge_export.parity.gguf import judgement_of, unquantized_limits
 from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
@@ -88,8 +88,8 @@ def tampering(monkeypatch: pytest.MonkeyPatch, role: str, tensor: str) -> None:
     ("role", "tensor", "figure"),
     [
         ("target", "blk.1.attn_v.weight", "largest logit difference"),
-        ("drafter", "blk.3.attn_output.weight", "share of drafts"),
-        ("drafter", "nextn.post_projection.weight", "share of drafts"),
+        ("drafter", "blk.3.attn_output.weight", "share of the f16 export's drafts"),
+        ("drafter", "nextn.post_projection.weight", "share of the f16 export's drafts"),
     ],
 )
 def test_a_wrong_weight_refuses_the_bundle(
@@ -114,7 +114,7 @@ def test_a_broken_quantization_refuses_the_bundle(
             file.write(bytes(info.bytes // 2))  # all of it would make equal logits, which are refused as such
 
     monkeypatch.setattr(gguf_step, "quantize_gguf", wrong)
-    with pytest.raises(ParityError, match=r"mean KL of the q8_0 target is .*at most 0.1 is wanted"):
+    with pytest.raises(ParityError, match=r"mean KL of the q8_0 export is .*at most 0.1 is wanted"):
         export_pair(request_for(target_quantization="q8_0"), Silent())
     assert list(tmp_path.iterdir()) == []
 
@@ -159,7 +159,7 @@ def test_with_experts_the_median_of_the_rows_is_judged(experts: int, refused: bo
     request = cast(Any, SimpleNamespace(weight_types=("f16", "f16"), quantizations=("f16", "f16"), experts=experts))
     found = Divergence(max_abs_difference=0.1, mean_kl=0.0049, median_kl=0.0051, greedy_agreement=1.0)
     with pytest.raises(ParityError, match=r"the median KL of the f16 export is 0\.0051") if refused else nullcontext():
-        _judged(request, 80, found, found, [1.0, 1.0], (16,))
+        judgement_of(request).figures(80, found, found, [1.0, 1.0], (16,))
 
 
 def test_divergence_figures() -> None:

@@ -1,0 +1,179 @@
+"""Runs an export over the reference's tokens and judges what comes out: what GGUF files and ONNX graphs have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from edge_devices.machine.facts import installed_version
+from edge_export.errors import ParityError
+from edge_export.parity.divergence import Divergence, Rows, divergence
+from edge_export.parity.reference import (
+    DRAFT_LENGTH,
+    REFUSED,
+    ROWS,
+    TEXT,
+    ReferenceRequest,
+    Rowset,
+    parity_tokens,
+    reference_rows,
+)
+from edge_runtime.decoding.loop import Decoding, decode
+from edge_runtime.drafting.acceptance_model import AcceptanceModel
+from edge_runtime.drafting.policies import RoundPlan, RoundResult
+from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.interfaces import Drafter, Target
+
+# Rows per forward of the export; a draft starts after each, so there are ROWS / ROWS_PER_FORWARD contexts of drafts.
+ROWS_PER_FORWARD = 8
+# Tokens to generate, and tokens of each draft. A few hundred drafts take as long as about 25 forwards of 5 rows.
+WRITTEN, WRITTEN_AT_ONCE = 96, 4
+ROOM = WRITTEN + WRITTEN_AT_ONCE + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of equality: largest logit difference, mean KL in nats, shares of equal greedy tokens and drafts."""
+
+    max_abs_difference: float
+    mean_kl: float
+    greedy_agreement: float
+    draft_agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """By what an export is judged, and what it is called: `library` ran a `noun` (export, graph).
+
+    `limits` are for the unquantized one of `weight_type`, `kl_limit` is for the mean KL of the one of `quantization`; `median_kl` is for
+    the unquantized one's rows. Of a quantized one greedy agreement is recorded, not judged: near-ties on unusual text flip easily.
+    """
+
+    library: str
+    noun: str
+    weight_type: str
+    quantization: str
+    limits: Limits
+    kl_limit: float
+    median_kl: float = float("inf")
+
+    def figures(
+        self, length: int, plain: Divergence, final: Divergence, agreements: Sequence[float], contexts: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """Returns the figures for the manifest. Raises ParityError."""
+        whose, limits = f"the {self.weight_type} {self.noun}", self.limits
+        demand(f"median KL of {whose}", plain.median_kl, most=self.median_kl)
+        demand(f"largest logit difference of {whose}", plain.max_abs_difference, most=limits.max_abs_difference)
+        demand(f"mean KL of {whose}", plain.mean_kl, most=limits.mean_kl)
+        demand(f"greedy agreement of {whose}", plain.greedy_agreement, least=limits.greedy_agreement)
+        demand(f"mean KL of the {self.quantization} {self.noun}", final.mean_kl, most=self.kl_limit)
+        demand(f"share of {whose}'s drafts that are the reference assistant's", agreements[0], least=limits.draft_agreement)
+        return {
+            "reference": "transformers in float32",
+            "versions": {name: installed_version(name) for name in ("torch", "transformers", self.library)},
+            "tokens": length,
+            "rows": ROWS,
+            "unquantized": {"weight_type": self.weight_type, **asdict(plain)},
+            "quantized": {"quantization": self.quantization, **asdict(final)},
+            "drafts": {
+                "draft_length": DRAFT_LENGTH,
+                "contexts": list(contexts),
+                "unquantized_agreement": agreements[0],
+                "quantized_agreement": agreements[1],
+            },
+            "limits": {"unquantized": asdict(limits), "quantized": {"mean_kl": self.kl_limit}},
+        }
+
+
+Run = Callable[[list[int]], Rowset]
+
+
+def compare_export(request: ReferenceRequest, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool) -> dict[str, Any]:
+    """Runs the unquantized and the final export (None: the same) over the tokens and returns the figures for the manifest.
+
+    `as_llama`: as of `reference_rows`. Raises ParityError, naming the figure, the limit and --no-verify, if a figure is beyond its limit,
+    or if the export does not run.
+    """
+    tokens = parity_tokens(request)
+    try:
+        first = plain(tokens)
+        last = first if final is None else final(tokens)
+    except EdgeRuntimeError as error:
+        library = judgement.library.removesuffix("-python").replace("llama-cpp", "llama.cpp")
+        raise ParityError(f"the export does not run in {library}: {error}; correct that, or export with --no-verify") from error
+    logits, agreements = reference_rows(request, tokens, [first, last], as_llama=as_llama)
+    plain_difference, final_difference = (divergence(logits, rows.logits) for rows in (first, last))
+    figures = judgement.figures(len(tokens), plain_difference, final_difference, agreements, first.contexts)
+    figures["drafts"]["confidence"] = last.confidence
+    return figures
+
+
+def demand(what: str, value: float, *, most: float = float("inf"), least: float = 0.0) -> None:
+    """Raises ParityError for a figure that is beyond its limit."""
+    if not least <= value <= most:
+        bound = f"at most {most:g}" if value > most else f"at least {least:g}"
+        raise ParityError(f"parity failed: the {what} is {value:.4g}, {bound} is wanted; {REFUSED}")
+
+
+def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int]) -> Rowset:
+    """Runs a loaded export over the tokens. The last token is not decoded: it only starts the last draft."""
+    first = len(tokens) - 1 - ROWS
+    target.prefill(tokens[:first])
+    logits: list[Rows] = []
+    drafts: list[tuple[int, ...]] = []
+    contexts = tuple(range(first + ROWS_PER_FORWARD, len(tokens), ROWS_PER_FORWARD))
+    for end in contexts:
+        logits.append(np.array(target.verify(tokens[end - ROWS_PER_FORWARD : end])))
+        if drafter is not None:
+            drafts.append(tuple(drafter.draft(tokens[end], DRAFT_LENGTH)))
+    confidence = drafter_confidence(target, drafter, tokens[-1])
+    return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts), confidence=confidence)
+
+
+def check_tokenizer(request: ReferenceRequest, found: list[int], whose: str) -> None:
+    """Raises ParityError if `found`, the tokens of TEXT, are not those of the checkpoint's own tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    wanted = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / "tokenizer.json")).encode(TEXT, add_special_tokens=False)
+    if found != wanted:
+        first = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), min(len(found), len(wanted)))
+        raise ParityError(
+            f"parity failed: {whose}'s tokenizer differs from the checkpoint's from token {first} of the test text on; {REFUSED}"
+        )
+
+
+class _Learner:
+    """A policy of one draft length whose rounds train an acceptance model."""
+
+    def __init__(self) -> None:
+        self.model = AcceptanceModel()
+        self._bins: list[int] = []
+
+    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:  # noqa: ARG002
+        """Drafts WRITTEN_AT_ONCE tokens and records the drafter's confidence in each."""
+        self._bins = []
+        return RoundPlan(WRITTEN_AT_ONCE, should_continue=self._record)
+
+    def observe(self, result: RoundResult) -> None:
+        """Trains the model on a round."""
+        self.model.observe(self._bins, result.verified, result.accepted)
+
+    def _record(self, confidence: float) -> bool:
+        self._bins.append(self.model.bin_of(confidence, len(self._bins)))
+        return True
+
+
+def drafter_confidence(target: Target, drafter: Drafter | None, last: int) -> dict[str, Any] | None:
+    """Returns the counts of an `AcceptanceModel` after WRITTEN tokens that follow the cache's and `last`, greedily.
+
+    None if there is no room for them, or if the drafter reports no confidence.
+    """
+    if drafter is None or not drafter.stepwise or target.context - target.length < ROOM:
+        return None
+    learner = _Learner()
+    for _ in decode(target, drafter, Decoding(target, last, learner, max_tokens=WRITTEN)):
+        pass
+    return learner.model.to_json() if learner.model.observed else None
