@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import edge_devices as edge_devices  # switches telemetry off before a library is imported
 
 if TYPE_CHECKING:
-    from edge_export.checkpoint.shipped.reference_pair import reference_pair
+    from edge_export.checkpoint.shipped_pair import reference_pair
     from edge_export.pipeline.export import export_pair
     from edge_export.pipeline.request import ExportRequest, Progress
 
@@ -17,7 +17,7 @@ _HOMES = {
     "ExportRequest": "pipeline.request",
     "Progress": "pipeline.request",
     "export_pair": "pipeline.export",
-    "reference_pair": "checkpoint.shipped.reference_pair",
+    "reference_pair": "checkpoint.shipped_pair",
 }
 __all__ = ["ExportRequest", "Progress", "export_pair", "reference_pair"]
 

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from edge_devices.command_line import one_sentence_errors
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from edge_export.checkpoint.published.tensor_prefixes import text_name
-from edge_export.checkpoint.shipped.reference_pair import reference_pair
+from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.tensor_names import text_name
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_export.gguf.writer import write_gguf
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix

@@ -41,7 +41,7 @@ def record(output: Path, texts: int) -> None:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-    from edge_export.checkpoint.shipped.reference_pair import reference_pair
+    from edge_export.checkpoint.shipped_pair import reference_pair
     from edge_export.parity.reference import load_reference
     from edge_export.tuning.texts import written_after
     from edge_export.tuning.unrolled import Segment, draft_states, target_rows

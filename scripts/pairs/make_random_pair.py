@@ -20,8 +20,8 @@ import numpy as np
 
 from edge_export.checkpoint.architecture import parse_architecture
 from edge_export.checkpoint.safetensors import to_bfloat16
-from edge_export.checkpoint.shipped.reference_pair import reference_pair
-from edge_export.checkpoint.tensor_shapes import TOKEN_ORDERING, Shapes, needed_shapes
+from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.tensor_names import TOKEN_ORDERING, Shapes, needed_shapes
 from refpair.grow import write_grown_tokenizer
 
 BLOCK = 8 << 20

@@ -27,7 +27,7 @@ from transformers import (
     Gemma4VisionConfig,
 )
 
-from edge_export.checkpoint.shipped.reference_pair import reference_pair
+from edge_export.checkpoint.shipped_pair import reference_pair
 from refpair import drafter as drafting
 from refpair.grow import write_grown_tokenizer
 from refpair.pictures import COLOURS, DIGITS, MEDIA_TOKENS, Batch, Scene, batches, draw, example, labels, random_scene

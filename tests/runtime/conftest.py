@@ -30,8 +30,7 @@ def reference_pair(tmp_path_factory: pytest.TempPathFactory) -> ReferencePair:
     pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
     from edge_export.checkpoint.checkpoint import open_checkpoint
-    from edge_export.gguf.split_body import write_body
-    from edge_export.gguf.split_head import write_head
+    from edge_export.gguf.split_drafter import write_body, write_head
     from edge_export.gguf.writer import write_gguf
 
     folder = tmp_path_factory.mktemp("reference_pair")

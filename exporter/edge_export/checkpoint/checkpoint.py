@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.architecture import ASSISTANT_TYPES, FULL, SLIDING, AssistantArchitecture, TextArchitecture, parse_architecture
 from edge_export.checkpoint.json_file import read_json_object
 from edge_export.checkpoint.published.formats import refuse_adapter, rounds_activations
-from edge_export.checkpoint.published.mobile import Rounding, is_mobile, with_codes
-from edge_export.checkpoint.published.packed import with_matrices
-from edge_export.checkpoint.published.tensor_prefixes import text_name
-from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, read_values, stored_tensors
-from edge_export.checkpoint.tensor_shapes import TOKEN_ORDERING, Shapes, allowed_shapes, needed_shapes
+from edge_export.checkpoint.published.packed_weights import Rounding, is_mobile, with_codes, with_matrices
+from edge_export.checkpoint.safetensors import READABLE, SOURCE_TYPE, StoredTensor, read_values, stored_tensors, widen
+from edge_export.checkpoint.tensor_names import TOKEN_ORDERING, Shapes, allowed_shapes, needed_shapes, text_name
 from edge_export.errors import CheckpointError
 
 MAX_CONFIG_BYTES = 8 << 20
 MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
+_CENTROIDS_PER_PIECE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,3 +219,13 @@ def _check_tensors(folder: Path, tensors: dict[str, StoredTensor], needed: Shape
         if tensor.dtype not in types and tensor.scales is None:
             wanted_types = " or ".join(types)
             raise CheckpointError(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not {wanted_types}; use an unquantized checkpoint")
+
+
+def cluster_rows(drafter: Checkpoint, ordering: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:
+    """Yields output rows [n, hidden] in cluster order as float32, a few clusters at a time; `ordering` [vocabulary] is that order."""
+    stored, model = drafter.tensors["model.embed_tokens.weight"], drafter.assistant
+    # Mapped, as rows are read in another order than they are stored; the page cache holds as many as fit into memory.
+    table = np.memmap(stored.path, np.dtype(READABLE[stored.dtype]), "r", stored.offset, stored.shape)
+    step = _CENTROIDS_PER_PIECE * (model.vocab_size // model.centroids)
+    for first in range(0, len(ordering), step):
+        yield widen(table[ordering[first : first + step]], stored.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edge_export.checkpoint.tensor_shapes import Shapes
+from edge_export.checkpoint.tensor_names import Shapes
 from edge_export.errors import CheckpointError
 
 VISION, AUDIO = "model.vision_tower.", "model.audio_tower."

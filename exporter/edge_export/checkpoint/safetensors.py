@@ -5,7 +5,6 @@ Format: 8 bytes of little-endian header length, a JSON header, then the data (gi
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ READABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4
 FloatType = Literal["f32", "f16", "bf16"]
 FLOAT_BYTES: dict[FloatType, int] = {"f32": 4, "f16": 2, "bf16": 2}
 PACKED4, PACKED_BLOCK = "PACKED4", 32
-_BYTE = 8
+_PACKED_BITS, _BYTE = 4, 8
 SOURCE_TYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -192,11 +191,8 @@ def read_float_chunks(tensor: StoredTensor, wanted: FloatType) -> Iterator[NDArr
 
     Raises CheckpointError if the tensor is not floating point, or holds a finite value that float16 cannot.
     """
-    if tensor.scales is not None and tensor.bits:
-        yield from _decoded(tensor, tensor.scales, wanted)
-        return
     if tensor.scales is not None:
-        yield from _unpacked(tensor, tensor.scales, wanted)
+        yield from _decoded(tensor, tensor.scales, wanted)
         return
     if tensor.dtype not in SOURCE_TYPE:
         raise CheckpointError(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not F32, F16 or BF16; use an unquantized checkpoint")
@@ -213,22 +209,8 @@ def _narrowed(values: NDArray[np.float32], tensor: StoredTensor, wanted: FloatTy
     return to_bfloat16(values) if wanted == "bf16" else _to_float16(values, tensor)
 
 
-def _unpacked(tensor: StoredTensor, scales: StoredTensor, wanted: FloatType) -> Iterator[NDArray[Any]]:
-    """A packed matrix: int32 words of eight values, the first in the lowest bits, each q + 8 (compressed-tensors, pack-quantized)."""
-    factors = read_values(scales).reshape(-1)
-    words = dataclasses.replace(tensor, dtype="I32", scales=None)
-    shifts, at = np.arange(0, 32, 4, dtype=np.uint32), 0
-    for piece in read_chunks(words):
-        for first in range(0, len(piece), CHUNK_ELEMENTS // 8):
-            part = piece[first : first + CHUNK_ELEMENTS // 8].view(np.uint32)
-            levels = ((part[:, None] >> shifts) & np.uint32(15)).astype(np.int8) - np.int8(8)
-            blocks = levels.reshape(-1, PACKED_BLOCK).astype(np.float32) * factors[at : at + len(part) // 4, None]
-            at += len(blocks)
-            yield _narrowed(blocks.reshape(-1), tensor, wanted)
-
-
 def read_codes(tensor: StoredTensor) -> Iterator[NDArray[np.uint8]]:
-    """Yields the bytes of a matrix with `bits` in order, in pieces of whole rows; int8 as levels from 0 too. See `read_chunks`."""
+    """Yields the bytes of a matrix of codes in order, in pieces of whole rows; int8 as levels from 0 too. See `read_chunks`."""
     rows, row = tensor.shape[0], tensor.bytes // tensor.shape[0]
     step = max(1, CHUNK_ELEMENTS // tensor.shape[1])
     with tensor.path.open("rb") as file:
@@ -242,8 +224,8 @@ def read_codes(tensor: StoredTensor) -> Iterator[NDArray[np.uint8]]:
 
 
 def _decoded(tensor: StoredTensor, scales: StoredTensor, wanted: FloatType) -> Iterator[NDArray[Any]]:
-    """Values of codes: (code - 2^(bits-1)) * scale (transformers, integrations/gemma_quant.py)."""
-    factors, at, bits = read_values(scales), 0, tensor.bits
+    """Values of codes: (code - 2^(bits-1)) * scale (transformers, integrations/gemma_quant.py; compressed-tensors, pack-quantized)."""
+    factors, at, bits = read_values(scales), 0, tensor.bits or _PACKED_BITS
     shifts = np.arange(0, _BYTE, bits, dtype=np.uint8)
     for piece in read_codes(tensor):
         levels = ((piece[..., None] >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(piece), factors.shape[1], -1)

@@ -13,8 +13,7 @@ import click
 from rich.console import Console
 
 from edge_devices.command_line import PanelCommand, given_options, one_sentence_errors, option_group, takes
-from edge_export.checkpoint.shipped.reference_pair import reference_pair
-from edge_export.checkpoint.shipped.widened_pair import widened_target
+from edge_export.checkpoint.shipped_pair import reference_pair, widened_target
 from edge_export.cli.display import Display, show
 from edge_export.cli.options import Models, as_json, drafter_name, target_name
 from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest

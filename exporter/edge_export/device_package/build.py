@@ -15,13 +15,11 @@ from edge_devices.option_fields import option
 from edge_export.device_package.debian import add_python
 from edge_export.device_package.elf import check_pages
 from edge_export.device_package.inventory import PACKAGE_NAME, Inventory, take_inventory
-from edge_export.device_package.launchers import write_launchers
 from edge_export.device_package.llama_build import add_llama, add_tools, open_toolchain
+from edge_export.device_package.own_code import add_own_code, write_launchers
 from edge_export.device_package.platforms import PLATFORMS
-from edge_export.device_package.project_code import add_own_code
 from edge_export.device_package.wheels import DISTRIBUTION, add_wheels
-from edge_export.output.atomic_folder import check_output, partial_folder
-from edge_export.output.replaceable_folder import FolderKind
+from edge_export.output.atomic_folder import FolderKind, check_output, partial_folder
 
 BACKENDS = ("llama", "onnx")
 # Many other folders have a package.json; only ours has a platform and backends.

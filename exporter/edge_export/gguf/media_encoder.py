@@ -31,8 +31,8 @@ from edge_export.checkpoint.media_architecture import (
 from edge_export.checkpoint.safetensors import FLOAT_BYTES, SOURCE_TYPE, FloatType, StoredTensor, read_float_chunks
 from edge_export.errors import CheckpointError
 from edge_export.gguf.loader import gguf
-from edge_export.gguf.media_names import encoder_name
 from edge_export.gguf.metadata import Entry
+from edge_export.gguf.tensor_names import encoder_name
 from edge_export.gguf.writer import GgufPlan, PlannedTensor, RawTensor, header_of
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS, TYPE_NUMBERS
 from edge_runtime.bundle.manifest import MediaInputs, MediaTokens, VisionSize

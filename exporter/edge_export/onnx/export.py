@@ -24,7 +24,7 @@ from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, encoder_parity,
 from edge_export.onnx.request import OnnxFiles, OnnxRequest, check_onnx_sources
 from edge_export.onnx.weight_formats import head_format, layers_format, quantization_name, table_format, weight_format
 from edge_export.onnx.weights import WeightFile
-from edge_export.output.bundle_part import BundlePart
+from edge_export.output.atomic_folder import BundlePart
 from edge_export.parity.reference import ReferenceRequest
 from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation

@@ -11,7 +11,7 @@ from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError
-from edge_export.output.bundle_part import BundlePart
+from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.bundle.tokenizer_json import check_file
 from edge_runtime.errors import BundleError

@@ -1,20 +1,28 @@
-"""The bundle's files beside the models: tokenizer, chat template, manifest entries, config.yaml."""
+"""The bundle's files beside the models: tokenizer, chat template, manifest entries, config.yaml, signature."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edge_devices.files.hashing import sha256_of
 from edge_export.checkpoint.sources import ResolvedSource, manifest_source, source_files
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
-from edge_export.output.bundle_part import BundlePart
+from edge_export.errors import ExportError
+from edge_export.output.atomic_folder import BundlePart
 from edge_export.pipeline.request import Progress
+from edge_runtime.bundle import signature
 from edge_runtime.bundle.manifest import BundleFile, Manifest, Source
 from edge_runtime.config.presets import expanded
 from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
 from edge_runtime.config.settings import defaults
+from edge_runtime.errors import EdgeRuntimeError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _CHAT_TEMPLATE = "chat_template.jinja"
 _PIECE_BYTES = 4 << 20
@@ -80,3 +88,16 @@ def bundle_config(config: SpeculativeConfig, manifest: Manifest) -> SpeculativeC
     complete = exported.over(expanded(config)).over(defaults(manifest.runtime))
     # Every value of the preset is written out, so its name is left out.
     return replace(complete, tuning=replace(complete.tuning, preset=None))
+
+
+def read_signing_key(path: Path) -> Ed25519PrivateKey:
+    """Returns the private key in a PEM file without a password. Raises ExportError if it is none, before anything is made."""
+    try:
+        return signature.read_signing_key(path)
+    except EdgeRuntimeError as error:
+        raise ExportError(str(error)) from error
+
+
+def sign_manifest(folder: Path, manifest: bytes, key: Ed25519PrivateKey) -> None:
+    """Writes the signature of these bytes beside them."""
+    (folder / signature.SIGNATURE_NAME).write_bytes(base64.b64encode(key.sign(manifest)) + b"\n")

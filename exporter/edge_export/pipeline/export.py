@@ -11,24 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from edge_export.checkpoint.sources import ResolvedSource, mixed_training, resolve_pair
-from edge_export.checkpoint.tensor_shapes import SPARSE_HEAD
+from edge_export.checkpoint.tensor_names import SPARSE_HEAD
 from edge_export.errors import ExportError
 from edge_export.gguf.exact_q4 import trained_for_q4
 from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
-from edge_export.gguf.split_head import can_split
+from edge_export.gguf.split_drafter import can_split
 from edge_export.onnx.media.towers import check_towers
 from edge_export.onnx.request import ONNX_MEDIA, OnnxFiles, check_onnx_sources
-from edge_export.output.atomic_folder import check_output, partial_folder, sync_files
-from edge_export.output.bundle_part import BundlePart
-from edge_export.output.replaceable_folder import check_outside
-from edge_export.pipeline.bundle_files import bundle_config, copy_texts, hash_parts, hash_source
+from edge_export.output.atomic_folder import BundlePart, check_output, check_outside, partial_folder, sync_files
+from edge_export.pipeline.bundle_files import bundle_config, copy_texts, hash_parts, hash_source, read_signing_key, sign_manifest
 from edge_export.pipeline.cache_layout import architecture, cache_layout
 from edge_export.pipeline.generation_defaults import generation_defaults
 from edge_export.pipeline.gguf_step import GgufPair, make_gguf, plan_pair
 from edge_export.pipeline.onnx_step import check_onnx_space, make_onnx, onnx_parity
 from edge_export.pipeline.request import DEFAULT_CONTEXT, ExportRequest, Progress, reported
-from edge_export.pipeline.rounding import check_rounding
-from edge_export.pipeline.signing import read_signing_key, sign_manifest
 from edge_export.pipeline.tuning_step import clear_tuning, tuned_drafter
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.importance_sources import importance_of_pair
@@ -212,3 +208,18 @@ def _manifest(
         generation=job.generation,
         tuning=job.tuning,
     )
+
+
+def check_rounding(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource]) -> None:
+    """Raises ExportError if a format that is asked for cannot round activations by fixed scales, as a checkpoint does."""
+    for source in pair:
+        if not source.checkpoint.rounding:
+            continue
+        if request.gguf or (request.onnx is not None and request.onnx.device is not None):
+            what = "GGUF files cannot" if request.gguf else "graphs of fixed shapes do not"
+            raise ExportError(
+                f"{source.origin} rounds its activations too, which {what}, and without that its answers get much worse;"
+                " export it with --format onnx, or give the -it-qat-q4_0-unquantized checkpoint"
+            )
+        if request.importance.given:
+            raise ExportError(f"{source.origin} is quantized already; leave --calibrate and the importance matrices out")

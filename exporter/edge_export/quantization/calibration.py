@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.files.limited_read import read_at_most
-from edge_export.checkpoint.published.tensor_prefixes import text_name
+from edge_export.checkpoint.tensor_names import text_name
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError, ParityError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32

@@ -21,9 +21,9 @@ import torch
 from edge_export.errors import ExportError, ParityError
 from edge_export.parity.reference import Weights, load_reference
 from edge_export.quantization.calibration import read_text
-from edge_export.tuning.judging import Accepted, acceptance, gain
 from edge_export.tuning.texts import Tokens, parts_of, prompts_from, written_after
 from edge_export.tuning.training import Recipe, train
+from edge_export.tuning.unrolled import Accepted, acceptance, gain
 from edge_runtime.bundle.manifest import DrafterTuning
 
 # Tokens of a prompt and of a whole text; texts to train on, to judge by, and written at once.

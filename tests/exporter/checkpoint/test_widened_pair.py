@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from edge_export.checkpoint.safetensors import read_header, read_values
-from edge_export.checkpoint.shipped.reference_pair import reference_pair
-from edge_export.checkpoint.shipped.widened_pair import widen_target
+from edge_export.checkpoint.shipped_pair import reference_pair, widen_target
 
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
@@ -36,12 +35,11 @@ def test_new_rows_and_columns_are_zeros_and_take_no_space(tmp_path: Path) -> Non
 
 def test_the_output_stays_and_the_bundle_has_no_path_of_its_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
-    from edge_export.checkpoint.shipped import widened_pair
     from edge_export.cli.command import main
     from edge_runtime.session.open import open_session
 
     monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(widened_pair.widen_target, "__defaults__", (2,))
+    monkeypatch.setattr(widen_target, "__defaults__", (2,))
     texts = []
     for extra in ([], ["--widened"]):
         output = tmp_path / f"bundle{len(extra)}"

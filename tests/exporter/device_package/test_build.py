@@ -25,9 +25,8 @@ from edge_export.device_package import build as making
 from edge_export.device_package import debian, llama_build, wheels
 from edge_export.device_package.elf import check_pages
 from edge_export.device_package.inventory import take_inventory
-from edge_export.device_package.launchers import write_launchers
+from edge_export.device_package.own_code import add_own_code, write_launchers
 from edge_export.device_package.platforms import PLATFORMS, SITE
-from edge_export.device_package.project_code import add_own_code
 from edge_export.errors import ExportError, PackageError
 from edge_export.output.atomic_folder import check_output
 

@@ -26,8 +26,8 @@ if reason := missing_programs():
 
 from edge_export.device_package.build import PackageRequest, make_package
 from edge_export.device_package.elf import check_pages
+from edge_export.device_package.own_code import add_own_code
 from edge_export.device_package.platforms import PLATFORMS, SITE
-from edge_export.device_package.project_code import add_own_code
 from edge_export.errors import PackageError
 
 pytestmark = pytest.mark.slow

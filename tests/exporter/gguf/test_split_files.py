@@ -14,8 +14,7 @@ gguf = pytest.importorskip("gguf")
 
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.gguf.split_body import write_body
-from edge_export.gguf.split_head import head_bytes, write_head
+from edge_export.gguf.split_drafter import head_bytes, write_body, write_head
 from edge_export.gguf.writer import write_gguf
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest

@@ -17,10 +17,9 @@ import pytest
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from edge_export.checkpoint.centroid_rows import cluster_rows
-from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.shipped.reference_pair import reference_pair
-from edge_export.gguf.split_head import token_order
+from edge_export.checkpoint.checkpoint import cluster_rows, open_checkpoint
+from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.gguf.split_drafter import token_order
 from edge_export.onnx.block_quantization import WeightSpec, round_rows
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.graphs.sparse_head import sparse_head

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from edge_bench.cli import main as bench
 from edge_export.cli.command import main as export
 from edge_export.errors import ExportError
-from edge_export.pipeline.signing import read_signing_key
+from edge_export.pipeline.bundle_files import read_signing_key
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.cli.run import main as run
 from edge_runtime.errors import BundleError

@@ -12,18 +12,17 @@ torch = pytest.importorskip("torch", reason="tuning runs transformers")
 pytest.importorskip("transformers", reason="tuning runs transformers")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.shipped.reference_pair import reference_pair
+from edge_export.checkpoint.shipped_pair import reference_pair
 from edge_export.errors import ExportError
 from edge_export.parity.reference import ReferenceRows, load_reference
 from edge_export.pipeline import export, tuning_step
 from edge_export.pipeline.export import export_pair
-from edge_export.pipeline.request import ExportRequest, Tuning
-from edge_export.tuning import training, tune
-from edge_export.tuning.judging import Accepted, acceptance, gain
+from edge_export.pipeline.request import ExportRequest
+from edge_export.tuning import training, tune, unrolled
 from edge_export.tuning.texts import parts_of, prompts_from, written_after
 from edge_export.tuning.training import Recipe, train
 from edge_export.tuning.tune import TuningRequest
-from edge_export.tuning.unrolled import Segment, distillation_loss, draft_states, greedy_choice, target_rows
+from edge_export.tuning.unrolled import Accepted, Segment, acceptance, distillation_loss, draft_states, gain, greedy_choice, target_rows
 
 TEXT = "".join(f"def step_{number}(value):\n    return value + {number}\n\n" for number in range(400))
 
@@ -92,10 +91,9 @@ def test_texts_have_no_end_tokens_and_are_greedy_at_zero(models):
 
 def test_acceptance_walks_rounds(models, monkeypatch):
     """Drafts that are right at their first place only: every round of three drafts accepts one and moves on by two."""
-    from edge_export.tuning import judging
 
-    monkeypatch.setattr(judging, "draft_states", lambda _drafter, _rows, segment: iter(range(segment.steps)))
-    monkeypatch.setattr(judging, "greedy_choice", lambda _, step: torch.full((2, 15), 7 if step == 0 else 8))
+    monkeypatch.setattr(unrolled, "draft_states", lambda _drafter, _rows, segment: iter(range(segment.steps)))
+    monkeypatch.setattr(unrolled, "greedy_choice", lambda _, step: torch.full((2, 15), 7 if step == 0 else 8))
     found = acceptance(models[0], None, np.full((2, 21), 7), prompt=4, length=3, batch=2)
     assert (found.accepted.tolist(), found.drafted.tolist()) == ([8, 8], [24, 24])
     low, high = gain(found, Accepted(drafted=found.drafted, accepted=found.accepted * 2))
@@ -145,7 +143,8 @@ def quick(monkeypatch, tmp_path):
         target_quantization="bf16",
         verify=False,
         threads=1,
-        tuning=Tuning(text=text, minutes=0.001),
+        tune_drafter=text,
+        tune_minutes=0.001,
     )
 
 

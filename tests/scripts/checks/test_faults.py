@@ -14,7 +14,7 @@ if sys.platform != "linux":
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_export.checkpoint.shipped.reference_pair import reference_pair
+from edge_export.checkpoint.shipped_pair import reference_pair
 from edge_export.errors import ExportError
 from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair

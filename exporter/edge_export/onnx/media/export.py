@@ -16,7 +16,7 @@ from edge_export.onnx.media.towers import check_towers
 from edge_export.onnx.media.vision import build_vision
 from edge_export.onnx.request import MediaWeights
 from edge_export.onnx.weights import WeightFile, WeightFormat
-from edge_export.output.bundle_part import BundlePart
+from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
 
 _FORMATS: dict[MediaWeights, WeightFormat] = {

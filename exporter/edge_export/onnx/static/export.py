@@ -27,7 +27,7 @@ from edge_export.onnx.static.models import store_drafter, store_target, write_dr
 from edge_export.onnx.static.weights import ChannelFormat, PlainGraph, PlainWeightFile, Range
 from edge_export.onnx.weight_formats import quantization_name
 from edge_export.onnx.weights import WeightFormat
-from edge_export.output.bundle_part import BundlePart
+from edge_export.output.atomic_folder import BundlePart
 from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, RuntimeSettings, StaticGraphs
 

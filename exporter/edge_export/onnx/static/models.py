@@ -8,10 +8,9 @@ from math import sqrt
 from pathlib import Path
 
 from edge_export.checkpoint.architecture import AssistantArchitecture, TextArchitecture
-from edge_export.checkpoint.centroid_rows import cluster_rows
-from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.tensor_shapes import CENTROIDS
-from edge_export.gguf.split_head import token_order
+from edge_export.checkpoint.checkpoint import Checkpoint, cluster_rows
+from edge_export.checkpoint.tensor_names import CENTROIDS
+from edge_export.gguf.split_drafter import token_order
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.graphs.attention import CacheNames
 from edge_export.onnx.graphs.blocks import BlockWeights, per_layer_inputs, store_block

@@ -1,4 +1,4 @@
-"""The tensors of a Gemma 4 text model and their shapes, as transformers' modeling_gemma4.py builds them."""
+"""The tensors of a Gemma 4 text model: their shapes, as transformers' modeling_gemma4.py builds them, and the prefixes of their names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ Shapes = dict[str, tuple[int, ...]]
 SPARSE_HEAD = "masked_embedding"
 CENTROIDS = f"{SPARSE_HEAD}.centroids.weight"
 TOKEN_ORDERING = f"{SPARSE_HEAD}.token_ordering"
+# In this order: longer ones first. Old spellings of transformers, Unsloth and MLX; the last one is Google's.
+_PREFIXES = {
+    "model.language_model.model.": "model.",
+    "model.language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.",
+    "model.language_model.": "model.",
+}
+# The text model's own tensors; other tensors of a multimodal checkpoint belong to its towers.
+_TEXT = ("model.layers.", "model.embed_tokens", "model.norm.", "model.per_layer_", "lm_head.")
+# As transformers saves them, with and without towers.
+CURRENT = ("model.language_model.", "model.layers.", "model.embed_tokens", "model.norm.", "model.per_layer_", "lm_head.")
 
 
 def needed_shapes(model: TextArchitecture) -> Shapes:
@@ -78,3 +91,11 @@ def _key_value(model: TextArchitecture, layer: int) -> Shapes:
     if not (model.k_eq_v and not model.is_sliding(layer)):
         shapes["self_attn.v_proj.weight"] = (rows, model.hidden_size)
     return shapes
+
+
+def text_name(name: str, *, multimodal: bool) -> str | None:
+    """Returns a tensor's name in a text-only checkpoint; None if it belongs to another part of a multimodal one."""
+    for prefix, short in _PREFIXES.items():
+        if name.startswith(prefix):
+            return short + name[len(prefix) :]
+    return name if not multimodal or name.startswith(_TEXT) else None

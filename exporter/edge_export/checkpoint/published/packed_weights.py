@@ -1,7 +1,11 @@
-"""Checkpoints of `-qat-mobile-transformers` and `-ct`: weights in 2, 4 or 8 bits with scales for each row, activations rounded to int8.
+"""Checkpoints with packed weights: codes and scales -> one matrix.
 
-Layout: transformers, integrations/gemma_quant.py (X.weight, X.weight_scale, X.input_activation_scale, X.output_activation_scale; tables as
+`-qat-mobile-transformers` and `-ct` have 2, 4 or 8 bits with scales for each row, and round activations to int8. Layout: transformers,
+integrations/gemma_quant.py (X.weight, X.weight_scale, X.input_activation_scale, X.output_activation_scale; tables as
 X.embedding_quantized, X.embedding_scale), and compressed-tensors' pack-quantized (X.weight_packed, X.input_scale, X.output_scale).
+
+`-qat-w4a16-ct` has words of 4 bits and a scale for each block of 32. Layout: compressed-tensors, pack-quantized: X.weight_packed I32
+[out, in / 8], X.weight_scale [out, in / 32], X.weight_shape I64 [2].
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from math import isfinite
 from typing import Any
 
 from edge_export.checkpoint.published.formats import rounds_activations
-from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, read_values
+from edge_export.checkpoint.safetensors import PACKED4, PACKED_BLOCK, SOURCE_TYPE, StoredTensor, read_values
 from edge_export.errors import CheckpointError
 
 # A matrix X.weight by the name of its codes, and the name of its scales.
@@ -20,6 +24,7 @@ _CODES = {"embedding_quantized": "embedding_scale", "weight_packed": "weight_sca
 _ROUNDING = (("input_activation_scale", "input_scale"), ("output_activation_scale", "output_scale"))
 _DROPPED = ("weight_shape", "k_cache_scale", "v_cache_scale", "k_scale", "v_scale")
 _BITS = (2, 4, 8)
+_PACKED, _SCALE, _SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
 # Names and shapes of a model's matrices.
 Shapes = Mapping[str, tuple[int, ...]]
 # Scales of a linear layer's input and output; 0: not rounded.
@@ -78,3 +83,28 @@ def _scale(stored: list[StoredTensor]) -> float:
             f"{tensor.path}: {tensor.name!r} {tensor.dtype} {list(tensor.shape)} is no scale; download the checkpoint again"
         )
     return value
+
+
+def with_matrices(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns the tensors with one entry `X.weight` for each packed matrix. Raises CheckpointError for parts that do not fit."""
+    found = {}
+    for name, tensor in stored.items():
+        base, _, _ = name.rpartition(".")
+        if name.endswith(_PACKED):
+            found[f"{base}.weight"] = _matrix_of_words(f"{base}.weight", tensor, stored.get(base + _SCALE))
+        elif not (name.endswith((_SCALE, _SHAPE)) and base + _PACKED in stored):
+            found[name] = tensor
+    return found
+
+
+def _matrix_of_words(name: str, packed: StoredTensor, scales: StoredTensor | None) -> StoredTensor:
+    rows, words = packed.shape if len(packed.shape) == 2 else (0, 0)
+    shape = (rows, 8 * words)
+    fits = scales is not None and scales.dtype in SOURCE_TYPE and scales.shape == (rows, shape[1] // PACKED_BLOCK)
+    if packed.dtype != "I32" or not words or shape[1] % PACKED_BLOCK or not fits:
+        found = None if scales is None else [scales.dtype, list(scales.shape)]
+        raise CheckpointError(
+            f"{packed.path}: {packed.name!r} {packed.dtype} {list(packed.shape)} with the scales {found} is no matrix"
+            f" in 4 bits and blocks of {PACKED_BLOCK}; download the checkpoint again"
+        )
+    return dataclasses.replace(packed, name=name, dtype=PACKED4, shape=shape, scales=scales)

@@ -1,4 +1,9 @@
-"""The split drafter's head file: what the host computes while llama.cpp runs the four blocks alone. See docs/bundle.md.
+"""The split drafter: a body that llama.cpp runs, and a head file, what the host computes meanwhile. See docs/bundle.md.
+
+The body has the four blocks of an exported drafter GGUF, byte for byte, in a file that llama.cpp loads as a drafter. The pre-projection is
+replaced by a selector, which passes the first values of the embedding input to the first block: the target's own embedding, which
+llama.cpp adds for every token (src/models/gemma4-assistant.cpp), is multiplied by zeros. The vocabulary is replaced by an identity, so
+that the logits are the last block's normed output. The post-projection is not used then, and is zeros.
 
 Everything before and after the blocks is linear, so the host can compute it: z = W_x x + W_h h is the input, and the centroid head
 (transformers, Gemma4AssistantMaskedEmbedder) is applied to the output. Output rows have the bytes of the exported drafter, in cluster
@@ -9,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +23,20 @@ from edge_export.checkpoint.architecture import AssistantArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.checkpoint.safetensors import StoredTensor, read_chunks, read_float_chunks
-from edge_export.checkpoint.tensor_shapes import CENTROIDS, TOKEN_ORDERING
+from edge_export.checkpoint.tensor_names import CENTROIDS, TOKEN_ORDERING
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.gguf.metadata import Entry
+from edge_export.gguf.metadata import Entry, architecture_entries, architecture_name
 from edge_export.gguf.writer import RawTensor, raw_tensor, write_raw_gguf
 from edge_runtime.bundle.gguf_header import TensorInfo
+from edge_runtime.bundle.gguf_types import FLOATS, TENSOR_TYPES
 
 HEAD_ARCHITECTURE, HEAD_FORMAT = "edge-mtp-drafter-head", 2
-_ROWS = "token_embd.weight"
 _CENTROIDS_PER_PIECE = 64
 _MOST = float(np.finfo(np.float16).max)
+_PIECE_BYTES = 4 << 20
+_PRE, _POST = "nextn.pre_projection.weight", "nextn.post_projection.weight"
+_ROWS = "token_embd.weight"
+_REPLACED = (_ROWS, _PRE, _POST)
 
 
 def can_split(target_hidden_size: int, drafter: Checkpoint) -> bool:
@@ -115,3 +124,49 @@ def _check_sizes(drafter: Checkpoint, model: AssistantArchitecture) -> None:
 def _matrix(stored: StoredTensor) -> NDArray[np.float32]:
     values = [np.array(piece) for piece in read_float_chunks(stored, "f32")]
     return np.concatenate(values).reshape(stored.shape)
+
+
+def write_body(drafter: Checkpoint, finished: Path, path: Path, progress: Callable[[int], None] = lambda _: None) -> None:
+    """Writes `path` from `finished`, the bundle's drafter GGUF; `progress` gets the bytes written since its last call.
+
+    Raises ExportError if `finished` lacks a tensor of the checkpoint.
+    """
+    header = read_gguf_header(finished)
+    model = drafter.assistant
+    hidden, target = model.hidden_size, model.target_hidden_size
+    types = {tensor.name: tensor.type for tensor in header.tensors}
+    missing = set(_REPLACED) - set(types)
+    if missing:
+        raise ExportError(f"{finished} lacks {', '.join(sorted(missing))}; export it again")
+    # The output is float16, whose products with ones are exact: llama.cpp rounds activations to the weights' type. Quantized blocks
+    # round their input anyway, so before them the selector may be quantized too, to a quarter of the bytes.
+    tensors = [
+        raw_tensor(_ROWS, np.eye(hidden, dtype=np.float32), "f16"),
+        raw_tensor(_PRE, np.eye(hidden, 2 * target, k=target, dtype=np.float32), _small(types[_PRE])),
+        raw_tensor(_POST, np.zeros((target, hidden), np.float32), _small(types[_POST])),
+    ]
+    tensors += [_copied(finished, tensor) for tensor in header.tensors if tensor.name not in _REPLACED]
+    name = architecture_name(model)
+    entries: list[Entry] = architecture_entries(drafter, int(header.keys.get("general.file_type", 0)))
+    entries += [(f"{name}.vocab_size", "uint32", hidden), ("tokenizer.ggml.model", "string", "none")]
+    write_raw_gguf(path, name, entries, tensors, progress)
+
+
+def _small(replaced: int) -> Literal["f16", "q4_0"]:
+    """The type for the replacement of a matrix: q4_0, which stores ones and zeros exactly, if the matrix was quantized."""
+    return "f16" if TENSOR_TYPES[replaced].name in FLOATS else "q4_0"
+
+
+def _copied(source: Path, tensor: TensorInfo) -> RawTensor:
+    def pieces() -> Iterator[Any]:
+        with source.open("rb") as file:
+            file.seek(tensor.offset)
+            left = tensor.bytes
+            while left:
+                piece = file.read(min(left, _PIECE_BYTES))
+                if not piece:
+                    raise ExportError(f"{source} became shorter while it was read; export the pair again")
+                left -= len(piece)
+                yield piece
+
+    return RawTensor(name=tensor.name, shape=tuple(reversed(tensor.shape)), type=tensor.type, bytes=tensor.bytes, pieces=pieces)

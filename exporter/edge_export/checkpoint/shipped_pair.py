@@ -1,7 +1,8 @@
-"""The shipped pair with the cost of a phone-sized model and the same output: its feed-forward layers are widened with zeros.
+"""The trained pair that is shipped with the package: a small Gemma 4 target and its MTP drafter, as Hugging Face folders.
 
-A gated feed-forward layer is down(act(gate x) * up x). New rows of gate and up and new columns of down are zeros, so that they add
-act(0) * 0 = 0 to every sum. The zeros are holes of the file, which take no disk space on common file systems.
+Widened, it has the cost of a phone-sized model and the same output. A gated feed-forward layer is down(act(gate x) * up x). New rows of
+gate and up and new columns of down are zeros, so that they add act(0) * 0 = 0 to every sum. The zeros are holes of the file, which take no
+disk space on common file systems.
 """
 
 from __future__ import annotations
@@ -11,14 +12,28 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from edge_export.checkpoint.safetensors import ITEM_BYTES, SINGLE_NAME, StoredTensor, read_header
+from edge_export.errors import ExportError
 
+_FOLDER = "reference_pair"
 # 488 million target weights instead of 8 million: about as many bytes per token as a phone-sized model in 4 bits.
 FACTOR = 96
 _ROWS, _COLUMNS = (".mlp.gate_proj.weight", ".mlp.up_proj.weight"), ".mlp.down_proj.weight"
+
+
+def reference_pair() -> tuple[Path, Path]:
+    """Returns the folders of the shipped target and drafter. Raises ExportError if the package was installed without them."""
+    # The package is never run from an archive (its model files are read by path), so a resource is a real folder.
+    folder = Path(str(files("edge_export"))) / _FOLDER
+    target, drafter = folder / "target", folder / "drafter"
+    for part in (target, drafter):
+        if not (part / "config.json").is_file():
+            raise ExportError(f"the reference pair is not installed: {part} has no config.json; install edge-mtp again")
+    return target, drafter
 
 
 @contextlib.contextmanager
