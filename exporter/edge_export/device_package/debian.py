@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edge_devices.files.hashing import sha256_of
-from edge_export.device_package.inventory import Component, keep_licence
+from edge_export.device_package.inventory import Component, copy_file, keep_licence
 from edge_export.device_package.platforms import PYTHON, Platform
 from edge_export.device_package.subprocesses import found, run
 from edge_export.errors import PackageError
@@ -55,9 +55,9 @@ def add_python(folder: Path, platform: Platform, cache: Path, scratch: Path) -> 
     components = [_component(folder, name, archive, scratch / name) for name, archive in archives.items()]
     for name, libraries in _LIBRARIES.items():
         for library in libraries.split():
-            _take(_library(scratch / name, platform, library), folder / "lib" / library)
-    _take(_library(scratch / "libc6", platform, platform.loader), folder / "lib" / platform.loader, executable=True)
-    _take(scratch / f"python{PYTHON}-minimal/usr/bin/python{PYTHON}", folder / f"bin/python{PYTHON}", executable=True)
+            copy_file(_library(scratch / name, platform, library), folder / "lib" / library)
+    copy_file(_library(scratch / "libc6", platform, platform.loader), folder / "lib" / platform.loader, executable=True)
+    copy_file(scratch / f"python{PYTHON}-minimal/usr/bin/python{PYTHON}", folder / f"bin/python{PYTHON}", executable=True)
     for name in _PYTHON_PACKAGES[:2]:
         _take_library_tree(scratch / name / f"usr/lib/python{PYTHON}", folder / f"lib/python{PYTHON}")
     _take_common_licences(folder, scratch)
@@ -128,17 +128,11 @@ def _library(unpacked: Path, platform: Platform, name: str) -> Path:
     raise PackageError(f"Debian's {unpacked.name} has no {name}; this version of edge-mtp supports {RELEASE}'s packages, update it")
 
 
-def _take(source: Path, destination: Path, *, executable: bool = False) -> None:
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, destination)
-    destination.chmod(0o755 if executable else 0o644)
-
-
 def _take_library_tree(source: Path, destination: Path) -> None:
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source).as_posix()
         if path.is_file() and not _LEFT_OUT.search(relative):
-            _take(path, destination / relative)
+            copy_file(path, destination / relative)
 
 
 def _take_common_licences(folder: Path, scratch: Path) -> None:

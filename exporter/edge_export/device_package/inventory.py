@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from edge_devices.files.hashing import sha256_of
 PACKAGE_NAME = "package.json"
 SCHEMA = 2  # 2: the launchers call edge_devices.entry_points
 LICENCES = "licences"
+_NAMED_PARTS = ("numpy", "onnxruntime", "tokenizers", "llama_cpp", "edge_bench", "edge_runtime", "edge_devices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +63,25 @@ def keep_licence(folder: Path, name: str, text: bytes) -> str:
     return path.relative_to(folder).as_posix()
 
 
+def copy_file(source: Path, destination: Path, *, executable: bool = False) -> None:
+    """Copies a file into the package, in a folder that need not be there."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, destination)
+    destination.chmod(0o755 if executable else 0o644)
+
+
 def take_inventory(folder: Path, platform: str, version: str, backends: tuple[str, ...], components: list[Component]) -> Inventory:
     """Hashes every file of the package, and writes package.json into it."""
-    files = []
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            files.append(
-                PackagedFile(
-                    path=path.relative_to(folder).as_posix(),
-                    bytes=path.stat().st_size,
-                    sha256=sha256_of(path),
-                    executable=bool(path.stat().st_mode & 0o100),
-                )
-            )
+    files = [
+        PackagedFile(
+            path=path.relative_to(folder).as_posix(),
+            bytes=path.stat().st_size,
+            sha256=sha256_of(path),
+            executable=bool(path.stat().st_mode & 0o100),
+        )
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    ]
     sizes: dict[str, int] = {}
     for file in files:
         sizes[_part(file.path)] = sizes.get(_part(file.path), 0) + file.bytes
@@ -94,11 +102,7 @@ def _part(path: str) -> str:
     words = path.split("/")
     if words[:3] == ["lib", "python3", "dist-packages"]:
         name = words[3].partition(".")[0].partition("-")[0]
-        return (
-            name
-            if name in ("numpy", "onnxruntime", "tokenizers", "llama_cpp", "edge_bench", "edge_runtime", "edge_devices")
-            else "other packages"
-        )
+        return name if name in _NAMED_PARTS else "other packages"
     if words[0] == "lib" and words[1].startswith("llama-"):
         return "llama_cpp"
     if words[0] in (LICENCES, "tools"):

@@ -11,12 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from edge_devices.children.commands import module_command
 from edge_devices.files.hashing import sha256_of
 from edge_devices.machine.facts import usable_processors
-from edge_export.device_package.inventory import Component, keep_licence
+from edge_export.device_package.inventory import Component, copy_file, keep_licence
 from edge_export.device_package.platforms import SITE, Platform, Processors
-from edge_export.device_package.subprocesses import found, run
+from edge_export.device_package.subprocesses import found, pip_download, run
 from edge_export.errors import PackageError
 
 # The runtime supports the MTP interface of this version only (see the extra [llama]).
@@ -80,14 +79,14 @@ def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Call
     for path in sorted((toolchain.sources / "llama_cpp").rglob("*.py")):
         relative = path.relative_to(toolchain.sources / "llama_cpp")
         if not _LEFT_OUT.search(f"/{relative.as_posix()}"):
-            _copy(path, llama / relative)
+            copy_file(path, llama / relative)
     for processors in platform.processors:
         step(f"llama.cpp for {platform.machine} {processors.name} (minutes the first time, then kept)")
         all_libraries = processors is platform.processors[-1]
         built = _built(toolchain, platform, processors, static=False, targets=("llama", "mtmd") if all_libraries else ("ggml-cpu",))
-        _copy(built / "bin" / _CPU_LIBRARY, folder / f"lib/llama-{processors.name}" / _CPU_LIBRARY)
+        copy_file(built / "bin" / _CPU_LIBRARY, folder / f"lib/llama-{processors.name}" / _CPU_LIBRARY)
         for name in _LIBRARIES if all_libraries else ():
-            _copy(built / "bin" / name, llama / "lib" / name)
+            copy_file(built / "bin" / name, llama / "lib" / name)
     return _component(folder, toolchain, "llama-cpp-python")
 
 
@@ -97,7 +96,7 @@ def add_tools(folder: Path, platform: Platform, toolchain: Toolchain, step: Call
     step(f"llama.cpp's tools for {platform.machine} {processors.name}, static (minutes the first time, then kept)")
     built = _built(toolchain, platform, processors, static=True, targets=TOOLS)
     for name in TOOLS:
-        _copy(built / "bin" / name, folder / "tools" / name, executable=True)
+        copy_file(built / "bin" / name, folder / "tools" / name, executable=True)
     musl = toolchain.zig.parent / "lib/libc/musl/COPYRIGHT"
     texts = (keep_licence(folder, "musl/COPYRIGHT", musl.read_bytes()),) if musl.is_file() else ()
     libc = Component(name="musl", version=f"of zig {_zig_version()}", source="PyPI, ziglang", licence="MIT", texts=texts)
@@ -128,21 +127,9 @@ def _built(toolchain: Toolchain, platform: Platform, processors: Processors, *, 
     recipe, done = "\n".join((flags, *switches, *targets)), build / ".built"
     if done.is_file() and done.read_text() == recipe:
         return build
-    run(
-        [
-            toolchain.cmake,
-            "-S",
-            toolchain.llama_cpp,
-            "-B",
-            build,
-            "-G",
-            "Ninja",
-            f"-DCMAKE_MAKE_PROGRAM={toolchain.ninja}",
-            *switches,
-            *_wrappers(toolchain, build, flags),
-        ],
-        _ADVICE,
-    )
+    ninja = f"-DCMAKE_MAKE_PROGRAM={toolchain.ninja}"
+    places = (toolchain.cmake, "-S", toolchain.llama_cpp, "-B", build, "-G", "Ninja", ninja)
+    run([*places, *switches, *_wrappers(toolchain, build, flags)], _ADVICE)
     workers = str(usable_processors())
     run([toolchain.cmake, "--build", build, "--parallel", workers, "--target", *targets], _ADVICE)
     done.write_text(recipe)
@@ -165,21 +152,7 @@ def _sources(home: Path) -> Path:
     sources = home / f"llama_cpp_python-{VERSION}"
     if (sources / "vendor/llama.cpp/CMakeLists.txt").is_file():
         return sources
-    run(
-        [
-            *module_command("pip"),
-            "--disable-pip-version-check",
-            "--quiet",
-            "download",
-            "--no-deps",
-            "--no-binary",
-            "llama-cpp-python",
-            "--dest",
-            home,
-            f"llama-cpp-python=={VERSION}",
-        ],
-        "check the network, and that pip is installed (python -m ensurepip)",
-    )
+    pip_download(home, "--no-binary", "llama-cpp-python", f"llama-cpp-python=={VERSION}")
     partial = home / "unpacking"
     shutil.rmtree(partial, ignore_errors=True)
     with tarfile.open(home / f"{sources.name}.tar.gz") as archive:
@@ -210,9 +183,3 @@ def _component(folder: Path, toolchain: Toolchain, name: str) -> Component:
         texts=tuple(texts),
         sha256=sha256_of(toolchain.home / f"{toolchain.sources.name}.tar.gz"),
     )
-
-
-def _copy(source: Path, destination: Path, *, executable: bool = False) -> None:
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, destination)
-    destination.chmod(0o755 if executable else 0o644)

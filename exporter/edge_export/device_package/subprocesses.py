@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from edge_devices.children.commands import module_command
 from edge_devices.children.running import run_child
 from edge_export.errors import PackageError
 
@@ -26,6 +27,21 @@ def run(command: Sequence[str | Path], advice: str, *, folder: Path | None = Non
     if done.end:
         raise PackageError(f"{_short(command)} failed ({done.reason or done.end}); {advice}")
     return done.output.decode("utf-8", "replace")
+
+
+def pip_download(folder: Path, *words: str) -> None:
+    """Downloads what the words ask for, without dependencies, into a folder; pip checks the index's hashes. Raises PackageError."""
+    command: list[str | Path] = [
+        *module_command("pip"),
+        "--disable-pip-version-check",
+        "--quiet",
+        "download",
+        "--no-deps",
+        "--dest",
+        folder,
+        *words,
+    ]
+    run(command, "check the network, and that pip is installed (python -m ensurepip)")
 
 
 def _short(command: Sequence[str | Path]) -> str:

@@ -12,15 +12,13 @@ from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
 
-from edge_devices.children.commands import module_command
 from edge_devices.files.hashing import sha256_of
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import PYTHON, SITE, Platform
-from edge_export.device_package.subprocesses import run
+from edge_export.device_package.subprocesses import pip_download
 from edge_export.errors import PackageError
 
 DISTRIBUTION = "edge-mtp"
-_ADVICE = "check the network, and that pip is installed (python -m ensurepip)"
 # Dependencies of our requirements; pip would add packages that only their tools use, such as a hub client for tokenizers.
 _THEIR_NEEDS = {
     "core": ("markdown-it-py", "mdurl", "pygments", "markupsafe"),
@@ -45,25 +43,8 @@ def add_wheels(folder: Path, platform: Platform, backends: tuple[str, ...], scra
     wanted = dict.fromkeys(line for part in parts for line in (*_own_requirements(part), *_THEIR_NEEDS[part]))
     wheels = scratch / "wheels"
     tags = [word for tag in platform.wheel_tags for word in ("--platform", tag)]
-    run(
-        [
-            *module_command("pip"),
-            "--disable-pip-version-check",
-            "--quiet",
-            "download",
-            "--no-deps",
-            "--only-binary=:all:",
-            *tags,
-            "--python-version",
-            PYTHON,
-            "--implementation",
-            "cp",
-            "--dest",
-            wheels,
-            *wanted,
-        ],
-        _ADVICE,
-    )
+    target = ("--only-binary=:all:", *tags, "--python-version", PYTHON, "--implementation", "cp")
+    pip_download(wheels, *target, *wanted)
     return [_add_wheel(folder, wheel) for wheel in sorted(wheels.glob("*.whl"))]
 
 

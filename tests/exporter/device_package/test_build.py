@@ -260,10 +260,10 @@ def test_unreachable_index_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("backends", [("onnx",), ("llama", "onnx")])
 def test_wheels_decode_images_and_sound(backends: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(wheels, "run", lambda command, _: commands.append([str(word) for word in command]))
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(wheels, "pip_download", lambda _, *words: commands.append(words))
     assert wheels.add_wheels(tmp_path / "p", LINUX, backends, tmp_path) == []
-    names = [re.split("[<>=!~]", word)[0] for word in commands[0][commands[0].index("--dest") + 2 :]]
+    names = [re.split("[<>=!~]", word)[0] for word in commands[0][commands[0].index("--implementation") + 2 :]]
     assert {"pillow", "soundfile", "cffi", "typing_extensions", "numpy"} <= set(names)
     assert names.count("typing_extensions") == 1
 

@@ -171,7 +171,7 @@ def test_the_better_drafter_is_exported(quick, monkeypatch, better):
 def replaced(request: ExportRequest) -> ExportRequest:
     from dataclasses import replace
 
-    return replace(request, tuning=None, force=True)
+    return replace(request, tune_drafter=None, force=True)
 
 
 def test_a_stopped_tuning_goes_on(quick, monkeypatch, tmp_path):
