@@ -37,7 +37,7 @@ def test_every_kind_gives_the_plain_output(folder: Path, kind: Any) -> None:
 
 @pytest.mark.parametrize("faster", ["dense", "split"])
 def test_the_faster_is_kept_and_the_other_closed(folder: Path, faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edge_runtime.backends.llama import open as llama_drafters
+    from edge_runtime.backends.llama import pair as llama_drafters
 
     measured: dict[str, Any] = {}
 

@@ -28,15 +28,15 @@ from rich.table import Table
 
 from edge_devices.command_line import one_sentence_errors
 from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.crash_probe import probe_load_options
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.mapped_gguf import map_gguf
-from edge_runtime.backends.llama.open import has_split, open_model_drafter
+from edge_runtime.backends.llama.pair import has_split, open_model_drafter
 from edge_runtime.backends.llama.sparse_head import SparseHead, read_head
 from edge_runtime.backends.llama.split_drafter import EMBEDDING
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.calibration.crash_probe import probe_load_options
 from edge_runtime.drafting.prompt_lookup import LookupDrafter
 from edge_runtime.interfaces import Drafter
 from edge_runtime.session.open import default_threads

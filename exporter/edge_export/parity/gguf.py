@@ -126,8 +126,8 @@ def _export_rows(
 ) -> Rowset:
     """Runs one pair of files in llama.cpp. Raises EdgeRuntimeError, ParityError."""
     from edge_runtime.backends.llama.context import LlamaOptions
-    from edge_runtime.backends.llama.open import open_pair
-    from edge_runtime.calibration.crash_probe import probe_load_options
+    from edge_runtime.backends.llama.crash_probe import probe_load_options
+    from edge_runtime.backends.llama.pair import open_pair
 
     answer = probe_load_options(target_path, drafter_path, list(quantizations), notify=notify)
     options = LlamaOptions(

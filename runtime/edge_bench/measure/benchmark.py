@@ -23,7 +23,7 @@ from edge_bench.measure.variants import BASELINE, OURS, edge_variants, peer_vari
 from edge_devices.energy.protocol import Workload
 from edge_devices.machine.facts import read_machine
 from edge_devices.waiting import Report
-from edge_runtime.backends.selection import BackendKind, usable_backends
+from edge_runtime.backends.selection import BackendKind, has_options, usable_backends
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
@@ -94,9 +94,10 @@ class Benchmark:
         self._threads = request.threads or default_threads()
         if request.tools is not None and not self._bundle.has("target", "gguf"):
             raise RequestError(f"--against runs GGUF files and {request.bundle} has none; export the pair with --format both")
-        of_llama = bool(request.kv_types or request.concurrency)
-        self._backend = usable_backends(self._bundle, request.backend)[0] if of_llama else self._faster_backend()
-        if self._backend != "llama" and of_llama:
+        special = bool(request.kv_types or request.concurrency)
+        self._backend = usable_backends(self._bundle, request.backend)[0] if special else self._faster_backend()
+        options, sequences = ["kv_type"] if request.kv_types else [], 2 if request.concurrency else 1
+        if not has_options(self._backend, options, sequences=sequences):
             raise RequestError("--kv-types and --concurrency need the llama backend; choose it, or leave them out")
         self._settings = load_settings(
             self._bundle, config=request.config, preset=request.preset, context=request.context, notify=progress.message

@@ -13,7 +13,7 @@ from edge_bench.measure.records import Run
 from edge_bench.measure.runners import Place
 from edge_bench.measure.variants import FIXED, PLAIN, Variant
 from edge_devices.children.running import run_child
-from edge_runtime.calibration.crash_probe import probe_load_options
+from edge_runtime.backends.llama.crash_probe import probe_load_options
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.session.session import Session
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from edge_devices.waiting import Waiting
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER
@@ -30,8 +30,7 @@ class OpenRequest:
     """A bundle that is to be opened for `sequences` requests at once. Options that are None or False were not asked for.
 
     `drafter` None takes the fastest kind. `memory_limit` is in bytes. `execution_provider` names a device, or what computes on it.
-    `may_repack` returns whether this processor runs the kernels that the weights of some files are repacked for: of a target, perhaps a
-    drafter, and their quantizations.
+    `notify` gets sentences about slow steps; `waiting` shows them.
     """
 
     bundle: Bundle
@@ -46,7 +45,7 @@ class OpenRequest:
     keep_packed: bool
     check: CheckMode
     notify: Callable[[str], None]
-    may_repack: Callable[[Path, Path | None, Sequence[str]], bool]
+    waiting: Waiting
 
     def special_options(self) -> dict[str, object]:
         """The options asked for that not every backend has."""
@@ -93,6 +92,18 @@ class Backend(Protocol):
     def refusal(self, option: str, value: object, /) -> str | None:
         """A sentence about an option that it does not have, where there is more to say than that."""
 
+    def describe(self) -> dict[str, Any]:
+        """Returns the `version` and features of its library, which it loads: on a wrong processor that may end the process.
+
+        `row_kernels` is the variant of the project's own kernels that multiplies, None for stock ones. Plain values under stable keys.
+        """
+
+    def findings(self, description: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+        """Returns what `edge-run doctor` prints of it: subject, "ok" or "missing", and a sentence. No subject: that of the row before."""
+
+    def remedy(self, version: str) -> str | None:
+        """A sentence: what to do where this version of the library ends the process."""
+
     def open(self, request: OpenRequest) -> OpenedPair:
         """Opens the pair; its options were checked.
 
@@ -120,6 +131,13 @@ class SingleSequence:
         if self._drafter is not None:
             self._drafter.close()
         self.targets[0].close()
+
+
+def kernel_finding(row_kernels: str | None, otherwise: str) -> tuple[str, str, str]:
+    """Returns the finding about the project's own kernels; `otherwise` says why stock ones multiply."""
+    if row_kernels is None:
+        return "row kernels", "missing", otherwise
+    return "row kernels", "ok", f"{row_kernels}: a verify reads weights once for all its rows"
 
 
 def lazy_encoder(bundle: Bundle, format: str, load: Callable[[], Encoder], room: Room) -> LazyEncoder | None:

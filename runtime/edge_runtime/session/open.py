@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,12 +11,10 @@ from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.cpu_affinity import processor_groups
 from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_runtime.backends.interface import OpenedPair, OpenRequest, SetThreads
-from edge_runtime.backends.selection import BackendKind, check_options, fitting_backends, load_backend
+from edge_runtime.backends.selection import BackendKind, check_options, fitting_backends, load_backend, measured_rates
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE
-from edge_runtime.calibration import crash_probe
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
-from edge_runtime.calibration.backend_choice import measured_rates
 from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, measured_placement, measured_threads
 from edge_runtime.calibration.measured import without_repeats
 from edge_runtime.calibration.thread_probe import ThreadCounts
@@ -142,10 +139,6 @@ class _PairLoader:
         options, settings = self.options, self.settings
         limit = settings.memory_limit if options.memory_limit is None else memory_bytes(options.memory_limit)
 
-        def may_repack(target: Path, drafter: Path | None, quantizations: Sequence[str]) -> bool:
-            answer = crash_probe.probe_load_options(target, drafter, quantizations, notify=options.notify, waiting=options.waiting)
-            return answer.use_extra_bufts
-
         return OpenRequest(
             bundle=self.bundle,
             settings=settings,
@@ -159,7 +152,7 @@ class _PairLoader:
             keep_packed=options.keep_packed,
             check=options.check,
             notify=options.notify,
-            may_repack=may_repack,
+            waiting=options.waiting,
         )
 
     def _measured_pair(self, opened: OpenedPair) -> MeasuredPair:

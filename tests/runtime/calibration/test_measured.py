@@ -17,7 +17,9 @@ import pytest
 from edge_devices.files.user_cache import CACHE_VARIABLE, MAX_CACHE_BYTES, MAX_ENTRIES, cache_put, read_entries
 from edge_devices.machine.load import MachineLoad
 from edge_devices.waiting import Report
-from edge_runtime.calibration import backend_choice, crash_probe, measured
+from edge_runtime.backends import selection
+from edge_runtime.backends.llama import crash_probe
+from edge_runtime.calibration import measured
 from edge_runtime.calibration.measured import RETRY_SECONDS, TIMES, Known, MeasuredValue, cache_file, without_repeats
 
 BUSY = MachineLoad(others=0.5, seconds=2.0)
@@ -208,11 +210,11 @@ def test_processes_that_write_at_once_lose_no_entry(tmp_path: Path) -> None:
 def test_the_backend_that_was_faster_on_a_busy_machine_is_provisional(machine: Machine) -> None:
     for meanwhile, rates in ((BUSY, {"llama": 2.0, "onnx": 1.0}), (QUIET, {"llama": 1.0, "onnx": 2.0})):
         machine.meanwhile = meanwhile
-        chosen = backend_choice.measured_rates("pair", ["a"], ["llama", "onnx"], rates.__getitem__, machine.notes.append)
+        chosen = selection.measured_rates("pair", ["a"], ["llama", "onnx"], rates.__getitem__, machine.notes.append)
         assert chosen.rates == rates
         machine.now += 2 * RETRY_SECONDS
     assert any(note.startswith(PROVISIONAL) for note in machine.notes)
-    assert [choice.rates for choice in backend_choice.cached_choices()] == [{"llama": 1.0, "onnx": 2.0}]
+    assert [choice.rates for choice in selection.cached_choices()] == [{"llama": 1.0, "onnx": 2.0}]
 
 
 @pytest.mark.parametrize("load", [BUSY, QUIET])

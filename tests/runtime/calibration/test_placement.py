@@ -205,7 +205,7 @@ def test_a_session_runs_on_what_takes_the_fewest_joules(exported_pair: Path, pro
             return Spent(joules=used[-1] * 1.0, seconds=0.01)
 
     monkeypatch.setattr(first_use, "processor_groups", lambda: [[0, 1]])
-    from edge_runtime.backends.llama.open import LlamaSequenceBatch
+    from edge_runtime.backends.llama.pair import LlamaSequenceBatch
 
     real = LlamaSequenceBatch.set_threads
     monkeypatch.setattr(

@@ -19,8 +19,8 @@ from rich.console import Console
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.system import System
 from edge_devices.meters.recorded_system import RecordedSystem, read_recording
-from edge_runtime.calibration import crash_probe as probe
-from edge_runtime.calibration.backend_info import ask_backend
+from edge_runtime.backends.installed import ask_backend
+from edge_runtime.backends.llama import crash_probe as probe
 from edge_runtime.cli.doctor import diagnosis as doctor
 from edge_runtime.cli.doctor import screen as doctor_screen
 from edge_runtime.cli.doctor.diagnosis import Diagnosis, diagnose
@@ -47,7 +47,7 @@ def diagnosis(monkeypatch: pytest.MonkeyPatch, *, fixture: str = "rapl-denied", 
     """A machine from a recording, on which those backends are installed that `answers` names."""
     requirements = [f'{wanted}; extra == "{extra}"' for extra, all_of_it in EXTRAS.items() for wanted in all_of_it]
     monkeypatch.setattr(doctor.metadata, "requires", lambda _: requirements)
-    monkeypatch.setattr(doctor, "find_spec", lambda name: name if name in [doctor.LIBRARY[kind] for kind in answers] else None)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name if name in [doctor.CARDS[kind].library for kind in answers] else None)
     return diagnose(RecordedSystem(read_recording(FIXTURES / f"{fixture}.json")), lambda kind: answers[kind])
 
 

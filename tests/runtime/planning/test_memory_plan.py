@@ -36,7 +36,7 @@ MEASURE = """
 import json, re, sys
 from pathlib import Path
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.open import open_pair
+from edge_runtime.backends.llama.pair import open_pair
 from edge_runtime.backends.llama.loader import llama_library
 target, drafter, kv_type, context, sequences = sys.argv[1:]
 log, sizes = llama_library().log, {}
@@ -151,7 +151,7 @@ def test_nothing_is_opened_beyond_the_limit(exported_pair: Path, monkeypatch: py
     def no_probe(*_: Any, **__: Any) -> None:
         raise AssertionError("opened")
 
-    monkeypatch.setattr("edge_runtime.calibration.crash_probe.probe_load_options", no_probe)
+    monkeypatch.setattr("edge_runtime.backends.llama.open.probe_load_options", no_probe)
     with pytest.raises(RequestError, match=r"but the limit is 1\.0 MB"):
         open_session(exported_pair, memory_limit="1MB")
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from edge_devices.files.user_cache import cache_folder
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import available_memory_bytes
-from edge_runtime.backends.interface import OpenedPair, OpenRequest, SingleSequence, lazy_encoder
-from edge_runtime.backends.kernels.loader import variant
+from edge_runtime.backends.interface import OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
+from edge_runtime.backends.kernels.loader import VARIABLE, variant
 from edge_runtime.backends.onnx.drafter import OrtDrafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
-from edge_runtime.backends.onnx.loader import SessionOptions, check_version, library_version, provider_and_device
+from edge_runtime.backends.onnx.loader import SessionOptions, check_version, execution_providers, library_version, provider_and_device
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 from edge_runtime.backends.onnx.prepacked import PackingPlace
 from edge_runtime.backends.onnx.static_drafter import StaticOrtDrafter
@@ -22,7 +23,7 @@ from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.prompt_lookup import LookupDrafter
-from edge_runtime.errors import BundleError
+from edge_runtime.errors import BackendError, BundleError
 from edge_runtime.interfaces import Drafter
 from edge_runtime.planning.encoder_memory import EncoderMemory
 
@@ -67,6 +68,33 @@ class OrtBackend:
             row_kernels=variant() if target.row_kernels else None,
             encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options), room),
         )
+
+    def describe(self) -> dict[str, Any]:
+        """Beside what all have: `execution_providers`, and whether the version runs `only_fixed_shapes`."""
+        check_version(static=True)
+        try:
+            check_version(static=False)
+            only_static = False
+        except BackendError:
+            only_static = True
+        return {
+            "version": library_version(),
+            "execution_providers": execution_providers(),
+            "only_fixed_shapes": only_static,
+            "row_kernels": variant(),
+        }
+
+    def findings(self, description: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+        only = "; this version runs only graphs of fixed shapes (docs/npu.md)" if description["only_fixed_shapes"] else ""
+        providers = ", ".join(description["execution_providers"])
+        stock = f"stock operators multiply: not built for this machine, no variant for its processor, or ${VARIABLE}=none"
+        return [
+            ("onnxruntime", "ok", f"onnxruntime {description['version']}; execution providers: {providers}{only}"),
+            kernel_finding(description["row_kernels"], stock),
+        ]
+
+    def remedy(self, version: str) -> str | None:  # noqa: ARG002
+        return None
 
 
 BACKEND = OrtBackend()

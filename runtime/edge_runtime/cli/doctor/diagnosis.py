@@ -20,17 +20,15 @@ from edge_devices.machine.detection import Device, detect_device
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding
 from edge_devices.meters.search import find_meters
-from edge_runtime.backends.selection import CARDS, BackendKind
-from edge_runtime.calibration.backend_choice import BackendRates, cached_choices
-from edge_runtime.calibration.backend_info import ask_backend
+from edge_runtime.backends.installed import ask_backend
+from edge_runtime.backends.selection import CARDS, BackendKind, BackendRates, cached_choices
 from edge_runtime.calibration.measured import cache_file
 from edge_runtime.errors import BackendError
 
 DISTRIBUTION = "edge-mtp"
 # The extras for users and their purposes; the other extras are for developers of edge-mtp.
 EXTRAS = {
-    "llama": "runs GGUF bundles",
-    "onnx": "runs ONNX bundles",
+    **{kind: f"runs {card.format.upper()} bundles" for kind, card in CARDS.items()},
     "grammar": "JSON schemas, grammars, regular expressions",
     "serve": "edge-run serve",
     "media": "images and sound",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,8 +13,7 @@ from edge_devices.command_line import CONTEXT, PanelCommand, one_sentence_errors
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
 from edge_devices.meters.base import MeterState
-from edge_runtime.backends.kernels.loader import VARIABLE
-from edge_runtime.calibration.crash_probe import workaround
+from edge_runtime.backends.selection import BACKENDS, CARDS, load_backend
 from edge_runtime.cli.doctor.diagnosis import Diagnosis, diagnose
 from edge_runtime.errors import OUT_OF_MEMORY
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 Row = tuple[str, str, str]
 _COLOURS = {"ok": "green", "missing": "yellow", "broken": "red", "denied": "yellow"}
-_LLAMA, _ONNX = "llama.cpp", "onnxruntime"
 
 
 def _show(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
@@ -56,7 +54,8 @@ def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:
 
     console = Console(highlight=False)
     console.print(diagnosis_table(diagnosis))
-    console.print("bundles can run here" if diagnosis.ready else "no bundle can run here yet: a backend (llama or onnx) is missing")
+    missing = f"no bundle can run here yet: a backend ({' or '.join(BACKENDS)}) is missing"
+    console.print("bundles can run here" if diagnosis.ready else missing)
     if diagnosis.install:
         # Not wrapped, so that it can be copied.
         console.print(
@@ -88,8 +87,7 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
         f"{machine.usable_processors} processors{memory}",
     )
     yield "profile", "", f"{device.profile.name}: {device.profile.quantization}, {device.threads} threads ({device.why})"
-    yield from _llama_rows(diagnosis)
-    yield from _onnx_rows(diagnosis)
+    yield from _backend_rows(diagnosis)
     yield from _choice_rows(diagnosis)
     for extra in diagnosis.extras:
         if extra.name not in diagnosis.backends:
@@ -104,65 +102,21 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
     yield from _cache_rows(diagnosis)
 
 
-def _llama_rows(diagnosis: Diagnosis) -> Iterator[Row]:
-    answer = diagnosis.backends["llama"]
-    if answer is None:
-        lacking = [tool for tool, path in diagnosis.build_tools.items() if path is None]
-        tools = (
-            f"; installing it compiles llama.cpp, which needs {' and '.join(lacking)} first (Debian: apt install cmake g++)"
-            if lacking
-            else ""
-        )
-        yield _LLAMA, "missing", f"runs GGUF bundles: llama-cpp-python is not installed{tools}"
-    elif "error" in answer:
-        installed = next((version for extra in diagnosis.extras if extra.name == "llama" for version in extra.installed.values()), None)
-        advice = f"; {workaround(installed)}" if installed and "died of" in answer["error"] else ""
-        yield _LLAMA, "broken", f"{answer['error']}{advice}"
-    else:
-        yield _LLAMA, "ok", f"llama-cpp-python {answer['version']} with the MTP interface; {_kernels(answer['system_info'])}"
-        yield (
-            "",
-            "",
-            "; ".join(_probes(answer["probes"])) or "not yet tested with a model; the first use of a bundle does that, in a child process",
-        )
-        yield _kernel_row(answer, f"llama.cpp's own kernels multiply: {answer['stock_reason']}")
-
-
-def _kernels(system_info: str) -> str:
-    """Returns the instruction sets of llama.cpp's line "CPU : SSE3 = 1 | AVX2 = 1 | ... |"."""
-    parts = (part.rpartition(":")[2].partition("=") for part in system_info.split("|"))
-    found = [name.strip() for name, _, value in parts if value.strip() == "1"]
-    return f"built for {' '.join(found)}" if found else "the build lists no instruction sets"
-
-
-def _probes(probes: list[dict[str, Any]]) -> Iterator[str]:
-    for kernels, wanted in (("works with all kernels", True), ("works only without weight repacking, which makes prompts slower", False)):
-        pairs = ["+".join(one["quantizations"]) for one in probes if one["use_extra_bufts"] is wanted]
-        if pairs:
-            yield f"tested with {', '.join(pairs)}: {kernels}"
-
-
-def _onnx_rows(diagnosis: Diagnosis) -> Iterator[Row]:
-    answer = diagnosis.backends["onnx"]
-    if answer is None:
-        yield _ONNX, "missing", "runs ONNX bundles: onnxruntime is not installed"
-    elif "error" in answer:
-        yield _ONNX, "broken", answer["error"]
-    else:
-        only = "; this version runs only graphs of fixed shapes (docs/npu.md)" if answer["only_fixed_shapes"] else ""
-        yield _ONNX, "ok", f"onnxruntime {answer['version']}; execution providers: {', '.join(answer['execution_providers'])}{only}"
-        yield _kernel_row(
-            answer, f"stock operators multiply: not built for this machine, no variant for its processor, or ${VARIABLE}=none"
-        )
-
-
-def _kernel_row(answer: dict[str, Any], otherwise: str) -> Row:
-    kernels = answer["row_kernels"]
-    return (
-        "row kernels",
-        "ok" if kernels else "missing",
-        f"{kernels}: a verify reads weights once for all its rows" if kernels else otherwise,
-    )
+def _backend_rows(diagnosis: Diagnosis) -> Iterator[Row]:
+    for kind, description in diagnosis.backends.items():
+        card = CARDS[kind]
+        if description is None:
+            lacking = [tool for tool, path in diagnosis.build_tools.items() if path is None] if card.compiled else []
+            needs = f"which needs {' and '.join(lacking)} first (Debian: apt install cmake g++)"
+            tools = f"; installing it compiles {card.title}, {needs}" if lacking else ""
+            yield card.title, "missing", f"runs {card.format.upper()} bundles: {card.package} is not installed{tools}"
+        elif "error" in description:
+            versions = next((extra.installed for extra in diagnosis.extras if extra.name == kind), {})
+            installed = versions.get(card.package) if "died of" in description["error"] else None
+            remedy = load_backend(kind).remedy(installed) if installed else None
+            yield card.title, "broken", f"{description['error']}{f'; {remedy}' if remedy else ''}"
+        else:
+            yield from load_backend(kind).findings(description)
 
 
 def _choice_rows(diagnosis: Diagnosis) -> Iterator[Row]:

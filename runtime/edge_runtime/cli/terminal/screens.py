@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from edge_runtime.backends.selection import CARDS
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.profit_policy import Decision
@@ -31,7 +32,6 @@ COLUMNS = (
 )
 UNITS = {"time": "ms", "energy": "mJ"}
 NONE = "-"
-_BACKENDS = {"llama": "llama.cpp", "onnx": "ONNX Runtime"}
 
 
 def summary(stats: DecodeStats, drafter: DrafterKind) -> str:
@@ -66,10 +66,10 @@ def short_summary(stats: DecodeStats, columns: int) -> str:
 def greeting(session: Session) -> str:
     """Returns what runs: model, quantization, backend, context and drafter."""
     architecture = session.bundle.manifest.architecture
-    backend = next((name for part, name in _BACKENDS.items() if f".{part}." in type(session.target).__module__), "")
     kinds = sorted({file.quantization for file in session.bundle.manifest.files if file.role == "target" and file.quantization})
     model = f"{architecture.family}, {architecture.parameters:,} parameters" + (f" in {' and '.join(kinds)}" if kinds else "")
-    parts = [model, *([backend] if backend else []), f"context {session.target.context}", f"drafter {session.drafter_kind}"]
+    backend = [CARDS[session.backend].title] if session.backend in CARDS else []
+    parts = [model, *backend, f"context {session.target.context}", f"drafter {session.drafter_kind}"]
     return ", ".join(parts)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.drafter import LlamaDrafter
-from edge_runtime.backends.llama.open import open_pair
+from edge_runtime.backends.llama.pair import open_pair
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, acceptance_rule
 from edge_runtime.decoding.loop import Decoding, decode

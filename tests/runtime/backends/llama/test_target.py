@@ -16,7 +16,7 @@ import pytest
 from edge_runtime.backends.llama import loader
 from edge_runtime.backends.llama.context import LlamaOptions, load_model
 from edge_runtime.backends.llama.drafter import LlamaDrafter
-from edge_runtime.backends.llama.open import open_pair
+from edge_runtime.backends.llama.pair import open_pair
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
@@ -373,6 +373,6 @@ def test_the_log_quotes_the_first_error_and_joins_continued_lines() -> None:
 
 
 def test_importing_the_backend_loads_no_library() -> None:
-    code = "import sys, edge_runtime.backends.llama.open, edge_runtime.calibration.crash_probe; sys.exit('llama_cpp' in sys.modules)"
+    code = "import sys, edge_runtime.backends.llama.open, edge_runtime.backends.llama.crash_probe; sys.exit('llama_cpp' in sys.modules)"
     path = os.pathsep.join(sys.path)
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, check=False).returncode == 0

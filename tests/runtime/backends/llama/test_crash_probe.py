@@ -10,8 +10,8 @@ import pytest
 
 from edge_devices.children.running import signal_name
 from edge_devices.files.user_cache import CACHE_VARIABLE
-from edge_runtime.calibration import crash_probe as probe
-from edge_runtime.calibration.crash_probe import probe_load_options
+from edge_runtime.backends.llama import crash_probe as probe
+from edge_runtime.backends.llama.crash_probe import probe_load_options
 from edge_runtime.errors import BackendError
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")

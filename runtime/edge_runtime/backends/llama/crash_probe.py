@@ -26,7 +26,7 @@ from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.errors import BackendError, EdgeRuntimeError
 
 TIMEOUT_SECONDS = 120.0
-CHILD_COMMAND = limited_command("edge_runtime.calibration.crash_probe")
+CHILD_COMMAND = limited_command("edge_runtime.backends.llama.crash_probe")
 _ROWS = 8
 _CONTEXT = 256
 # What -DGGML_NATIVE=ON enables on such a machine, without AMX.
@@ -133,7 +133,7 @@ def workaround(version: str) -> str:
 def decode_few_rows(target_path: Path, drafter_path: Path | None, use_extra_bufts: bool) -> None:
     """Runs in the child: loads the files, decodes one row, then eight, then one draft step. Raises BackendError or dies."""
     from edge_runtime.backends.llama.context import LlamaOptions
-    from edge_runtime.backends.llama.open import open_pair
+    from edge_runtime.backends.llama.pair import open_pair
 
     options = LlamaOptions(context=_CONTEXT, threads=min(4, usable_processors()), batch=64, use_extra_bufts=use_extra_bufts)
     target, drafter = open_pair(target_path, drafter_path, options)

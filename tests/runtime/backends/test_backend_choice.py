@@ -9,8 +9,7 @@ import pytest
 
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_runtime.backends.kernels.loader import VARIABLE
-from edge_runtime.backends.selection import BackendKind
-from edge_runtime.calibration.backend_choice import BackendRates, cached_choices, measured_rates
+from edge_runtime.backends.selection import BackendKind, BackendRates, cached_choices, measured_rates
 from edge_runtime.drafting.acceptance_model import PositionModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.drafting.profit_policy import expected_rate

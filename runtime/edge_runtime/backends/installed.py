@@ -1,0 +1,47 @@
+"""Version and features of the installed backends, from a child process: a build that does not suit the processor dies on loading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from edge_devices.children.commands import limited_command
+from edge_devices.children.running import run_child
+from edge_runtime.backends.selection import BACKENDS, BackendKind, load_backend
+from edge_runtime.errors import BackendError, EdgeRuntimeError
+
+CHILD_COMMAND = limited_command("edge_runtime.backends.installed")
+TIMEOUT_SECONDS = 60.0
+
+
+def ask_backend(
+    kind: BackendKind, child_command: Sequence[str] = CHILD_COMMAND, timeout_seconds: float = TIMEOUT_SECONDS
+) -> dict[str, Any]:
+    """Returns what a backend describes of its library (`interface.Backend.describe`), or {"error": a sentence} if it cannot be used.
+
+    Raises BackendError if no child process can be started.
+    """
+    child = run_child([*child_command, kind], seconds=timeout_seconds, failure=BackendError)
+    if isinstance(child.answer.get("error"), str):
+        return {"error": child.answer["error"]}
+    if child.end is not None or "version" not in child.answer:
+        return {"error": f"its library {child.end or 'gave no answer'} when it was loaded"}
+    return child.answer
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(BACKENDS))
+def main(kind: BackendKind) -> None:
+    """Loads the library of one backend and prints its version and features, or {"error": "..."} with exit code 1."""
+    try:
+        click.echo(json.dumps(load_backend(kind).describe()))
+    except EdgeRuntimeError as error:
+        click.echo(json.dumps({"error": str(error)}))
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

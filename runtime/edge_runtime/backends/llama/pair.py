@@ -1,0 +1,155 @@
+"""A pair in llama.cpp: the target's sequences, and the drafter that was asked for or the faster one of the bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.drafter import LlamaDrafter
+from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
+from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
+from edge_runtime.backends.llama.target import LlamaTarget
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.drafting.drafter_kinds import STEPS, DrafterKind, draft_step_seconds
+from edge_runtime.drafting.prompt_lookup import LookupDrafter
+from edge_runtime.errors import BundleError
+from edge_runtime.interfaces import Drafter, DraftRequest, DraftSampler, Logits, ShouldContinue
+
+
+class SequenceDrafter:
+    """A model drafter for one sequence of its target. Implements `interfaces.Drafter`; the target closes the drafter itself."""
+
+    stepwise = True
+
+    def __init__(self, drafter: LlamaDrafter, number: int) -> None:
+        self._drafter = drafter
+        self._number = number
+
+    def draft(
+        self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
+    ) -> list[int]:
+        """Returns `draft_length` tokens after `last`, or none if the sequence has no hidden row."""
+        request = DraftRequest(
+            sequence=self._number, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue
+        )
+        return self._drafter.draft_all([request])[0]
+
+    def close(self) -> None:
+        """Does nothing: the target closes the drafter."""
+
+
+class LlamaSequenceBatch:
+    """All sequences of a target with their drafters. Implements `interfaces.SequenceBatch`."""
+
+    def __init__(self, target: LlamaTarget, drafter: Drafter | None) -> None:
+        """`drafter` is a model drafter, which serves all sequences, or a LookupDrafter, of which each gets its own, or None."""
+        self.targets = tuple(target.shared.sequences)
+        self.vocabulary = target.vocabulary
+        self._shared = target.shared
+        self._drafter = drafter if isinstance(drafter, LlamaDrafter) else None
+        self.drafters: tuple[Drafter | None, ...]
+        if self._drafter is not None:
+            self.drafters = (self._drafter, *(SequenceDrafter(self._drafter, number) for number in range(1, len(self.targets))))
+        else:
+            self.drafters = tuple(LookupDrafter(sequence) if drafter is not None else None for sequence in self.targets)
+
+    def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Drafts for all requests, with one forward a step where a model drafts."""
+        if self._drafter is not None:
+            return self._drafter.draft_all(requests)
+        own = [self.drafters[request.sequence] for request in requests]
+        return [
+            drafter.draft(request.last, request.draft_length) if drafter else [] for drafter, request in zip(own, requests, strict=True)
+        ]
+
+    def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
+        """Verifies all batches in one forward."""
+        return self._shared.verify_all([(self.targets[number], tokens) for number, tokens in batches])
+
+    def open_encoder(self, path: Path) -> LlamaMediaEncoder:
+        """Opens the encoder of images and sound; the target closes it."""
+        return self._shared.open_encoder(path)
+
+    def set_threads(self, prefill: int, verify: int, draft: int) -> None:
+        """Sets how many threads each phase runs on."""
+        self._shared.set_threads(prefill, verify)
+        if self._drafter is not None:
+            self._drafter.set_threads(draft)
+
+    def close(self) -> None:
+        """Frees the models."""
+        self._shared.close()
+
+
+_BODY, _HEAD = "drafter_body", "drafter_head"
+
+
+def open_pair(target_path: Path, drafter_path: Path | None, options: LlamaOptions) -> tuple[LlamaTarget, LlamaDrafter | None]:
+    """Opens the target and, if there is one and `options.draft` is set, its drafter. Closing the target closes both.
+
+    Raises BackendError if a file is missing or does not load, or if the two are no pair; then nothing stays open.
+    """
+    target = LlamaTarget(target_path, options)
+    if drafter_path is None or not options.draft:
+        return target, None
+    try:
+        return target, LlamaDrafter(drafter_path, target, options)
+    except BaseException:
+        target.close()
+        raise
+
+
+def open_with_drafter(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:
+    """Returns the target, its drafter and the kind of drafter. Closing the target closes both. `wanted` None measures if there are two.
+
+    Raises BundleError if the bundle has no such drafter, BackendError if a file does not load; then nothing stays open.
+    """
+    target = LlamaTarget(bundle.path("target", "gguf"), options)
+    try:
+        if wanted == "none":
+            return target, None, "none"
+        if wanted == "lookup":
+            return target, LookupDrafter(target), "lookup"
+        if wanted == "split" or wanted == "dense":
+            return target, open_model_drafter(bundle, target, options, wanted), wanted
+        return target, *_faster(bundle, target, options)
+    except BaseException:
+        target.close()
+        raise
+
+
+def open_model_drafter(bundle: Bundle, target: LlamaTarget, options: LlamaOptions, kind: DrafterKind) -> LlamaDrafter:
+    """Opens the dense or the split drafter on an opened target."""
+    if kind == "dense":
+        return LlamaDrafter(bundle.path("drafter", "gguf"), target, options)
+    if not has_split(bundle):
+        raise BundleError(f"{bundle.folder} has no split drafter: only checkpoints with ordered embeddings give one; choose dense")
+    return LlamaSplitDrafter(bundle.path(_BODY, "gguf"), bundle.path(_HEAD), target, bundle.path("target", "gguf"), options)
+
+
+def has_split(bundle: Bundle) -> bool:
+    """Whether the bundle holds both files of the split drafter."""
+    return bundle.has(_BODY, "gguf") and bundle.has(_HEAD)
+
+
+def drafters_opened(bundle: Bundle, wanted: DrafterKind | None) -> tuple[DrafterKind, ...]:
+    """Returns the kinds that are open at the same time, until one is chosen."""
+    if wanted is not None:
+        return (wanted,)
+    return ("dense", "split") if has_split(bundle) else ("dense",)
+
+
+def _faster(bundle: Bundle, target: LlamaTarget, options: LlamaOptions) -> tuple[LlamaDrafter, DrafterKind]:
+    dense = open_model_drafter(bundle, target, options, "dense")
+    if not has_split(bundle):
+        return dense, "dense"
+    split = open_model_drafter(bundle, target, options, "split")
+    seconds = draft_step_seconds(
+        target, {"dense": dense, "split": split}, max(target.vocabulary.bos, 0), steps=min(STEPS, options.max_draft_length)
+    )
+    if seconds["split"] < seconds["dense"]:
+        dense.close()
+        return split, "split"
+    split.close()
+    return dense, "dense"
