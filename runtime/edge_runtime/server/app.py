@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,11 +18,10 @@ from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError, to_api_error
 from edge_runtime.server.http.body import MEDIA_BODY, TEXT_BODY, BodyLimit, parse_json, read_body
 from edge_runtime.server.http.page import page
-from edge_runtime.server.model_card import ModelCard
-from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion
+from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
+from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize
 from edge_runtime.server.requests.ollama import only_loads, read_ollama_chat, read_ollama_generate
 from edge_runtime.server.requests.responses_api import read_response
-from edge_runtime.server.requests.tokenize import read_detokenize, read_tokenize
 from edge_runtime.server.responses.ollama import OllamaFormat
 from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
 from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
@@ -37,90 +36,63 @@ _OLLAMA = "/api/"
 
 
 class Api:
-    """The handlers of the routes. `model` describes the model to clients."""
+    """The handlers of the routes. `card` describes the model to clients."""
 
-    def __init__(self, worker: Worker, monitor: Monitor, model: ModelCard) -> None:
+    def __init__(self, worker: Worker, monitor: Monitor, card: ModelCard) -> None:
         self._worker = worker
         self._monitor = monitor
-        self._model = model
+        self.card = card
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._respond(request, read_chat, lambda _, read: ChatFormat(self._model.name, read, self._model.fingerprint))
+        return await self._respond(request, read_chat, lambda _, read: ChatFormat(self.card.name, read, self.card.fingerprint))
 
     async def completion(self, request: Request) -> Response:
-        """POST /v1/completions."""
         return await self._respond(
-            request, read_completion, lambda _, read: CompletionFormat(self._model.name, read, self._model.fingerprint), TEXT_BODY
+            request, read_completion, lambda _, read: CompletionFormat(self.card.name, read, self.card.fingerprint), TEXT_BODY
         )
 
     async def responses(self, request: Request) -> Response:
-        """POST /v1/responses."""
-        return await self._respond(request, read_response, lambda body, _: ResponsesFormat(self._model.name, body))
+        return await self._respond(request, read_response, lambda body, _: ResponsesFormat(self.card.name, body))
 
     async def ollama_chat(self, request: Request) -> Response:
-        """POST /api/chat."""
         return await self._ollama(request, read_ollama_chat, chat=True)
 
     async def ollama_generate(self, request: Request) -> Response:
-        """POST /api/generate."""
         return await self._ollama(request, read_ollama_generate, chat=False)
 
     async def ollama_show(self, request: Request) -> Response:
-        """POST /api/show."""
         body = await _body(request, TEXT_BODY)
         name = body.get("model") or body.get("name")
-        if not self._model.is_called(name):
+        if not self.card.is_called(name):
             raise self._no_such_model()
-        return Json200(self._model.ollama_details())
+        return Json200(self.card.ollama_details())
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize."""
         encoding = self._worker.encode(read_tokenize(await _body(request)))
         tokens = await unless_disconnected(request.receive, asyncio.wrap_future(encoding))
-        return Json200({"tokens": tokens, "count": len(tokens), "max_model_len": self._model.context})
+        return Json200({"tokens": tokens, "count": len(tokens), "max_model_len": self.card.context})
 
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize."""
-        decoding = self._worker.decode(read_detokenize(await _body(request, TEXT_BODY), self._model.context))
+        decoding = self._worker.decode(read_detokenize(await _body(request, TEXT_BODY), self.card.context))
         text = await unless_disconnected(request.receive, asyncio.wrap_future(decoding))
         return Json200({"content": text, "prompt": text})
 
-    async def models(self, _request: Request) -> Response:
-        """GET /v1/models."""
-        return Json200({"object": "list", "data": [self._model.openai_model()]})
-
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/ID."""
-        if not self._model.is_called(request.path_params["name"]):
+        if not self.card.is_called(request.path_params["name"]):
             raise self._no_such_model()
-        return Json200(self._model.openai_model())
+        return Json200(self.card.openai_model())
 
-    async def props(self, _request: Request) -> Response:
-        """GET /props, as llama-server has it."""
-        return Json200(self._model.props())
-
-    async def ollama_tags(self, _request: Request) -> Response:
-        """GET /api/tags and /api/ps."""
-        return Json200({"models": [self._model.ollama_model()]})
-
-    async def ollama_version(self, _request: Request) -> Response:
-        """GET /api/version."""
-        return Json200(self._model.ollama_version())
-
-    async def health(self, _request: Request) -> Response:
-        """GET /health."""
+    def health(self) -> Json:
+        """Returns how many requests run and wait."""
         running, waiting = self._worker.load()
-        return Json200({"status": "ok", "running": running, "waiting": waiting})
+        return {"status": "ok", "running": running, "waiting": waiting}
 
     async def metrics(self, _request: Request) -> Response:
-        """GET /metrics, for Prometheus."""
         watch = self._worker.watch
         joules = exposition(energy_metrics(watch.total())) if watch else ""
         return PlainTextResponse(self._monitor.prometheus_text() + joules, headers={"content-type": CONTENT_TYPE})
 
     async def page(self, _request: Request) -> Response:
-        """GET /, the chat page."""
         text, headers = page()
         return HTMLResponse(text, headers=headers)
 
@@ -139,7 +111,7 @@ class Api:
         return await self._answer(request, *both(await _body(request, limit)))
 
     async def _ollama(self, request: Request, read: Callable[[Json], ApiRequest], *, chat: bool) -> Response:
-        form = OllamaFormat(self._model.name, chat=chat)
+        form = OllamaFormat(self.card.name, chat=chat)
 
         def unless_it_only_loads(body: Json) -> ApiRequest | None:
             return None if only_loads(body, chat=chat) else read(body)
@@ -159,7 +131,7 @@ class Api:
         return PieceStream(pending)
 
     def _no_such_model(self) -> ApiError:
-        return ApiError(404, f"this server has no such model; use {self._model.name!r}", param="model", code="model_not_found")
+        return ApiError(404, f"this server has no such model; use {self.card.name!r}", param="model", code="model_not_found")
 
 
 class Json200(Response):
@@ -213,24 +185,25 @@ async def closed_response(_request: Request, _error: Exception) -> Response:
 
 def make_app(api: Api) -> Starlette:
     """Returns the ASGI application."""
+    card = api.card
     return Starlette(
         routes=[
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.completion, methods=["POST"]),
             Route("/v1/responses", api.responses, methods=["POST"]),
-            Route("/v1/models", api.models),
+            Route("/v1/models", _facts(lambda: {"object": "list", "data": [card.openai_model()]})),
             Route("/v1/models/{name:path}", api.model),
             Route("/tokenize", api.tokenize, methods=["POST"]),
             Route("/detokenize", api.detokenize, methods=["POST"]),
-            Route("/props", api.props),
-            Route("/health", api.health),
+            Route("/props", _facts(card.props)),
+            Route("/health", _facts(api.health)),
             Route("/metrics", api.metrics),
             Route("/api/chat", api.ollama_chat, methods=["POST"]),
             Route("/api/generate", api.ollama_generate, methods=["POST"]),
             Route("/api/show", api.ollama_show, methods=["POST"]),
-            Route("/api/tags", api.ollama_tags),
-            Route("/api/ps", api.ollama_tags),
-            Route("/api/version", api.ollama_version),
+            Route("/api/tags", _facts(lambda: {"models": [card.ollama_model()]})),
+            Route("/api/ps", _facts(lambda: {"models": [card.ollama_model()]})),
+            Route("/api/version", _facts(lambda: {"version": OLLAMA_VERSION})),
             Route("/", api.page),
         ],
         # Starlette logs a traceback for errors that only the handler of Exception matches.
@@ -243,6 +216,15 @@ def make_app(api: Api) -> Starlette:
             Exception: error_response,
         },
     )
+
+
+def _facts(value: Callable[[], Json]) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the handler of a path that answers each request with the same facts."""
+
+    async def handler(_request: Request) -> Response:
+        return Json200(value())
+
+    return handler
 
 
 async def _body(request: Request, limit: BodyLimit = MEDIA_BODY) -> Json:

@@ -99,10 +99,6 @@ class ModelCard:
             "capabilities": ["completion", "tools", "thinking"],
         }
 
-    def ollama_version(self) -> Json:
-        """Returns the response of /api/version."""
-        return {"version": OLLAMA_VERSION}
-
     def _details(self) -> Json:
         facts = self.manifest.architecture
         billions = facts.parameters / 1e9

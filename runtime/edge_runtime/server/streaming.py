@@ -59,7 +59,7 @@ class PendingResponse:
             [
                 ChoiceAnswer(
                     events=[event for output in outputs[i] for event in output.events],
-                    logprobs=[one for output in outputs[i] for one in output.logprobs],
+                    logprobs=[entry for output in outputs[i] for entry in output.logprobs],
                     finished=finished[i],
                 )
                 for i in range(self._choices)

@@ -79,13 +79,13 @@ class ActiveRequest:
         """Whether a stop string ended the answer."""
         return self._parser.stopped_by is not None
 
-    def take(self, one: Round) -> None:
+    def take(self, newest: Round) -> None:
         """Parses a round's tokens; delivers output once `chunk_size` tokens are pending."""
-        first = len(self.generation.tokens) - len(one.tokens)
-        for i, token in enumerate(one.tokens):
+        first = len(self.generation.tokens) - len(newest.tokens)
+        for i, token in enumerate(newest.tokens):
             if not self.stopped:
                 self._tokens += 1
-                self._feed(token, drafted=i < one.accepted)
+                self._feed(token, drafted=i < newest.accepted)
                 self._thoughts += self._parser.place in ("name", "thought")
                 if self.generation.logprobs and self._parser.place == "answer":
                     self._logprobs.add(self.generation.logprobs[first + i])
@@ -140,18 +140,18 @@ class _AnswerLogprobs:
         self._held: deque[OutputLogprob] = deque()
         self._missing = 0
 
-    def add(self, one: TokenLogprob) -> None:
+    def add(self, entry: TokenLogprob) -> None:
         """Adds the newest token, unless it is a control token or has no text."""
-        piece = self._vocabulary.piece(one.token)
-        if piece and one.token not in self._control:
-            top = tuple((self._vocabulary.piece(token, special=True), logprob) for token, logprob in one.top)
-            self._held.append(OutputLogprob(piece=piece, logprob=one.logprob, top=top))
+        piece = self._vocabulary.piece(entry.token)
+        if piece and entry.token not in self._control:
+            top = tuple((self._vocabulary.piece(token, special=True), logprob) for token, logprob in entry.top)
+            self._held.append(OutputLogprob(piece=piece, logprob=entry.logprob, top=top))
 
     def take(self, size: int) -> tuple[OutputLogprob, ...]:
         """Returns the entries of the tokens that begin in the next `size` bytes of the answer."""
-        found = []
+        entries = []
         self._missing += size
         while self._missing > 0 and self._held:
-            found.append(self._held.popleft())
-            self._missing -= len(found[-1].piece)
-        return tuple(found)
+            entries.append(self._held.popleft())
+            self._missing -= len(entries[-1].piece)
+        return tuple(entries)

@@ -38,16 +38,13 @@ class TextParser:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the text; None if none did."""
         return self._text.stopped_by
 
     def feed(self, token: int) -> list[Event]:
-        """Returns the text that is final after this token."""
         self._text.feed(self._vocabulary.piece(token))
         return _as_events(self._text.take())
 
     def finish(self) -> list[Event]:
-        """Returns the remaining text."""
         return _as_events(self._text.finish())
 
 

@@ -33,15 +33,15 @@ class Prompts:
     def with_media(self, prompt: Prompt) -> list[int] | MediaPrompt:
         """As `encode`, with the soft rows of a conversation's images and sound, which are decoded here."""
         messages = prompt.messages if isinstance(prompt, Conversation) else ()
-        sent: list[SentMedia] = [one for message in messages for one in message.get(MEDIA, ())]
+        sent: list[SentMedia] = [media for message in messages for media in message.get(MEDIA, ())]
         if not sent:
             return self.encode(prompt)
         self._session.check_media()
         ids = self.encode(prompt)
-        found = self._session.media_prompt(ids, [one.decoded() for one in sent])
-        if len(found.ids) >= self._context:
-            raise self._too_long(f"{len(found.ids)}")
-        return found
+        encoded = self._session.media_prompt(ids, [media.decoded() for media in sent])
+        if len(encoded.ids) >= self._context:
+            raise self._too_long(f"{len(encoded.ids)}")
+        return encoded
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the prompt's token ids, one for each image or sound. Raises RequestError or ApiError if they do not fit."""

@@ -9,24 +9,27 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.interfaces import Target
 from edge_runtime.server.engine.active_request import ActiveRequest
 from edge_runtime.server.engine.jobs import Failed, Job, StreamEvent
 from edge_runtime.server.engine.prompts import Prompts
-from edge_runtime.server.engine.slots import Slot, choose_slot
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.completions import CompletionRequest, Prompt
 from edge_runtime.session.batch import Sessions
-from edge_runtime.session.generation import Generation
+from edge_runtime.session.generation import Generation, reusable_prefix
 from edge_runtime.text.chat_template import ChatTemplate
 
 Result = TypeVar("Result")
 RETRY_SECONDS = 2
 # Constraints that are compiled at the same time, each in a process of its own.
 COMPILERS = 2
+# A request that was passed over this often is served next.
+MAX_PASSED_OVER = 4
 
 
 class Worker:
@@ -118,9 +121,9 @@ class Worker:
         """Queues work in the thread for prompts, counted as a request."""
         with self._lock:
             self._accept(1)
-            found = self._encoder.submit(work)
-        found.add_done_callback(lambda _: self._finished())
-        return found
+            future = self._encoder.submit(work)
+        future.add_done_callback(lambda _: self._finished())
+        return future
 
     def _accept(self, requests: int) -> None:
         """Counts requests in. Raises ApiError as `submit` does; the caller holds the lock."""
@@ -191,12 +194,12 @@ class Worker:
         for job in [job for job in self._waiting if job.cancelled]:
             self._waiting.remove(job)
             self._finished()
-        for one in [one for one in self._active.values() if one.job.cancelled]:
-            self._release(one)
+        for active in [active for active in self._active.values() if active.job.cancelled]:
+            self._release(active)
 
     def _assign(self) -> None:
         """Assigns waiting requests to free sessions."""
-        used = {one.slot for one in self._active.values()}
+        used = {active.slot for active in self._active.values()}
         slots = [
             Slot(number=i, target=session.target, last_used=self._last_used[i]) for i, session in enumerate(self._sessions) if i not in used
         ]
@@ -205,36 +208,36 @@ class Worker:
             self._waiting.remove(job)
             try:
                 session, repeatable = self._sessions[slot.number], self._deterministic or job.request.repeatable
-                one = ActiveRequest(job, slot.number, session, self._template, self.watch, repeatable=repeatable)
+                active = ActiveRequest(job, slot.number, session, self._template, self.watch, repeatable=repeatable)
             except EdgeRuntimeError as error:
                 self._fail(job, error)
                 continue
             slots.remove(slot)
-            self._active[one.generation] = one
-            self._lockstep.join(one.generation)
-            one.begin()
+            self._active[active.generation] = active
+            self._lockstep.join(active.generation)
+            active.begin()
 
     def _step(self) -> None:
-        for generation, one in self._lockstep.step():
-            self._active[generation].take(one)
+        for generation, newest in self._lockstep.step():
+            self._active[generation].take(newest)
         for generation, error in self._lockstep.failures:
             self._release(failed := self._active[generation])
             self._fail(failed.job, error, counted=False)
         going = set(self._lockstep.running)
-        for running in [one for one in self._active.values() if one.stopped or one.generation not in going]:
+        for running in [active for active in self._active.values() if active.stopped or active.generation not in going]:
             self._release(running)  # before the last event: a client that has its answer finds the slot free
             running.end()
 
-    def _release(self, one: ActiveRequest) -> None:
+    def _release(self, active: ActiveRequest) -> None:
         """Frees a request's session. The KV cache is kept for the next prompt with the same prefix."""
-        one.end_energy()
-        self._lockstep.remove(one.generation)
-        del self._active[one.generation]
+        active.end_energy()
+        self._lockstep.remove(active.generation)
+        del self._active[active.generation]
         self._clock += 1
-        self._last_used[one.slot] = self._clock
+        self._last_used[active.slot] = self._clock
         self._finished()
         try:
-            self._sessions[one.slot].record(one.generation)
+            self._sessions[active.slot].record(active.generation)
         except EdgeRuntimeError as error:
             self._notify(str(error))
 
@@ -251,9 +254,9 @@ class Worker:
 
     def _fail_all(self, error: Exception) -> None:
         """Fails every request with `error` and clears the caches, whose contents are no longer trusted."""
-        for one in self._active.values():
-            one.end_energy()
-        jobs = [*self._waiting, *(one.job for one in self._active.values())]
+        for active in self._active.values():
+            active.end_energy()
+        jobs = [*self._waiting, *(active.job for active in self._active.values())]
         self._waiting.clear()
         self._active.clear()
         for job in jobs:
@@ -264,3 +267,35 @@ class Worker:
 
 def _shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down; try again when it is back", code="shutting_down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A free session: its number, its target, and when it was last used (a growing count; 0 for never)."""
+
+    number: int
+    target: Target
+    last_used: int
+
+
+def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job]) -> tuple[Slot, Job]:
+    """Returns the free session and the waiting request that share the longest prefix. `waiting` is oldest first; neither may be empty.
+
+    A cache counts only if it holds at least half of the prompt: a few shared tokens, as all chats have, are not worth discarding the
+    cached rows of another conversation. If no cache counts, the least recently used session is chosen.
+    """
+    overdue = [job for job in waiting if job.passed_over >= MAX_PASSED_OVER]
+    best = max(
+        ((slot, job) for job in overdue[:1] or waiting for slot in slots),
+        key=lambda pair: (_shared_prefix(*pair), -waiting.index(pair[1]), -pair[0].last_used),
+    )
+    for job in waiting[: waiting.index(best[1])]:
+        job.passed_over += 1
+    return best
+
+
+def _shared_prefix(slot: Slot, job: Job) -> int:
+    if job.request.repeatable:
+        return 0
+    shared = reusable_prefix(slot.target, job.ids[:-1])
+    return shared if 2 * shared >= len(job.ids) else 0

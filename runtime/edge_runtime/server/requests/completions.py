@@ -1,4 +1,7 @@
-"""Completion requests: reads the JSON fields of both endpoints, checks each, and maps it to runtime options or refuses it."""
+"""Completion requests: reads the JSON fields of both endpoints, checks each, and maps it to runtime options or refuses it.
+
+POST /tokenize and /detokenize too, with the field names of llama-server and of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,39 @@ from edge_runtime.decoding.default_sampling import BUNDLE_NAMES
 from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.server.errors import invalid
-from edge_runtime.server.requests.constraints import read_constraint
-from edge_runtime.server.requests.fields import Fields, fields_of
-from edge_runtime.server.requests.messages import Conversation, read_messages, read_tools
-from edge_runtime.server.requests.sampling import SAMPLING_FIELDS, next_seed, read_sampling, read_stops
+from edge_runtime.server.requests.fields import Fields
+from edge_runtime.server.requests.messages import Conversation, read_messages
+from edge_runtime.server.requests.tools import read_constraint, read_tools
 from edge_runtime.text.constraints import ConstraintSource
+from edge_runtime.text.stream import StopStrings
 
 MAX_CHOICES = 32
 MAX_PROMPTS = 32
 COMPLETION_TOKENS = 16  # the API's own default for /v1/completions
+MAX_STOPS = 16
+MAX_BIASES = 1024
+_SEEDS = 1 << 64
+SAMPLING_FIELDS = frozenset(
+    {
+        "frequency_penalty",
+        "logit_bias",
+        "min_p",
+        "presence_penalty",
+        "repetition_penalty",
+        "seed",
+        "stop",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
 # Sent by general-purpose clients; they have no effect here.
-_IGNORED = {
-    "metadata",
-    "model",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-    "verbosity",
-}
+IGNORED_FIELDS = frozenset(
+    {"metadata", "model", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
+)
 _SHARED = SAMPLING_FIELDS | {"draft_length", "logprobs", "max_tokens", "n", "stream", "stream_options"}
 _CHAT = (
-    _IGNORED
+    IGNORED_FIELDS
     | _SHARED
     | {
         "audio",
@@ -51,10 +63,11 @@ _CHAT = (
         "tool_choice",
         "tools",
         "top_logprobs",
+        "verbosity",
         "web_search_options",
     }
 )
-_COMPLETION = _IGNORED | _SHARED | {"best_of", "echo", "prompt", "suffix"}
+_COMPLETION = IGNORED_FIELDS | _SHARED | {"best_of", "echo", "prompt", "suffix", "verbosity"}
 Prompt = str | tuple[int, ...] | Conversation
 
 
@@ -126,11 +139,33 @@ def read_completion(body: dict[str, Any]) -> ApiRequest:
     return _request(fields, read_prompts(fields.get("prompt")), limit, logprobs=logprobs)
 
 
+def read_tokenize(body: dict[str, Any]) -> Prompt:
+    """Reads a text (`content` or `prompt`), or `messages` to which the chat template is applied. Raises ApiError."""
+    fields = Fields(body)
+    fields.only({"add_special", "content", "messages", "model", "prompt", "tools"})
+    if "messages" in fields:
+        return Conversation(messages=read_messages(fields), tools=read_tools(fields))
+    text = fields.text("content" if "content" in fields else "prompt")
+    if text is None:
+        raise invalid("content is missing; send a text as content, or messages", "content")
+    return text
+
+
+def read_detokenize(body: dict[str, Any], most: int) -> list[int]:
+    """Reads at most `most` token ids. Raises ApiError."""
+    fields = Fields(body)
+    fields.only({"model", "tokens"})
+    tokens = fields.items("tokens", most)
+    if not all(type(token) is int for token in tokens):
+        raise fields.wrong("tokens", "must be a list of token ids")
+    return list(tokens)
+
+
 def read_prompts(prompt: object) -> tuple[Prompt, ...]:
     """Returns the prompts of a completion: a string, token ids, or a list of either. Raises ApiError."""
-    one = _prompt(prompt)
-    if one is not None:
-        return (one,)
+    single = _prompt(prompt)
+    if single is not None:
+        return (single,)
     several = [_prompt(item) for item in prompt] if isinstance(prompt, list) else []
     if not several or None in several:
         raise invalid("prompt must be a string, a list of token ids, or a list of these", "prompt")
@@ -152,19 +187,19 @@ def _request(
     if n * len(prompts) > MAX_CHOICES:
         raise fields.wrong("n", f"is {n}, with {len(prompts)} prompts {n * len(prompts)} answers; at most {MAX_CHOICES} are allowed")
     stream = fields.flag("stream")
-    options = Fields(fields.object("stream_options") or {}, "stream_options")
+    options = fields.inner("stream_options")
     if "stream_options" in fields and not stream:
         raise fields.wrong("stream_options", "requires stream to be true; set it, or leave stream_options out")
     options.only({"include_usage", "continuous_usage_stats", "draft_spans", "include_obfuscation"})
     draft_length = fields.integer("draft_length", 0, MAX_DRAFT_LENGTH)
-    sampling, stop = read_sampling(fields), read_stops(fields)
+    sampling, stop = _sampling(fields), _stops(fields)
     given = frozenset(name for name in BUNDLE_NAMES if fields.get(name) is not None)
     return ApiRequest(
         choices=tuple(
             CompletionRequest(
                 prompt=prompt,
                 max_tokens=max_tokens,
-                sampling=replace(sampling, seed=next_seed(sampling.seed, number)),
+                sampling=replace(sampling, seed=_next_seed(sampling.seed, number)),
                 given=given,
                 stop=stop,
                 constraint=constraint,
@@ -183,28 +218,68 @@ def _request(
     )
 
 
+def _sampling(fields: Fields) -> SamplingParams:
+    seed = fields.integer("seed", -(1 << 63), _SEEDS - 1)
+    return SamplingParams(
+        temperature=fields.number("temperature", 0, 2, 1),
+        top_k=fields.integer("top_k", 0, 1 << 31, 0) or 0,
+        top_p=fields.number("top_p", 1e-9, 1, 1),
+        min_p=fields.number("min_p", 0, 1, 0),
+        repetition_penalty=fields.number("repetition_penalty", 0.1, 10, 1),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2, 0),
+        presence_penalty=fields.number("presence_penalty", -2, 2, 0),
+        logit_bias=_biases(fields),
+        seed=None if seed is None else seed % _SEEDS,
+    )
+
+
+def _next_seed(seed: int | None, number: int) -> int | None:
+    """Returns the seed of the choice `number` of a request: choices with the same seed would be the same."""
+    return None if seed is None else (seed + number) % _SEEDS
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    """Returns the stop strings. Raises ApiError, or RequestError for empty and overlong ones."""
+    stop = fields.get("stop")
+    stops = (stop,) if isinstance(stop, str) else tuple(fields.items("stop", MAX_STOPS))
+    if not all(isinstance(text, str) for text in stops):
+        raise fields.wrong("stop", "must be a string or a list of strings")
+    StopStrings(stops)
+    return stops
+
+
+def _biases(fields: Fields) -> dict[int, float]:
+    biases = fields.inner("logit_bias")
+    names = list(fields.object("logit_bias") or {})
+    if len(names) > MAX_BIASES:
+        raise fields.wrong("logit_bias", f"has {len(names)} tokens; at most {MAX_BIASES} are allowed")
+    for name in names:
+        if not (name.isascii() and name.isdecimal() and len(name) < 10):
+            raise fields.wrong("logit_bias", f"names {name[:20]!r}; its keys must be token ids")
+    return {int(name): biases.number(name, -100, 100, 0) for name in names}
+
+
 def _chat_logprobs(fields: Fields) -> int | None:
-    wanted = fields.flag("logprobs")
+    enabled = fields.flag("logprobs")
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS, 0) or 0
-    if top and not wanted:
+    if top and not enabled:
         raise fields.wrong("top_logprobs", "requires logprobs to be true; set it, or leave top_logprobs out")
-    return top if wanted else None
+    return top if enabled else None
 
 
 def _prediction(fields: Fields) -> str:
     """Returns the text that the answer is expected to repeat: drafts are copied from it, so it changes the speed alone."""
-    prediction = Fields(fields.object("prediction") or {}, "prediction")
+    prediction = fields.inner("prediction")
     if "prediction" in fields and prediction.text("type") != "content":
         raise prediction.wrong("type", "must be 'content'")
     content = prediction.get("content")
     if content is None or isinstance(content, str):
         return content or ""
-    parts = prediction.items("content", MAX_PROMPTS)
-    return "".join(fields_of(part, f"prediction.content[{i}]").text("text") or "" for i, part in enumerate(parts))
+    return "".join(part.text("text") or "" for part in prediction.objects("content", MAX_PROMPTS))
 
 
 def _thinking(fields: Fields) -> bool:
-    template = Fields(fields.object("chat_template_kwargs") or {}, "chat_template_kwargs")
+    template = fields.inner("chat_template_kwargs")
     template.only({"enable_thinking"})
     effort = fields.text("reasoning_effort", "none")
     return template.flag("enable_thinking", effort not in ("none", "minimal"))

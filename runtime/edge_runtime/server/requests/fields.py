@@ -35,7 +35,7 @@ class Fields:
 
     def refuse(self, name: str, *harmless: object, why: str = "leave it out") -> None:
         """Refuses a known field that is not supported, unless its value is one of the `harmless` ones, which change nothing."""
-        if name in self._values and not any(type(self._values[name]) is type(one) and self._values[name] == one for one in harmless):
+        if name in self._values and not any(type(self._values[name]) is type(value) and self._values[name] == value for value in harmless):
             raise self.wrong(name, f"is not supported; {why}", code="unsupported_parameter")
 
     def text(self, name: str, default: str | None = None) -> str | None:
@@ -45,8 +45,8 @@ class Fields:
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Returns a boolean."""
-        found: bool = self._typed(name, bool, default)
-        return found
+        value: bool = self._typed(name, bool, default)
+        return value
 
     def integer(self, name: str, least: int, most: int, default: int | None = None) -> int | None:
         """Returns an integer from `least` to `most`."""
@@ -75,6 +75,21 @@ class Fields:
         """Returns an object."""
         value: dict[str, Any] | None = self._typed(name, dict, None)
         return value
+
+    def inner(self, name: str) -> Fields:
+        """Returns the fields of an object; none if absent."""
+        return Fields(self.object(name) or {}, self.place(name))
+
+    def objects(self, name: str, most: int) -> list[Fields]:
+        """Returns the fields of each object of a list of at most `most`."""
+        return [fields_of(item, self.place(f"{name}[{i}]")) for i, item in enumerate(self.items(name, most))]
+
+    def choice(self, name: str, allowed: Collection[str], default: str = "", *, code: str | None = None) -> str:
+        """Returns one of the allowed strings."""
+        value = self.text(name, default)
+        if value not in allowed:
+            raise self.wrong(name, f"is {str(self.get(name))[:40]!r}; it must be one of {', '.join(allowed)}", code=code)
+        return str(value)
 
     def get(self, name: str) -> Any:
         """Returns a value of any type; None if absent."""

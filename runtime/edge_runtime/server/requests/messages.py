@@ -1,4 +1,4 @@
-"""Converts the messages and tools of the OpenAI API into what chat templates take."""
+"""Converts the messages of the OpenAI API into what chat templates take."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from edge_runtime.media.messages import MEDIA
 from edge_runtime.server.errors import invalid
 from edge_runtime.server.json_text import MAX_VALUES, count_values, parse_object
-from edge_runtime.server.requests.fields import Fields, fields_of
+from edge_runtime.server.requests.fields import Fields
 from edge_runtime.server.requests.media import MAX_MEDIA, SentMedia, read_part
 from edge_runtime.text.chat_template import Message
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 256
-MAX_TOOLS = 128
 MAX_CALLS = 128
+_PART_TYPES = ("text", "image_url", "input_audio")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -39,21 +39,18 @@ class _Calls:
     def arguments(self, function: Fields) -> dict[str, Any]:
         """Returns the arguments of one more call. Raises ApiError."""
         place, text = function.place("arguments"), function.text("arguments") or "{}"
-        found = parse_object(text, place, place, values=self._values)
+        arguments = parse_object(text, place, place, values=self._values)
         self._values -= count_values(text)
-        return found
+        return arguments
 
 
 def read_messages(body: Fields) -> tuple[Message, ...]:
     """Returns the messages of a request; tool messages get the name of the function that was called. Raises ApiError."""
     earlier = _Calls()
-    found = []
+    messages = []
     total = 0
-    for i, item in enumerate(body.items("messages", MAX_MESSAGES)):
-        fields = fields_of(item, f"messages[{i}]")
-        role = ROLES.get(fields.text("role") or "")
-        if role is None:
-            raise fields.wrong("role", f"is {str(fields.get('role'))[:40]!r}; it must be one of {', '.join(ROLES)}")
+    for fields in body.objects("messages", MAX_MESSAGES):
+        role = ROLES[fields.choice("role", ROLES)]
         content, media = _content(fields)
         message: Message = {"role": role, "content": content}
         if media:
@@ -66,29 +63,10 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
             message |= _assistant_fields(fields, earlier)
         elif role == "tool":
             message |= _result_of(fields, earlier.names)
-        found.append(message)
-    if not found:
+        messages.append(message)
+    if not messages:
         raise invalid("messages is empty; send at least one message", "messages")
-    return tuple(found)
-
-
-def read_tools(body: Fields) -> tuple[Mapping[str, Any], ...]:
-    """Returns the function declarations; none if tool_choice is "none". Raises ApiError."""
-    tools = []
-    for i, item in enumerate(body.items("tools", MAX_TOOLS)):
-        fields = fields_of(item, f"tools[{i}]")
-        if fields.text("type") != "function":
-            raise fields.wrong("type", "must be 'function'")
-        function = Fields(fields.object("function") or {}, fields.place("function"))
-        if not function.text("name"):
-            raise function.wrong("name", "is missing; name the function")
-        declared = {
-            "name": function.text("name"),
-            "description": function.text("description", ""),
-            "parameters": function.object("parameters"),
-        }
-        tools.append({"type": "function", "function": {key: value for key, value in declared.items() if value is not None}})
-    return () if body.get("tool_choice") == "none" else tuple(tools)
+    return tuple(messages)
 
 
 def _content(fields: Fields) -> tuple[str | list[dict[str, str]], tuple[SentMedia, ...]]:
@@ -98,16 +76,13 @@ def _content(fields: Fields) -> tuple[str | list[dict[str, str]], tuple[SentMedi
         return content or "", ()
     parts: list[dict[str, str]] = []
     media: list[SentMedia] = []
-    for i, item in enumerate(fields.items("content", MAX_PARTS)):
-        part = fields_of(item, fields.place(f"content[{i}]"))
-        kind = part.text("type")
+    for part in fields.objects("content", MAX_PARTS):
+        kind = part.choice("type", _PART_TYPES, code="unsupported_parameter")
         if kind == "text":
             parts.append({"type": "text", "text": part.text("text") or ""})
-        elif kind in ("image_url", "input_audio"):
+        else:
             media.append(read_part(part))
             parts.append({"type": "image" if kind == "image_url" else "audio"})
-        else:
-            raise part.wrong("type", f"is {str(kind)[:40]!r}; it must be text, image_url or input_audio", code="unsupported_parameter")
     return (parts, tuple(media)) if media else ("".join(part["text"] for part in parts), ())
 
 
@@ -117,9 +92,8 @@ def _assistant_fields(fields: Fields, earlier: _Calls) -> Message:
     if thoughts := fields.text("reasoning_content"):
         besides["reasoning_content"] = thoughts
     calls = []
-    for i, item in enumerate(fields.items("tool_calls", MAX_CALLS)):
-        call = fields_of(item, fields.place(f"tool_calls[{i}]"))
-        function = Fields(call.object("function") or {}, call.place("function"))
+    for call in fields.objects("tool_calls", MAX_CALLS):
+        function = call.inner("function")
         name, number = function.text("name") or "", call.text("id") or ""
         if not name:
             raise function.wrong("name", "is missing; name the function that was called")

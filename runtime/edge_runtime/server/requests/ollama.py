@@ -7,25 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from edge_runtime.server.errors import invalid
-from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion
-from edge_runtime.server.requests.fields import Fields, fields_of
+from edge_runtime.server.requests.completions import SAMPLING_FIELDS, ApiRequest, read_chat, read_completion
+from edge_runtime.server.requests.fields import Fields
 from edge_runtime.server.requests.media import MAX_MEDIA
 from edge_runtime.server.requests.messages import MAX_CALLS, MAX_MESSAGES
 
 _IGNORED = {"keep_alive", "model"}
 _COMMON = {"format", "logprobs", "options", "stream", "think", "top_logprobs"}
 # Ollama's name -> ours. Other options choose how Ollama loads or computes a model, which this server's own options do.
-_OPTIONS = {
-    "frequency_penalty": "frequency_penalty",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "repeat_penalty": "repetition_penalty",
-    "seed": "seed",
-    "stop": "stop",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-}
+_OPTIONS = {name: name for name in SAMPLING_FIELDS - {"logit_bias", "repetition_penalty"}} | {"repeat_penalty": "repetition_penalty"}
 _CHAT = _IGNORED | _COMMON | {"messages", "tools"}
 _GENERATE = _IGNORED | _COMMON | {"context", "images", "prompt", "raw", "suffix", "system", "template"}
 _WHOLE_CONTEXT = 1 << 31
@@ -68,7 +58,7 @@ def only_loads(body: Json, *, chat: bool) -> bool:
 
 
 def _common(fields: Fields) -> Json:
-    options = Fields(fields.object("options") or {}, "options")
+    options = fields.inner("options")
     chat = {ours: options.get(name) for name, ours in _OPTIONS.items() if name in options}
     limit = options.integer("num_predict", -2, _WHOLE_CONTEXT)
     if limit is not None and limit > 0:
@@ -92,26 +82,25 @@ def _common(fields: Fields) -> Json:
 
 def _messages(fields: Fields) -> list[Json]:
     """Returns the messages; calls get ids, and results those of the calls they answer, by their names or in their order."""
-    found: list[Json] = []
+    messages: list[Json] = []
     unanswered: list[tuple[str, str]] = []
-    for i, item in enumerate(fields.items("messages", MAX_MESSAGES)):
-        message = fields_of(item, f"messages[{i}]")
+    for i, message in enumerate(fields.objects("messages", MAX_MESSAGES)):
         role = message.text("role") or ""
-        one: Json = {"role": role, "content": _content(message, "content")}
+        converted: Json = {"role": role, "content": _content(message, "content")}
         if role == "assistant":
-            one["reasoning_content"] = message.text("thinking")
-            if calls := [_call(fields_of(call, message.place("tool_calls"))) for call in message.items("tool_calls", MAX_CALLS)]:
-                one["tool_calls"] = [call | {"id": f"call_{i}_{number}"} for number, call in enumerate(calls)]
-                unanswered += [(call["function"]["name"], call["id"]) for call in one["tool_calls"]]
+            converted["reasoning_content"] = message.text("thinking")
+            if calls := [_call(call) for call in message.objects("tool_calls", MAX_CALLS)]:
+                converted["tool_calls"] = [call | {"id": f"call_{i}_{number}"} for number, call in enumerate(calls)]
+                unanswered += [(call["function"]["name"], call["id"]) for call in converted["tool_calls"]]
         elif role == "tool":
             name = message.text("tool_name") or message.text("name")
             answered = next((pair for pair in unanswered if name in (None, pair[0])), None)
             if answered is None:
                 raise invalid(f"messages[{i}] is the result of no call; send the assistant's message with the call before it", "messages")
             unanswered.remove(answered)
-            one["tool_call_id"] = answered[1]
-        found.append(one)
-    return found
+            converted["tool_call_id"] = answered[1]
+        messages.append(converted)
+    return messages
 
 
 def _content(fields: Fields, name: str) -> str | list[Json]:
@@ -125,7 +114,7 @@ def _content(fields: Fields, name: str) -> str | list[Json]:
 
 
 def _call(call: Fields) -> Json:
-    function = Fields(call.object("function") or {}, call.place("function"))
+    function = call.inner("function")
     return {"type": "function", "function": {"name": function.text("name"), "arguments": json.dumps(function.object("arguments") or {})}}
 
 

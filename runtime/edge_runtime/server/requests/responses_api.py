@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from edge_runtime.server.errors import ApiError, invalid
-from edge_runtime.server.requests.completions import ApiRequest, read_chat
-from edge_runtime.server.requests.fields import Fields, fields_of
-from edge_runtime.server.requests.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from edge_runtime.server.requests.sampling import SAMPLING_FIELDS
+from edge_runtime.server.errors import invalid
+from edge_runtime.server.requests.completions import IGNORED_FIELDS, SAMPLING_FIELDS, ApiRequest, read_chat
+from edge_runtime.server.requests.fields import Fields
+from edge_runtime.server.requests.messages import MAX_MESSAGES, MAX_PARTS
+from edge_runtime.server.requests.tools import MAX_TOOLS
 
-_IGNORED = {
-    "metadata",
-    "model",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "truncation",
-    "user",
-}
 _MAPPED = {
     "background",
     "conversation",
@@ -39,6 +28,7 @@ _MAPPED = {
     "tool_choice",
     "tools",
     "top_logprobs",
+    "truncation",
 }
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text"}
@@ -48,20 +38,19 @@ Json = dict[str, Any]
 def read_response(body: Json) -> ApiRequest:
     """Reads the body of a POST to /v1/responses. Raises ApiError."""
     fields = Fields(body)
-    fields.only(_IGNORED | _MAPPED | SAMPLING_FIELDS)
+    fields.only(IGNORED_FIELDS | _MAPPED | SAMPLING_FIELDS)
     for name in ("previous_response_id", "conversation"):
         fields.refuse(name, why="this server keeps no conversations; send all items as input")
     fields.refuse("background", False)
     fields.refuse("prompt", why="this server keeps no prompt templates; send input")
-    options = Fields(fields.object("stream_options") or {}, "stream_options")
-    options.only({"include_obfuscation"})
+    fields.inner("stream_options").only({"include_obfuscation"})
     chat: Json = {name: body[name] for name in SAMPLING_FIELDS | {"stream", "parallel_tool_calls"} if body.get(name) is not None}
     chat["messages"] = _messages(fields)
     chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1, 1 << 31)
-    chat["tools"] = [_tool(fields_of(item, f"tools[{i}]")) for i, item in enumerate(fields.items("tools", MAX_TOOLS))]
+    chat["tools"] = [_tool(tool) for tool in fields.objects("tools", MAX_TOOLS)]
     chat["tool_choice"] = _tool_choice(fields)
-    chat["response_format"] = _format(Fields(fields.object("text") or {}, "text"))
-    chat["reasoning_effort"] = Fields(fields.object("reasoning") or {}, "reasoning").text("effort")
+    chat["response_format"] = _format(fields.inner("text"))
+    chat["reasoning_effort"] = fields.inner("reasoning").text("effort")
     if "top_logprobs" in fields or _LOGPROBS in fields.items("include", 16):
         chat |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
     return read_chat(chat)
@@ -73,8 +62,8 @@ def _messages(fields: Fields) -> list[Json]:
         messages: list[Json] = [{"role": "user", "content": given}]
     elif isinstance(given, list):
         messages = []
-        for i, item in enumerate(fields.items("input", MAX_MESSAGES)):
-            _add_item(messages, fields_of(item, f"input[{i}]"))
+        for item in fields.objects("input", MAX_MESSAGES):
+            _add_item(messages, item)
     else:
         raise invalid("input must be a string or a list of items", "input")
     for message in messages:
@@ -125,8 +114,7 @@ def _text_or_parts(item: Fields) -> str | list[Json]:
     if item.text("role") != "user":
         raise item.wrong("content", "has images; only a user's message may have them")
     parts: list[Json] = []
-    for i, part in enumerate(item.items("content", MAX_PARTS)):
-        fields = fields_of(part, item.place(f"content[{i}]"))
+    for fields in item.objects("content", MAX_PARTS):
         if fields.text("type") == "input_image":
             parts.append({"type": "image_url", "image_url": {"url": fields.get("image_url"), "detail": fields.get("detail")}})
         elif fields.text("type") in _TEXT_PARTS:
@@ -140,7 +128,7 @@ def _text(item: Fields, name: str) -> str:
     content = item.get(name)
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [fields_of(part, item.place(f"{name}[{i}]")) for i, part in enumerate(item.items(name, MAX_PARTS))]
+    parts = item.objects(name, MAX_PARTS)
     for part in parts:
         if part.text("type") not in _TEXT_PARTS:
             raise part.wrong("type", f"is {str(part.get('type'))[:40]!r}; only text fits here", code="unsupported_parameter")
@@ -164,15 +152,11 @@ def _tool_choice(fields: Fields) -> object:
 
 def _format(text: Fields) -> Json | None:
     text.only({"format", "verbosity"})
-    wanted = text.object("format")
-    if wanted is None:
+    requested = text.object("format")
+    if requested is None:
         return None
-    if wanted.get("type") != "json_schema":
-        return wanted
-    if not isinstance(wanted.get("schema"), dict):
-        raise _no_schema()
-    return {"type": "json_schema", "json_schema": {"schema": wanted["schema"]}}
-
-
-def _no_schema() -> ApiError:
-    return invalid("text.format.schema is missing; give the JSON schema of the answer", "text.format.schema")
+    if requested.get("type") != "json_schema":
+        return requested
+    if not isinstance(requested.get("schema"), dict):
+        raise text.wrong("format.schema", "is missing; give the JSON schema of the answer")
+    return {"type": "json_schema", "json_schema": {"schema": requested["schema"]}}

@@ -51,8 +51,8 @@ class OllamaFormat(ResponseFormat):
             body["thinking"] = thoughts
         if calls and self._chat:
             body["tool_calls"] = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
-        found: Json = {"message": body} if self._chat else body
-        return found | {"logprobs": chat_logprobs(logprobs)} if logprobs else found
+        content: Json = {"message": body} if self._chat else body
+        return content | {"logprobs": chat_logprobs(logprobs)} if logprobs else content
 
     def _stem(self) -> Json:
         return {"model": self._model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}

@@ -29,14 +29,14 @@ class UsageCount:
         if len(every) == 1:
             return every[0]
         return DecodeStats(
-            prompt_tokens=sum(one.prompt_tokens for one in every[:: self._n]),
-            reused_tokens=sum(one.reused_tokens for one in every[:: self._n]),
-            tokens=sum(one.tokens for one in every),
-            drafted=sum(one.drafted for one in every),
-            accepted=sum(one.accepted for one in every),
-            prefill_seconds=max(one.prefill_seconds for one in every),
-            first_token_seconds=min(one.first_token_seconds for one in every),
-            decode_seconds=max(one.decode_seconds for one in every),
+            prompt_tokens=sum(choice.prompt_tokens for choice in every[:: self._n]),
+            reused_tokens=sum(choice.reused_tokens for choice in every[:: self._n]),
+            tokens=sum(choice.tokens for choice in every),
+            drafted=sum(choice.drafted for choice in every),
+            accepted=sum(choice.accepted for choice in every),
+            prefill_seconds=max(choice.prefill_seconds for choice in every),
+            first_token_seconds=min(choice.first_token_seconds for choice in every),
+            decode_seconds=max(choice.decode_seconds for choice in every),
         )
 
     def to_json(self) -> Json:

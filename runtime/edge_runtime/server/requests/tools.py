@@ -1,4 +1,4 @@
-"""What a request demands of the answer: JSON by `response_format`, or a call by `tool_choice`."""
+"""The tools of a request, and what it demands of the answer: JSON by `response_format`, or a call by `tool_choice`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ from typing import Any
 from edge_runtime.server.requests.fields import Fields
 from edge_runtime.text.constraints import JsonSchema, ToolCalls
 from edge_runtime.text.grammar import INSTALL
+
+MAX_TOOLS = 128
+
+
+def read_tools(body: Fields) -> tuple[Mapping[str, Any], ...]:
+    """Returns the function declarations; none if tool_choice is "none". Raises ApiError."""
+    tools = []
+    for fields in body.objects("tools", MAX_TOOLS):
+        if fields.text("type") != "function":
+            raise fields.wrong("type", "must be 'function'")
+        function = fields.inner("function")
+        if not function.text("name"):
+            raise function.wrong("name", "is missing; name the function")
+        declared = {
+            "name": function.text("name"),
+            "description": function.text("description", ""),
+            "parameters": function.object("parameters"),
+        }
+        tools.append({"type": "function", "function": {key: value for key, value in declared.items() if value is not None}})
+    return () if body.get("tool_choice") == "none" else tuple(tools)
 
 
 def read_constraint(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> JsonSchema | ToolCalls | None:
@@ -28,7 +48,7 @@ def read_tool_choice(fields: Fields) -> str:
     if isinstance(choice, dict):
         chosen = Fields(choice, "tool_choice")
         if chosen.text("type") == "function":
-            name = Fields(chosen.object("function") or {}, "tool_choice.function").text("name")
+            name = chosen.inner("function").text("name")
             if name:
                 return f"name:{name}"
     raise fields.wrong("tool_choice", "must be 'auto', 'none', 'required' or a function: {'type': 'function', 'function': {'name': NAME}}")
@@ -52,16 +72,14 @@ def _tool_calls(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> ToolCalls
 
 
 def _json_schema(fields: Fields) -> JsonSchema | None:
-    response_format = Fields(fields.object("response_format") or {}, "response_format")
-    kind = response_format.text("type", "text")
+    response_format = fields.inner("response_format")
+    kind = response_format.choice("type", ("text", "json_object", "json_schema"), "text")
     if kind == "text":
         return None
-    if kind not in ("json_object", "json_schema"):
-        raise response_format.wrong("type", f"is {str(kind)[:40]!r}; it must be text, json_object or json_schema")
     _require_library(fields, "response_format")
     if kind == "json_object":
         return JsonSchema({"type": "object"})
-    named = Fields(response_format.object("json_schema") or {}, "response_format.json_schema")
+    named = response_format.inner("json_schema")
     schema = named.object("schema")
     if schema is None:
         raise named.wrong("schema", "is missing; give the JSON schema of the answer")
