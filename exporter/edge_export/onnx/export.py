@@ -1,4 +1,4 @@
-"""The ONNX half of an export: graphs, their external data, and their facts for the manifest. See docs/bundle.md."""
+"""The ONNX half of an export: graphs, their external data, and their facts for the manifest. See docs/bundle.md and docs/npu.md."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, TOKENIZER_NAME
 from edge_export.gguf.media_encoder import media_architecture, media_inputs
 from edge_export.onnx.graph_builder import OPSET
 from edge_export.onnx.graphs.attention import reads_rows
-from edge_export.onnx.graphs.drafter import write_drafter
-from edge_export.onnx.graphs.kv import KvFormat, fit_scales, store_kv
-from edge_export.onnx.graphs.target import TargetFormats, write_target
+from edge_export.onnx.graphs.drafter import DrafterWeights, store_drafter, write_drafter
+from edge_export.onnx.graphs.kv import KV_TYPES, fit_scales, store_kv
+from edge_export.onnx.graphs.target import TargetFormats, TargetWeights, store_target, write_target
 from edge_export.onnx.media.export import write_encoders
 from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, encoder_parity, measure_onnx_parity, measure_rows, onnx_why_not
 from edge_export.onnx.request import OnnxFiles, OnnxRequest, check_onnx_sources
+from edge_export.onnx.static.export import STATIC_ROWS, check_static, static_facts, write_calibrated, write_static, write_tables
+from edge_export.onnx.static.weights import PlainGraph, PlainWeightFile
 from edge_export.onnx.weight_formats import head_format, layers_format, quantization_name, table_format, weight_format
 from edge_export.onnx.weights import WeightFile
 from edge_export.output.atomic_folder import BundlePart
@@ -50,45 +52,63 @@ def write_onnx(
     Raises ExportError, CheckpointError.
     """
     check_onnx_sources(target, drafter)
-    first, second = target.checkpoint, drafter.checkpoint
-    formats = TargetFormats(layers=layers_format(request), embedding=table_format(request), soft_rows=request.media is not None)
+    first, static = target.checkpoint, request.device is not None
+    if static:
+        check_static(target, request)
     paths = {
-        role: folder / f"{role.replace('_', '-')}-{quantization_name(role, request)}.onnx" for role in ("target", "target_head", "drafter")
+        role: folder / _file_name(role, request, "onnx") for role in [*(STATIC_ROWS if static else ("target", "target_head")), "drafter"]
     }
-    data = {role: paths[role].with_suffix(".onnx_data") for role in ("target", "drafter")}
-    with WeightFile(data["target"], progress, importance.get("target")) as weights:
-        formats = dataclasses.replace(formats, kv=store_kv(request.kv, first, weights))
-        table, contrib_ops = write_target(first, weights, paths["target"], paths["target_head"], formats)
-    with WeightFile(data["drafter"], progress, importance.get("drafter")) as weights:
-        contrib_ops |= write_drafter(
-            first.architecture,
-            layout.drafter_sources,
-            second,
-            weights,
-            paths["drafter"],
-            table=table,
-            format=weight_format(request.drafter, request),
-            head_format=head_format(request),
-            kv=formats.kv,
+    data = {role: folder / _file_name(role, request, "onnx_data") for role in ("target", "drafter")}
+    store = PlainWeightFile if static else WeightFile
+    with store(data["target"], progress, importance.get("target")) as weights:
+        formats = TargetFormats(
+            layers=layers_format(request),
+            embedding=table_format(request),
+            kv=store_kv(request.kv, first, weights),
+            soft_rows=request.media is not None,
         )
+        stored = store_target(first, weights, formats, tables=not static)
+    with store(data["drafter"], progress, importance.get("drafter")) as weights:
+        sparse = drafter.checkpoint.assistant.ordered_embeddings
+        drafting = store_drafter(drafter.checkpoint, weights, weight_format(request.drafter, request), head_format(request, sparse=sparse))
+    layout = dataclasses.replace(layout, buffers=_buffers(first.architecture, layout, request))
+    contrib_ops = set() if static else _write_dynamic(stored, drafting, formats, layout, paths)
     encoders, encoder_ops = write_encoders(first, request.media, folder, progress) if request.media is not None else ((), set())
     files = OnnxFiles(
         parts=(
             *encoders,
-            *(onnx_part(role, path, "onnx", request) for role, path in paths.items()),
-            *(onnx_part(f"{role}_data", path, "onnx_data", request) for role, path in data.items()),
+            *(_part(role, path, "onnx", request) for role, path in paths.items()),
+            *(_part(f"{role}_data", path, "onnx_data", request) for role, path in data.items()),
+            *(write_tables(first, request, folder, progress) if static else ()),
         ),
-        layout=dataclasses.replace(layout, buffers=_buffers(first.architecture, layout, formats.kv)),
-        graphs=onnx_facts(target, contrib_ops | encoder_ops),
+        layout=layout,
+        graphs=onnx_facts(target, contrib_ops | encoder_ops, PlainGraph.opset if static else OPSET),
+        static=static_facts(first.architecture, request),
     )
-    if request.kv == "int8":
+    if request.device == "qnn" and request.importance_roles:
+        write_calibrated(stored, drafting, layout, onnx_pair(target, files))
+    elif static:
+        write_static(stored, drafting, layout, paths)
+    elif request.kv == "int8":
         rows = measure_rows(onnx_pair(target, files))
-        fit_scales(formats.kv, data["target"], files.layout.buffers, files.graphs.rotations, rows)
+        fit_scales(formats.kv, data["target"], layout.buffers, files.graphs.rotations, rows)
     return files
 
 
-def onnx_part(role: str, path: Path, kind: str, request: OnnxRequest) -> BundlePart:
-    """A written graph or data file with its quantization's name."""
+def _write_dynamic(
+    target: TargetWeights, drafter: DrafterWeights, formats: TargetFormats, layout: CacheLayout, paths: Mapping[str, Path]
+) -> set[str]:
+    """Writes the graphs; returns the contrib ops in use."""
+    assert target.table is not None
+    contrib_ops = write_target(target, paths["target"], paths["target_head"], formats)
+    return contrib_ops | write_drafter(target.model, layout.drafter_sources, drafter, target.table, formats.kv, paths["drafter"])
+
+
+def _file_name(role: str, request: OnnxRequest, ending: str) -> str:
+    return f"{role.replace('_', '-')}-{quantization_name(role, request)}.{ending}"
+
+
+def _part(role: str, path: Path, kind: str, request: OnnxRequest) -> BundlePart:
     return BundlePart(role=role, path=path, format=kind, quantization=quantization_name(role, request))
 
 
@@ -115,19 +135,20 @@ def compare(
     Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
     """
     model, reference = target.checkpoint.architecture, onnx_reference(target, drafter, threads)
-    plain_request = OnnxRequest(target="f32", drafter="f32")
+    exact = (request.target, request.drafter, request.embedding, request.kv) == ("f32", "f32", None, "f32")
     reason = onnx_why_not(reference)
     rounded = rounds_activations(target.checkpoint.config)
     if rounded == "compressed-tensors":
         reason = "the reference does not round activations of compressed-tensors checkpoints here"
-    if reason is None and request != plain_request:
+    if reason is None and not exact:
         free, needed = shutil.disk_usage(folder).free, 4 * reference.parameters
         reason = f"the float32 graphs need {needed} bytes of disk, {free} are free" if needed > free else None
     if reason is not None:
         return {"skipped": reason}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         plain = files
-        if request != plain_request:
+        if not exact:
+            plain_request = OnnxRequest(target="f32", drafter="f32", device="static" if request.device else None)
             plain = write_onnx(
                 target, drafter, plain_request, layout=files.layout, importance={}, folder=Path(scratch), progress=lambda _: None
             )
@@ -138,7 +159,8 @@ def compare(
                 exported=files.paths,
                 layout=files.layout,
                 plain_layout=plain.layout,
-                graphs=onnx_facts(target, set()),
+                graphs=files.graphs,
+                static=files.static,
                 hidden_size=model.hidden_size,
                 vocab_size=model.vocab_size,
                 weights=request.target,
@@ -169,7 +191,7 @@ def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int
     )
 
 
-def onnx_facts(target: ResolvedSource, contrib_ops: set[str]) -> OnnxGraphs:
+def onnx_facts(target: ResolvedSource, contrib_ops: set[str], opset: int) -> OnnxGraphs:
     """Returns the manifest's facts of a pair's graphs."""
     assert target.tokenizer is not None  # resolve_pair rejects a checkpoint without one
     model, vocabulary = target.checkpoint.architecture, target.tokenizer
@@ -177,7 +199,7 @@ def onnx_facts(target: ResolvedSource, contrib_ops: set[str]) -> OnnxGraphs:
     if "eos" in vocabulary.special_ids:
         ends.add(vocabulary.special_ids["eos"])
     return OnnxGraphs(
-        opset=OPSET,
+        opset=opset,
         contrib_ops=tuple(sorted(contrib_ops)),
         rotations=_rotations(model),
         context=model.context,
@@ -198,9 +220,10 @@ def _rotations(model: TextArchitecture) -> tuple[Rotation, ...]:
     return tuple(found)
 
 
-def _buffers(model: TextArchitecture, layout: CacheLayout, kv: KvFormat) -> tuple[CacheBuffer, ...]:
-    sliding = model.window + 1 + layout.rewind_slack + SPARE_ROWS
-    rows = {SLIDING: sliding, FULL: layout.full.capacity + MAX_DRAFT_LENGTH + 1}
+def _buffers(model: TextArchitecture, layout: CacheLayout, request: OnnxRequest) -> tuple[CacheBuffer, ...]:
+    """In graphs of fixed shapes, sliding buffers are rings of the drafter's window, the rows that may be rolled back, and a verify."""
+    kept, verify, static = model.window + 1 + layout.rewind_slack, MAX_DRAFT_LENGTH + 1, request.device is not None
+    rows = {SLIDING: kept + (verify if static else SPARE_ROWS), FULL: layout.full.capacity + (0 if static else verify)}
     return tuple(
         CacheBuffer(
             layer=layer,
@@ -209,14 +232,10 @@ def _buffers(model: TextArchitecture, layout: CacheLayout, kv: KvFormat) -> tupl
             value=f"value.{layer}",
             kv_heads=model.kv_heads_of(layer),
             head_dim=model.head_dim_of(layer),
-            dtype=kv.type,
+            dtype=KV_TYPES[request.kv],
             rows=rows[model.layer_types[layer]],
-            read=_read(reads_rows(model, layer)),
-            drafter_read=_read(reads_rows(model, layer, drafter=True)),
+            read="rows" if not static and reads_rows(model, layer) else "buffer",
+            drafter_read="rows" if not static and reads_rows(model, layer, drafter=True) else "buffer",
         )
         for layer in range(model.owning_layers)
     )
-
-
-def _read(by_rows: bool) -> str:
-    return "rows" if by_rows else "buffer"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
-from edge_export.onnx.request import KvKind, MediaWeights, OnnxWeights
+from edge_export.onnx.request import WEIGHT_TYPES, KvKind, MediaWeights, OnnxWeights
 from edge_export.parity.comparison import ROOM, Judgement, Limits, check_tokenizer, compare_export, export_rowset
 from edge_export.parity.media import MediaParityRequest, Rows, measure_media_parity
 from edge_export.parity.reference import MIN_CONTEXT, TEXT, ReferenceRequest, Rowset, why_not
@@ -26,11 +26,9 @@ from edge_runtime.media.soft_rows import Media
 
 _RANGE = "range."
 # Both compute in float32 and differ only in the order of summation. On the reference pair the logits are within 1e-4.
-LIMITS = Limits(max_abs_difference=0.01, mean_kl=1e-4, greedy_agreement=0.99, draft_agreement=0.99)
+LIMITS = Limits(max_abs_difference=0.01, mean_kl=WEIGHT_TYPES["f32"].mean_kl, greedy_agreement=0.99, draft_agreement=0.99)
 # Where activations are rounded to int8, the last bit of a float32 decides some levels.
 ROUNDED_LIMITS = Limits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9)
-# Mean KL of quantized graphs in nats, as those of GGUF files (bundle.gguf_types).
-QUANTIZED_KL_LIMITS: dict[OnnxWeights, float] = {"f32": LIMITS.mean_kl, "f16": 0.02, "int8": 0.1, "int4": 1.0}
 # Of the encoders' soft rows, as shares of their norm. float16 weights are multiplied in float32; float16 holds bfloat16's but tiny ones.
 ENCODER_LIMITS: dict[MediaWeights, float] = {"f32": 1e-3, "f16": 1e-3, "int8": 0.1}
 
@@ -70,7 +68,7 @@ def measure_onnx_parity(request: OnnxParityRequest) -> dict[str, Any]:
         weight_type="f32",
         quantization=request.weights,
         limits=ROUNDED_LIMITS if request.rounded else LIMITS,
-        kl_limit=max(QUANTIZED_KL_LIMITS[request.weights], QUANTIZED_KL_LIMITS[request.kv]),
+        kl_limit=max(WEIGHT_TYPES[name].mean_kl for name in (request.weights, request.kv)),
     )
     plain = partial(_rows, request, request.plain, request.plain_layout)
     final = None if request.plain == request.exported else partial(_rows, request, request.exported, request.layout)

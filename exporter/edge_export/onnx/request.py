@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from edge_devices.option_fields import option
 from edge_export.checkpoint.architecture import TextArchitecture
+from edge_export.checkpoint.media_architecture import AudioTower, MediaArchitecture, VisionTower
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError
@@ -29,8 +30,28 @@ Device = Literal["static", "openvino-npu", "qnn"]
 DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qnn": {"target": "f16", "drafter": "f16"}}
 # Default blocks: the fastest for dynamic shapes, and the size that was tested with fixed shapes.
 _BLOCK, _STATIC_BLOCK = 128, 32
-# Bytes per weight, with a float32 scale for each block of 32.
-_BYTES: dict[OnnxWeights, float] = {"f32": 4.0, "f16": 2.0, "int8": 1.125, "int4": 0.625}
+
+
+@dataclass(frozen=True)
+class WeightType:
+    """A type of weights: floats, or levels of so many `bits` in blocks. `mean_kl`, in nats, is the most that its graphs may differ by."""
+
+    kind: Literal["f32", "f16", "blocks"]
+    bits: int
+    mean_kl: float
+
+    @property
+    def bytes(self) -> float:
+        """Bytes per weight, with a float32 scale for each block of 32."""
+        return (self.bits + (1 if self.kind == "blocks" else 0)) / 8
+
+
+WEIGHT_TYPES: dict[OnnxWeights, WeightType] = {
+    "f32": WeightType("f32", 32, 1e-4),
+    "f16": WeightType("f16", 16, 0.02),
+    "int8": WeightType("blocks", 8, 0.1),
+    "int4": WeightType("blocks", 4, 1.0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +97,12 @@ class OnnxRequest:
     def importance_roles(self) -> dict[str, bool]:
         """The roles whose quantization takes account of importance, and whether its errors are compensated: 4 bits gain by that."""
         roles = (("target", self.target), ("drafter", self.drafter))
-        return {role: weights == "int4" for role, weights in roles if weights in ("int8", "int4")}
+        return {role: weights == "int4" for role, weights in roles if WEIGHT_TYPES[weights].kind == "blocks"}
 
 
 def expected_onnx_bytes(weight_count: int, weights: OnnxWeights) -> int:
     """Returns about how many bytes so many weights take."""
-    return int(weight_count * _BYTES[weights])
+    return int(weight_count * WEIGHT_TYPES[weights].bytes)
 
 
 def table_bytes(model: TextArchitecture, weights: OnnxWeights) -> int:
@@ -100,6 +121,19 @@ def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource) -> None:
         check_file(target.tokenizer.folder / TOKENIZER_NAME)
     except BundleError as error:
         raise ExportError(f"{error}, or export GGUF files, whose tokenizer is llama.cpp's") from error
+
+
+def check_towers(media: MediaArchitecture) -> tuple[VisionTower, AudioTower | None]:
+    """Returns the towers of E2B or E4B. Raises ExportError for those of a larger member.
+
+    onnxruntime's GroupQueryAttention lets a row attend to earlier rows only.
+    """
+    vision, audio = media.vision, media.audio
+    if media.bidirectional or not isinstance(vision, VisionTower) or vision.standardized or not isinstance(audio, AudioTower | None):
+        raise ExportError(
+            "ONNX graphs take images and sound of E2B and E4B only, and this is a larger member; export --format gguf, or leave --media out"
+        )
+    return vision, audio
 
 
 @dataclass(frozen=True, kw_only=True)

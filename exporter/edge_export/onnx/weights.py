@@ -26,7 +26,7 @@ _PAGE, _LINE = 4096, 64
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """How matrices are stored: as "f32", as "f16", or in blocks of integers by `spec`.
+    """How matrices are stored: as "f32", as "f16", or in blocks of integers by `spec`; without it, in 8 bits with a scale for each row.
 
     `sensitive` is the format of a layer's few weights whose rounding costs most, if it differs; `off_grid` that of matrices that lie on
     no grid of 4 bits, where the others were trained for one.
@@ -200,6 +200,11 @@ class WeightFile:
             return self._plain((piece.astype(kind, copy=False) for piece in pieces), rows, columns, format)
         weighing = self._weighing(name, index=index)
         return self._blocks(((piece, weighing) for piece in pieces), rows, columns, format)
+
+    def gathered(self, pieces: Iterable[NDArray[np.float32]], rows: int, columns: int, format: WeightFormat) -> Matrix:
+        """Stores float rows that a graph gathers: as they are in every kind of file."""
+        kind = np.float16 if format.kind == "f16" else np.float32
+        return WeightFile._plain(self, (piece.astype(kind, copy=False) for piece in pieces), rows, columns, format)
 
     def _weighing(self, name: str, tensor: StoredTensor | None = None, index: int = 0) -> Weighing:
         """How the errors of a tensor count, or of one of the matrices in it; without the tensor they are not compensated."""

@@ -16,8 +16,7 @@ from edge_export.errors import ExportError
 from edge_export.gguf.exact_q4 import trained_for_q4
 from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
 from edge_export.gguf.split_drafter import can_split
-from edge_export.onnx.media.towers import check_towers
-from edge_export.onnx.request import ONNX_MEDIA, OnnxFiles, check_onnx_sources
+from edge_export.onnx.request import ONNX_MEDIA, OnnxFiles, check_onnx_sources, check_towers
 from edge_export.output.atomic_folder import BundlePart, check_output, check_outside, partial_folder, sync_files
 from edge_export.pipeline.bundle_files import bundle_config, copy_texts, hash_parts, hash_source, read_signing_key, sign_manifest
 from edge_export.pipeline.cache_layout import architecture, cache_layout

@@ -40,9 +40,7 @@ def make_onnx(
     progress.step("Write the ONNX graphs", _onnx_bytes(pair, request))
     with _onnx_installed():
         from edge_export.onnx.export import write_onnx
-        from edge_export.onnx.static.export import write_static
-    write = write_onnx if request.device is None else write_static
-    return write(*pair, request, layout=layout, importance=importance, folder=folder, progress=progress.advance)
+    return write_onnx(*pair, request, layout=layout, importance=importance, folder=folder, progress=progress.advance)
 
 
 def onnx_parity(
@@ -54,9 +52,7 @@ def onnx_parity(
     progress.step("Compare the ONNX graphs with the reference", None)
     with _onnx_installed():
         from edge_export.onnx.export import compare
-        from edge_export.onnx.static.export import compare_static
-    measure = compare if onnx.device is None else compare_static
-    return measure(*pair, files, onnx, folder=folder, threads=request.thread_count)
+    return compare(*pair, files, onnx, folder=folder, threads=request.thread_count)
 
 
 @contextlib.contextmanager

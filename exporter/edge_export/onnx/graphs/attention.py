@@ -20,7 +20,7 @@ from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.onnx.graph_builder import CONTRIB, Graph
 from edge_export.onnx.graphs.kv import KvFormat
 
-_WORDS = {SLIDING: "sliding", FULL: "full"}
+LAYER_KINDS = {SLIDING: "sliding", FULL: "full"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def declare_attention(
     """
     graph.input("position_ids", "i64", (1, positions))
     declared = {}
-    for kind, word in _WORDS.items():
+    for kind, word in LAYER_KINDS.items():
         if kind not in model.layer_types:
             continue
         table = ("context", model.head_dim_of(model.layer_types.index(kind)) // 2)
@@ -86,7 +86,7 @@ def declare_caches(
     declared = {}
     for layer in layers:
         on_rows = reads_rows(target, layer, drafter=drafter)
-        shape = cache_shape(target, layer, f"rows_of_{_WORDS[target.layer_types[layer]]}" if on_rows else None)
+        shape = cache_shape(target, layer, f"rows_of_{LAYER_KINDS[target.layer_types[layer]]}" if on_rows else None)
         names = [graph.input(f"{word}.{layer}", kv.type, shape) for word in ("key", "value")]
         key, value = [kv.widened(graph, name, layer, part) for part, name in enumerate(names)] if on_rows else names
         declared[layer] = CacheNames(key=key, value=value, owner=layer, on_rows=on_rows)
@@ -100,7 +100,7 @@ def counted_kinds(target: TextArchitecture, caches: Mapping[int, CacheNames]) ->
 
 def cache_shape(model: TextArchitecture, layer: int, rows: str | None) -> tuple[int | str, ...]:
     """The shape of `rows` of an owning layer, or of its complete buffers."""
-    return (1, model.kv_heads_of(layer), rows or f"{_WORDS[model.layer_types[layer]]}_rows", model.head_dim_of(layer))
+    return (1, model.kv_heads_of(layer), rows or f"{LAYER_KINDS[model.layer_types[layer]]}_rows", model.head_dim_of(layer))
 
 
 class Attention:

@@ -6,6 +6,7 @@ All steps have the position of the first (transformers, Gemma4AssistantForCausal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -14,7 +15,7 @@ from edge_export.checkpoint.architecture import AssistantArchitecture, TextArchi
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.graphs.attention import CacheNames, counted_kinds, declare_attention, declare_caches
-from edge_export.onnx.graphs.blocks import BlockWeights, DrafterBlocks, store_block
+from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, DrafterBlocks, store_block
 from edge_export.onnx.graphs.kv import KvFormat
 from edge_export.onnx.graphs.sparse_head import Head, sparse_head
 from edge_export.onnx.graphs.target import embed
@@ -22,8 +23,10 @@ from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Weights:
-    table: Matrix
+class DrafterWeights:
+    """The drafter's weights; `head` emits its head, whose rows are stored."""
+
+    model: AssistantArchitecture
     before: Matrix
     after: Matrix
     layers: list[BlockWeights]
@@ -31,25 +34,28 @@ class _Weights:
     head: Head
 
 
+def store_drafter(checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat, head_format: WeightFormat) -> DrafterWeights:
+    """Writes the drafter's weights; the embedding that it reads is the target's."""
+    model = checkpoint.assistant
+    return DrafterWeights(
+        model=model,
+        before=weights.matrix(checkpoint, ["pre_projection.weight"], format),
+        after=weights.matrix(checkpoint, ["post_projection.weight"], format),
+        layers=[store_block(weights, checkpoint, layer, format) for layer in range(model.layers)],
+        norm=weights.vector(checkpoint, "model.norm.weight"),
+        head=(sparse_head if model.ordered_embeddings else _dense_head)(checkpoint, weights, head_format),
+    )
+
+
 def write_drafter(
-    target: TextArchitecture,
-    sources: tuple[int, ...],
-    checkpoint: Checkpoint,
-    weights: WeightFile,
-    path: Path,
-    *,
-    table: Matrix,
-    format: WeightFormat,
-    head_format: WeightFormat,
-    kv: KvFormat,
+    target: TextArchitecture, sources: tuple[int, ...], drafter: DrafterWeights, table: Matrix, kv: KvFormat, path: Path
 ) -> set[str]:
     """Writes the drafter's graph; `sources[i]` is the target layer whose rows layer i reads, `table` the target's token embedding.
 
     Returns the contrib ops in use. Outputs: `drafts` int64 [n], `probabilities` float32 [n] (1 unless `least_probability` is above 0),
     `scores` float32 [n, candidates] and `candidates` int64 [n, candidates] (both without columns unless `with_scores`), `hidden_out`.
     """
-    model = checkpoint.assistant
-    stored = _stored(checkpoint, weights, table, format, head_format)
+    model = drafter.model
     graph = Graph("drafter")
     caches = declare_caches(graph, target, sorted(set(sources)), kv, drafter=True)
     attention = declare_attention(graph, model, 1, counted_kinds(target, caches), kv)
@@ -61,7 +67,9 @@ def write_drafter(
     body.input("step_condition", "bool", ())
     inner = body.input("step_token", "i64", (1, 1)), body.input("step_hidden", "f32", (1, 1, model.target_hidden_size))
     blocks = DrafterBlocks(body, model, attention, kv)
-    _step(body, blocks, model, stored, [caches[layer] for layer in sources], inner, least)
+    embedded = embed(body, table, inner[0], sqrt(model.target_hidden_size))
+    following, (scores, candidates) = step(body, blocks, drafter, [caches[layer] for layer in sources], embedded, inner[1])
+    _continue(body, model, following, scores, candidates, least)
     names = ["token_out", "hidden_out", "drafts", "probabilities", "scores", "candidates"]
     graph.ops("Loop", [length, "", token, hidden], names, body=body)
     graph.output("drafts", "i64", ("drafted",))
@@ -73,35 +81,19 @@ def write_drafter(
     return graph.contrib_ops
 
 
-def _stored(checkpoint: Checkpoint, weights: WeightFile, table: Matrix, format: WeightFormat, head_format: WeightFormat) -> _Weights:
-    model = checkpoint.assistant
-    return _Weights(
-        table=table,
-        before=weights.matrix(checkpoint, ["pre_projection.weight"], format),
-        after=weights.matrix(checkpoint, ["post_projection.weight"], format),
-        layers=[store_block(weights, checkpoint, layer, format) for layer in range(model.layers)],
-        norm=weights.vector(checkpoint, "model.norm.weight"),
-        head=sparse_head(checkpoint, weights, head_format) if model.ordered_embeddings else _dense_head(checkpoint, weights, head_format),
-    )
-
-
-def _step(
-    graph: Graph,
-    blocks: DrafterBlocks,
-    model: AssistantArchitecture,
-    weights: _Weights,
-    caches: list[CacheNames],
-    inner: tuple[str, str],
-    least: str,
-) -> None:
-    token, hidden = inner
-    embedded = embed(graph, weights.table, token, sqrt(model.target_hidden_size))
-    value = graph.linear(graph.op("Concat", embedded, hidden, axis=-1), weights.before)
+def step(
+    graph: Graph, blocks: Blocks, drafter: DrafterWeights, caches: Sequence[CacheNames], embedded: str, hidden: str
+) -> tuple[str, tuple[str, str | None]]:
+    """Emits a draft step; returns the next hidden row, and the scores with the candidates they belong to."""
+    value = graph.linear(graph.op("Concat", embedded, hidden, axis=-1), drafter.before)
     for layer, cache in enumerate(caches):
-        value = blocks.block(value, layer, weights.layers[layer], cache=cache)
-    value = blocks.norm(value, graph.weight(weights.norm))
-    following = graph.linear(value, weights.after)
-    scores, candidates = weights.head(graph, value)
+        value = blocks.block(value, layer, drafter.layers[layer], cache=cache)
+    value = blocks.norm(value, graph.weight(drafter.norm))
+    return graph.linear(value, drafter.after), drafter.head(graph, value)
+
+
+def _continue(graph: Graph, model: AssistantArchitecture, following: str, scores: str, candidates: str | None, least: str) -> None:
+    """Outputs of the loop's body: whether it goes on, what it goes on with, what it collects."""
     best = graph.op("ArgMax", scores, axis=0, keepdims=1)
     drafted = graph.op("Gather", candidates, best, axis=0) if candidates else best
     probability = _probability(graph, scores, least)

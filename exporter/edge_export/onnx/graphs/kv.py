@@ -18,7 +18,7 @@ from edge_export.onnx.request import KvKind
 from edge_export.onnx.weights import Stored, ValueType, WeightFile
 from edge_runtime.bundle.manifest import CacheBuffer, Rotation
 
-_TYPES: dict[KvKind, ValueType] = {"f32": "f32", "f16": "f16", "int8": "i8"}
+KV_TYPES: dict[KvKind, ValueType] = {"f32": "f32", "f16": "f16", "int8": "i8"}
 _LEVELS = 127
 # Other text has larger values than the text on which scales are measured.
 _HEADROOM = 1.25
@@ -34,7 +34,7 @@ class KvFormat:
     @property
     def type(self) -> ValueType:
         """The type of the buffers."""
-        return _TYPES[self.kind]
+        return KV_TYPES[self.kind]
 
     def widened(self, graph: Graph, rows: str, layer: int, part: int) -> str:
         """Converts stored rows [1, 1, n, head_dim] of an owning layer to float32; `part` is 0 for keys, 1 for values."""

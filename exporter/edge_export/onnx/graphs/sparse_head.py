@@ -21,7 +21,7 @@ from edge_export.onnx.weights import WeightFile, WeightFormat
 
 # Emits a head over a hidden row [1, 1, hidden_size]: scores float32 [n] and the tokens int64 [n] they belong to, None for all tokens.
 Head = Callable[[Graph, str], tuple[str, str | None]]
-# Emits the scores [n] of a hidden row over the selected clusters [k].
+# Emits the scores of a hidden row over the selected clusters [k], n values in any shape.
 _Scores = Callable[[Graph, str, str], str]
 # The stored level that is zero.
 _ZERO_LEVEL = 128
@@ -32,29 +32,29 @@ def sparse_head(checkpoint: Checkpoint, weights: WeightFile, format: WeightForma
     model = checkpoint.assistant
     order = token_order(checkpoint)
     tokens = weights.array(order.astype("<i4").reshape(model.centroids, -1), "i32")
+    count = model.top_centroids * model.vocab_size // model.centroids
     rounded = format.kind == "blocks"
     centroids = weights.matrix(checkpoint, [CENTROIDS], format if rounded else WeightFormat(kind="f32"))
     scores = _rounded_scores(checkpoint, weights, order) if rounded else _float_scores(checkpoint, weights, order, format)
 
     def head(graph: Graph, value: str) -> tuple[str, str | None]:
         shares = graph.op("Reshape", graph.linear(value, centroids), graph.integers([model.centroids]))
-        _, best = graph.ops("TopK", [shares, graph.integers([model.top_centroids])], 2, sorted=0)
-        ids = graph.op("Reshape", graph.op("Gather", graph.weight(tokens), best, axis=0), graph.integers([-1]))
-        return scores(graph, value, best), graph.op("Cast", ids, to=7)
+        _, best = graph.ops("TopK", [shares, graph.integers([model.top_centroids])], 2)
+        ids = graph.op("Reshape", graph.op("Gather", graph.weight(tokens), best, axis=0), graph.integers([count]))
+        return graph.op("Reshape", scores(graph, value, best), graph.integers([count])), graph.op("Cast", ids, to=7)
 
     return head
 
 
 def _float_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np.int32], format: WeightFormat) -> _Scores:
     model = checkpoint.assistant
-    rows = weights.matrix_of(
-        cluster_rows(checkpoint, order), "model.embed_tokens.weight", model.vocab_size, model.hidden_size, format
-    ).regrouped(model.centroids)
+    pieces = cluster_rows(checkpoint, order)
+    rows = weights.gathered(pieces, model.vocab_size, model.hidden_size, format).regrouped(model.centroids)
 
     def scores(graph: Graph, value: str, best: str) -> str:
-        near = graph.op("Reshape", graph.gather(rows, best), graph.integers([-1, model.hidden_size]))
-        column = graph.op("Reshape", value, graph.integers([model.hidden_size, 1]))
-        return graph.op("Reshape", graph.op("MatMul", near, column), graph.integers([-1]))
+        count = model.top_centroids * model.vocab_size // model.centroids
+        near = graph.op("Reshape", graph.gather(rows, best), graph.integers([count, model.hidden_size]))
+        return graph.op("MatMul", near, graph.op("Reshape", value, graph.integers([model.hidden_size, 1])))
 
     return scores
 
@@ -83,7 +83,7 @@ def _rounded_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[
         near, of_rows = (graph.op("Gather", graph.weight(part), best, axis=0) for part in (stored, factors))
         coarse, rest = _product(graph, value, near)
         fine, _ = _product(graph, rest, near)
-        return graph.op("Reshape", graph.op("Mul", graph.op("Add", coarse, fine), of_rows), graph.integers([-1]))
+        return graph.op("Mul", graph.op("Add", coarse, fine), of_rows)
 
     return scores
 

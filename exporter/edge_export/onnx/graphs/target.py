@@ -10,9 +10,9 @@ from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.graphs.attention import CacheNames, cache_shape, counted_kinds, declare_attention, declare_caches
-from edge_export.onnx.graphs.blocks import Blocks, per_layer_inputs, store_block
+from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, per_layer_inputs, store_block
 from edge_export.onnx.graphs.kv import FLOAT_ROWS, KvFormat
-from edge_export.onnx.weights import Matrix, WeightFile, WeightFormat
+from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,34 +33,78 @@ def embed(graph: Graph, table: Matrix, ids: str, factor: float) -> str:
     return graph.op("Mul", graph.gather(table, ids), graph.floats(factor))
 
 
-def write_target(
-    checkpoint: Checkpoint, weights: WeightFile, path: Path, head_path: Path, formats: TargetFormats
-) -> tuple[Matrix, set[str]]:
-    """Writes the two graphs of the target; returns its token embedding, which the drafter reads too, and the contrib ops in use."""
-    model = checkpoint.architecture
-    table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], formats.embedding)
+@dataclass(frozen=True, kw_only=True)
+class TargetWeights:
+    """The target's weights. A host may look embeddings up; then there is no `table`, and none in `per_layer`."""
+
+    model: TextArchitecture
+    table: Matrix | None
+    layers: list[BlockWeights]
+    norm: Stored
+    head: Matrix
+    per_layer: PerLayerWeights | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayerWeights:
+    """The per-layer embeddings, the projection of embeddings to them, and its norm times 1/sqrt(2)."""
+
+    table: Matrix | None
+    projection: Matrix
+    norm: Stored
+
+
+def store_target(checkpoint: Checkpoint, weights: WeightFile, formats: TargetFormats, *, tables: bool) -> TargetWeights:
+    """Writes the target's weights, with or without the tables of embeddings."""
+    model, name = checkpoint.architecture, "model.embed_tokens.weight"
+    table = weights.matrix(checkpoint, [name], formats.embedding) if tables else None
+    per_layer = None
+    if model.per_layer_size:
+        per_layer = PerLayerWeights(
+            table=weights.matrix(checkpoint, ["model.embed_tokens_per_layer.weight"], formats.layers) if tables else None,
+            projection=weights.matrix(checkpoint, ["model.per_layer_model_projection.weight"], formats.layers),
+            norm=weights.vector(checkpoint, "model.per_layer_projection_norm.weight", 1 / sqrt(2)),
+        )
+    return TargetWeights(
+        model=model,
+        table=table,
+        per_layer=per_layer,
+        layers=[store_block(weights, checkpoint, layer, formats.layers) for layer in range(model.layers)],
+        norm=weights.vector(checkpoint, "model.norm.weight"),
+        head=table if table and model.tied else weights.matrix(checkpoint, [name if model.tied else "lm_head.weight"], formats.embedding),
+    )
+
+
+def write_target(target: TargetWeights, path: Path, head_path: Path, formats: TargetFormats) -> set[str]:
+    """Writes the two graphs of the target; returns the contrib ops in use."""
+    model = target.model
     graph = Graph("target")
     ids = graph.input("input_ids", "i64", (1, "tokens"))
-    embedded = embed(graph, table, ids, sqrt(model.hidden_size))
+    assert target.table is not None
+    embedded = embed(graph, target.table, ids, sqrt(model.hidden_size))
     if formats.soft_rows:
         # Either one row that is not used, or all rows; ids are then 0, whose per-layer embedding stands beside soft rows.
         soft = graph.input("soft_rows", "f32", (1, "soft", model.hidden_size))
         embedded = graph.op("Where", graph.input("is_soft", "bool", (1, 1, 1)), soft, embedded)
-    hidden = _layers(graph, checkpoint, weights, formats, embedded, ids)
+    hidden = _layers(graph, target, formats.kv, embedded, ids)
     graph.output(hidden, "f32", (1, "tokens", model.hidden_size))
     graph.save(path)
-    head_weights = table if model.tied else weights.matrix(checkpoint, ["lm_head.weight"], formats.embedding)
-    head = _head(model, head_weights)
+    head = Graph("head")
+    rows = head.input("hidden", "f32", (1, "tokens", model.hidden_size))
+    head.output(logits(head, target, rows), "f32", (1, "tokens", model.vocab_size))
     head.save(head_path)
-    return table, graph.contrib_ops | head.contrib_ops
+    return graph.contrib_ops | head.contrib_ops
 
 
-def _layers(graph: Graph, checkpoint: Checkpoint, weights: WeightFile, formats: TargetFormats, embedded: str, ids: str) -> str:
-    model = checkpoint.architecture
-    pasts = declare_caches(graph, model, range(model.owning_layers), formats.kv)
-    blocks = Blocks(graph, model, declare_attention(graph, model, "tokens", counted_kinds(model, pasts), formats.kv), formats.kv)
+def _layers(graph: Graph, target: TargetWeights, kv: KvFormat, embedded: str, ids: str) -> str:
+    model = target.model
+    pasts = declare_caches(graph, model, range(model.owning_layers), kv)
+    blocks = Blocks(graph, model, declare_attention(graph, model, "tokens", counted_kinds(model, pasts), kv), kv)
     presents = {layer: _present(layer, past) for layer, past in pasts.items()}
-    per_layer = _per_layer(graph, blocks, checkpoint, weights, formats, embedded, ids)
+    per_layer: list[str] = []
+    if target.per_layer is not None and target.per_layer.table is not None:
+        identity = embed(graph, target.per_layer.table, ids, sqrt(model.per_layer_size) / sqrt(2))
+        per_layer = per_layer_inputs(graph, blocks.norm, model, embedded, identity, target.per_layer.projection, target.per_layer.norm)
     value = embedded
     for layer, kind in enumerate(model.layer_types):
         owner = layer if layer in pasts else model.last_owner(kind)
@@ -68,18 +112,17 @@ def _layers(graph: Graph, checkpoint: Checkpoint, weights: WeightFile, formats: 
         value = blocks.block(
             value,
             layer,
-            store_block(weights, checkpoint, layer, formats.layers),
+            target.layers[layer],
             cache=pasts[owner] if own else presents[owner],
             present=presents[owner] if own else None,
             per_layer=per_layer[layer] if per_layer else "",
         )
     for layer, names in presents.items():
         for name in (names.key, names.value):
-            graph.output(name, formats.kv.type, cache_shape(model, layer, "tokens" if names.on_rows else None))
+            graph.output(name, kv.type, cache_shape(model, layer, "tokens" if names.on_rows else None))
     for name, owner in blocks.attends.again.items():
-        graph.output(name, formats.kv.type, cache_shape(model, owner, None))
-    norm = graph.weight(weights.vector(checkpoint, "model.norm.weight"))
-    return graph.op("RMSNormalization", value, norm, name="hidden", axis=-1, epsilon=model.norm_epsilon)
+        graph.output(name, kv.type, cache_shape(model, owner, None))
+    return graph.op("RMSNormalization", value, graph.weight(target.norm), name="hidden", axis=-1, epsilon=model.norm_epsilon)
 
 
 def _present(layer: int, past: CacheNames) -> CacheNames:
@@ -87,30 +130,14 @@ def _present(layer: int, past: CacheNames) -> CacheNames:
     return CacheNames(key=f"{word}_key.{layer}", value=f"{word}_value.{layer}", owner=layer, on_rows=past.on_rows)
 
 
-def _per_layer(
-    graph: Graph, blocks: Blocks, checkpoint: Checkpoint, weights: WeightFile, formats: TargetFormats, embedded: str, ids: str
-) -> list[str]:
-    model = checkpoint.architecture
-    if not model.per_layer_size:
-        return []
-    table = weights.matrix(checkpoint, ["model.embed_tokens_per_layer.weight"], formats.layers)
-    identity = embed(graph, table, ids, sqrt(model.per_layer_size) / sqrt(2))
-    projection = weights.matrix(checkpoint, ["model.per_layer_model_projection.weight"], formats.layers)
-    norm = weights.vector(checkpoint, "model.per_layer_projection_norm.weight", 1 / sqrt(2))
-    return per_layer_inputs(graph, blocks.norm, model, embedded, identity, projection, norm)
-
-
-def _head(model: TextArchitecture, weights: Matrix) -> Graph:
-    graph = Graph("head")
-    hidden = graph.input("hidden", "f32", (1, "tokens", model.hidden_size))
-    if model.logit_softcap is None:
-        logits = graph.linear(hidden, weights)
-    elif weights.rounding is not None:
-        cap = graph.floats(model.logit_softcap)
-        logits = graph.op("Mul", graph.op("Tanh", graph.op("Div", graph.linear(hidden, weights), cap)), cap)
-    else:
-        # The short hidden row is divided instead of the logits.
-        cap = graph.floats(model.logit_softcap)
-        logits = graph.op("Mul", graph.op("Tanh", graph.linear(graph.op("Div", hidden, cap), weights)), cap)
-    graph.output(graph.op("Identity", logits, name="logits"), "f32", (1, "tokens", model.vocab_size))
-    return graph
+def logits(graph: Graph, target: TargetWeights, hidden: str) -> str:
+    """Emits the logits of hidden rows, named so."""
+    cap, head = target.model.logit_softcap, target.head
+    if cap is None:
+        return graph.op("Identity", graph.linear(hidden, head), name="logits")
+    value = graph.floats(cap)
+    if head.rounding is not None:
+        shares = graph.op("Div", graph.linear(hidden, head), value)
+    else:  # the short hidden row is divided instead of the logits
+        shares = graph.linear(graph.op("Div", hidden, value), head)
+    return graph.op("Mul", graph.op("Tanh", shares), value, name="logits")

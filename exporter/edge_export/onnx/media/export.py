@@ -8,22 +8,17 @@ from pathlib import Path
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.media_architecture import AUDIO, VISION
 from edge_export.gguf.media_encoder import media_architecture
-from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.graph_builder import Graph
 from edge_export.onnx.media.audio import build_audio
 from edge_export.onnx.media.tower import Tower
-from edge_export.onnx.media.towers import check_towers
 from edge_export.onnx.media.vision import build_vision
-from edge_export.onnx.request import MediaWeights
-from edge_export.onnx.weights import WeightFile, WeightFormat
+from edge_export.onnx.request import Block, MediaWeights, OnnxRequest, check_towers
+from edge_export.onnx.weight_formats import weight_format
+from edge_export.onnx.weights import WeightFile
 from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
 
-_FORMATS: dict[MediaWeights, WeightFormat] = {
-    "f32": WeightFormat(kind="f32"),
-    "f16": WeightFormat(kind="f16"),
-    "int8": WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=32)),
-}
+_BLOCK: Block = 32
 
 
 def write_encoders(
@@ -44,7 +39,7 @@ def write_encoders(
         data = path.with_suffix(".onnx_data")
         graph = Graph(role)
         with WeightFile(data, progress) as file:
-            build(Tower(graph, checkpoint, file, _FORMATS[weights], prefix))
+            build(Tower(graph, checkpoint, file, weight_format(weights, OnnxRequest(block=_BLOCK)), prefix))
         graph.save(path)
         parts.append(BundlePart(role=role, path=path, format="onnx", quantization=weights))
         parts.append(BundlePart(role=f"{role}_data", path=data, format="onnx_data", quantization=weights))

@@ -13,18 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_export.checkpoint.safetensors import row_pieces
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import quantize_matrix, round_rows, unpacked_levels
 from edge_export.onnx.graph_builder import Graph
-from edge_export.onnx.weights import Matrix, Stored, ValueType, WeightFile, WeightFormat
+from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 from edge_export.quantization.importance import Weighing
 
 _Piece = tuple[NDArray[np.float32], Weighing]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChannelFormat(WeightFormat):
-    """8 bits with one scale for each row of the matrix, which is a channel of the product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,25 +89,16 @@ class PlainGraph(Graph):
 
 
 class PlainWeightFile(WeightFile):
-    """External data whose matrices are stored transposed, except by `rows_matrix`."""
-
-    def rows_matrix(self, pieces: Iterable[NDArray[np.float32]], rows: int, columns: int, format: WeightFormat) -> Stored:
-        """Stores float rows that a graph gathers: float32 if `format` is that, else float16."""
-        kind: ValueType = "f32" if format.kind == "f32" else "f16"
-        stored = self._reserve(kind, (rows, columns))
-        written = 0
-        for piece in pieces:
-            written += self._write(stored, written, piece.astype(np.float32 if kind == "f32" else np.float16, copy=False))
-        return stored
+    """External data whose matrices are stored transposed, except by `gathered`."""
 
     def _plain(self, pieces: Iterable[NDArray[Any]], rows: int, columns: int, format: WeightFormat) -> Matrix:
         values = self._reserve("f16" if format.kind == "f16" else "f32", (columns, rows))
         columnwise = self._mapped(values, np.dtype(np.float16 if format.kind == "f16" else np.float32), (columns, rows))
         at = 0
-        for piece in _complete_rows(pieces, columns):
+        for piece in row_pieces((piece.reshape(-1) for piece in pieces), columns):
             columnwise[:, at : at + len(piece)] = piece.T
             at += len(piece)
-            self._progress(piece.nbytes)
+            self._progress(piece.size * columnwise.itemsize)
         return Matrix(rows=rows, columns=columns, format=format, values=values)
 
     def _blocks(self, pieces: Iterable[_Piece], rows: int, columns: int, format: WeightFormat) -> Matrix:
@@ -150,17 +137,6 @@ def _quantized(piece: NDArray[np.float32], format: WeightFormat, weighing: Weigh
         return unpacked_levels(packed).astype(np.int16) - (1 << (format.spec.bits - 1)), packed.scales
     levels, scales = round_rows(piece)
     return levels.astype(np.int16), scales[:, None]
-
-
-def _complete_rows(chunks: Iterable[NDArray[Any]], columns: int) -> Iterator[NDArray[Any]]:
-    """Joins flat chunks, which end anywhere, or rows to pieces of complete rows [n, columns]."""
-    left: NDArray[Any] | None = None
-    for chunk in chunks:
-        flat = chunk.reshape(-1)
-        left = flat if left is None or not len(left) else np.concatenate([left, flat])
-        complete = len(left) // columns * columns
-        yield left[:complete].reshape(-1, columns)
-        left = left[complete:]
 
 
 def _even_rows(pieces: Iterable[_Piece]) -> Iterator[_Piece]:

@@ -1,5 +1,6 @@
-"""Gemma 4's decoder block in plain operators of opset 21 with fixed shapes, as NPUs need it. Math: as in onnx/graphs/blocks.py.
+"""Target and drafter in plain operators of opset 21 with fixed shapes, as NPUs need them. Math: as in onnx/graphs.
 
+The host looks embeddings up, computes the masks, and stores the K/V rows.
 Attention reads a buffer of past rows and the new rows, and outputs the new rows: the host writes the accepted ones into the buffer, so
 rolling back costs nothing. A mask from the host selects the rows that a query attends to, so a sliding buffer may be a ring.
 """
@@ -8,16 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import pi, sqrt
+from pathlib import Path
 
 import numpy as np
 
-from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
+from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.onnx.graph_builder import Graph
-from edge_export.onnx.graphs.attention import CacheNames
-from edge_export.onnx.graphs.blocks import Blocks, BlockWeights
+from edge_export.onnx.graphs.attention import LAYER_KINDS, CacheNames
+from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, per_layer_inputs
+from edge_export.onnx.graphs.drafter import DrafterWeights, step
 from edge_export.onnx.graphs.kv import FLOAT_ROWS
-
-_WORDS = {SLIDING: "sliding", FULL: "full"}
+from edge_export.onnx.graphs.target import TargetWeights, logits
+from edge_export.onnx.static.weights import PlainGraph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,7 @@ class StaticInputs:
 def declare_static(graph: Graph, model: TextArchitecture, shape: Shape, new_rows: int) -> dict[str, StaticInputs]:
     """Declares, per kind of layer there is, the inputs of its attention."""
     declared = {}
-    for kind, word in _WORDS.items():
+    for kind, word in LAYER_KINDS.items():
         if kind not in model.layer_types:
             continue
         half = model.head_dim_of(model.layer_types.index(kind)) // 2
@@ -138,3 +141,57 @@ class StaticBlocks(Blocks):
             mixed = graph.op("MatMul", shares, cache.value)
         apart = graph.op("Transpose", shaped(mixed, 1, heads, rows, head_dim), perm=[0, 2, 1, 3])
         return shaped(apart, 1, rows, heads * head_dim)
+
+
+def write_target_graph(target: TargetWeights, shape: Shape, graph: PlainGraph, path: Path, *, with_logits: bool) -> None:
+    """Writes a graph of `shape.rows` rows; outputs `hidden` [1, rows, hidden_size], the new K/V rows, and `logits` if asked for."""
+    model, rows = target.model, shape.rows
+    embedded = graph.input("embedded", "f32", (1, rows, model.hidden_size))
+    blocks = StaticBlocks(graph, model, shape, declare_static(graph, model, shape, rows))
+    per_layer: list[str] = []
+    if target.per_layer is not None:
+        identity = graph.input("per_layer", "f32", (1, rows, model.layers * model.per_layer_size))
+        per_layer = per_layer_inputs(graph, blocks.norm, model, embedded, identity, target.per_layer.projection, target.per_layer.norm)
+    buffers = {layer: declare_buffer(graph, model, shape, layer) for layer in range(model.owning_layers)}
+    new_rows = {layer: CacheNames(key=f"new_key.{layer}", value=f"new_value.{layer}", owner=layer) for layer in buffers}
+    value = embedded
+    for layer, kind in enumerate(model.layer_types):
+        owner = layer if layer in buffers else model.last_owner(kind)
+        value = blocks.block(
+            value,
+            layer,
+            target.layers[layer],
+            cache=buffers[owner],
+            present=new_rows.get(layer),
+            per_layer=per_layer[layer] if per_layer else "",
+        )
+    for layer, names in new_rows.items():
+        for name in (names.key, names.value):
+            graph.output(name, "f32", (1, model.kv_heads_of(layer), rows, model.head_dim_of(layer)))
+    hidden = graph.op("Identity", blocks.norm(value, graph.weight(target.norm)), name="hidden")
+    graph.output(hidden, "f32", (1, rows, model.hidden_size))
+    if with_logits:
+        graph.output(logits(graph, target, hidden), "f32", (1, rows, model.vocab_size))
+    graph.save(path)
+
+
+def write_drafter_graph(
+    target: TextArchitecture, sources: tuple[int, ...], drafter: DrafterWeights, shape: Shape, graph: PlainGraph, path: Path
+) -> None:
+    """Writes one draft step; `sources[i]` is the target layer whose rows layer i reads.
+
+    Takes `embedded` and `hidden` [1, 1, target_hidden_size]; gives `scores` float32 [n], with a sparse head the `candidates` int64 [n]
+    they belong to, and `hidden_out`, the next step's `hidden`.
+    """
+    model = drafter.model
+    width = (1, 1, model.target_hidden_size)
+    embedded, hidden = graph.input("embedded", "f32", width), graph.input("hidden", "f32", width)
+    blocks = StaticBlocks(graph, model, shape, declare_static(graph, model, shape, 0))
+    buffers = {layer: declare_buffer(graph, target, shape, layer) for layer in sorted(set(sources))}
+    following, (scores, candidates) = step(graph, blocks, drafter, [buffers[layer] for layer in sources], embedded, hidden)
+    count = model.top_centroids * model.vocab_size // model.centroids if candidates else model.vocab_size
+    graph.output(graph.op("Identity", following, name="hidden_out"), "f32", width)
+    graph.output(graph.op("Identity", scores, name="scores"), "f32", (count,))
+    if candidates:
+        graph.output(graph.op("Identity", candidates, name="candidates"), "i64", (count,))
+    graph.save(path)
