@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from edge_bench.cli import main
+from edge_bench.cli.main import main
 
 if __name__ == "__main__":
-    if not {"--adb", "--ssh", "--fleet", "--compare", "--help"} & {word.partition("=")[0] for word in sys.argv}:
-        sys.exit("Error: name devices with --adb SERIAL, --adb all or --ssh HOST; see --help")
-    main()
+    main(["devices", *sys.argv[1:]], prog_name="adb_bench.py")

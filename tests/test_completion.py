@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_bench.cli import main as bench
+from edge_bench.cli.main import main as bench
 from edge_devices.cli import main as devices
 from edge_export.cli.command import main as export
 from edge_runtime.cli.run import main as run
@@ -71,18 +71,18 @@ def test_choices_are_offered():
     assert completions("edge-export", "ref") == ["reference"]
 
 
-@pytest.mark.parametrize("name", ["edge-run", "edge-bench"])
-def test_bundles_are_offered_and_other_folders_left_to_the_shell(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("words", [("edge-run",), ("edge-bench", "run")], ids="-".join)
+def test_bundles_are_offered_and_other_folders_left_to_the_shell(words, tmp_path, monkeypatch):
     for folder in ("gemma-one", "gemma two", "gemma-empty", "other"):
         (tmp_path / folder).mkdir()
         if folder != "gemma-empty":
             (tmp_path / folder / "manifest.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    assert completions(name, "gem") == ["gemma two", "gemma-one"]
-    assert completions(name, f"{tmp_path}/o") == [f"{tmp_path}/other"]
-    assert completions(name, "./gemma-o") == ["./gemma-one"]
-    assert completions(name, "gemma-e") == ["gemma-e"]
-    assert completions(name, "nowhere/") == ["nowhere/"]
+    assert completions(*words, "gem") == ["gemma two", "gemma-one"]
+    assert completions(*words, f"{tmp_path}/o") == [f"{tmp_path}/other"]
+    assert completions(*words, "./gemma-o") == ["./gemma-one"]
+    assert completions(*words, "gemma-e") == ["gemma-e"]
+    assert completions(*words, "nowhere/") == ["nowhere/"]
 
 
 def test_bash_completes(tmp_path):

@@ -21,9 +21,9 @@ FENCES = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 PACKAGES = {"edge_devices": "devices", "edge_export": "exporter", "edge_runtime": "runtime"}
 NAMED_FILE = re.compile(r"`((?:docs|examples|scripts|tests|devices|exporter|runtime|edge_\w+)/[\w/.-]+\.\w+)`")
 NAMED_OBJECT = re.compile(r"`(edge_(?:devices|export|runtime)(?:\.\w+)+)")
-COMMANDS = {"run": "edge_runtime.cli.run", "bench": "edge_bench.cli", "export": "edge_export.cli.command"}
+COMMANDS = {"run": "edge_runtime.cli.run", "bench": "edge_bench.cli.main", "export": "edge_export.cli.command"}
 COMMAND = re.compile(r"(?:`|^[ \t]*(?:\$ |\.venv/bin/)?)edge-(run|bench|export) +([^\s`]+)", re.MULTILINE)
-FLAT_MODES = "--(doctor|plan|serve|compare|demo|report|contribute|pool)"
+FLAT_MODES = "--(doctor|plan|serve|compare|demo)"
 # Passages about the older flat spelling, or of an earlier version.
 OLDER = (
     re.compile(r"^The flat spelling works too.*?\n\n", re.MULTILINE | re.DOTALL),

@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench_records import ONE_OF_EACH
-from edge_bench import cli
+from edge_bench.cli.main import main
 from edge_bench.devices import remote_run as remote
 from edge_bench.measure.records import Records, Run, read_records
 from fake_phone import PI, FakePhone
@@ -36,7 +36,7 @@ WHAT = (*ONE_OF_EACH, "--max-tokens", "6", "--backend", "onnx", "--context", "25
 
 
 def bench(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "250"})
+    return CliRunner().invoke(main, [str(a) for a in arguments], env={"COLUMNS": "250"})
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def here(onnx_pair: Callable[[str], Path], probe_memory: None, tmp_path_factory: pytest.TempPathFactory) -> Records:
     path = tmp_path_factory.mktemp("here") / "runs.jsonl"
-    result = bench(onnx_pair("int4"), *WHAT, "--runs", path)
+    result = bench("run", onnx_pair("int4"), *WHAT, "--runs", path)
     assert result.exit_code == 0, result.output
     return read_records(path)
 
@@ -102,6 +102,7 @@ def test_a_phone_from_package_to_report(
     phone = desk.phone(cpu="cortex-a76")
     begin = time.monotonic()
     result = bench(
+        "devices",
         onnx_pair("int4"),
         *WHAT,
         "--adb",
@@ -148,6 +149,7 @@ def test_a_pi_from_package_to_report(
     begin = time.monotonic()
     try:
         result = bench(
+            "devices",
             onnx_pair("int4"),
             *WHAT,
             "--ssh",
@@ -182,7 +184,7 @@ def test_a_phone_holds_the_tools_of_its_package_against_ours(
         pytest.skip("EDGE_MTP_PACKAGES names no android-arm64 with tools: make it with edge-export --package --with-llama-tools")
     phone = desk.phone(cpu="cortex-a76")
     where = ("--adb", phone.serial, "--package", folder, "--results", tmp_path / "results", "--run", "one")
-    result = bench(pair_of_both, *WHAT, *where, "--device-folder", tmp_path / "device", "--against", "llama.cpp=package")
+    result = bench("devices", pair_of_both, *WHAT, *where, "--device-folder", tmp_path / "device", "--against", "llama.cpp=package")
     print(result.output)
     assert result.exit_code == 0, result.output
     there = read_records(next((tmp_path / "results").rglob("runs.jsonl")))

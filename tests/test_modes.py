@@ -11,21 +11,21 @@ from click.testing import CliRunner
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_bench.cli import main as bench
+from edge_bench.cli.main import main as bench
 from edge_devices.cli import main as devices
 from edge_devices.command_line import CommandWithModes
 from edge_export.cli.command import main as export
 from edge_runtime.cli import run as cli
 from scripted import make_session
 
-COMMANDS: dict[str, CommandWithModes] = {"edge-run": cli.main, "edge-bench": bench}
-GROUPS: dict[str, click.Group] = {"edge-export": export, "edge-devices": devices}
+COMMANDS: dict[str, CommandWithModes] = {"edge-run": cli.main}
+GROUPS: dict[str, click.Group] = {"edge-export": export, "edge-bench": bench, "edge-devices": devices}
 # The spellings of all options of each sub-command: an option comes, goes or is renamed together with a change of this file.
 OPTIONS = Path(__file__).parent / "data" / "command_options.json"
 MODES = [(name, mode) for name, command in COMMANDS.items() for mode in command.modes]
 MODES += [(name, command) for name, group in GROUPS.items() for command in group.commands]
 # What chooses a sub-command in the flat spelling; `pieces` below are options, not parameters.
-CHOOSING = {f"--{name}" for name in ["serve", "plan", "compare", "contribute", "pool", "doctor", "demo", "report"]}
+CHOOSING = {f"--{name}" for name in ["serve", "plan", "compare", "doctor", "demo"]}
 CHOOSING |= {"--version", "--help-all"}
 
 

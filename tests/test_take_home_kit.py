@@ -11,16 +11,22 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from device_power import DevicePower, pmic, rails
-from edge_bench import cli
+from edge_bench.cli.contribute import PROTOCOL, Contribution
+from edge_bench.cli.devices import ReachOptions
+from edge_bench.cli.main import main
+from edge_bench.contribution.pool import invalid
 from edge_bench.contribution.record import check_record
-from edge_bench.contribution.rules import invalid
 from edge_bench.devices import remote_run
+from edge_bench.measure.request import MeterOptions
+from edge_runtime.session.load_options import LoadOptions
 from fake_phone import PI, FakePhone
 from phones import Desk
 from ssh_host import SshHost
@@ -33,24 +39,24 @@ if not PACKAGES:
 
 pytestmark = pytest.mark.slow
 # Small enough for an emulator: one prompt, few tokens; the protocol's windows stay as they are.
-SMALL = ("--domains", "code", "--per-domain", "1", "--max-tokens", "16", "--threads", "1", "--context", "256", "--minutes", "5")
+SMALL = replace(PROTOCOL, domains=("code",), tokens=16, threads=1)
 
 
 def bench(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "130"})
+    result = CliRunner().invoke(main, [str(a) for a in arguments], env={"COLUMNS": "130"})
     print(f"$ edge-bench {' '.join(map(str, arguments))}\n{result.output}")
     return result
 
 
 @contextmanager
-def a_pi(folder: Path) -> Iterator[tuple[str, ...]]:
-    """A Raspberry Pi 5 behind a real sshd; yields the options that reach it."""
+def a_pi(folder: Path) -> Iterator[dict[str, Any]]:
+    """A Raspberry Pi 5 behind a real sshd; yields what reaches it."""
     pi = FakePhone(folder / "disk", cpu="cortex-a76", pi=PI)
     shell = Path(__file__).parent / "support/pi_shell.py"
     power = DevicePower(pi, pmic(pi), idle_watts=2.7, core_watts=1.4)
     host = SshHost(folder / "ssh", command=f"{sys.executable} {shell} {pi.root} cortex-a76")
     try:
-        yield "--ssh", "pi", "--ssh-config", str(host.config)
+        yield {"ssh": ("pi",), "ssh_config": host.config}
     finally:
         host.stop()
         power.close()
@@ -58,12 +64,12 @@ def a_pi(folder: Path) -> Iterator[tuple[str, ...]]:
 
 
 @contextmanager
-def a_phone(desk: Desk) -> Iterator[tuple[str, ...]]:
-    """A phone with rail monitors behind the real adb client; yields the options that reach it."""
+def a_phone(desk: Desk) -> Iterator[dict[str, Any]]:
+    """A phone with rail monitors behind the real adb client; yields what reaches it."""
     daemon = desk.phone(cpu="cortex-a76")
     power = DevicePower(daemon.phone, rails(daemon.phone), idle_watts=0.9, core_watts=1.1)
     try:
-        yield "--adb", daemon.serial
+        yield {"adb": (daemon.serial,)}
     finally:
         power.close()
         desk.adb("disconnect", daemon.serial)
@@ -77,9 +83,9 @@ def test_a_record_is_brought_home(
     monkeypatch.setattr(remote_run, "POLL_SECONDS", 2.0)
     record, results = tmp_path / "record.json", tmp_path / "results"
     with a_pi(tmp_path) if platform == "linux-arm64" else a_phone(desk) as reach:
-        folders = ("--package", Path(PACKAGES) / platform, "--results", results, "--device-folder", tmp_path / "device")
-        made = bench(onnx_pair("int4"), "--contribute", record, *reach, *folders, *SMALL)
-    assert made.exit_code == 0, made.output
+        folders = {"package": Path(PACKAGES) / platform, "results": results, "device_folder": str(tmp_path / "device")}
+        contribution = Contribution(onnx_pair("int4"), record, None, SMALL, LoadOptions(context=256))
+        contribution.on_devices(ReachOptions(**reach, **folders), MeterOptions(minutes=5))
     bench("pool", record)
     checked = check_record(record, record.read_bytes())
     assert checked.report.scope == scope

@@ -86,6 +86,7 @@ def test_the_commands_leave_files_in_our_cache_only_and_connect_to_nobody(watche
         ["edge_run", bundle, "--backend", "llama", "--max-tokens", "16", "def f():"],
         [
             "edge_bench",
+            "run",
             bundle,
             "--backend",
             "onnx",

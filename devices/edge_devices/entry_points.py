@@ -30,7 +30,12 @@ def edge_run() -> NoReturn:
 
 def edge_bench() -> NoReturn:
     """Runs `edge-bench`."""
-    run("edge_bench.cli", "edge-bench")
+    run("edge_bench.cli.main", "edge-bench")
+
+
+def edge_bench_on_device() -> NoReturn:
+    """Runs the `edge-bench` of a device package, which has the part that measures alone."""
+    run("edge_bench.measure.command", "edge-bench")
 
 
 def edge_export() -> NoReturn:

@@ -27,7 +27,7 @@ from edge_devices.command_line import one_sentence_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = ROOT / "exporter" / "edge_export" / "reference_pair"
-EDGE_BENCH = [sys.executable, "-c", "from edge_bench.cli import main; main(prog_name='edge-bench')"]
+EDGE_BENCH = [sys.executable, "-c", "from edge_bench.cli.main import main; main(prog_name='edge-bench')"]
 EDGE_EXPORT = [sys.executable, "-c", "from edge_export.cli.command import main; main(prog_name='edge-export')"]
 
 
@@ -99,7 +99,7 @@ def main(bundle: Path | None, tools: Path, runs: Path | None, report: Path | Non
     if runs is not None:
         folder, runs = tools_folder(tools), runs.resolve()
         bundle = bundle.resolve() if bundle else wide_bundle(ROOT / "build" / "wide")
-        command = [*EDGE_BENCH, bundle, "--against", f"llama.cpp={folder}", "--contexts", "none", "--runs", runs, *options]
+        command = [*EDGE_BENCH, "run", bundle, "--against", f"llama.cpp={folder}", "--contexts", "none", "--runs", runs, *options]
         run(command, LLAMA_CPP_LIB_PATH=str(folder))
     result = figures(read_records(runs or report or Path()))
     click.echo(machine_line(result.records.header) + "\n")

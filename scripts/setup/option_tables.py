@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-MODULES = {"edge-run": "edge_runtime.cli.run", "edge-bench": "edge_bench.cli", "edge-export": "edge_export.cli.command"}
+MODULES = {"edge-run": "edge_runtime.cli.run", "edge-bench": "edge_bench.cli.main", "edge-export": "edge_export.cli.command"}
 _MARK = re.compile(r"<!-- (frequent )?options: ([\w-]+) -->")
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
-from edge_bench import cli
+from edge_bench.cli.main import main
 from edge_devices.transports.adb import AdbTransport
 from fake_adbd import FakeAdbd
 
 
 def bench(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "250"})
+    return CliRunner().invoke(main, [str(a) for a in arguments], env={"COLUMNS": "250"})
 
 
 def hold(daemon: FakeAdbd) -> Path:

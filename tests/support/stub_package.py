@@ -27,7 +27,9 @@ mv runs.jsonl.partial runs.jsonl
 tail -n +4 "$here/records.jsonl" >> runs.jsonl
 case "$*" in *--energy*) cp "$here/energy.jsonl" . ;; esac
 """
-REAL_BENCH = '#!/bin/sh\nexec "${0%/*}/edge-python" -m edge_bench "$@"\n'
+REAL_BENCH = """#!/bin/sh
+exec "${0%/*}/edge-python" -P -c 'from edge_devices.entry_points import edge_bench_on_device as run; run()' "$@"
+"""
 
 
 def _energy(path: Path) -> None:
@@ -40,11 +42,16 @@ def _energy(path: Path) -> None:
 
 
 def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, real: bool = False) -> Path:
-    """Returns the package's folder; `code`: the exit code of its edge-bench; `real`: it is the real edge-bench of this checkout."""
+    """Returns the package's folder; `code`: the exit code of its edge-bench; `real`: the real one, as far as a package holds it."""
     (folder / "bin").mkdir(parents=True)
-    paths = ":".join(str(ROOT / floor) for floor in ("exporter", "runtime", "devices"))
+    paths = ":".join(str(ROOT / floor) for floor in ("runtime", "devices"))
+    if real:
+        from edge_export.device_package.own_code import copy_packages
+
+        copy_packages(folder / "lib")
+        paths = "${0%/bin/*}/lib"
     programs = {
-        "bin/edge-python": f'#!/bin/sh\nexport PYTHONPATH={paths} PYTHONDONTWRITEBYTECODE=1\nexec {sys.executable} "$@"\n',
+        "bin/edge-python": f'#!/bin/sh\nexport PYTHONPATH="{paths}" PYTHONDONTWRITEBYTECODE=1\nexec {sys.executable} "$@"\n',
         "bin/edge-bench": REAL_BENCH if real else BENCH,
     }
     for name, text in programs.items():

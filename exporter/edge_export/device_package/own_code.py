@@ -15,7 +15,8 @@ from edge_export.device_package.wheels import DISTRIBUTION, own_licence
 from edge_export.errors import PackageError
 from edge_runtime.backends.kernels.build import TARGETS, build
 
-_LIGHT = ("edge_bench", "edge_runtime", "edge_devices")
+# Of the benchmark a device runs the part that measures; reports are made where its records go.
+_LIGHT = ("edge_bench/measure", "edge_runtime", "edge_devices")
 # The kernels that are compiled here are for this machine; their sources are not needed on a device.
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "libedge_rows.*", "*.cpp", "*.h")
 # The folder is found from the script's own path, with symbolic links followed, so that it may be anywhere.
@@ -41,7 +42,8 @@ _ANDROID_HOMES = """\
 if [ -z "$HOME" ] || [ ! -w "$HOME" ]; then export HOME="$here/home"; mkdir -p "$HOME"; fi
 if [ -z "$TMPDIR" ] || [ ! -w "$TMPDIR" ]; then export TMPDIR="$here/tmp"; mkdir -p "$TMPDIR"; fi
 """
-_COMMANDS = ("edge-run", "edge-bench", "edge-devices")
+# The commands and their entry points.
+_COMMANDS = {"edge-run": "edge_run", "edge-bench": "edge_bench_on_device", "edge-devices": "edge_devices"}
 _COMMAND = """\
 #!SHELL
 HEREexec "SHELL" "$here/bin/edge-python" -P -c 'from edge_devices.entry_points import FUNCTION; FUNCTION()' "$@"
@@ -52,8 +54,8 @@ def write_launchers(folder: Path, platform: Platform, backends: Sequence[str]) -
     """Writes bin/edge-python and the commands that use it."""
     llama = "llama" in backends
     texts = {"edge-python": _PYTHON}
-    for name in _COMMANDS:
-        texts[name] = _COMMAND.replace("FUNCTION", name.replace("-", "_"))
+    for name, function in _COMMANDS.items():
+        texts[name] = _COMMAND.replace("FUNCTION", function)
     for name, text in texts.items():
         path = folder / "bin" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,8 +88,7 @@ def _choice(platform: Platform) -> str:
 
 def add_own_code(folder: Path, platform: Platform) -> Component:
     """Copies what a device runs, nothing of the exporter, and compiles the row kernels. Raises PackageError."""
-    for name in _LIGHT:
-        shutil.copytree(str(files(name)), folder / SITE / name, ignore=_LEFT_OUT)
+    copy_packages(folder / SITE)
     _add_kernels(folder / SITE / "edge_runtime" / "backends" / "kernels" / "lib", platform)
     found = version(DISTRIBUTION)
     about = folder / SITE / f"{DISTRIBUTION.replace('-', '_')}-{found}.dist-info"
@@ -96,6 +97,12 @@ def add_own_code(folder: Path, platform: Platform) -> Component:
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {found}\n", encoding="utf-8")
     text = keep_licence(folder, f"{DISTRIBUTION}/LICENSE", own_licence())
     return Component(name=DISTRIBUTION, version=found, source="this program", licence="Apache-2.0", texts=(text,))
+
+
+def copy_packages(folder: Path) -> None:
+    """Copies what a device imports of this program."""
+    for path in _LIGHT:
+        shutil.copytree(str(files(path.replace("/", "."))), folder / path, ignore=_LEFT_OUT)
 
 
 def _add_kernels(folder: Path, platform: Platform) -> None:

@@ -5,17 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from edge_bench.contribution.record import CheckedRecord, check_record, read_record
-from edge_bench.contribution.rules import RULES, invalid
-from edge_bench.report.tables import NONE, TextTable
+from edge_bench.measure.variants import PLAIN
+from edge_bench.report.tables import NONE, TextTable, joules, scope_tables
 from edge_devices.energy.intervals import mean_interval
-from edge_devices.energy.text import figure_text, ratio_text
+from edge_devices.energy.report import VariantEnergy
+from edge_devices.energy.text import ratio_text
 from edge_devices.errors import EdgeError, printable
 from edge_runtime.bundle.signature import check_file_signature
 from edge_runtime.errors import RequestError
 
 SUFFIX = ".json"
+MIN_REPEATS = 3
+MAX_REFUSED_SHARE = 1 / 3
+MAX_HALF_WIDTH = 0.25  # of the figure
+WATTS = (0.05, 3000.0)
+RULES = (
+    f"at least {MIN_REPEATS} repeats of every variant count, and at most a third do not",
+    f"plain decoding is among the variants, with an interval of at most ± {MAX_HALF_WIDTH:.0%}",
+    "idle power was measured before and after",
+    "the measurement was not stopped, and power, speed and temperature were steady before it",
+    "the joules of the phases add up, where they were calibrated",
+    f"mean power is within {WATTS[0]:g} to {WATTS[1]:g} W",
+    "other programs used no more than 15 % of the processors, and programs waited for one in no more than 15 % of the time",
+)
 COLUMNS = ("device", "bundle", "", "meter", "J/output token [95%]", "above idle", "over plain", "tok/s", "signed")
 
 
@@ -27,6 +42,21 @@ class Pool:
     not_valid: tuple[tuple[CheckedRecord, tuple[str, ...]], ...]
     refused: tuple[str, ...]
     signed: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        records = [
+            {
+                "file": str(checked.path),
+                "device": checked.device,
+                "weights": checked.weights,
+                "environment": checked.run_log.environment,
+                **checked.report.to_json(),
+            }
+            for checked in self.valid
+        ]
+        not_valid = [{"file": str(checked.path), "reasons": list(reasons)} for checked, reasons in self.not_valid]
+        return {"records": records, "not_valid": not_valid, "refused": list(self.refused)}
 
 
 def pool_records(places: Sequence[Path], public_key: Path | None = None) -> Pool:
@@ -62,55 +92,86 @@ def pool_records(places: Sequence[Path], public_key: Path | None = None) -> Pool
     return Pool(valid=tuple(valid), not_valid=tuple(not_valid), refused=tuple(refused), signed=public_key is not None)
 
 
+def invalid(checked: CheckedRecord) -> list[str]:
+    """Returns why a record is not pooled; an empty list if it is. Estimates follow the same rules, but for their intervals."""
+    report, reasons = checked.report, []
+    if PLAIN not in {variant.name for variant in report.variants}:
+        reasons.append("plain decoding was not measured")
+    if report.idle is None or report.idle.windows < 2:
+        reasons.append("idle power was not measured before and after")
+    reasons += [text for text in checked.run_log.warnings if text.startswith(("stopped", "power, speed and temperature"))]
+    for variant in report.variants:
+        reasons += [f"{variant.name}: {text}" for text in _of_variant(variant, estimate=report.estimate)]
+    if not checked.run_log.others:
+        reasons.append("how busy the machine was is not in its log")
+    return reasons + [f"busy: {load.sentence()}" for load in checked.run_log.others if load.is_busy]
+
+
+def _of_variant(variant: VariantEnergy, *, estimate: bool) -> list[str]:
+    reasons, joules = [], variant.joules_per_output_token
+    if variant.n < MIN_REPEATS:
+        reasons.append(f"{variant.n} repeats count, {MIN_REPEATS} are needed")
+    if len(variant.refused) > MAX_REFUSED_SHARE * (variant.n + len(variant.refused)):
+        reasons.append(f"{len(variant.refused)} of {variant.n + len(variant.refused)} repeats do not count")
+    if joules is None:
+        reasons.append("no joules per token")
+    elif not estimate and variant.name == PLAIN and not 0 < joules.half <= MAX_HALF_WIDTH * joules.value:
+        reasons.append(f"an interval of ± {joules.half / joules.value:.0%} is too wide" if joules.value else "no energy was used")
+    if variant.watts and not WATTS[0] <= variant.watts.value <= WATTS[1]:
+        reasons.append(f"a mean power of {variant.watts.value:.3g} W is not plausible")
+    if not variant.closes:
+        reasons.append("the joules of the phases do not add up")
+    return reasons
+
+
 def pool_tables(pool: Pool) -> list[TextTable]:
     """Returns one table per scope, with estimates apart, then the records that do not count."""
     groups: dict[tuple[bool, str], list[CheckedRecord]] = {}
     for checked in pool.valid:
         groups.setdefault((checked.report.estimate, str(checked.report.scope)), []).append(checked)
-    tables = [_scope(scope, records, estimate=estimate, signed=pool.signed) for (estimate, scope), records in sorted(groups.items())]
-    rows = [(printable(str(checked.path)), printable("; ".join(reasons))) for checked, reasons in pool.not_valid]
-    rows += [("", printable(text)) for text in pool.refused]
-    note = "The rules: " + "; ".join(RULES) + "."
-    return [
-        *tables,
-        *([TextTable(name="left-out", title="Left out", columns=("record", "why"), rows=tuple(rows), note=note)] if rows else []),
+    rows = [
+        (scope, estimate, tuple(map(printable, cells)))
+        for (estimate, scope), records in sorted(groups.items())
+        for cells in [*(row for checked in records for row in _rows(checked, signed=pool.signed)), *_means(records)]
     ]
-
-
-def _scope(scope: str, records: Sequence[CheckedRecord], *, estimate: bool, signed: bool) -> TextTable:
-    rows = [row for checked in records for row in _rows(checked, signed=signed)] + _means(records)
-    return TextTable(
-        name=f"joules-{scope}{'-estimate' if estimate else ''}",
-        title="Joules without a meter (ESTIMATE, nothing was measured)" if estimate else f"Joules, scope {scope}",
-        columns=COLUMNS,
-        rows=tuple(tuple(map(printable, row)) for row in rows),
-        note="Joules of different scopes do not compare; idle power is included.",
-    )
+    left_out = [(printable(str(checked.path)), printable("; ".join(reasons))) for checked, reasons in pool.not_valid]
+    left_out += [("", printable(text)) for text in pool.refused]
+    note = "The rules: " + "; ".join(RULES) + "."
+    left = [TextTable(name="left-out", title="Left out", columns=("record", "why"), rows=tuple(left_out), note=note)] if left_out else []
+    return scope_tables("joules", "Joules", COLUMNS, rows, "Joules of different scopes do not compare; idle power is included.") + left
 
 
 def _rows(checked: CheckedRecord, *, signed: bool) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for one in checked.report.variants:
-        values = (one.joules_per_output_token, one.net_joules_per_output_token)
-        cells = (figure_text(value) if value else NONE for value in values)
-        ratio = ratio_text(one.ratio_to_baseline) if one.ratio_to_baseline else NONE
-        speed = f"{one.tokens_per_second:.1f}" if one.tokens_per_second else NONE
-        name = f"{checked.record.bundle} {checked.quantization}"
-        rows.append((checked.device, name, one.name, checked.report.meter, *cells, ratio, speed, "yes" if signed else NONE))
-    return rows
+    return [
+        (
+            checked.device,
+            _bundle_name(checked),
+            variant.name,
+            checked.report.meter,
+            joules(variant.joules_per_output_token),
+            joules(variant.net_joules_per_output_token),
+            ratio_text(variant.ratio_to_baseline) if variant.ratio_to_baseline else NONE,
+            f"{variant.tokens_per_second:.1f}" if variant.tokens_per_second else NONE,
+            "yes" if signed else NONE,
+        )
+        for variant in checked.report.variants
+    ]
+
+
+def _bundle_name(checked: CheckedRecord) -> str:
+    return f"{checked.record.bundle} {checked.quantization}"
 
 
 def _means(records: Sequence[CheckedRecord]) -> list[tuple[str, ...]]:
     """Means over records of one device and equal weights: their interval is how such devices differ."""
-    groups: dict[tuple[str, str, str], list[tuple[CheckedRecord, float]]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[str, float]]] = {}
     for checked in records:
-        for one in checked.report.variants:
-            if one.joules_per_output_token:
-                groups.setdefault((checked.device, checked.weights, one.name), []).append((checked, one.joules_per_output_token.value))
+        for variant in checked.report.variants:
+            if figure := variant.joules_per_output_token:
+                groups.setdefault((checked.device, checked.weights, variant.name), []).append((_bundle_name(checked), figure.value))
     rows: list[tuple[str, ...]] = []
-    for (device, _, name), found in groups.items():
-        if len(found) > 1:
-            mean = mean_interval([value for _, value in found], range(len(found)))
-            bundle = f"{found[0][0].record.bundle} {found[0][0].quantization}"
-            rows.append((f"mean of {len(found)} × {device}", bundle, name, NONE, figure_text(mean), NONE, NONE, NONE, NONE))
+    for (device, _, name), group in groups.items():
+        if len(group) > 1:
+            mean = mean_interval([value for _, value in group], range(len(group)))
+            rows.append((f"mean of {len(group)} × {device}", group[0][0], name, NONE, joules(mean), NONE, NONE, NONE, NONE))
     return rows

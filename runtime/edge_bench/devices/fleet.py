@@ -14,7 +14,7 @@ from typing import Any
 
 from edge_bench.devices.remote_run import RemoteRequest, bench_on
 from edge_bench.devices.results import DEVICE, ENERGY, LOG, RUNS, WATCH, DeviceResult, read_result
-from edge_bench.report.terminal import note
+from edge_bench.measure.progress import note
 from edge_devices.errors import DeviceError, EdgeError
 from edge_devices.transports.adb import AdbTransport, usable_serials
 from edge_runtime.errors import RequestError

@@ -41,7 +41,7 @@ Log = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True)
 class RemoteRequest:
     """What to run on a device. `options`: edge-bench's own; a Path among them is a local file, which is sent too.
-    `check`: of the bundle, before it is sent; `against_package`: also measure the package's llama.cpp tools.
+    `check` and `public_key`: of the bundle, before it is sent; `against_package`: also measure the package's llama.cpp tools.
 
     `patience_s`: seconds a device may be out of reach before RequestError; the run on it continues. None: no limit.
     """
@@ -50,6 +50,7 @@ class RemoteRequest:
     package: DevicePackage
     name: str
     check: CheckMode = "fast"
+    public_key: Path | None = None
     options: tuple[str | Path, ...] = ()
     energy: bool = False
     meter: str | None = None
@@ -121,7 +122,7 @@ def clean(transport: Transport) -> None:
 
 def _bundle_files(request: RemoteRequest) -> list[str]:
     """Checks the bundle and returns the names of its files; its folder may hold others, which are nobody's business."""
-    listed = [entry.path for entry in open_bundle(request.bundle, check=request.check).manifest.files]
+    listed = [entry.path for entry in open_bundle(request.bundle, check=request.check, public_key=request.public_key).manifest.files]
     own = [name for name in (MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME) if os.path.lexists(request.bundle / name)]
     return list(dict.fromkeys(own + listed))
 
@@ -162,6 +163,7 @@ def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[
         WATCH,
         "--",
         bench,
+        "run",
         bundle,
         "--runs",
         RUNS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,12 @@ class DeviceResult:
     def label(self) -> str:
         """The device with its model, for tables."""
         return f"{self.device} ({self.model})" if self.model else self.device
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        incidents = plain.pop("incidents")
+        return plain | {"warnings": list(self.warnings), "happenings": list(incidents), "figures": self.figures.to_json()}
 
 
 def note_device(folder: Path, *, device: str, model: str, warnings: Sequence[str]) -> None:

@@ -43,7 +43,7 @@ def shipped_prompts(domains: Sequence[str], most: int) -> list[Prompt]:
     """Returns at most `most` prompts of each domain."""
     prompts = []
     for domain in domains:
-        texts = json.loads((files("edge_bench") / "prompt_sets" / f"{domain}.json").read_text(encoding="utf-8"))
+        texts = json.loads((files("edge_bench.measure") / "prompt_sets" / f"{domain}.json").read_text(encoding="utf-8"))
         prompts += [Prompt(domain=domain, number=number, text=text) for number, text in enumerate(texts[:most])]
     return prompts
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from edge_bench.measure.records import Header
-from edge_bench.report.figures import Figures, Row
+from edge_bench.measure.records import Header, KvTypeCost
+from edge_bench.report.figures import Figures, ImageRow, Level, Row
 from edge_bench.report.ratios import Ratio
-from edge_devices.energy.report import EnergyReport
+from edge_devices.energy.intervals import Interval
+from edge_devices.energy.report import EnergyReport, VariantEnergy
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import figure_text, report_lines
 from edge_devices.energy.text import ratio_text as energy_ratio_text
@@ -16,6 +18,11 @@ from edge_devices.meters.base import Kind
 
 NONE = "-"
 NOT_DETERMINED = "not determined"
+PHASES = ("draft", "verify", "other")
+
+Item = TypeVar("Item")
+# Heading of each column, and its cell for an item.
+Columns = Sequence[tuple[str, Callable[[Item], str]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +36,60 @@ class TextTable:
     note: str = ""
 
 
+def table_of(name: str, title: str, items: Iterable[Item], columns: Columns[Item], note: str = "") -> TextTable:
+    """Returns a table with a row for each item."""
+    rows = tuple(tuple(cell(item) for _, cell in columns) for item in items)
+    return TextTable(name=name, title=title, columns=tuple(heading for heading, _ in columns), rows=rows, note=note)
+
+
+def grid(name: str, title: str, cells: Mapping[tuple[str, str], str], note: str = "") -> TextTable:
+    """Returns a table of cells by row and column, in the order in which their names come first."""
+    columns = tuple(dict.fromkeys(column for _, column in cells))
+    rows = tuple((row, *(cells.get((row, column), NONE) for column in columns)) for row in dict.fromkeys(row for row, _ in cells))
+    return TextTable(name=name, title=title, columns=("", *columns), rows=rows, note=note)
+
+
+def scope_tables(
+    name: str, title: str, columns: Sequence[str], rows: Iterable[tuple[str, bool, tuple[str, ...]]], note: str = ""
+) -> list[TextTable]:
+    """Returns one table per meter scope, with estimates apart: joules of a package and of a battery do not compare.
+
+    `rows`: scope, whether it is an estimate, and the cells.
+    """
+    groups: dict[tuple[str, bool], list[tuple[str, ...]]] = {}
+    for scope, estimate, cells in rows:
+        groups.setdefault((scope, estimate), []).append(cells)
+    return [
+        TextTable(
+            name=f"{name}-{scope}{'-estimate' if estimate else ''}",
+            title=scope_title(title, scope, estimate=estimate),
+            columns=tuple(columns),
+            rows=tuple(cells),
+            note=note,
+        )
+        for (scope, estimate), cells in groups.items()
+    ]
+
+
+def scope_title(title: str, scope: str, *, estimate: bool) -> str:
+    """Returns a title that names the meter's scope."""
+    return f"{title}, scope {scope}" + (" (ESTIMATE, nothing was measured)" if estimate else "")
+
+
 def all_tables(figures: Figures) -> list[TextTable]:
     """Returns all tables that have rows, in the order of a report."""
     tables = [
-        _variants(figures),
+        table_of("variants", "All domains", figures.overall, _VARIANTS, _VARIANTS_NOTE),
         _by_domain(figures),
         _against(figures),
         _positions(figures),
         _sources(figures),
-        _phases(figures),
+        table_of("phases", "Time per token by phase, ms", [row for row in figures.overall if row.phase_seconds_per_token], _PHASES),
         _contexts(figures),
         _costs(figures),
-        _concurrency(figures),
-        _kv_types(figures),
-        _images(figures),
+        table_of("concurrency", "Concurrent requests", figures.levels, _LEVELS, _LEVELS_NOTE),
+        table_of("kv", "KV cache types", figures.records.kv_types, _KV_TYPES, _KV_NOTE),
+        table_of("images", "Images", figures.images, _IMAGES, _IMAGES_NOTE),
         *(energy_tables(figures.energy) if figures.energy else ()),
         _memory(figures),
     ]
@@ -80,212 +127,184 @@ def milliseconds(seconds: float | None) -> str:
     return NONE if seconds is None else f"{1000 * seconds:.1f}" if seconds < 1 else f"{1000 * seconds:.0f}"
 
 
+def megabytes(size: int | None) -> str:
+    """Returns bytes in whole megabytes."""
+    return f"{size / 1e6:.0f}" if size else NONE
+
+
+def joules(figure: Interval | None) -> str:
+    """Returns a figure of an energy report with its interval."""
+    return figure_text(figure) if figure else NONE
+
+
 def _of(equal: int, compared: int) -> str:
     return f"{equal} of {compared}" if compared else NONE
 
 
-def _variants(figures: Figures) -> TextTable:
-    rows = tuple(
-        (
-            row.variant.label,
-            f"{row.tokens_per_second:.1f}",
-            ratio_text(row.speed_up),
-            _of(row.equal, row.compared),
-            row.speed_up.verdict if row.speed_up else "",
-            f"{row.speed_up.worst:.2f}" if row.speed_up else NONE,
-            share(row.acceptance_rate),
-            f"{row.mean_acceptance_length:.2f}" if row.mean_acceptance_length else NONE,
-            milliseconds(row.first_token_seconds),
-            milliseconds(row.token_p50_seconds),
-            milliseconds(row.token_p95_seconds),
-        )
-        for row in figures.overall
-    )
-    columns = (
-        "",
-        "tok/s",
-        "over plain [95%]",
-        "same output",
-        "claim",
-        "worst prompt",
-        "accepted",
-        "mean acceptance length",
-        "first token ms",
-        "P50 ms",
-        "P95 ms",
-    )
-    note = (
-        "Over plain: geometric mean over the domains of the paired ratios to plain decoding; the interval is for measuring the same"
-        " prompts again. Mean acceptance length: emitted tokens / target forwards. P50 and P95 are per token."
-    )
-    return TextTable(name="variants", title="All domains", columns=columns, rows=rows, note=note)
+_VARIANTS: Columns[Row] = (
+    ("", lambda row: row.variant.label),
+    ("tok/s", lambda row: f"{row.tokens_per_second:.1f}"),
+    ("over plain [95%]", lambda row: ratio_text(row.speed_up)),
+    ("same output", lambda row: _of(row.equal, row.compared)),
+    ("claim", lambda row: row.speed_up.verdict if row.speed_up else ""),
+    ("worst prompt", lambda row: f"{row.speed_up.worst:.2f}" if row.speed_up else NONE),
+    ("accepted", lambda row: share(row.acceptance_rate)),
+    ("mean acceptance length", lambda row: f"{row.mean_acceptance_length:.2f}" if row.mean_acceptance_length else NONE),
+    ("first token ms", lambda row: milliseconds(row.first_token_seconds)),
+    ("P50 ms", lambda row: milliseconds(row.token_p50_seconds)),
+    ("P95 ms", lambda row: milliseconds(row.token_p95_seconds)),
+)
+_VARIANTS_NOTE = (
+    "Over plain: geometric mean over the domains of the paired ratios to plain decoding; the interval is for measuring the same"
+    " prompts again. Mean acceptance length: emitted tokens / target forwards. P50 and P95 are per token."
+)
+
+
+def _phase(name: str) -> tuple[str, Callable[[Row], str]]:
+    return name, lambda row: f"{1000 * (row.phase_seconds_per_token or {})[name]:.2f}"
+
+
+_PHASES: Columns[Row] = (
+    ("", lambda row: row.variant.label),
+    *map(_phase, PHASES),
+    ("all", lambda row: f"{1000 * sum((row.phase_seconds_per_token or {}).values()):.2f}"),
+)
+_LEVELS: Columns[Level] = (
+    ("", lambda level: level.variant.label),
+    ("clients", lambda level: str(level.clients)),
+    ("tok/s total", lambda level: f"{level.tokens_per_second:.1f}"),
+    ("token P50 ms", lambda level: milliseconds(level.token_p50_seconds)),
+    ("token P95 ms", lambda level: milliseconds(level.token_p95_seconds)),
+    ("request P50 ms", lambda level: milliseconds(level.request_p50_seconds)),
+    ("request P95 ms", lambda level: milliseconds(level.request_p95_seconds)),
+    ("peak MB", lambda level: megabytes(level.peak_bytes)),
+    ("same output", lambda level: _of(level.equal, level.compared)),
+)
+_LEVELS_NOTE = "Each client sends its next request when its previous one ends."
+_KV_TYPES: Columns[KvTypeCost] = (
+    ("", lambda cost: cost.kv_type),
+    ("cache MB", lambda cost: f"{cost.cache_bytes / 1e6:.2f}"),
+    ("accepted", lambda cost: share(cost.acceptance_rate)),
+    ("tok/s", lambda cost: f"{cost.tokens_per_second:.1f}"),
+    ("KL mean", lambda cost: f"{cost.kl_mean:.2e}"),
+    ("KL max", lambda cost: f"{cost.kl_max:.2e}"),
+    ("same best", lambda cost: share(cost.same_best)),
+)
+_KV_NOTE = "KL divergence from the f16 cache's next-token distributions, in nats per token; all types are measured on the same texts."
+_IMAGES: Columns[ImageRow] = (
+    ("budget", lambda image: str(image.budget)),
+    ("soft rows", lambda image: str(image.rows)),
+    ("encode ms", lambda image: milliseconds(image.encode_seconds)),
+    ("prefill ms", lambda image: milliseconds(image.prefill_seconds)),
+    ("both ms", lambda image: milliseconds(image.encode_seconds + image.prefill_seconds)),
+)
+_IMAGES_NOTE = "A square image of noise with a short question, medians of the repeats; joules are in the energy tables."
 
 
 def _by_domain(figures: Figures) -> TextTable:
-    domains = tuple(dict.fromkeys(row.domain or "" for row in figures.by_domain))
-    cells = {(row.variant.label, row.domain): ratio_text(row.speed_up) for row in figures.by_domain if row.speed_up}
-    rows = tuple((label, *(cells.get((label, domain), NONE) for domain in domains)) for label in dict.fromkeys(label for label, _ in cells))
-    return TextTable(name="domains", title="Speed-up over plain decoding by domain", columns=("", *domains), rows=rows)
+    cells = {(row.variant.label, row.domain or ""): ratio_text(row.speed_up) for row in figures.by_domain if row.speed_up}
+    return grid("domains", "Speed-up over plain decoding by domain", cells)
 
 
 def _against(figures: Figures) -> TextTable:
-    peers = tuple(dict.fromkeys(a.peer.label for a in figures.against))
-    cells = {(a.ours.label, a.peer.label): ratio_text(a.ratio) for a in figures.against}
-    rows = tuple((label, *(cells.get((label, peer), NONE) for peer in peers)) for label in dict.fromkeys(label for label, _ in cells))
-    note = "Rows over columns. Of the fixed lengths only each program's best is shown, chosen by the same figures." if rows else ""
-    return TextTable(name="against", title="Ours over llama.cpp's own", columns=("", *(f"over {p}" for p in peers)), rows=rows, note=note)
+    cells = {(pair.ours.label, f"over {pair.peer.label}"): ratio_text(pair.ratio) for pair in figures.against}
+    note = "Rows over columns. Of the fixed lengths only each program's best is shown, chosen by the same figures."
+    return grid("against", "Ours over llama.cpp's own", cells, note)
 
 
 def _positions(figures: Figures) -> TextTable:
-    drafted = [row for row in figures.overall if row.acceptance_by_position]
-    longest = max((len(row.acceptance_by_position) for row in drafted), default=0)
-    rows = tuple((row.variant.label, *_padded(map(share, row.acceptance_by_position), longest)) for row in drafted)
-    columns = ("", *(f"draft {i}" for i in range(1, longest + 1)))
-    note = "Share of rounds that accepted this draft, among those that drafted it."
-    return TextTable(name="acceptance", title="Acceptance by position", columns=columns, rows=rows, note=note)
+    cells = {
+        (row.variant.label, f"draft {place}"): share(accepted)
+        for row in figures.overall
+        for place, accepted in enumerate(row.acceptance_by_position, start=1)
+    }
+    return grid("acceptance", "Acceptance by position", cells, "Share of rounds that accepted this draft, among those that drafted it.")
 
 
 def _sources(figures: Figures) -> TextTable:
     drafted = [row for row in figures.overall if row.accepted_from]
-    names = tuple(sorted({source for row in drafted for source in row.accepted_from}))
-    rows = tuple(
-        (row.variant.label, *(share(row.accepted_from.get(name, 0.0)) for name in names), share(1 - sum(row.accepted_from.values())))
+    names = sorted({source for row in drafted for source in row.accepted_from})
+    cells = {
+        (row.variant.label, source): share(part)
         for row in drafted
-    )
+        for source, part in [*((name, row.accepted_from.get(name, 0.0)) for name in names), ("target", 1 - sum(row.accepted_from.values()))]
+    }
     note = "Share of the emitted tokens that were drafts of this source; the target chose the others itself, one in each round."
-    return TextTable(name="sources", title="Where tokens came from", columns=("", *names, "target"), rows=rows, note=note)
-
-
-def _padded(cells: Iterable[str], length: int) -> list[str]:
-    cells = list(cells)
-    return cells + [NONE] * (length - len(cells))
-
-
-def _phases(figures: Figures) -> TextTable:
-    def cells(row: Row) -> tuple[str, ...]:
-        phases = row.phase_seconds_per_token or {}
-        return (
-            row.variant.label,
-            *(f"{1000 * phases[name]:.2f}" for name in ("draft", "verify", "other")),
-            f"{1000 * sum(phases.values()):.2f}",
-        )
-
-    rows = tuple(cells(row) for row in figures.overall if row.phase_seconds_per_token)
-    return TextTable(name="phases", title="Time per token by phase, ms", columns=("", "draft", "verify", "other", "all"), rows=rows)
+    return grid("sources", "Where tokens came from", cells, note)
 
 
 def _contexts(figures: Figures) -> TextTable:
-    lengths = tuple(dict.fromkeys(row.domain or "" for row in figures.by_context))
-    cells: dict[tuple[str, str | None], str] = {}
+    cells: dict[tuple[str, str], str] = {}
     for row in figures.by_context:
         over = f" ({row.speed_up.value:.2f})" if row.speed_up else ""
-        cells[row.variant.label, row.domain] = f"{row.tokens_per_second:.1f}{over}"
+        cells[row.variant.label, row.domain or ""] = f"{row.tokens_per_second:.1f}{over}"
         if row.speed_up is None:
-            cells["first token, ms", row.domain] = milliseconds(row.first_token_seconds)
-    rows = tuple((label, *(cells.get((label, length), NONE) for length in lengths)) for label in dict.fromkeys(label for label, _ in cells))
+            cells["first token, ms", row.domain or ""] = milliseconds(row.first_token_seconds)
     note = "Tokens per second (speed-up over plain decoding) after a prompt of this many tokens, made by joining all prompts."
-    return TextTable(name="contexts", title="By prompt length", columns=("", *lengths), rows=rows, note=note)
+    return grid("contexts", "By prompt length", cells, note)
 
 
 def _costs(figures: Figures) -> TextTable:
     curves = figures.records.cost_curves
-    longest = max((len(curve.verify_seconds) for curve in curves), default=0)
-    rows = [("draft step", *(_fine(curve.draft_step_seconds) for curve in curves))] if curves else []
-    for n in range(longest):
-        rows.append((f"verify of {n + 1}", *(_fine(c.verify_seconds[n]) if n < len(c.verify_seconds) else NONE for c in curves)))
-    columns = ("", *(curve.drafter for curve in curves))
+    cells: dict[tuple[str, str], str] = {}
+    for curve in curves:
+        step = curve.draft_step_seconds
+        cells["draft step", curve.drafter] = NONE if step is None else f"{1000 * step:.3g}"
+        for rows, seconds in enumerate(curve.verify_seconds, start=1):
+            cells[f"verify of {rows}", curve.drafter] = f"{1000 * seconds:.3g}"
     note = f"One draft step, and one target forward of this many rows, after {curves[0].length} tokens." if curves else ""
-    return TextTable(name="costs", title="Cost curve, ms", columns=columns, rows=tuple(rows), note=note)
+    return grid("costs", "Cost curve, ms", cells, note)
 
 
-def _fine(seconds: float | None) -> str:
-    return NONE if seconds is None else f"{1000 * seconds:.3g}"
+def _memory(figures: Figures) -> TextTable:
+    sizes = [(f"peak, {m.drafter} drafter", f"{m.sequences} x {m.context} tokens", m.peak_bytes) for m in figures.records.memory]
+    sizes += [(file.role, file.quantization or file.format, file.bytes) for file in figures.records.header.files]
+    rows = tuple((name, what, f"{size / 1e6:.1f}") for name, what, size in sizes)
+    note = "Peaks are resident sizes of a separate process, including mapped files."
+    return TextTable(name="memory", title="Memory and files, MB", columns=("", "", "MB"), rows=rows, note=note)
 
 
-def _kv_types(figures: Figures) -> TextTable:
-    rows = tuple(
-        (
-            kind.kv_type,
-            f"{kind.cache_bytes / 1e6:.2f}",
-            f"{kind.acceptance_rate:.1%}",
-            f"{kind.tokens_per_second:.1f}",
-            f"{kind.kl_mean:.2e}",
-            f"{kind.kl_max:.2e}",
-            f"{kind.same_best:.1%}",
-        )
-        for kind in figures.records.kv_types
-    )
-    columns = ("", "cache MB", "accepted", "tok/s", "KL mean", "KL max", "same best")
-    note = (
-        "KL divergence from the f16 cache's next-token distributions, in nats per token; all types are measured on the same texts."
-        if rows
-        else ""
-    )
-    return TextTable(name="kv", title="KV cache types", columns=columns, rows=rows, note=note)
-
-
-def _images(figures: Figures) -> TextTable:
-    rows = tuple(
-        (
-            str(image.budget),
-            str(image.rows),
-            milliseconds(image.encode_seconds),
-            milliseconds(image.prefill_seconds),
-            milliseconds(image.encode_seconds + image.prefill_seconds),
-        )
-        for image in figures.images
-    )
-    columns = ("budget", "soft rows", "encode ms", "prefill ms", "both ms")
-    note = "A square image of noise with a short question, medians of the repeats; joules are in the energy tables." if rows else ""
-    return TextTable(name="images", title="Images", columns=columns, rows=rows, note=note)
+_ENERGY: Columns[VariantEnergy] = (
+    ("", lambda variant: variant.name),
+    ("J/output token", lambda variant: joules(variant.joules_per_output_token)),
+    ("above idle", lambda variant: joules(variant.net_joules_per_output_token)),
+    ("J/prompt token", lambda variant: joules(variant.joules_per_prompt_token)),
+    ("J/request", lambda variant: joules(variant.joules_per_request)),
+    ("W", lambda variant: joules(variant.watts)),
+    ("of plain", lambda variant: energy_ratio_text(variant.ratio_to_baseline) if variant.ratio_to_baseline else NONE),
+    ("claim", lambda variant: "" if not variant.ratio_to_baseline else "saves energy" if variant.saves_energy else "no win claimed"),
+    ("phases", lambda variant: variant.phase_method),
+    ("refused", lambda variant: "; ".join(variant.refused)),
+)
 
 
 def energy_tables(report: EnergyReport) -> list[TextTable]:
     """Returns the tables of an energy measurement: all variants, and by phase if there are several."""
-    tables = [_energy(report), _energy_phases(report)]
+    title = scope_title("Energy", report.scope, estimate=report.estimate)
+    note = " ".join(report_lines(report)[: 2 if report.idle else 1])
+    tables = [table_of("energy", title, report.variants, _ENERGY, note), _energy_phases(report)]
     return [table for table in tables if table.rows]
 
 
-def _energy(report: EnergyReport) -> TextTable:
-    rows = []
-    for one in report.variants:
-        ratio = one.ratio_to_baseline
-        claim = "" if ratio is None else "saves energy" if one.saves_energy else "no win claimed"
-        values = (
-            one.joules_per_output_token,
-            one.net_joules_per_output_token,
-            one.joules_per_prompt_token,
-            one.joules_per_request,
-            one.watts,
-        )
-        of_plain = energy_ratio_text(ratio) if ratio else NONE
-        cells = (figure_text(value) if value else NONE for value in values)
-        rows.append((one.name, *cells, of_plain, claim, one.phase_method, "; ".join(one.refused)))
-    columns = ("", "J/output token", "above idle", "J/prompt token", "J/request", "W", "of plain", "claim", "phases", "refused")
-    note = " ".join(report_lines(report)[: 2 if report.idle else 1])
-    return TextTable(name="energy", title=_energy_title("Energy", report), columns=columns, rows=tuple(rows), note=note)
-
-
 def _energy_phases(report: EnergyReport) -> TextTable:
-    phases = tuple(dict.fromkeys(phase for one in report.variants if len(one.phase_joules) > 1 for phase in one.phase_joules))
-    rows = tuple(
-        (
-            one.name,
-            *(figure_text(one.phase_joules[phase]) if phase in one.phase_joules else NONE for phase in phases),
-            one.phase_method.replace("_", " "),
-            NONE if one.closure is None else f"{one.closure:+.1%}",
-            "" if one.closes else "does NOT close",
-        )
-        for one in report.variants
-        if len(one.phase_joules) > 1
+    variants = [variant for variant in report.variants if len(variant.phase_joules) > 1]
+
+    def phase(name: str) -> tuple[str, Callable[[VariantEnergy], str]]:
+        return name, lambda variant: joules(variant.phase_joules.get(name))
+
+    columns: Columns[VariantEnergy] = (
+        ("", lambda variant: variant.name),
+        *map(phase, dict.fromkeys(name for variant in variants for name in variant.phase_joules)),
+        ("method", lambda variant: variant.phase_method.replace("_", " ")),
+        ("sum is off", lambda variant: NONE if variant.closure is None else f"{variant.closure:+.1%}"),
+        ("", lambda variant: "" if variant.closes else "does NOT close"),
     )
     note = (
         "Joules per request. Calibrated: the watts of a phase come from loops of that phase alone, and the sum of the phases is compared"
         " with the measurement (largest error of any repeat). Time proportional: without such loops, all phases are assumed to take the"
         " mean power."
     )
-    columns = ("", *phases, "method", "sum is off", "")
-    return TextTable(name="energy-phases", title=_energy_title("Energy by phase", report), columns=columns, rows=rows, note=note)
+    return table_of("energy-phases", scope_title("Energy by phase", report.scope, estimate=report.estimate), variants, columns, note)
 
 
 def meter_table(log: RunLog) -> TextTable:
@@ -305,49 +324,6 @@ def meter_table(log: RunLog) -> TextTable:
         *(("note", text) for text in facts.notes),
     ]
     return TextTable(name="meter", title=f"The meter {facts.name}", columns=("", ""), rows=tuple(rows))
-
-
-def _energy_title(title: str, report: EnergyReport) -> str:
-    return f"{title}, scope {report.scope}" + (" (ESTIMATE, nothing was measured)" if report.estimate else "")
-
-
-def _concurrency(figures: Figures) -> TextTable:
-    rows = tuple(
-        (
-            level.variant.label,
-            str(level.clients),
-            f"{level.tokens_per_second:.1f}",
-            milliseconds(level.token_p50_seconds),
-            milliseconds(level.token_p95_seconds),
-            milliseconds(level.request_p50_seconds),
-            milliseconds(level.request_p95_seconds),
-            f"{level.peak_bytes / 1e6:.0f}" if level.peak_bytes else NONE,
-            _of(level.equal, level.compared),
-        )
-        for level in figures.levels
-    )
-    columns = (
-        "",
-        "clients",
-        "tok/s total",
-        "token P50 ms",
-        "token P95 ms",
-        "request P50 ms",
-        "request P95 ms",
-        "peak MB",
-        "same output",
-    )
-    note = "Each client sends its next request when its previous one ends." if rows else ""
-    return TextTable(name="concurrency", title="Concurrent requests", columns=columns, rows=rows, note=note)
-
-
-def _memory(figures: Figures) -> TextTable:
-    rows = [
-        (f"peak, {m.drafter} drafter", f"{m.sequences} x {m.context} tokens", f"{m.peak_bytes / 1e6:.1f}") for m in figures.records.memory
-    ]
-    rows += [(file.role, file.quantization or file.format, f"{file.bytes / 1e6:.1f}") for file in figures.records.header.files]
-    note = "Peaks are resident sizes of a separate process, including mapped files."
-    return TextTable(name="memory", title="Memory and files, MB", columns=("", "", "MB"), rows=tuple(rows), note=note)
 
 
 def notes(figures: Figures) -> Sequence[str]:

@@ -311,9 +311,14 @@ def drafting_values(values: dict[str, Any]) -> DraftingValues:
 def check_values(values: dict[str, Any]) -> CheckValues:
     """Takes the options' values. Raises a usage error for a key without a check."""
     taken = take(values, CheckValues)
-    if taken.verify_key is not None and taken.check == "none":
-        raise click.UsageError("--verify-key is of no use with --check none, which does not compare the files; leave one of them out")
+    refuse_unchecked_key(taken.check, taken.verify_key)
     return taken
+
+
+def refuse_unchecked_key(check: CheckMode, key: Path | None) -> None:
+    """Raises a usage error for a key without a check."""
+    if key is not None and check == "none":
+        raise click.UsageError("--verify-key is of no use with --check none, which does not compare the files; leave one of them out")
 
 
 def cache_values(values: dict[str, Any], *, once: bool) -> CacheValues:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_bench.measure.record_file import RecordFile
+from edge_bench.measure.records import RecordFile
 from edge_devices.errors import EdgeError
 from edge_devices.files.atomic_write import atomic_write, write_text
 from edge_devices.files.temp_files import locked, stale_of, temporary_of, unforeseen_temporary_of

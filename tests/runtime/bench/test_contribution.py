@@ -17,7 +17,8 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner, Result
 
-from edge_bench import cli
+from edge_bench.cli import contribute as command
+from edge_bench.cli.main import main
 from edge_bench.contribution import pool
 from edge_bench.contribution.guide import steps
 from edge_bench.devices import remote_run
@@ -36,7 +37,7 @@ from stub_package import stub_package
 
 
 def bench(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "250"})
+    return CliRunner().invoke(main, [str(a) for a in arguments], env={"COLUMNS": "250"})
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def contribute(monkeypatch: pytest.MonkeyPatch, exported_pair: Path):
         machine = SimulatedMachine()
         machine.system.sleep(len(target.name))  # no two recordings are equal
 
-        def simulated(_request: Any, path: Path, _meter: Any, _minutes: int) -> tuple[Any, RunLog]:
+        def simulated(_bundle: Any, _request: Any, _load: Any, path: Path, *_: Any) -> tuple[Any, RunLog]:
             measured = characterise_meter(machine.system, machine, machine.load)
             machine.recorder = Recorder(machine.system, machine)
             machine.recorder.poll()
@@ -57,8 +58,8 @@ def contribute(monkeypatch: pytest.MonkeyPatch, exported_pair: Path):
                 file.keep(log)
             return make_report(log), log
 
-        monkeypatch.setattr(cli, "find_meter", lambda _: (machine, ""))
-        monkeypatch.setattr(cli, "measure_joules", simulated)
+        monkeypatch.setattr(command, "find_meter", lambda _: (machine, ""))
+        monkeypatch.setattr(command, "measure_joules", simulated)
         monkeypatch.setattr(protocol, "LoadWatch", lambda: SimpleNamespace(load=lambda: MachineLoad(others=others, seconds=60.0)))
         return bench("contribute", exported_pair, target, *arguments)
 
@@ -82,7 +83,7 @@ def test_a_record_is_made_and_pooled(contribute, tmp_path):
     assert "Joules, scope package" in pooled.stdout
     assert "mean of 2 ×" in pooled.stdout
     assert "Left out" not in pooled.stdout
-    figures = json.loads(bench("--pool", tmp_path / "a.json", "--json", "-").stdout)
+    figures = json.loads(bench("pool", tmp_path / "a.json", "--json", "-").stdout)
     assert figures["records"][0]["variants"][0]["joules_per_output_token"]["value"] == record["figures"]["plain"][0]
 
 
@@ -93,7 +94,6 @@ def test_equal_records_count_once_and_other_files_are_named(contribute, tmp_path
     pooled = bench("pool", tmp_path)
     assert "the same measurement is there already" in pooled.stdout
     assert "is no energy record" in pooled.stdout
-    assert bench("--pool", tmp_path, "bundle").exit_code == 2
 
 
 def with_log(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], end: str = "\n") -> None:
@@ -166,14 +166,14 @@ def changed(path: Path, **values: Any) -> Path:
 )
 def test_what_does_not_follow_from_the_readings_is_refused(contribute, tmp_path, values, words):
     assert contribute(tmp_path / "a.json").exit_code == 0
-    pooled = bench("--pool", changed(tmp_path / "a.json", **values))
+    pooled = bench("pool", changed(tmp_path / "a.json", **values))
     assert words in pooled.stdout
     assert "J/output token" not in pooled.stdout
 
 
 def test_what_a_record_says_does_not_move_the_terminal(contribute, tmp_path):
     assert contribute(tmp_path / "a.json").exit_code == 0
-    assert "\x1b" not in bench("--pool", changed(tmp_path / "a.json", bundle="\x1b[2Jgone")).stdout
+    assert "\x1b" not in bench("pool", changed(tmp_path / "a.json", bundle="\x1b[2Jgone")).stdout
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
@@ -183,20 +183,20 @@ def test_a_signed_record(contribute, tmp_path, monkeypatch):
     subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True, capture_output=True)
     subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", public], check=True, capture_output=True)
     assert contribute(tmp_path / "a.json", "--sign", key).exit_code == 0
-    assert "yes" in bench("--pool", tmp_path / "a.json", "--verify-key", public).stdout
+    assert "yes" in bench("pool", tmp_path / "a.json", "--verify-key", public).stdout
     changed(tmp_path / "a.json", created_at="later")
     monkeypatch.setattr(pool, "check_record", lambda *_: pytest.fail("strangers' readings were computed with"))
-    assert "is not a signature of a.json" in bench("--pool", tmp_path / "a.json", "--verify-key", public).stdout
+    assert "is not a signature of a.json" in bench("pool", tmp_path / "a.json", "--verify-key", public).stdout
     (tmp_path / "a.json.sig").unlink()
-    assert "is not signed" in bench("--pool", tmp_path / "a.json", "--verify-key", public).stdout
+    assert "is not signed" in bench("pool", tmp_path / "a.json", "--verify-key", public).stdout
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--contribute", "a.json", "--energy", "b.jsonl"), ("--sign", "key"), ("--minutes", "10"), ("--contribute", "a.json", "--runs", "r")],
+    [("contribute", "bundle", "a.json", "--energy", "b.jsonl"), ("run", "bundle", "--sign", "key"), ("pool", "nowhere")],
 )
 def test_contradictions_are_usage_errors(arguments):
-    assert bench("bundle", *arguments).exit_code == 2
+    assert bench(*arguments).exit_code == 2
 
 
 def test_a_place_that_cannot_hold_the_record_is_refused_before_measuring(contribute, tmp_path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from bench_records import ONE_OF_EACH
 from edge_bench.devices import remote_run
 from edge_bench.devices.package import read_package
 from edge_bench.devices.remote_run import RemoteRequest, deploy
+from edge_bench.measure.records import read_records
 from edge_devices.errors import EdgeError
 from edge_runtime.bundle.integrity import CheckMode
 from local_transport import LocalTransport
@@ -52,6 +55,15 @@ def test_only_the_files_of_the_bundle_are_sent(device: LocalTransport, package: 
 def test_a_whole_bundle_opens_on_the_device(device: LocalTransport, package: Path, exported_pair: Path) -> None:
     files = {path.relative_to(exported_pair).as_posix() for path in exported_pair.rglob("*") if path.is_file()}
     assert send(device, exported_pair, package) == files
+
+
+def test_a_package_measures_without_what_makes_reports(exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:
+    package, runs = stub_package(tmp_path / "package", real=True), tmp_path / "runs.jsonl"
+    assert [path.name for path in (package / "lib" / "edge_bench").iterdir()] == ["measure"]
+    command = [package / "bin" / "edge-bench", "run", exported_pair, *ONE_OF_EACH, "--drafters", "split", "--max-tokens", "8"]
+    done = subprocess.run([*command, "--runs", runs], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {run.variant.label for run in read_records(runs).runs} == {"plain", "split 2"}
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "manifest.json.sig", "target.gguf"])

@@ -50,6 +50,7 @@ def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bund
     prompts = tmp_path / "own prompts.json"
     prompts.write_text('["one", "two"]')
     result = bench(
+        "devices",
         bundle,
         "--adb",
         daemon.serial,
@@ -78,7 +79,7 @@ def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bund
     assert json.loads((tmp_path / "figures.json").read_text())["overall"][0]["label"] == "plain"
     job = daemon.phone.path(f"{AdbTransport.FOLDER}/runs/first")
     words = (job / "arguments").read_text().split()
-    assert words[2:] == [
+    assert words[3:] == [
         "--runs",
         "runs.jsonl",
         "--prompts",
@@ -88,7 +89,7 @@ def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bund
         "--check",
         "none",
     ]
-    again = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path / "results", "--run", "second")
+    again = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path / "results", "--run", "second")
     assert "0 files, 0 B sent" in again.stderr
 
 
@@ -96,12 +97,12 @@ def test_several_phones_are_compared(desk: Desk, daemon: FakeAdbd, package: Path
     other = desk.phone()
     other.phone.says("getprop ro.product.model", "Other <b>\n")
     arguments = ("--package", package, "--results", tmp_path / "results", "--run", "both", "--html", tmp_path / "page.html")
-    result = bench(bundle, "--adb", daemon.serial, "--adb", other.serial, *arguments)
+    result = bench("devices", bundle, "--adb", daemon.serial, "--adb", other.serial, *arguments)
     assert result.exit_code == 0, result.output
     for name in (daemon.serial, other.serial, "Fake One", "Other <b>", "Warnings and incidents"):
         assert name in result.stdout
     assert "Other &lt;b&gt;" in (tmp_path / "page.html").read_text()
-    compared = bench("--compare", tmp_path / "results")
+    compared = bench("compare", tmp_path / "results")
     assert compared.stdout == result.stdout
     desk.adb("disconnect", other.serial)
 
@@ -111,11 +112,11 @@ def test_one_of_two_phones_fails(desk: Desk, daemon: FakeAdbd, package: Path, bu
     hot = desk.phone()
     hot.phone.battery(celsius=50)
     arguments = ("--package", package, "--results", tmp_path, "--run", "half")
-    result = bench(bundle, "--adb", daemon.serial, "--adb", hot.serial, *arguments)
+    result = bench("devices", bundle, "--adb", daemon.serial, "--adb", hot.serial, *arguments)
     assert result.exit_code == 0
     assert f"left out: adb:{hot.serial}: the phone is at 50 °C: let it cool below 45 °C" in result.stderr
     assert "All domains" in result.stdout
-    alone = bench(bundle, "--adb", hot.serial, *arguments)
+    alone = bench("devices", bundle, "--adb", hot.serial, *arguments)
     assert alone.exit_code == 1
     assert alone.stderr.splitlines()[-1] == f"Error: adb:{hot.serial}: the phone is at 50 °C: let it cool below 45 °C"
     assert not hot.phone.path(f"{AdbTransport.FOLDER}/package").exists()
@@ -134,7 +135,7 @@ def test_heat_and_a_charger_in_the_middle_are_named(daemon: FakeAdbd, package: P
         held.unlink()
 
     thread = when_running(daemon, disturb)
-    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
     thread.join()
     assert result.exit_code == 0, result.output
     assert "Android throttled because of heat (thermal status severe)" in result.stdout
@@ -159,7 +160,7 @@ def test_a_restart_keeps_what_was_measured(
         desk.connect(daemon)
 
     thread = when_running(daemon, restart)
-    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
     thread.join()
     assert result.exit_code == 0, result.output
     assert words in result.stdout
@@ -179,7 +180,7 @@ def test_unplugging_does_not_end_a_run(desk: Desk, daemon: FakeAdbd, package: Pa
         desk.connect(daemon)
 
     thread = when_running(daemon, unplug)
-    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
     thread.join()
     assert result.exit_code == 0, result.output
     assert "; waiting for the device, the run on it continues" in result.stderr
@@ -209,7 +210,7 @@ def test_a_run_waits_for_the_cable_to_be_pulled(daemon: FakeAdbd, package: Path,
         daemon.phone.battery(usb=False)
 
     thread = in_background(unplug)
-    result = bench(bundle, "--adb", daemon.serial, "--package", settle, "--results", tmp_path, "--unplugged", "--run", "waiting")
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", settle, "--results", tmp_path, "--unplugged", "--run", "waiting")
     thread.join()
     assert result.exit_code == 0, result.output
     assert "unplug the device now" in result.stderr
@@ -217,7 +218,7 @@ def test_a_run_waits_for_the_cable_to_be_pulled(daemon: FakeAdbd, package: Path,
 
 
 def test_joules_come_home_with_their_scope(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
-    arguments = (bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--energy", "yes")
+    arguments = ("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--energy")
     daemon.phone.battery(usb=True)
     refused = bench(*arguments)
     assert refused.exit_code == 1
@@ -228,19 +229,19 @@ def test_joules_come_home_with_their_scope(daemon: FakeAdbd, package: Path, bund
     assert "scope package" in result.stdout
     assert "J/output token" in result.stdout
     assert next(tmp_path.rglob("energy.jsonl")).exists()
-    assert "Energy, scope package" in bench("--compare", tmp_path).stdout
+    assert "Energy, scope package" in bench("compare", tmp_path).stdout
 
 
 def test_a_phone_is_cleaned_without_a_bundle(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
-    assert bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--deploy-only").exit_code == 0
-    assert bench("--adb", daemon.serial, "--clean").exit_code == 0
+    assert bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--deploy-only").exit_code == 0
+    assert bench("devices", "--adb", daemon.serial, "--clean").exit_code == 0
     assert not daemon.phone.path(AdbTransport.FOLDER).exists()
 
 
 @pytest.mark.slow
 def test_a_run_is_followed_by_name_and_cleaned_up(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     held = hold(daemon)
-    arguments = (bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--run", "named")
+    arguments = ("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--run", "named")
     thread = in_background(lambda: bench(*arguments))
     when_running(daemon, held.unlink).join()
     thread.join()
@@ -254,7 +255,7 @@ def test_a_run_is_followed_by_name_and_cleaned_up(daemon: FakeAdbd, package: Pat
 @pytest.mark.slow
 def test_a_run_is_stopped_by_name(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     hold(daemon)
-    arguments = (bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--run", "long")
+    arguments = ("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--run", "long")
     said: list[Result] = []
     thread = in_background(lambda: said.append(bench(*arguments)))
     when_running(daemon, lambda: None).join()
@@ -266,7 +267,7 @@ def test_a_run_is_stopped_by_name(daemon: FakeAdbd, package: Path, bundle: Path,
 
 
 def test_deploying_only_starts_nothing(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
-    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--deploy-only")
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--deploy-only")
     assert result.exit_code == 0, result.output
     folder = daemon.phone.path(AdbTransport.FOLDER)
     assert (folder / "package/bin/edge-bench").stat().st_mode & 0o111
@@ -276,14 +277,14 @@ def test_deploying_only_starts_nothing(daemon: FakeAdbd, package: Path, bundle: 
 
 def test_a_benchmark_that_fails_there_says_why_here(daemon: FakeAdbd, bundle: Path, tmp_path: Path) -> None:
     failing = stub_package(tmp_path / "failing", code=1)
-    result = bench(bundle, "--adb", daemon.serial, "--package", failing, "--results", tmp_path / "results")
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", failing, "--results", tmp_path / "results")
     assert result.exit_code == 1
     assert "the run returned no results: Error: the model does not fit" in result.stderr.splitlines()[-1]
 
 
 def test_a_full_phone_is_told_before_anything_runs(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     daemon.faults.room = 5_000
-    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
     assert result.exit_code == 1
     assert "no space left on the device" in result.stderr.splitlines()[-1]
     assert not daemon.phone.path(f"{AdbTransport.FOLDER}/runs").exists()
@@ -293,7 +294,6 @@ def test_a_full_phone_is_told_before_anything_runs(daemon: FakeAdbd, package: Pa
     ("arguments", "words"),
     [
         (("--adb", "X"), "needs --package"),
-        (("--adb", "X", "--package", "PACKAGE", "--runs", "r"), "--runs applies to this machine only"),
         (("--adb", "X", "--package", "PACKAGE", "--run", "../x"), "is not a valid run name"),
         (("--adb", "X", "--package", "PACKAGE", "--stop"), "--stop needs the name"),
         (("--adb", "X", "--package", "NOWHERE"), "is not a device package"),
@@ -303,21 +303,21 @@ def test_a_full_phone_is_told_before_anything_runs(daemon: FakeAdbd, package: Pa
 )
 def test_what_cannot_be_asked_of_a_device(arguments: tuple[str, ...], words: str, package: Path, bundle: Path, tmp_path: Path) -> None:
     known = {"PACKAGE": str(package), "NOWHERE": str(tmp_path / "nowhere")}
-    result = bench(bundle, *(known.get(a, a) for a in arguments))
+    result = bench("devices", bundle, *(known.get(a, a) for a in arguments))
     assert result.exit_code == 1
     assert words in result.stderr.splitlines()[-1]
 
 
 def test_a_package_for_another_processor_is_refused(daemon: FakeAdbd, bundle: Path, tmp_path: Path) -> None:
     arm = stub_package(tmp_path / "arm", platform="android-arm64")
-    result = bench(bundle, "--adb", daemon.serial, "--package", arm, "--results", tmp_path / "results")
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", arm, "--results", tmp_path / "results")
     assert result.exit_code == 1
     assert "the package is for android-arm64, but the device's processor is" in result.stderr
 
 
 def test_comparing_nothing_is_refused(tmp_path: Path) -> None:
-    assert "no runs.jsonl found below" in bench("--compare", tmp_path).stderr
-    assert bench("--compare", tmp_path, tmp_path).exit_code == 2
+    assert "no runs.jsonl found below" in bench("compare", tmp_path).stderr
+    assert bench("compare").exit_code == 2
 
 
 @pytest.mark.slow
@@ -328,9 +328,9 @@ def test_a_real_benchmark_over_ssh_drafts_what_this_machine_drafts(
     what = (*ONE_OF_EACH, "--drafters", "split", "--max-tokens", "8")
     arguments = ("--ssh", "pi", "--ssh-config", host.config, "--package", package, "--results", tmp_path / "results", "--run", "there")
     folder = ("--device-folder", tmp_path / "device folder")
-    result = bench(exported_pair, *what, *arguments, *folder)
+    result = bench("devices", exported_pair, *what, *arguments, *folder)
     assert result.exit_code == 0, result.output
-    here = bench(exported_pair, *what, "--runs", tmp_path / "here.jsonl")
+    here = bench("run", exported_pair, *what, "--runs", tmp_path / "here.jsonl")
     assert here.exit_code == 0, here.output
     there = read_records(tmp_path / "results/there/ssh-pi/runs.jsonl")
     assert [(r.variant, r.output, r.drafted, r.accepted) for r in there.runs] == [
@@ -342,7 +342,7 @@ def test_links_that_lose_exit_codes_do_as_well(desk: Desk, package: Path, bundle
     daemon = desk.phone(connect=False)
     daemon.faults.features = "cmd,stat_v2"
     desk.connect(daemon)
-    result = bench(bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
     assert result.exit_code == 0, result.output
     assert "1" in shell(AdbTransport(daemon.serial), "echo 1")
     desk.adb("disconnect", daemon.serial)

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from chromium import chromium
-from edge_bench.cli import main
+from edge_bench.cli.main import main
 from edge_bench.measure.energy import is_energy_log, measure_energy, read_energy
 from edge_devices.energy.protocol import Plan, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
@@ -61,12 +61,12 @@ def bench(*arguments: object) -> Result:
 
 def test_an_energy_log_is_reported_alone(path: Path) -> None:
     assert is_energy_log(path)
-    result = bench("--report", path)
+    result = bench("report", path)
     assert result.exit_code == 0, result.output
     assert "scope package" in result.stdout
     assert "J/request by phase, calibrated" in result.stdout
     assert "get_throttled 0x50005" in result.stdout
-    record = json.loads(bench("--report", path, "--json", "-").stdout)
+    record = json.loads(bench("report", path, "--json", "-").stdout)
     plain, drafted = record["variants"]
     assert plain["phase_joules"]["prefill"]["value"] == pytest.approx(18.0 * 0.3, rel=1e-3)
     assert plain["phase_joules"]["decode"]["value"] == pytest.approx(12.0 * 2, rel=1e-3)
@@ -106,7 +106,7 @@ def test_plots_name_scope_and_estimates(path: Path) -> None:
 def test_names_from_outside_stay_text(tmp_path: Path) -> None:
     log = recorded(Kind.SAMPLER, refresh_s=0.2, name=HOSTILE)
     write_log(tmp_path / "log.jsonl", replace(log, facts=replace(log.facts, name=HOSTILE), warnings=[HOSTILE]))
-    result = bench("--report", tmp_path / "log.jsonl", "--html", tmp_path / "page.html")
+    result = bench("report", tmp_path / "log.jsonl", "--html", tmp_path / "page.html")
     assert result.exit_code == 0, result.output
     page = (tmp_path / "page.html").read_text()
     assert "<script" not in page
@@ -116,7 +116,7 @@ def test_names_from_outside_stay_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_browser_shows_power_windows_and_intervals(path: Path, tmp_path: Path, theme: str) -> None:
-    assert bench("--report", path, "--html", tmp_path / "page.html").exit_code == 0
+    assert bench("report", path, "--html", tmp_path / "page.html").exit_code == 0
     with chromium(tmp_path / "profile", theme=theme) as driver:
         driver.get((tmp_path / "page.html").as_uri())
         heading = driver.execute_script("return document.querySelector('h1').textContent")
@@ -142,17 +142,17 @@ def test_a_browser_shows_power_windows_and_intervals(path: Path, tmp_path: Path,
 
 def test_files_that_do_not_fit_are_refused(path: Path, tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("time,W\n0,1\n1,1\n")
-    result = bench("--report", path, "--energy", path)
+    result = bench("report", path, "--energy", path)
     assert (result.exit_code, "is an energy log itself" in result.stderr) == (1, True)
-    result = bench("--report", path, "--external", tmp_path / "table.csv")
+    result = bench("report", path, "--external", tmp_path / "table.csv")
     assert (result.exit_code, "no load step is visible" in result.stderr) == (1, True)
     (tmp_path / "other.jsonl").write_text("{}\n")
     assert not is_energy_log(tmp_path / "other.jsonl")
     assert not is_energy_log(tmp_path / "nothing")
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     assert not is_energy_log(tmp_path / "deep.jsonl")
-    assert "needs an energy log" in bench("--report", tmp_path / "other.jsonl", "--external", tmp_path / "table.csv").stderr
-    assert bench("bundle", "--external", tmp_path / "table.csv").exit_code == 2
+    assert "needs an energy log" in bench("report", tmp_path / "other.jsonl", "--external", tmp_path / "table.csv").stderr
+    assert bench("run", "bundle", "--external", tmp_path / "table.csv").exit_code == 2
 
 
 @pytest.mark.parametrize("kind", [Kind.COUNTER, None])
@@ -167,7 +167,7 @@ def test_the_whole_protocol_writes_a_log_that_says_the_same(kind: Kind | None, t
     if report is None:
         assert kind is None
         assert len(log.loads) == 3
-        result = bench("--report", path)
+        result = bench("report", path)
         assert (result.exit_code, "give that meter's table with --external" in result.stderr) == (1, True)
         return
     assert report.to_json() == read_energy(path)[0].to_json()

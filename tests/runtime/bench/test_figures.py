@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bench_records import PEER_PLAIN, fixed, header, noisy_runs, rolling, run, whole_benchmark
-from edge_bench.measure.record_file import RecordFile
-from edge_bench.measure.records import collect, line_of, read_records
+from edge_bench.measure.records import RecordFile, collect, line_of, read_records
 from edge_bench.measure.variants import BASELINE, LLAMA_CPP
 from edge_bench.report.figures import best_fixed, figures
 from edge_bench.report.ratios import paired_logs, ratio

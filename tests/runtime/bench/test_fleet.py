@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 import phones
 from bench_records import whole_benchmark
-from edge_bench import cli
+from edge_bench.cli.main import main
 from edge_bench.measure.records import Run
 from stub_bundle import stub_bundle
 from stub_package import ROOT, stub_package
@@ -77,7 +77,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def bench(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.main, [str(a) for a in arguments], env={"COLUMNS": "250"})
+    return CliRunner().invoke(main, [str(a) for a in arguments], env={"COLUMNS": "250"})
 
 
 def test_four_phones_of_two_hosts_land_in_one_parquet_folder(
@@ -86,7 +86,7 @@ def test_four_phones_of_two_hosts_land_in_one_parquet_folder(
     import pyarrow.dataset as ds
 
     package = stub_package(tmp_path / "package")
-    arguments = (bundle, "--fleet", scheduler, "--package", package, "--results", tmp_path / "fleet")
+    arguments = ("devices", bundle, "--fleet", scheduler, "--package", package, "--results", tmp_path / "fleet")
     begin = time.monotonic()
     result = bench(*arguments, "--run", "one")
     assert result.exit_code == 0, result.output
@@ -107,16 +107,16 @@ def test_four_phones_of_two_hosts_land_in_one_parquet_folder(
     assert "left out" in again.stderr
     assert "let it cool" in again.stderr
     assert len(list((tmp_path / "fleet/parquet/requests").iterdir())) == 4 + 3
-    compared = bench("--compare", tmp_path / "fleet")
+    compared = bench("compare", tmp_path / "fleet")
     assert compared.exit_code == 0, compared.output
     assert "Fleet" in compared.stdout
 
 
 def test_a_fleet_that_cannot_be(scheduler: str, bundle: Path, tmp_path: Path) -> None:
     package = stub_package(tmp_path / "package")
-    nobody = bench(bundle, "--fleet", scheduler, "--adb", "not-there", "--package", package, "--results", tmp_path)
+    nobody = bench("devices", bundle, "--fleet", scheduler, "--adb", "not-there", "--package", package, "--results", tmp_path)
     assert nobody.exit_code == 1
     assert "has a usable phone" in nobody.stderr
-    unknown = bench(bundle, "--fleet", "nonsense://x", "--package", package, "--results", tmp_path)
+    unknown = bench("devices", bundle, "--fleet", "nonsense://x", "--package", package, "--results", tmp_path)
     assert unknown.exit_code == 1
     assert "cannot be reached" in unknown.stderr.splitlines()[-1]

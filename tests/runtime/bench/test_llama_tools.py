@@ -14,14 +14,16 @@ from bench_records import ONE_OF_EACH, PEER_PLAIN, fixed
 from device_runs import bench
 from edge_bench.devices import remote_run
 from edge_bench.measure import llama_tools as module
-from edge_bench.measure.benchmark import Benchmark, BenchRequest
+from edge_bench.measure.benchmark import Benchmark
 from edge_bench.measure.llama_tools import BENCH, SPECULATIVE, LlamaTools, llama_tools
 from edge_bench.measure.prompts import PreparedPrompt, prepare, shipped_prompts
 from edge_bench.measure.records import read_records
+from edge_bench.measure.request import BenchRequest
 from edge_bench.measure.runners import EdgeRunner, Place
 from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import open_session
 from phones import Desk
 from stub_package import stub_package
@@ -140,7 +142,9 @@ def test_a_phone_measures_the_tools_of_its_package(
         (package / "tools" / name).write_text(f'#!/bin/sh\nexec "{Path(folder).resolve() / name}" "$@"\n')
         (package / "tools" / name).chmod(0o755)
     where = ("--adb", phone.serial, "--package", package, "--results", tmp_path / "results", "--device-folder", tmp_path / "device")
-    result = bench(exported_pair, *ONE_OF_EACH, "--max-tokens", "8", "--drafters", "dense", *where, "--against", "llama.cpp=package")
+    result = bench(
+        "devices", exported_pair, *ONE_OF_EACH, "--max-tokens", "8", "--drafters", "dense", *where, "--against", "llama.cpp=package"
+    )
     print(result.output)
     assert result.exit_code == 0, result.output
     runs = read_records(next((tmp_path / "results").rglob("runs.jsonl"))).runs
@@ -168,6 +172,5 @@ def test_tools_run_where_the_library_is_not_installed(tools, exported_pair, monk
 
 
 def test_a_bundle_without_gguf_files_cannot_be_held_against_llama_cpp(onnx_pair: Callable[[str], Path], tmp_path: Path) -> None:
-    nothing: Any = None
     with pytest.raises(RequestError, match="--against runs GGUF files"):
-        Benchmark(BenchRequest(bundle=onnx_pair("int4"), prompts=(), tools=tmp_path), nothing)
+        Benchmark(onnx_pair("int4"), BenchRequest(tools=tmp_path), LoadOptions())

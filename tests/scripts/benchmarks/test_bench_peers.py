@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 import bench_peers
 from bench_records import whole_benchmark
-from edge_bench.measure.record_file import RecordFile
+from edge_bench.measure.records import RecordFile
 
 
 @pytest.fixture
@@ -51,6 +51,7 @@ def test_measuring_goes_through_edge_bench(tmp_path, monkeypatch, records):
     assert CliRunner().invoke(bench_peers.main, arguments).exit_code == 0
     ((command, environment),) = asked
     assert command[3:] == [
+        "run",
         str(bundle),
         "--against",
         f"llama.cpp={tools}",

@@ -1,0 +1,19 @@
+"""`edge-bench compare`: results of devices beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from edge_bench.cli.outputs import Outputs
+from edge_bench.devices.results import find_results
+from edge_devices.command_line import PanelCommand, takes
+
+
+@click.command(cls=PanelCommand)
+@click.argument("folders", metavar="FOLDER...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@takes("outputs", Outputs)
+def compare(folders: tuple[Path, ...], outputs: Outputs) -> None:
+    """Compare the results of devices below the FOLDERs."""
+    outputs.write_devices(find_results(folders), folders)

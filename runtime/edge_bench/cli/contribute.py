@@ -1,0 +1,109 @@
+"""`edge-bench contribute`: measures joules per token, guided, here or on devices, and writes records that others can check and pool."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from edge_bench.cli.devices import ReachOptions, measure_on
+from edge_bench.contribution.guide import steps, wait_for_enter
+from edge_bench.contribution.pool import pool_records, pool_tables
+from edge_bench.contribution.record import make_record, write_record
+from edge_bench.devices.remote_run import device_label
+from edge_bench.devices.results import ENERGY
+from edge_bench.measure.command import measure_joules
+from edge_bench.measure.energy import find_meter
+from edge_bench.measure.progress import note
+from edge_bench.measure.request import BenchRequest, MeterOptions, option_words
+from edge_bench.report.terminal import print_tables
+from edge_devices.command_line import PanelCommand, takes
+from edge_devices.energy.virtual_meters import ESTIMATE, EXTERNAL
+from edge_devices.meters.base import MeterFacts
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.signature import read_signing_key, sign_file
+from edge_runtime.cli.options import BundlePath, refuse_threads
+from edge_runtime.errors import RequestError
+from edge_runtime.session.load_options import LoadOptions
+
+MINUTES = 27
+# What a record measures: plain decoding and the default policy, on all shipped prompts.
+PROTOCOL = BenchRequest(lengths=(), policies=("profit",), contexts=(), repeats=1, warm_up=1)
+
+
+@click.command(cls=PanelCommand)
+@click.argument("bundle", type=BundlePath())
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--sign", type=click.Path(path_type=Path), metavar="KEY", help="Sign the file with this Ed25519 key.")
+@takes("meters", MeterOptions(minutes=MINUTES))
+@takes("request", PROTOCOL, only=["threads"])
+@takes("load", LoadOptions, only=["backend"])
+@takes("reach", ReachOptions, panel="Devices")
+def contribute(
+    bundle: Path, file: Path, sign: Path | None, meters: MeterOptions, request: BenchRequest, load: LoadOptions, reach: ReachOptions
+) -> None:
+    """Measure joules per token, guided, in less than 30 minutes, and write FILE, which others can check and pool."""
+    contribution = Contribution(bundle, file, sign, request, load)
+    if reach.adb or reach.ssh:
+        contribution.on_devices(reach, meters)
+    else:
+        refuse_threads(request.threads)
+        contribution.on_this_machine(meters)
+
+
+class Contribution:
+    """Writes the record of one bundle. The key is read, and the file's place tried, before anything is measured."""
+
+    def __init__(self, bundle: Path, target: Path, sign: Path | None, request: BenchRequest, load: LoadOptions) -> None:
+        """Raises EdgeError for a bundle, key or place that cannot be used."""
+        self._bundle, self._target = open_bundle(bundle), target
+        self._folder, self._request, self._load = bundle, request, load
+        self._key = read_signing_key(sign) if sign else None
+        if target.suffix != ".json" or not target.resolve().parent.is_dir():
+            raise RequestError(f"{target} must be a .json file in a folder that exists")
+
+    def on_this_machine(self, meters: MeterOptions) -> None:
+        """Guides, measures and writes the record. Raises RequestError where no meter is read during the runs."""
+        meter, reason = find_meter(meters.meter)
+        if meter is None:
+            raise RequestError(f"{reason}; see edge-devices meters, or add --meter {ESTIMATE} for a record that is labelled as one")
+        if meter.facts.name == EXTERNAL:
+            raise RequestError("a record needs a meter that is read during the runs; use edge-bench run --energy and a table")
+        guide(meter.facts, meters)
+        log_path = self._target.with_suffix(".jsonl")
+        _, log = measure_joules(self._folder, self._request, self._load, log_path, meter, meters.minutes)
+        self._write(log_path, self._target, ["stopped by Ctrl-C"] if log.stopped else [])
+
+    def on_devices(self, reach: ReachOptions, meters: MeterOptions) -> None:
+        """Guides, measures and writes a record for each device; with several, each one's label is part of the name."""
+        guide(None, meters)
+        words = (*option_words(self._request), *option_words(self._load), *option_words(meters))
+        results = measure_on(reach, reach.run_of(self._folder, options=words, energy=True, meter=meters.meter))
+        for result in results:
+            label = device_label(result.device)
+            log_path = reach.results / result.run / label / ENERGY
+            if not log_path.exists():
+                note(f"{result.device}: no energy was measured; see {log_path.parent} for the reason")
+                continue
+            target = self._target if len(results) == 1 else self._target.with_stem(f"{self._target.stem}-{label}")
+            self._write(log_path, target, result.incidents)
+
+    def _write(self, log_path: Path, target: Path, remarks: Sequence[str]) -> None:
+        request = self._request
+        settings = {"threads": request.threads, "tokens": request.tokens, "backend": self._load.backend, "policies": list(request.policies)}
+        record = make_record(log_path, self._folder, self._bundle.manifest, settings=settings, remarks=remarks)
+        write_record(target, record)
+        signature = f", signed in {sign_file(target, self._key)}" if self._key else ""
+        pool = pool_records([target])
+        print_tables(pool_tables(pool))
+        note(f"written to {target}{signature}; it holds the readings, the device's model and versions, no names and no serial numbers")
+        note("valid: send this file" if pool.valid else "not valid: see why above, and measure again")
+
+
+def guide(meter: MeterFacts | None, meters: MeterOptions) -> None:
+    """Prints the steps before a measurement, and waits for Enter where somebody can press it."""
+    for line in steps(meter, meters.minutes or MINUTES):
+        note(line)
+    wait_for_enter(sys.stdin is not None and sys.stdin.isatty())

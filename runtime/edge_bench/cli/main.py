@@ -1,0 +1,49 @@
+"""The commands of `edge-bench`."""
+
+from __future__ import annotations
+
+import click
+
+from edge_bench.cli.compare import compare
+from edge_bench.cli.contribute import contribute
+from edge_bench.cli.devices import devices
+from edge_bench.cli.pool import pool
+from edge_bench.cli.report import report
+from edge_bench.cli.run import run
+from edge_devices.command_line import PanelGroup
+from edge_runtime.errors import OUT_OF_MEMORY
+
+EXAMPLES = """
+\b
+Examples:
+  edge-bench run my-bundle
+  edge-bench run my-bundle --lengths 2,3 --policies none --domains code --repeats 2 --contexts none
+  edge-bench run my-bundle --runs run.jsonl --html report.html --json figures.json
+  edge-bench run my-bundle --drafters dense,split,lookup --concurrency 1,2,4
+  edge-bench run my-bundle --against llama.cpp=build/llama.cpp/bin
+  edge-bench run my-bundle --image-sizes 70,280
+  edge-bench run my-bundle --prompts my-prompts.json --domains none
+  edge-bench run my-bundle --runs run.jsonl --energy energy.jsonl
+  edge-bench report run.jsonl --html report.html
+  edge-bench report energy.jsonl --html energy.html      (the log of --energy)
+  edge-bench run my-bundle --energy energy.jsonl --meter external    (afterwards, with the meter's table:)
+  edge-bench report energy.jsonl --external usb-meter.csv
+  edge-bench devices my-bundle --package phone-package --adb all --lengths 2,3,4
+  edge-bench devices my-bundle --package pi-package --ssh pi@raspberrypi --html pi.html
+  edge-bench compare bench-results
+  edge-bench contribute my-bundle my-device.json      (joules per token, guided, for others to pool)
+  edge-bench pool records
+"""
+
+
+@click.group(cls=PanelGroup, epilog=EXAMPLES, out_of_memory=OUT_OF_MEMORY)
+@click.version_option(package_name="edge-mtp")
+def main() -> None:
+    """Compare plain decoding with drafting: fixed lengths, policies, drafters, and llama.cpp's own drafting.
+
+    Use an otherwise idle machine. Ctrl-C stops the benchmark and keeps what was measured.
+    """
+
+
+for _command in (run, devices, report, compare, contribute, pool):
+    main.add_command(_command)

@@ -1,0 +1,91 @@
+"""Where the results of a command go: tables on standard output, a JSON file, a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edge_bench.devices.comparison import comparison_tables
+from edge_bench.devices.results import DeviceResult
+from edge_bench.report.figures import Figures
+from edge_bench.report.tables import TextTable
+from edge_bench.report.terminal import print_report, print_tables
+from edge_devices.energy.report import EnergyReport
+from edge_devices.energy.run_log import RunLog
+from edge_devices.energy.text import report_lines
+from edge_devices.files.atomic_write import write_text
+from edge_devices.option_fields import option
+
+STDOUT = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Where results go besides the tables; `json_path` "-" is standard output, in place of the tables."""
+
+    json_path: str | None = option(
+        "--json", panel="Results", help="Write the figures to this file; - is standard output, in place of the tables."
+    )
+    html: Path | None = option(panel="Results", help="Write a page with plots to this file. Needs edge-mtp[report].")
+
+    def check(self) -> None:
+        """Raises RequestError before anything is measured if the library for a page with plots is missing."""
+        if self.html is not None:
+            from edge_bench.report.svg import require_library
+
+            require_library()
+
+    def write(self, result: Figures) -> None:
+        """Writes the figures to all outputs."""
+        if self.html is not None:
+            from edge_bench.report.html import report_page
+
+            write_text(self.html, [report_page(result)])
+        if self.write_json(result.to_json()):
+            print_report(result)
+
+    def write_energy(self, report: EnergyReport, log: RunLog) -> None:
+        """Writes an energy measurement to all outputs."""
+        if self.html is not None:
+            from edge_bench.report.html import energy_page
+
+            write_text(self.html, [energy_page(report, log)])
+        if self.write_json(report.to_json()):
+            for line in report_lines(report):
+                click.echo(line)
+
+    def write_devices(self, results: Sequence[DeviceResult], places: Sequence[Path]) -> None:
+        """Writes the comparison of results, and of the fleets below `places`, to all outputs. Raises RequestError."""
+        results = sorted(results, key=lambda result: (result.run, result.device))  # as when they are read again later
+        tables = [*comparison_tables(results), *_fleet_tables(places)]
+        if self.html is not None:
+            from edge_bench.report.html import tables_page
+
+            write_text(self.html, [tables_page("edge-bench: devices", tables)])
+        if self.write_json({"devices": [result.to_json() for result in results]}):
+            print_tables(tables)
+
+    def write_json(self, record: dict[str, Any]) -> bool:
+        """Writes the JSON if requested; returns whether standard output remains for the tables."""
+        if self.json_path:
+            text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+            if self.json_path == STDOUT:
+                click.echo(text, nl=False)
+            else:
+                write_text(Path(self.json_path), [text])
+        return self.json_path != STDOUT
+
+
+def _fleet_tables(places: Sequence[Path]) -> list[TextTable]:
+    """Returns the tables of a fleet's Parquet folders below the folders `places`."""
+    folders = [place / "parquet" for place in places if (place / "parquet").is_dir()]
+    if not folders:
+        return []
+    from edge_bench.devices.parquet import fleet_tables
+
+    return [table for folder in folders for table in fleet_tables(folder)]

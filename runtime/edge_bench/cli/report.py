@@ -1,0 +1,44 @@
+"""`edge-bench report`: computes the figures of records, of an energy log, or of both again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from edge_bench.cli.outputs import Outputs
+from edge_bench.measure.energy import is_energy_log, read_energy
+from edge_bench.measure.records import read_records
+from edge_bench.report.figures import figures
+from edge_devices.command_line import PanelCommand, takes
+from edge_devices.energy.external.columns import COLUMNS_HELP
+from edge_runtime.errors import RequestError
+
+
+@click.command(cls=PanelCommand)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--energy", type=click.Path(path_type=Path), help="The energy log of the same run, where FILE is from --runs.")
+@click.option(
+    "--external",
+    type=click.Path(path_type=Path),
+    metavar="TABLE",
+    help="Use this table of an external meter in place of the energy log's readings.",
+)
+@click.option("--columns", metavar="KEY=NAME,...", help=COLUMNS_HELP)
+@takes("outputs", Outputs)
+def report(file: Path, energy: Path | None, external: Path | None, columns: str | None, outputs: Outputs) -> None:
+    """Compute the figures of FILE again, which --runs or --energy wrote."""
+    outputs.check()
+    if columns is not None and external is None:
+        raise click.UsageError("--columns is for the table of --external; add it, or leave --columns out")
+    if file.exists() and not file.is_file():
+        raise RequestError(f"{file} is not a regular file; give a file that edge-bench run --runs wrote")
+    if is_energy_log(file):
+        if energy is not None:
+            raise RequestError(f"{file} is an energy log itself; --energy is for a file from --runs")
+        outputs.write_energy(*read_energy(file, external, columns))
+        return
+    if external is not None and energy is None:
+        raise RequestError(f"--external needs an energy log, which {file} is not; add --energy LOG")
+    joules, log = read_energy(energy, external, columns) if energy else (None, None)
+    outputs.write(figures(read_records(file), joules, log))

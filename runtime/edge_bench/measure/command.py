@@ -1,0 +1,148 @@
+"""Measuring, as the commands do it, and the `edge-bench run` of a device, which writes records and no report."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from edge_bench.measure.benchmark import Benchmark
+from edge_bench.measure.energy import find_meter, measure_energy
+from edge_bench.measure.progress import BenchScreen, note
+from edge_bench.measure.records import Note, Record, RecordFile, Records, collect
+from edge_bench.measure.request import LOADING, BenchRequest, MeterOptions
+from edge_devices.command_line import INTERRUPTED, PanelGroup, takes
+from edge_devices.energy.report import EnergyReport
+from edge_devices.energy.run_log import RunLog
+from edge_devices.energy.virtual_meters import EXTERNAL
+from edge_devices.errors import DeviceError
+from edge_devices.machine.load import LoadWatch, load_now
+from edge_devices.meters.base import Meter
+from edge_devices.option_fields import option
+from edge_runtime.cli.options import BundlePath, refuse_threads, refuse_unchecked_key
+from edge_runtime.errors import OUT_OF_MEMORY, RequestError
+from edge_runtime.session.load_options import LoadOptions
+from edge_runtime.session.open import default_threads
+
+NO_ENERGY = "energy was not measured; use --energy FILE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(MeterOptions):
+    """The files that measurements are written to."""
+
+    runs: Path | None = option(panel="Results", help="Write each measurement to this file at once, one JSON line each.")
+    energy: Path | None = option(
+        panel="Energy", help="Also measure energy by the protocol of docs/energy.md (takes long); write its log here."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one run of the command measured. `failure`: why energy was not measured, although it was asked for."""
+
+    records: Records
+    energy: EnergyReport | None = None
+    log: RunLog | None = None
+    stopped: bool = False
+    failure: DeviceError | None = None
+
+    def end(self, energy_file: Path | None) -> None:
+        """Says what is missing after the results are written: raises `failure`, or exits with the code of Ctrl-C."""
+        if self.failure is not None:
+            raise self.failure
+        if self.log is not None and self.energy is None:
+            note(f"the {EXTERNAL} meter's table is still needed: edge-bench report {energy_file} --external TABLE")
+        if self.stopped:
+            note("stopped; the figures cover what was measured until then")
+            sys.exit(INTERRUPTED)
+
+
+def measure_bundle(bundle: Path, request: BenchRequest, load: LoadOptions, files: RecordOptions) -> Measured:
+    """Measures speeds, then energy if `files` names a log for it. Raises EdgeError before anything is measured, or if nothing was."""
+    refuse_threads(request.threads)
+    refuse_unchecked_key(load.check, load.public_key)
+    request.prompts()  # those that cannot be used are refused before minutes of measuring
+    if files.minutes and not files.energy:
+        raise click.UsageError("--minutes is for --energy; add it, or leave --minutes out")
+    meter, reason = find_meter(files.meter)
+    if files.energy and meter is None:
+        raise RequestError(
+            f"{reason}; leave --energy out, see edge-devices meters, or use --meter {EXTERNAL} with a meter that writes a table"
+        )
+    records, stopped = measure_speeds(bundle, request, load, files.runs, "" if files.energy else reason or NO_ENERGY)
+    if meter is None or not files.energy or stopped:
+        return Measured(records=collect(records), stopped=stopped)
+    try:
+        joules, log = measure_joules(bundle, request, load, files.energy, meter, files.minutes)
+    except KeyboardInterrupt:
+        return Measured(records=collect(records), stopped=True)
+    except DeviceError as error:  # the speeds are measured, and are not lost with it
+        return Measured(records=collect([*records, Note(text=f"no energy figures: {error}")]), failure=error)
+    return Measured(records=collect(records), energy=joules, log=log, stopped=log.stopped)
+
+
+def measure_speeds(
+    bundle: Path, request: BenchRequest, load: LoadOptions, runs: Path | None, remark: str = ""
+) -> tuple[list[Record], bool]:
+    """Returns all records, then `remark` and how busy the machine was, and whether it was interrupted; records until then are kept."""
+    records: list[Record] = []
+    with RecordFile(runs) as file, BenchScreen() as screen:
+        busy, watch = busy_before(screen), LoadWatch()
+        try:
+            for record in Benchmark(bundle, request, screen.shows(load)).records():
+                file.add(record)
+                records.append(record)
+            now = watch.load()
+            for text in (remark, busy, now.sentence() if now.is_busy else ""):
+                if text:
+                    records.append(Note(text=text))
+                    file.add(records[-1])
+        except KeyboardInterrupt:
+            if not records:
+                raise
+            stopped = Note(text="stopped by Ctrl-C before the end: some figures have fewer repeats, or are missing")
+            file.add(stopped)
+            return [*records, stopped], True
+    return records, False
+
+
+def measure_joules(
+    bundle: Path, request: BenchRequest, load: LoadOptions, path: Path, meter: Meter, minutes: int | None
+) -> tuple[EnergyReport | None, RunLog]:
+    """Runs the energy protocol over the same variants. Raises DeviceError where it cannot be done."""
+    with ExitStack() as stack, BenchScreen() as screen:
+        busy_before(screen)
+        benchmark = Benchmark(bundle, request, screen.shows(load))
+        recording = "; its recording must run from now until the end" if meter.facts.name == EXTERNAL else ""
+        screen.message(f"energy: {meter.facts.name}; measuring idle, warm-up and repeats{recording}")
+        threads = request.threads or default_threads()
+        return measure_energy(path, meter, benchmark.energy_workloads(stack), threads=threads, minutes=minutes, waiting=screen.wait)
+
+
+def busy_before(screen: BenchScreen) -> str:
+    """Shows and returns a sentence if the machine is busy before the first run; returns an empty text if it is not."""
+    before = load_now()
+    text = f"before the first run, {before.sentence()}" if before.is_busy else ""
+    if text:
+        screen.message(text)
+    return text
+
+
+@click.group(cls=PanelGroup, out_of_memory=OUT_OF_MEMORY)
+@click.version_option(package_name="edge-mtp")
+def main() -> None:
+    """Measure bundles on this device. Tables and pages are made of the records elsewhere: edge-bench report FILE."""
+
+
+@main.command()
+@click.argument("bundle", type=BundlePath())
+@takes("request", BenchRequest)
+@takes("load", LoadOptions, only=LOADING)
+@takes("files", RecordOptions)
+def run(bundle: Path, request: BenchRequest, load: LoadOptions, files: RecordOptions) -> None:
+    """Measure BUNDLE on this machine, plainly and with drafts in turn."""
+    measure_bundle(bundle, request, load, files).end(files.energy)
