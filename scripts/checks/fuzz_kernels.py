@@ -109,6 +109,18 @@ class Fuzzer:
         words = [ctypes.c_int(kind), *map(ctypes.c_int64, sizes[:3]), pointer(data), pointer(values), ctypes.c_int64(sizes[3])]
         self._agreed("multiply_gguf", words, (rows, outputs), f"a product of type {kind} of {sizes}", wrong=wrong)
 
+    def float_products(self) -> None:
+        """One matrix of floats, of random bits; such as are no numbers included."""
+        random = self._random
+        kind, outputs, inputs, rows = (int(random.integers(*limits)) for limits in ((3,), (1, 70), (1, 200), (1, 40)))
+        weights = filled(random.integers(0, 256, (outputs, inputs * (2 if kind else 4))).astype(np.uint8))
+        values = filled(_floats(random, (rows, inputs)))
+        sizes = [kind, outputs, inputs, rows]
+        if wrong := random.random() < 0.2:
+            sizes[int(random.integers(4))] = int(random.choice((-1, -(1 << 62), (1 << 63) - 1)))
+        words = [*map(pointer, (weights, values)), *map(ctypes.c_int64, sizes)]
+        self._agreed("multiply_floats", words, (rows, outputs), f"a product of floats of {sizes}", wrong=wrong)
+
     def attentions(self) -> None:
         """One attention on all variants, and with other numbers of queries at a time."""
         random = self._random
@@ -206,11 +218,12 @@ def main(inputs: int, seed: int) -> None:
         for _ in range(inputs):
             fuzzer.products()
             fuzzer.gguf_products()
+            fuzzer.float_products()
             fuzzer.attentions()
             fuzzer.attentions_over_cells()
             fuzzer.single_values()
             _kept.clear()
-    kinds = "products, of GGUF weights, of attentions, of those over cells and of single values"
+    kinds = "products, of GGUF weights, of floats, of attentions, of those over cells and of single values"
     click.echo(f"{inputs} each of {kinds} on {', '.join(fuzzer.variants)}: no failure")
 
 

@@ -7,6 +7,7 @@
 extern "C" {
 int edge_rows_multiply(const char*, int64_t, int64_t, int, int, const void*, const void*, const void*, int64_t, void*);
 int edge_rows_multiply_gguf(const char*, int, int64_t, int64_t, size_t, const void*, const void*, int64_t, void*);
+int edge_rows_multiply_floats(const char*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, void*);
 int edge_rows_gate(const char*, const void*, const void*, int64_t, void*);
 int edge_rows_tanh(const char*, const void*, int64_t, void*);
 int edge_rows_attend(const char*, const void*, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
@@ -93,6 +94,7 @@ int run(const Call& call, void* const (&a)[kArrays]) {
         return edge_rows_multiply_gguf(call.variant, static_cast<int>(n[0]), n[1], n[2], static_cast<size_t>(n[3]), a[0], a[1], n[4], out);
     if (!strcmp(call.function, "attend_cells"))
         return edge_rows_attend_cells(call.variant, a[0], a[1], a[2], a[3], n[0], n[1], n[2], n[3], n[4], n[5], n[6], out);
+    if (!strcmp(call.function, "multiply_floats")) return edge_rows_multiply_floats(call.variant, a[0], a[1], n[0], n[1], n[2], n[3], out);
     if (!strcmp(call.function, "gate")) return edge_rows_gate(call.variant, a[0], a[1], n[0], out);
     if (!strcmp(call.function, "tanh")) return edge_rows_tanh(call.variant, a[0], n[0], out);
     return edge_rows_attend(call.variant, a[0], a[1], a[2], a[3], a[4], n[0], n[1], n[2], n[3], n[4], n[5], n[6], out);

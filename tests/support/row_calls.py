@@ -68,6 +68,12 @@ def gguf_multiplication(kind: int, data: NDArray[np.uint8], values: Array) -> Ca
     return Call("multiply_gguf", sizes, (data, values), (len(values), len(data)))
 
 
+def float_multiplication(weights: Array, values: Array) -> Call:
+    """Weights [outputs, inputs] in float32, float16, or bfloat16 as uint16, by values [rows, inputs]."""
+    kind = [np.float32, np.float16, np.uint16].index(weights.dtype.type)
+    return Call("multiply_floats", (kind, *weights.shape, len(values)), (weights, values), (len(values), len(weights)))
+
+
 def gguf_weights(random: np.random.Generator, kind: int, outputs: int, inputs: int) -> NDArray[np.uint8]:
     """Random bytes [outputs, bytes of a row], with finite scales."""
     each, size = GGUF_BLOCKS[kind]

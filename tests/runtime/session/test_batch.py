@@ -15,7 +15,6 @@ from edge_runtime.session.generation import PREFILL_ROWS
 from edge_runtime.session.open import open_session, open_sessions
 from scripted import plain_greedy
 from scripted_batch import scripted_sessions
-from silent import Silent
 
 PAIR = Path(__file__).parents[3] / "exporter" / "edge_export" / "reference_pair"
 
@@ -196,12 +195,13 @@ def test_long_texts_beside_each_other_slide_their_windows(several: Sessions) -> 
 
 
 @pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
-def test_rows_are_exact_where_the_kernels_run(exported_pair: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
+def test_rows_are_exact_where_the_kernels_run(exported_pair: Path) -> None:
+    from edge_runtime.backends.kernels import ggml
 
-    request = ExportRequest(target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=tmp_path / "b", context=512, verify=False)
-    export_pair(request, Silent())
-    for bundle, exact in ((tmp_path / "b", True), (exported_pair, False)):  # float16 is not multiplied by the kernels
-        with open_sessions(bundle, 3, threads=2) as sessions:
-            assert sessions.rows_are_exact() is exact
+    try:
+        for kernels in (True, False):
+            ggml.switch(kernels)
+            with open_sessions(exported_pair, 3, threads=2) as sessions:
+                assert sessions.rows_are_exact() is kernels
+    finally:
+        ggml.switch(True)

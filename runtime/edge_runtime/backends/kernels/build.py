@@ -29,7 +29,6 @@ _VARIANTS = {
         # float16; they run only where a variant does
         "pack.cpp": "x86_64_v3",
         "ggml/weights.cpp": "x86_64_v3",
-        "ggml/floats.cpp": "x86_64_v3",
         "x86/rows_avx2.cpp": "x86_64_v3",
         "x86/rows_avxvnni.cpp": "x86_64_v3+avxvnni",
         "x86/rows_avx512vnni.cpp": "x86_64_v4+avx512vnni",
@@ -37,7 +36,6 @@ _VARIANTS = {
     "aarch64": {
         "pack.cpp": "cortex_a53",
         "ggml/weights.cpp": "cortex_a53",
-        "ggml/floats.cpp": "cortex_a76",
         "arm/rows_dotprod.cpp": "cortex_a76",
         "arm/rows_i8mm.cpp": "cortex_a76+i8mm",
     },

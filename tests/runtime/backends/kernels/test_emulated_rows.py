@@ -19,6 +19,7 @@ from row_calls import (
     attention,
     cell_attention,
     cell_rows,
+    float_multiplication,
     gate,
     gguf_multiplication,
     gguf_weights,
@@ -45,7 +46,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped kernels, without what engines see of them, and a program around them."""
     folder = tmp_path_factory.mktemp("arm")
     objects = compile_objects(
-        TARGET, folder, without=("onnxruntime/", "ggml/attention", "ggml/elementwise", "ggml/multiply", "ggml/register", "ggml/floats")
+        TARGET, folder, without=("onnxruntime/", "ggml/attention", "ggml/elementwise", "ggml/multiply", "ggml/register")
     )
     flags = [
         "-target",
@@ -74,6 +75,14 @@ def products() -> Iterator[Call]:
     for kind in GGUF_BLOCKS:
         data, values = gguf_weights(random, kind, 37, 768), random.standard_normal((BATCHES[-1], 768)).astype(np.float32)
         yield from (gguf_multiplication(kind, data, values[:rows]) for rows in BATCHES)
+
+
+def float_products() -> Iterator[Call]:
+    random = np.random.default_rng(4)
+    for inputs in (1, 16, 250):
+        weights, values = (random.standard_normal((rows, inputs)).astype(np.float32) for rows in (9, BATCHES[-1]))
+        for kind in (weights, weights.astype(np.float16), (weights.view(np.uint32) >> 16).astype(np.uint16)):
+            yield from (float_multiplication(kind, values[:rows]) for rows in BATCHES)
 
 
 def attentions() -> Iterator[Call]:
@@ -106,7 +115,7 @@ def single_values() -> Iterator[Call]:
 
 
 @pytest.mark.parametrize(("cpu", "variant"), [("cortex-a76", "dotprod"), ("max", "dotprod"), ("max", "i8mm")])
-@pytest.mark.parametrize("calls", [products, attentions, attentions_over_cells, single_values])
+@pytest.mark.parametrize("calls", [products, float_products, attentions, attentions_over_cells, single_values])
 def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, variant: str, calls: type[Iterator[Call]]) -> None:
     made = list(calls())
     words = b"".join(call.written(variant) for call in made)

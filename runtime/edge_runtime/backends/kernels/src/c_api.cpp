@@ -126,11 +126,25 @@ EDGE_EXPORT int edge_rows_multiply_gguf(const char* name, int type, int64_t outp
     weights.type = type;
     weights.ne[0] = inputs, weights.ne[1] = outputs, weights.ne[2] = weights.ne[3] = 1;
     weights.nb[1] = row_bytes;
-    if (!variant || rows < 1 || !ggml::packs(weights) || type == ggml::kBf16) return 1;
+    if (!variant || rows < 1 || !ggml::packs(weights)) return 1;
     weights.data = aligned_alloc(kLine, (ggml::packed_bytes(weights) + kLine - 1) / kLine * kLine);
     if (!weights.data) return 1;
     ggml::pack_weights(weights, data, weights.data);
     const int failed = multiply_packed(*variant, ggml::packed_matrix(weights), values, rows, out);
     free(weights.data);
     return failed;
+}
+
+// out [rows, outputs] = values [rows, inputs] times the transposed float matrix [outputs, inputs], by the variant of this name, in one thread.
+// `type`: 0 float32, 1 float16, 2 bfloat16. Returns 0, or 1 for a name, a type or a shape that cannot be.
+EDGE_EXPORT int edge_rows_multiply_floats(const char* name, const char* weights, const float* values, int64_t type, int64_t outputs, int64_t inputs,
+                                          int64_t rows, float* out) {
+    const Variant* variant = named(name);
+    const auto fits = [](int64_t size) { return size >= 1 && size <= int64_t{1} << 31; };
+    if (!variant || type < 0 || type > 2 || !fits(outputs) || !fits(inputs) || !fits(rows)) return 1;
+    const size_t size = type == 0 ? 4 : 2;
+    const FloatProduct product = {static_cast<FloatType>(type), weights, static_cast<size_t>(inputs) * size, inputs,
+                                  reinterpret_cast<const char*>(values), static_cast<size_t>(inputs) * 4, rows, out, outputs};
+    variant->multiply_floats(product, 0, outputs);
+    return 0;
 }

@@ -139,6 +139,21 @@ struct Attend {
 
 struct CellAttention;  // cells.h
 
+// Rows of floats times the transposed matrix [outputs, inputs] of float weights, which stay as they are: out[row * stride + output]. A sum runs
+// over 16 lanes, lane by lane in the order of the inputs, then over the lanes: a row's numbers depend on nothing else in its batch.
+enum class FloatType { kF32, kF16, kBf16 };
+struct FloatProduct {
+    FloatType type;
+    const char* weights;
+    size_t weight_bytes;  // from one output's weights to the next one's
+    int64_t inputs;
+    const char* values;
+    size_t value_bytes;  // from row to row
+    int64_t rows;
+    float* out;
+    int64_t stride;
+};
+
 struct Variant {
     const char* name;
     MultiplyTiles multiply;
@@ -148,6 +163,8 @@ struct Variant {
     // out = gelu(gates) * values, and out = tanh(values), of `count` values each.
     void (*gate)(const float* gates, const float* values, float* out, int64_t count);
     void (*tanh)(const float* values, float* out, int64_t count);
+    // The outputs [first, last) of all rows.
+    void (*multiply_floats)(const FloatProduct&, int64_t first, int64_t last);
 
     // Rounds the blocks [first, last) of all rows; row r begins at row_at(r). All rows of some blocks come before the next blocks: their octets
     // lie side by side.

@@ -2,6 +2,7 @@
 #include "arm/isa_neon.h"
 #include "per_isa/attend_cells.h"
 #include "per_isa/gate.h"
+#include "per_isa/multiply_floats.h"
 #include "per_isa/round_row.h"
 #include "variants.h"
 
@@ -47,6 +48,6 @@ struct Dotprod : NeonBase {
 
 }  // namespace
 
-const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row<Dotprod>, {attend_span, merge_spans}, attend_cells, gate, tanh_of};
+const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row<Dotprod>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply};
 
 }  // namespace edge

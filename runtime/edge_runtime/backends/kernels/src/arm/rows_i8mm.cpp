@@ -3,6 +3,7 @@
 #include "arm/isa_neon.h"
 #include "per_isa/attend_cells.h"
 #include "per_isa/gate.h"
+#include "per_isa/multiply_floats.h"
 #include "per_isa/round_row.h"
 #include "variants.h"
 
@@ -154,6 +155,6 @@ void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, i
 
 }  // namespace
 
-const Variant kI8mm = {"i8mm", multiply_i8mm, round_row<NeonBase>, {attend_span, merge_spans}, attend_cells, gate, tanh_of};
+const Variant kI8mm = {"i8mm", multiply_i8mm, round_row<NeonBase>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply};
 
 }  // namespace edge

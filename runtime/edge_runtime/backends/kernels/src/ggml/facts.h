@@ -12,6 +12,8 @@ constexpr int kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ8_0 = 8, kQ4_K = 12, kQ6_K = 14, 
 constexpr int kMulMat = 29, kFlashAttention = 74, kUnary = 91, kGlu = 100;
 // enum ggml_unary_op and ggml_glu_op, each the operation's first parameter; a GLU's second one says whether its halves are swapped
 constexpr int kTanh = 4, kGeglu = 1;
+// enum ggml_backend_buffer_usage
+constexpr int kWeights = 1;
 // enum ggml_status
 constexpr int kSuccess = 0;
 

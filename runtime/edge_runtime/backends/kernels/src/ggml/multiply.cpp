@@ -28,39 +28,27 @@ void round_part(const Variant& variant, const Work& work, const Tensor& values, 
     });
 }
 
-void multiply_floats(const Functions& ggml, const Work& work, const Tensor& op) {
+// Whether both are matrices that `op` multiplies, with rows of floats and a result of floats.
+bool is_product_of_rows(const Tensor& op) {
+    if (op.op != kMulMat || !op.src[0] || !op.src[1]) return false;
     const Tensor &weights = *op.src[0], &values = *op.src[1];
-    if (work.thread == 0) ggml.set_chunk(work.pool, work.threads);
-    ggml.barrier(work.pool);
-    const int64_t outputs = weights.ne[1], step = kChunk * kTile;
-    for (Pieces pieces(ggml, work, (outputs + step - 1) / step); pieces.left(); pieces.next()) {
-        const int64_t first = pieces.current * step, last = first + step < outputs ? first + step : outputs;
-        multiply_bf16(static_cast<const uint16_t*>(weights.data), weights.ne[0], first, last, static_cast<const char*>(values.data), values.nb[1],
-                      rows_of(op), static_cast<float*>(op.data), outputs);
-    }
+    return values.type == kF32 && values.ne[0] == weights.ne[0] && values.ne[1] <= kMostRows && values.ne[2] == 1 && values.ne[3] == 1 &&
+           values.nb[0] == 4 && values.nb[1] % 4 == 0 && op.type == kF32 && op.ne[0] == weights.ne[1] && op.ne[1] == values.ne[1] && op.nb[0] == 4 &&
+           op.nb[1] == static_cast<size_t>(weights.ne[1]) * 4;
 }
+
+size_t float_bytes(int type) { return type == kF32 ? 4 : type == kF16 || type == kBf16 ? 2 : 0; }
 
 }  // namespace
 
-bool multiplies(const Tensor& op) {
-    if (op.op != kMulMat || !op.src[0] || !op.src[1]) return false;
-    const Tensor &weights = *op.src[0], &values = *op.src[1];
-    return packs(weights) && values.type == kF32 && values.ne[0] == weights.ne[0] && values.ne[1] <= kMostRows && values.ne[2] == 1 &&
-           values.ne[3] == 1 && values.nb[0] == 4 && values.nb[1] % 4 == 0 && op.type == kF32 && op.ne[0] == weights.ne[1] &&
-           op.ne[1] == values.ne[1] && op.nb[0] == 4 && op.nb[1] == static_cast<size_t>(weights.ne[1]) * 4;
-}
+bool multiplies(const Tensor& op) { return is_product_of_rows(op) && packs(*op.src[0]); }
 
 size_t multiply_memory(const Tensor& op) {
-    if (op.src[0]->type == kBf16) return 0;
     return RoundedRows::bytes(packed_matrix(*op.src[0]), rows_of(op)) + kAlignment;
 }
 
 bool multiply(const Functions& ggml, const Variant& variant, const Work& work, const Tensor& op) {
     if (work.size < multiply_memory(op)) return false;
-    if (op.src[0]->type == kBf16) {
-        multiply_floats(ggml, work, op);
-        return true;
-    }
     const PackedMatrix m = packed_matrix(*op.src[0]);
     const uintptr_t start = (reinterpret_cast<uintptr_t>(work.memory) + kAlignment - 1) / kAlignment * kAlignment;
     const RoundedRows rows(m, rows_of(op), reinterpret_cast<void*>(start));
@@ -73,6 +61,28 @@ bool multiply(const Functions& ggml, const Variant& variant, const Work& work, c
         variant.multiply(m, rows, first, last, {m, static_cast<float*>(op.data)});
     }
     return true;
+}
+
+bool multiplies_floats(const Tensor& op) {
+    if (!is_product_of_rows(op)) return false;
+    const Tensor& w = *op.src[0];
+    const size_t size = float_bytes(w.type);
+    return size && w.ne[0] > 0 && w.ne[1] > 0 && w.ne[2] == 1 && w.ne[3] == 1 && w.nb[0] == size && w.nb[1] >= static_cast<size_t>(w.ne[0]) * size &&
+           w.buffer && w.buffer->usage == kWeights && !w.view_src;
+}
+
+void multiply_floats(const Functions& ggml, const Variant& variant, const Work& work, const Tensor& op) {
+    const Tensor &weights = *op.src[0], &values = *op.src[1];
+    const FloatType type = weights.type == kF32 ? FloatType::kF32 : weights.type == kF16 ? FloatType::kF16 : FloatType::kBf16;
+    const FloatProduct product = {type,      static_cast<const char*>(weights.data), weights.nb[1], weights.ne[0], static_cast<const char*>(values.data),
+                                  values.nb[1], rows_of(op),                            static_cast<float*>(op.data), weights.ne[1]};
+    if (work.thread == 0) ggml.set_chunk(work.pool, work.threads);
+    ggml.barrier(work.pool);
+    const int64_t outputs = weights.ne[1], step = kChunk * kTile;
+    for (Pieces pieces(ggml, work, (outputs + step - 1) / step); pieces.left(); pieces.next()) {
+        const int64_t first = pieces.current * step, last = first + step < outputs ? first + step : outputs;
+        variant.multiply_floats(product, first, last);
+    }
 }
 
 }  // namespace edge::ggml

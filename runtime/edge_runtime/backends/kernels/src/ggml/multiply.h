@@ -12,8 +12,9 @@ size_t multiply_memory(const Tensor& op);
 // Called by all threads with the same operation. Returns false, having done nothing, where memory does not suffice.
 bool multiply(const Functions& ggml, const Variant& variant, const Work& work, const Tensor& op);
 
-// out[row * stride + output] for the outputs [first, last): every sum runs over 16 lanes in one order.
-void multiply_bf16(const uint16_t* weights, int64_t inputs, int64_t first, int64_t last, const char* values, size_t row_bytes, int64_t rows,
-                   float* out, int64_t stride);
+// Whether `op` multiplies a model's float weights, which lie as in the file, with rows as `multiply_floats` takes them.
+bool multiplies_floats(const Tensor& op);
+// Called by all threads with the same operation.
+void multiply_floats(const Functions& ggml, const Variant& variant, const Work& work, const Tensor& op);
 
 }  // namespace edge::ggml

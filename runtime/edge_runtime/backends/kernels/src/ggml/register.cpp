@@ -70,6 +70,17 @@ struct Multiplication final : Operation {
     }
 };
 
+struct FloatMultiplication final : Operation {
+    bool work_size(int, const Tensor*, size_t& size) override {
+        size = 0;
+        return true;
+    }
+    bool compute(Work* work, Tensor* op) override {
+        multiply_floats(functions, *variant, *work, *op);
+        return true;
+    }
+};
+
 struct Attention final : Operation {
     bool work_size(int threads, const Tensor* op, size_t& size) override {
         size = attention_memory(*op, threads);
@@ -96,6 +107,7 @@ struct Elementwise final : Operation {
 };
 
 Multiplication multiplication;
+FloatMultiplication float_multiplication;
 Attention attention;
 Elementwise elementwise;
 
@@ -106,7 +118,10 @@ struct Weights final : ExtraBufferType {
         return !values || functions.buffer_type_is_host(values->type);
     }
     Operation* operation(const Tensor* op) override {
-        if (op->op == kMulMat) return is_ours(op->src[0]) ? &multiplication : nullptr;
+        if (op->op == kMulMat) {
+            if (is_ours(op->src[0])) return &multiplication;
+            return enabled && multiplies_floats(*op) ? &float_multiplication : nullptr;
+        }
         if (op->op == kFlashAttention) return enabled && attends(*op) ? &attention : nullptr;
         return enabled && is_elementwise(*op) ? &elementwise : nullptr;
     }

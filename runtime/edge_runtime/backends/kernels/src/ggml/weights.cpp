@@ -128,7 +128,6 @@ void pack_all(const PackedMatrix& m, const void* data) {
 
 bool packs(const Tensor& w) {
     if (w.ne[2] != 1 || w.ne[3] != 1 || w.view_src) return false;
-    if (w.type == kBf16) return fits(w.ne[1], w.ne[0], 8, 16) && w.nb[1] == static_cast<size_t>(w.ne[0]) * 2;
     const Format format = format_of(w.type);
     return format.block && fits(w.ne[1], w.ne[0], 8, 32) && w.ne[0] % format.block == 0 &&
            w.nb[1] == static_cast<size_t>(w.ne[0] / format.block) * format.bytes;
@@ -142,11 +141,10 @@ PackedMatrix packed_matrix(const Tensor& w) {
 }
 
 size_t packed_bytes(const Tensor& w) {
-    return w.type == kBf16 ? static_cast<size_t>(w.ne[0] * w.ne[1]) * 2 : packed_matrix(w).bytes();
+    return packed_matrix(w).bytes();
 }
 
 void pack_weights(const Tensor& w, const void* data, void* memory) {
-    if (w.type == kBf16) return static_cast<void>(memcpy(memory, data, packed_bytes(w)));
     Tensor at = w;
     at.data = memory;
     const PackedMatrix m = packed_matrix(at);

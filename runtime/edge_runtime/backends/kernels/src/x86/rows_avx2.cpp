@@ -3,6 +3,7 @@
 #include "x86/isa_avx2.h"
 #include "per_isa/attend_cells.h"
 #include "per_isa/gate.h"
+#include "per_isa/multiply_floats.h"
 #include "per_isa/round_row.h"
 #include "variants.h"
 
@@ -46,6 +47,6 @@ private:
 
 }  // namespace
 
-const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row<Avx2>, {attend_span, merge_spans}, attend_cells, gate, tanh_of};
+const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row<Avx2>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply};
 
 }  // namespace edge

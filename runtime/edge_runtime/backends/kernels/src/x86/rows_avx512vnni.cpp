@@ -3,6 +3,7 @@
 
 #include "per_isa/attend_cells.h"
 #include "per_isa/gate.h"
+#include "per_isa/multiply_floats.h"
 #include "per_isa/round_row.h"
 #include "per_isa/multiply.h"
 #include "variants.h"
@@ -61,6 +62,6 @@ struct Avx512Vnni {
 
 }  // namespace
 
-const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row<Avx512Vnni>, {attend_span, merge_spans}, attend_cells, gate, tanh_of};
+const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row<Avx512Vnni>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<4>::multiply};
 
 }  // namespace edge

@@ -2,6 +2,7 @@
 #include "x86/isa_avx2.h"
 #include "per_isa/attend_cells.h"
 #include "per_isa/gate.h"
+#include "per_isa/multiply_floats.h"
 #include "per_isa/round_row.h"
 #include "variants.h"
 
@@ -15,6 +16,6 @@ struct AvxVnni : Avx2Base {
 
 }  // namespace
 
-const Variant kAvxVnni = {"avxvnni", multiply<AvxVnni>, round_row<AvxVnni>, {attend_span, merge_spans}, attend_cells, gate, tanh_of};
+const Variant kAvxVnni = {"avxvnni", multiply<AvxVnni>, round_row<AvxVnni>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply};
 
 }  // namespace edge
