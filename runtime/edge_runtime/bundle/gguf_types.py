@@ -61,7 +61,7 @@ TENSOR_TYPES = {
     27: TensorType(name="i64", weights=1, bytes=8),
     28: TensorType(name="f64", weights=1, bytes=8),
     29: TensorType(name="iq1_m", weights=256, bytes=56),
-    30: TensorType(name="bf16", weights=1, bytes=2, copy_bytes=2),
+    30: TensorType(name="bf16", weights=1, bytes=2),
     34: TensorType(name="tq1_0", weights=256, bytes=54),
     35: TensorType(name="tq2_0", weights=256, bytes=66),
     39: TensorType(name="mxfp4", weights=32, bytes=17, copy_bytes=17),
