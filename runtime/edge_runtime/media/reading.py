@@ -68,7 +68,7 @@ def read_sound(source: Path | str | bytes) -> Sound:
 
 def _command(budget: int, cpu_seconds: float) -> tuple[str, ...]:
     limits = Limits(memory_bytes=MAX_MEMORY_BYTES, cpu_seconds=cpu_seconds, writes_files=False)
-    return limited_command("edge_runtime.media.decoder_process", str(budget), limits=limits)
+    return limited_command("edge_runtime.media.decoder", str(budget), limits=limits)
 
 
 def _decoded(data: bytes, budget: int, children: ChildBudget) -> Image | Sound:

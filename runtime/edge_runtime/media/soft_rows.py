@@ -62,11 +62,11 @@ class LazyEncoder:
 
     def digest(self, media: Media) -> bytes:
         """Returns what identifies the media's rows."""
-        found = hashlib.sha256(f"{type(media).__name__} {self._sha256} ".encode())
+        digest = hashlib.sha256(f"{type(media).__name__} {self._sha256} ".encode())
         values: NDArray[np.uint8] | NDArray[np.float32] = media.rgb if isinstance(media, Image) else media.samples
-        found.update(str(values.shape).encode())
-        found.update(np.ascontiguousarray(values).data)
-        return found.digest()
+        digest.update(str(values.shape).encode())
+        digest.update(np.ascontiguousarray(values).data)
+        return digest.digest()
 
     def rows(self, media: Media, digest: bytes | None = None, count: int | None = None) -> NDArray[np.float32]:
         """Returns the rows [rows, hidden size], encoded now or earlier. `digest` is the media's, if the caller has it.
@@ -159,9 +159,9 @@ def media_prompt(ids: Sequence[int], media: Sequence[Media], inputs: MediaInputs
     kinds: dict[int, tuple[type[Image] | type[Sound], MediaTokens]] = {inputs.image.placeholder: (Image, inputs.image)}
     if inputs.audio is not None:
         kinds[inputs.audio.placeholder] = (Sound, inputs.audio)
-    found = sum(token in kinds for token in ids)
-    if found != len(media):
-        raise RequestError(f"the prompt has {found} places for media, but there are {len(media)}; give one for each")
+    places = sum(token in kinds for token in ids)
+    if places != len(media):
+        raise RequestError(f"the prompt has {places} places for media, but there are {len(media)}; give one for each")
     result: list[int] = []
     spans: list[Span] = []
     left = iter(media)
@@ -170,12 +170,12 @@ def media_prompt(ids: Sequence[int], media: Sequence[Media], inputs: MediaInputs
             result.append(token)
             continue
         kind, tokens = kinds[token]
-        one = next(left)
-        if not isinstance(one, kind):
-            raise RequestError(f"media {len(spans) + 1} is a {type(one).__name__.lower()}, its place is for another kind; exchange them")
+        item = next(left)
+        if not isinstance(item, kind):
+            raise RequestError(f"media {len(spans) + 1} is a {type(item).__name__.lower()}, its place is for another kind; exchange them")
         result.append(tokens.begin)
-        digest, count = encoder.digest(one), row_count(one, inputs)
-        spans.append(Span(len(result), count, partial(encoder.rows, one, digest, count), whole=inputs.bidirectional and kind is Image))
+        digest, count = encoder.digest(item), row_count(item, inputs)
+        spans.append(Span(len(result), count, partial(encoder.rows, item, digest, count), whole=inputs.bidirectional and kind is Image))
         result += [*row_ids(digest, count), tokens.end]
     return MediaPrompt(result, tuple(spans))
 
@@ -183,7 +183,7 @@ def media_prompt(ids: Sequence[int], media: Sequence[Media], inputs: MediaInputs
 def with_places(ids: list[int], media: Sequence[Media], inputs: MediaInputs, bos: int) -> list[int]:
     """Returns ids with a placeholder for each media before the text, behind the beginning-of-sequence token."""
     audio = inputs.audio or inputs.image
-    places = [(inputs.image if isinstance(one, Image) else audio).placeholder for one in media]
+    places = [(inputs.image if isinstance(item, Image) else audio).placeholder for item in media]
     start = 1 if bos >= 0 and ids[:1] == [bos] else 0
     return [*ids[:start], *places, *ids[start:]]
 

@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from edge_devices.children import forked
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
-from edge_runtime.text import matcher_child
+from edge_runtime.text import matcher as matchers
 from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, ToolCalls
-from edge_runtime.text.forcing.forced_text import ForcedText
-from edge_runtime.text.forcing.json_blanks import BlankStyle
+from edge_runtime.text.forced_text import BlankStyle, ForcedText
 from edge_runtime.text.grammar_limits import read_grammar, read_pattern, read_schema
-from edge_runtime.text.matcher_child import Matcher
-from edge_runtime.text.remote_matcher import RemoteMatcher
+from edge_runtime.text.matcher import Matcher, RemoteMatcher
 from edge_runtime.text.tool_grammar import tool_call_grammar
 
 INSTALL = "pip install 'edge-mtp[grammar]'"
@@ -47,7 +45,7 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary, size: int) -> None:
         """Raises BackendError if llguidance is not installed, RequestError for a vocabulary without an end token."""
         try:
-            self._library = matcher_child.llguidance_module()
+            self._library = matchers.llguidance_module()
         except ImportError as error:
             raise BackendError(f"constrained output needs llguidance, which is not installed; run: {INSTALL}") from error
         if not vocabulary.eog_tokens:
@@ -60,9 +58,9 @@ class Grammars:
         self._style = BlankStyle()
         self._host = self._tokenizer = None
         if forked.AVAILABLE:
-            self._host = forked.Host(matcher_child.__name__, matcher_child.packed_setup(pieces, ends, [_STRING]), BackendError)
+            self._host = forked.Host(matchers.__name__, matchers.packed_setup(pieces, ends, [_STRING]), BackendError)
         else:
-            self._tokenizer = matcher_child.new_tokenizer(self._library, pieces, ends, [_STRING])
+            self._tokenizer = matchers.new_tokenizer(self._library, pieces, ends, [_STRING])
 
     def constrain(self, source: ConstraintSource) -> Constraint:
         """Returns a constraint in its initial state. Raises RequestError, with the library's reason, if it cannot be compiled."""
@@ -78,7 +76,7 @@ class Grammars:
         grammar = _HEADER + lark
         if self._host is not None:
             return RemoteMatcher(self._host, grammar)
-        return matcher_child.on_deep_stack(lambda: matcher_child.new_matcher(self._library, self._tokenizer, grammar))
+        return matchers.on_deep_stack(lambda: matchers.new_matcher(self._library, self._tokenizer, grammar))
 
     def _lark(self, source: ConstraintSource) -> str:
         """Returns the grammar in the library's dialect of Lark."""
@@ -240,7 +238,7 @@ def _blankless(source: JsonSchema) -> str:
 
 def _lark_from_gbnf(text: str) -> str:
     try:
-        return matcher_child.lark_from_gbnf(text)
+        return matchers.lark_from_gbnf(text)
     except RecursionError:
         raise RequestError("the grammar is nested too deeply; give its inner parts names") from None
     except Exception as error:  # noqa: BLE001 - the converter raises plain Exception for a rule that is missing or named twice

@@ -69,10 +69,10 @@ class _Writer:
             return self._referenced(reference)
         if "const" in schema or isinstance(schema.get("enum"), list):
             options = [schema["const"]] if "const" in schema else schema["enum"]
-            return self._choice([self._constant(one) for one in options])
+            return self._choice([self._constant(option) for option in options])
         for keyword in ("anyOf", "oneOf"):
             if isinstance(schema.get(keyword), list):
-                return self._choice([self._value(one) for one in schema[keyword]])
+                return self._choice([self._value(option) for option in schema[keyword]])
         kinds = schema.get("type")
         if isinstance(kinds, list):
             return self._choice([self._value({**schema, "type": kind}) for kind in kinds])
@@ -90,10 +90,10 @@ class _Writer:
         first, more = [f"o{number}_{i}" for i in range(len(names) + 1)], [f"m{number}_{i}" for i in range(len(names) + 1)]
         self._add(f'{first[-1]}: ""', f'{more[-1]}: ""')
         for i, name in enumerate(names):
-            one = self._add(f"p{number}_{i}: {self._key(name)} {self._value(properties[name])}")
+            rule = self._add(f"p{number}_{i}: {self._key(name)} {self._value(properties[name])}")
             skip = "" if name in needed else f" | {first[i + 1]}"
-            self._add(f"{first[i]}: {one} {more[i + 1]}{skip}")
-            self._add(f'{more[i]}: "," {one} {more[i + 1]}' + ("" if name in needed else f" | {more[i + 1]}"))
+            self._add(f"{first[i]}: {rule} {more[i + 1]}{skip}")
+            self._add(f'{more[i]}: "," {rule} {more[i + 1]}' + ("" if name in needed else f" | {more[i + 1]}"))
         return f'"{{" {first[0]} "}}"'
 
     def _referenced(self, reference: str) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from edge_runtime.media.decoder import decode_image, decode_sound
 from edge_runtime.media.formats import kind_of
-from edge_runtime.media.image_decoding import decode_image
-from edge_runtime.media.sound_decoding import decode_sound
 from fuzzing.readers import Read, Reader
 
 # Pixels and samples take more bytes than compressed files; the limits of formats.py bound them.

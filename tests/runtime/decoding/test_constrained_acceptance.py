@@ -15,7 +15,7 @@ from edge_runtime.decoding.constrained_acceptance import constrained
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.prompt_lookup import LookupDrafter
 from edge_runtime.errors import RequestError
-from edge_runtime.text import grammar, matcher_child
+from edge_runtime.text import grammar, matcher
 from edge_runtime.text.constraints import Constraint, Regex
 from edge_runtime.text.grammar import Grammars
 from enumeration import Choices, distribution_of
@@ -41,13 +41,13 @@ DRAFTERS = {
 
 
 # In this process, so that a compiled matcher can be copied for each of thousands of runs.
-LIBRARY = matcher_child.llguidance_module()
-TOKENIZER = matcher_child.new_tokenizer(LIBRARY, grammar._pieces(VOCABULARY, SIZE), [END], [grammar._STRING])
+LIBRARY = matcher.llguidance_module()
+TOKENIZER = matcher.new_tokenizer(LIBRARY, grammar._pieces(VOCABULARY, SIZE), [END], [grammar._STRING])
 
 
 @functools.cache
 def compiled(pattern: str):
-    return matcher_child.new_matcher(LIBRARY, TOKENIZER, grammar._HEADER + GRAMMARS._lark(Regex(pattern)))
+    return matcher.new_matcher(LIBRARY, TOKENIZER, grammar._HEADER + GRAMMARS._lark(Regex(pattern)))
 
 
 def constrain(pattern: str) -> Constraint:

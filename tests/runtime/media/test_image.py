@@ -10,8 +10,8 @@ import pytest
 pillow = pytest.importorskip("PIL.Image")
 
 from edge_runtime.errors import RequestError
+from edge_runtime.media.decoder import decode_image
 from edge_runtime.media.image import BUDGETS, Image, final_size
-from edge_runtime.media.image_decoding import decode_image
 
 # float32 of value / 255, computed as a product there and here in another order.
 TOLERANCE = 6e-8

@@ -11,9 +11,8 @@ import pytest
 
 from edge_runtime.errors import RequestError
 from edge_runtime.media import reading
+from edge_runtime.media.decoder import decode_image, decode_sound
 from edge_runtime.media.formats import MAX_FILE_BYTES
-from edge_runtime.media.image_decoding import decode_image
-from edge_runtime.media.sound_decoding import decode_sound
 
 CORPUS = Path(__file__).parents[2] / "fuzz" / "corpus"
 pytest.importorskip("PIL")

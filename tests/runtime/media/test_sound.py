@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from edge_runtime.errors import RequestError
+from edge_runtime.media.decoder import decode_sound
 from edge_runtime.media.sound import MAX_SAMPLES, RATE, Sound, resampled, to_sound
-from edge_runtime.media.sound_decoding import decode_sound
 
 # Of log-mels from -6.9 to about 5; the reference pads with zeros and computes in the same precision.
 TOLERANCE = 1e-5

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
 
 from edge_runtime.text.constraints import Gbnf, JsonSchema, Regex
-from edge_runtime.text.forcing.json_blanks import BlankStyle, JsonText
+from edge_runtime.text.forced_text import BlankStyle, JsonText
 from edge_runtime.text.grammar import Grammars
 from tables import byte_vocabulary
 

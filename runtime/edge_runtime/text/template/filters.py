@@ -71,13 +71,13 @@ def _text(value: Any) -> str:
     """Returns the text of a value; refuses what Python would write as an address."""
     waiting = [measured(value)]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, WITHOUT_TEXT):
-            raise LimitError(f"it writes a {type(one).__name__}, which has no text")
-        if isinstance(one, list | tuple):
-            waiting += one
-        elif isinstance(one, dict):
-            waiting += one.values()
+        part = waiting.pop()
+        if isinstance(part, WITHOUT_TEXT):
+            raise LimitError(f"it writes a {type(part).__name__}, which has no text")
+        if isinstance(part, list | tuple):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += part.values()
     return str(value)
 
 

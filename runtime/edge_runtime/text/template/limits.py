@@ -62,16 +62,16 @@ def measured(value: Any) -> Any:
     """Returns `value`; raises LimitError if it holds more than MAX_SIZE characters and items, nested ones included."""
     left, waiting = MAX_SIZE, [value]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, int) and one.bit_length() > 64:
+        part = waiting.pop()
+        if isinstance(part, int) and part.bit_length() > 64:
             raise LimitError("it computes with integers of more than 64 bits")
-        left -= len(one) if isinstance(one, str) else 1
+        left -= len(part) if isinstance(part, str) else 1
         if left < 0:
             raise LimitError(f"it makes a value of more than {MAX_SIZE} characters")
-        if isinstance(one, list | tuple):
-            waiting += one
-        elif isinstance(one, dict):
-            waiting += (*one.keys(), *one.values())
+        if isinstance(part, list | tuple):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += (*part.keys(), *part.values())
     return value
 
 

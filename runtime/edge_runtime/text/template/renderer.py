@@ -1,22 +1,29 @@
 """Renders a chat template in a limited child process; in this process where the system cannot fork.
 
 The sandbox counts steps and sizes, but a comparison or a slice of long lists, or a parser, works behind its counter: there the child's
-limits hold.
+limits hold. Both ends of their messages are here; jinja2 is loaded in the child only.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 from edge_devices.children import forked
+from edge_devices.children.frames import receive, send
+from edge_devices.children.limited import limit_step
 from edge_runtime.errors import BackendError
 
-_CHILD = "edge_runtime.text.template.child"
-_LIMITS = "it takes more than 5 s of processor time or 256 MB"
+MEMORY_BYTES = 256 << 20
+STEP_SECONDS = 5.0
+MAX_REASON = 300
+_DONE, _REFUSED = b"D", b"R"
+_TOO_MUCH = f"it takes more than {STEP_SECONDS:g} s of processor time or {MEMORY_BYTES >> 20} MB"
 _lock = threading.Lock()
 
 
@@ -26,7 +33,7 @@ class TemplateError(Exception):
 
 @cache
 def _host() -> forked.Host:
-    return forked.Host(_CHILD, b"", BackendError)
+    return forked.Host(__name__, b"", BackendError)
 
 
 class Renderer:
@@ -67,20 +74,58 @@ class Renderer:
             answer = child.ask(message)
         except forked.ChildError:
             self._child = None  # the next conversation gets a new one
-            raise TemplateError(_LIMITS) from None
-        if answer[:1] != b"D":
+            raise TemplateError(_TOO_MUCH) from None
+        if answer[:1] != _DONE:
             raise TemplateError(answer[1:].decode("utf-8", "replace"))
         return answer[1:].decode("utf-8", "surrogatepass")
 
 
+def prepare(_setup: bytes) -> ModuleType:
+    """Returns the sandbox; a template is compiled in its child."""
+    from edge_runtime.text.template import sandbox
+
+    return sandbox
+
+
+def serve(sandbox: Any, connection: socket.socket) -> None:
+    """Compiles the template of the first message and renders it with the JSON of the others."""
+    source = receive(connection).decode("utf-8", "surrogatepass")
+    render = _answered(sandbox, connection, lambda: sandbox.compile_template(source), lambda _: "")
+    while render is not None:
+        limit_step(0)
+        _answered(sandbox, connection, partial(_rendered, render, receive(connection)), str)
+
+
+def _rendered(render: Callable[[dict[str, Any]], str], message: bytes) -> str:
+    return render(json.loads(message))
+
+
+def _answered(sandbox: Any, connection: socket.socket, work: Callable[[], Any], text: Callable[[Any], str]) -> Any:
+    limit_step(STEP_SECONDS)
+    try:
+        result = work()
+        answer = _DONE + text(result).encode("utf-8", "surrogatepass")
+    except sandbox.FAILURES as error:
+        result, answer = None, _REFUSED + _reason(error).encode("utf-8", "replace")
+    send(connection, answer)
+    return result
+
+
+def _reason(error: Exception) -> str:
+    """Returns an error as one line of limited length."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+
+
 def _in_this_process(source: str) -> Callable[[dict[str, Any]], str]:
-    from edge_runtime.text.template import child, sandbox
+    from edge_runtime.text.template import sandbox
 
     def guarded(work: Callable[[], Any]) -> Any:
         try:
             return work()
         except sandbox.FAILURES as error:
-            raise TemplateError(child.reason(error)) from error
+            raise TemplateError(_reason(error)) from error
 
     render = guarded(lambda: sandbox.compile_template(source))
 

@@ -1,6 +1,6 @@
 """llguidance inside limited children: the token table is built once in the host, each constraint has a child with its matcher.
 
-The only module that imports it.
+Both ends of their messages are here. The only module that imports the library.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from edge_devices.children.forked import Child, ChildError, Host
 from edge_devices.children.frames import receive, send
 from edge_devices.children.limited import limit_step
 
@@ -26,6 +27,9 @@ FAILED, STOPPED = 1, 2
 # Flags and a number; the mask, the forced bytes or the error follow.
 ANSWER = struct.Struct("<Bi")
 _COUNTS = struct.Struct("<III")
+_MEGABYTES = MEMORY_BYTES >> 20
+_TOO_MUCH = f"compiling it takes more than {COMPILE_SECONDS:g} s of processor time or {_MEGABYTES} MB; simplify it"
+_STEP_TOO_MUCH = f"a step of it takes more than {STEP_SECONDS:g} s of processor time, or all of it {_MEGABYTES} MB; simplify it"
 
 
 class Matcher(Protocol):
@@ -164,3 +168,61 @@ class _Pieces:
     def __call__(self, text: str) -> list[int]:
         """Never called: the tokenizer's own choice of tokens would matter only if tokens were forced."""
         raise NotImplementedError
+
+
+class RemoteMatcher:
+    """A matcher in a child: the parent's end."""
+
+    def __init__(self, processes: Host, grammar: str) -> None:
+        self._child: Child = processes.new_child()
+        self._error = ""
+        self._stopped = False
+        self._ask(COMPILE, grammar.encode("utf-8", "replace"), _TOO_MUCH)
+
+    def is_error(self) -> bool:
+        return bool(self._error)
+
+    def get_error(self) -> str:
+        return self._error
+
+    def is_stopped(self) -> bool:
+        return self._stopped
+
+    def is_accepting(self) -> bool:
+        return bool(self._ask(ACCEPTING)[0])
+
+    def compute_bitmask(self) -> bytes:
+        return self._ask(MASK)[1]
+
+    def compute_ff_bytes(self) -> bytes:
+        return self._ask(FORCED)[1]
+
+    def validate_tokens(self, tokens: Sequence[int]) -> int:
+        return self._ask(VALIDATE, _packed(tokens))[0]
+
+    def consume_tokens(self, tokens: Sequence[int]) -> bool:
+        return bool(self._ask(CONSUME, _packed(tokens))[0])
+
+    def rollback(self, count: int) -> bool:
+        return bool(self._ask(ROLL_BACK, _packed([count]))[0])
+
+    def _ask(self, operation: int, body: bytes = b"", otherwise: str = _STEP_TOO_MUCH) -> tuple[int, bytes]:
+        if self._error:
+            return 0, b""
+        try:
+            answer = self._child.ask(bytes([operation]) + body)
+            flags, number = ANSWER.unpack_from(answer)
+            data = answer[ANSWER.size :]
+        except (ChildError, struct.error):
+            self._error, self._stopped = otherwise, True
+            return 0, b""
+        self._stopped = bool(flags & STOPPED)
+        if flags & FAILED:
+            self._error = data.decode("utf-8", "replace") or "the library failed"
+            self._child.close()
+            return 0, b""
+        return number, data
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)

@@ -1,0 +1,167 @@
+"""The child process that decodes one media file: BUDGET as its argument, the file in, pixels or samples out.
+
+Images by Pillow, WAV here, FLAC and MP3 by libsndfile; no other module imports them, since files are hostile.
+Standard output holds a line of JSON and then the bytes; an error is a line with `error` and `missing` (a library is not installed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import struct
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_devices.errors import EdgeError
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.media.formats import IMAGE_FORMATS, MAX_CHANNELS, MAX_PIXELS, MAX_SECONDS, SAMPLE_RATES, format_of, kind_of
+from edge_runtime.media.image import Image, final_size
+from edge_runtime.media.sound import Sound, to_sound
+
+INSTALL = "pip install 'edge-mtp[media]'"
+_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+_SAMPLE_BITS = {_PCM: (8, 16, 24, 32), _FLOAT: (32, 64)}
+
+
+@contextlib.contextmanager
+def _damaged(kind: str) -> Iterator[None]:
+    """Turns what decoders raise for damaged files, which is almost anything, into a sentence."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise RequestError(f"the {kind} is damaged ({reason}); save it again") from error
+
+
+def decode_image(data: bytes, budget: int) -> Image:
+    """Returns the image in its final size: turned as EXIF asks, transparency on white, the first frame of an animation.
+
+    Raises RequestError for a file that is damaged or too large, BackendError without Pillow.
+    """
+    try:
+        from PIL import Image as pillow
+        from PIL import ImageOps
+    except ImportError as error:
+        raise BackendError(f"Pillow, which decodes images, is not installed ({error}); run: {INSTALL}") from error
+    with _damaged("image"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pillow.open(io.BytesIO(data), formats=IMAGE_FORMATS) as opened:
+            _check_size(*opened.size)
+            opened.load()
+            rgb = _on_white(pillow, ImageOps.exif_transpose(opened))
+            height, width = final_size(rgb.height, rgb.width, budget)
+            resized = rgb if (rgb.height, rgb.width) == (height, width) else rgb.resize((width, height), pillow.Resampling.BICUBIC)
+            return Image(np.array(resized))
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise RequestError(f"the image has {width} x {height} pixels, at most {MAX_PIXELS / 1e6:.0f} million are allowed; reduce it")
+    if width < 1 or height < 1:
+        raise RequestError(f"the image has {width} x {height} pixels; save it again")
+
+
+def _on_white(pillow: Any, image: Any) -> Any:
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    return pillow.alpha_composite(pillow.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
+
+
+def decode_sound(data: bytes) -> Sound:
+    """Returns the first 30 seconds as 16 kHz mono.
+
+    Raises RequestError for a file that is damaged, empty or beyond the limits, BackendError without soundfile.
+    """
+    samples, rate = _wav(data) if format_of(data) == "WAV" else _by_libsndfile(data)
+    return to_sound(samples, rate)
+
+
+def _check(rate: int, channels: int) -> None:
+    lowest, highest = SAMPLE_RATES
+    if not lowest <= rate <= highest:
+        raise RequestError(f"the sound has {rate} samples a second, {lowest} to {highest} are supported; convert it")
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise RequestError(f"the sound has {channels} channels, 1 to {MAX_CHANNELS} are supported; convert it")
+
+
+def _by_libsndfile(data: bytes) -> tuple[NDArray[np.float32], int]:
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:
+        raise BackendError(f"soundfile, which decodes FLAC and MP3, does not load ({error}); run: {INSTALL}, or convert to WAV") from error
+    with _damaged("sound"), soundfile.SoundFile(io.BytesIO(data)) as file:
+        _check(file.samplerate, file.channels)
+        samples = file.read(file.samplerate * MAX_SECONDS, dtype="float32", always_2d=True)
+        return samples, int(file.samplerate)
+
+
+def _wav(data: bytes) -> tuple[NDArray[np.float32], int]:
+    """Reads PCM and float WAV, also with the extensible header. A last frame that is cut off is left out."""
+    chunks = _chunks(data)
+    layout, body = chunks.get(b"fmt ", b""), chunks.get(b"data", b"")
+    if len(layout) < 16 or not body:
+        raise RequestError("the WAV file has no samples; save it again")
+    kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", layout)
+    if kind == _EXTENSIBLE and len(layout) >= 26:
+        kind = int.from_bytes(layout[24:26], "little")
+    _check(rate, channels)
+    if bits not in _SAMPLE_BITS.get(kind, ()):
+        raise RequestError(f"the WAV file has samples of {bits} bits in coding {kind}; save it as 16-bit PCM")
+    frame = channels * bits // 8
+    frames = min(len(body) // frame, rate * MAX_SECONDS)
+    return _floats(body[: frames * frame], kind, bits).reshape(frames, channels), rate
+
+
+def _chunks(data: bytes) -> dict[bytes, bytes]:
+    """The first chunk of each name. A stream's header may claim more than there is: then the rest is the chunk."""
+    chunks: dict[bytes, bytes] = {}
+    at = 12
+    while at + 8 <= len(data) and len(chunks) < 64:
+        name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
+        chunks.setdefault(name, data[at + 8 : at + 8 + size])
+        at += 8 + size + size % 2
+    return chunks
+
+
+def _floats(body: bytes, kind: int, bits: int) -> NDArray[np.float32]:
+    if kind == _FLOAT:
+        return np.frombuffer(body, f"<f{bits // 8}").astype(np.float32)
+    if bits == 24:
+        # Three bytes become the upper three of four.
+        wide = np.zeros((len(body) // 3, 4), np.uint8)
+        wide[:, 1:] = np.frombuffer(body, np.uint8).reshape(-1, 3)
+        body, bits = wide.tobytes(), 32
+    values = np.frombuffer(body, np.uint8 if bits == 8 else f"<i{bits // 8}").astype(np.float64)
+    centred: NDArray[np.float64] = (values - 128 if bits == 8 else values) / 2 ** (bits - 1)
+    return centred.astype(np.float32)
+
+
+def main() -> None:
+    """Decodes standard input."""
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a library that prints must not mix with the answer
+    data = sys.stdin.buffer.read()
+    try:
+        values = decode_image(data, int(sys.argv[1])).rgb if kind_of(data) == "image" else decode_sound(data).samples
+    except (EdgeError, MemoryError) as error:
+        text = str(error) or "decoding it needs too much memory; reduce it"
+        output.write(json.dumps({"error": text, "missing": isinstance(error, BackendError)}).encode() + b"\n")
+    else:
+        output.write(json.dumps({"shape": values.shape}).encode() + b"\n")
+        output.write(values.tobytes())
+    output.flush()
+    os._exit(0)  # destructors of C libraries have seen hostile input
+
+
+if __name__ == "__main__":
+    main()

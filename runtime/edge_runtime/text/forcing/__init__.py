@@ -1,1 +1,0 @@
-"""What a constraint forces: text that needs no drafter."""
