@@ -158,7 +158,8 @@ def test_nothing_is_opened_beyond_the_limit(exported_pair: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("kv_type", "context", "sequences"), [("f16", 1024, 1), ("q8_0", 4096, 2), ("q4_0", 8192, 1)])
 def test_the_plan_is_what_llama_cpp_takes(exported_pair: Path, kv_type: str, context: int, sequences: int) -> None:
-    """K/V rows to the rounding of the log, activations never above the plan and within 25% of it; the process within 35%."""
+    """K/V rows to the rounding of the log, activations never above the plan and within 25% of it; the process within 35% or 40 MB,
+    as libraries alone take 30 to 60 MB by the machine that they were built for."""
     bundle = open_bundle(exported_pair, check="none")
     plan: MemoryPlan = memory_plan(bundle.manifest, request(kv_type=kv_type, context=context, sequences=sequences))
     paths = [str(bundle.path(role, "gguf")) for role in ("target", "drafter")]
@@ -168,7 +169,7 @@ def test_the_plan_is_what_llama_cpp_takes(exported_pair: Path, kv_type: str, con
     assert measured["KV"] == pytest.approx(plan.cache, abs=0.02 * 2**20)
     assert 0.75 * plan.buffers < measured["compute"] + measured["output"] < plan.buffers
     if measured["peak"] is not None:  # Linux
-        assert measured["peak"] == pytest.approx(plan.total, rel=0.35)
+        assert measured["peak"] == pytest.approx(plan.total, rel=0.35, abs=40e6)
 
 
 def test_copies_of_weights_are_left_out_where_only_they_do_not_fit(exported_pair: Path) -> None:
